@@ -1,0 +1,300 @@
+"""Every configuration of ds2 as typed dataclasses: the only schema, registered with Hydra, checked across fields once at entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+class ConfigError(ValueError):
+    """A configuration that composes but cannot work; the message names the key, what is allowed and the way out."""
+
+
+@dataclass
+class DataConfig:
+    """Where utterances come from and how they are read."""
+
+    train: list[str] = field(default_factory=list)  # manifests (JSON lines)
+    dev: list[str] = field(default_factory=list)
+    test: list[str] = field(default_factory=list)
+    corpus: str = ""  # folder of the corpus as published; a recipe's prepare step reads it
+    prepare: str = ""  # importer run by `ds2 data prepare` and, where manifests are missing, by `ds2 train`
+    work_dir: str = "corpora"  # prepared manifests and audio caches are written here
+    sample_rate_hz: int = 16000
+    min_duration_s: float = 0.1
+    max_duration_s: float = 40.0
+    on_bad_utterance: str = "stop"  # stop | skip: what training does with utterances that `ds2 data check` refuses
+    cache: str = "disk"  # none | disk: decoded audio kept as 16-bit samples, memory-mapped by the loader's workers
+    workers: int = -1  # loader processes; -1: one a core, at most 8, 0: in the training process
+
+
+@dataclass
+class AlphabetConfig:
+    """The labels of the network and how a transcript becomes labels."""
+
+    symbols: str = " 'abcdefghijklmnopqrstuvwxyz"  # label 0 is the CTC blank, these follow
+    case: str = "lower"  # lower | upper | keep
+    replace: dict[str, str] = field(default_factory=dict)  # applied first, longest key first
+    unknown: str = "stop"  # stop | drop: a character outside the alphabet; drop is counted and logged
+
+
+@dataclass
+class FeaturesConfig:
+    """Waveform to normalised log spectrogram."""
+
+    kind: str = "log_spectrogram"  # log_spectrogram | log_mel
+    window_s: float = 0.02
+    step_s: float = 0.01
+    mels: int = 80  # log_mel only
+    normalise: str = "corpus"  # corpus | none: per-bin mean and deviation of the training set, stored with the model
+    statistics_utterances: int = 1000  # utterances drawn by seed to estimate them
+
+
+@dataclass
+class AugmentConfig:
+    """Seeded augmentation of training utterances; every draw depends on (seed, epoch, utterance) only."""
+
+    speed: list[float] = field(default_factory=list)  # factors drawn evenly, e.g. [0.9, 1.0, 1.1]
+    gain_db: list[float] = field(default_factory=list)  # [low, high]
+    noise_probability: float = 0.0  # the papers add noise to 40 % of utterances
+    noise_snr_db: list[float] = field(default_factory=lambda: [10.0, 30.0])
+    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated pink noise
+    frequency_masks: int = 0  # SpecAugment
+    frequency_width: int = 27  # bins
+    time_masks: int = 0
+    time_width_s: float = 0.4
+    time_fraction: float = 0.2  # of the utterance, most that one mask may cover
+
+
+@dataclass
+class BatchingConfig:
+    """How utterances become batches."""
+
+    utterances: int = 32  # a fixed count, over all ranks together; 0: use audio_s
+    audio_s: float = 0.0  # budget of padded audio a batch, over all ranks together; 0: use utterances
+    sortagrad: bool = True  # epoch one in order of duration
+    buckets: int = 10  # duration buckets shuffled from epoch two on
+    longest_first: bool = False  # the longest batch opens every epoch, so that out-of-memory shows at once
+
+
+@dataclass
+class ConvConfig:
+    """One 2-D convolution; kernel and stride are [frequency, time]."""
+
+    kernel: list[int] = field(default_factory=lambda: [41, 11])
+    stride: list[int] = field(default_factory=lambda: [2, 2])
+    channels: int = 32
+
+
+@dataclass
+class ModelConfig:
+    """The paper's Figure 7 and its relatives."""
+
+    convs: list[ConvConfig] = field(
+        default_factory=lambda: [ConvConfig(), ConvConfig(kernel=[21, 11], stride=[2, 1], channels=32)]
+    )
+    cell: str = "rnn"  # rnn | lstm | gru
+    nonlinearity: str = "clipped_relu"  # rnn only: relu | clipped_relu | tanh
+    clip: float = 20.0  # of clipped ReLU, in the convolutions too
+    hidden: int = 1152
+    depth: int = 8  # recurrent layers
+    skip: int = 4  # recurrent layers a residual skip spans; 0: no residuals
+    skip_first: str = "none"  # none | projection: skip over the first module, whose input has another width
+    row_convs: int = 10  # row convolutions in the whole stack, spread evenly over the modules
+    row_conv_context: int = 3  # future frames each of them sees (tau)
+    bidirectional: bool = False
+    batch_norm: bool = True  # of the input projections and convolutions
+    batch_norm_momentum: float = 0.1
+    dropout: float = 0.0  # on the input of each recurrent layer
+    max_lookahead_ms: float = 800.0  # a config above it is refused; 0: unlimited (bidirectional)
+    backend: str = "auto"  # of ds2_ops: auto | persistent | gemm | cpu | reference
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: str = "sgd"  # sgd (Nesterov) | adamw
+    learning_rate: float = 3e-4
+    momentum: float = 0.99  # sgd
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # adamw
+    weight_decay: float = 0.0
+    schedule: str = "anneal"  # anneal (divide by `anneal` each epoch) | cosine (to zero at the last epoch) | constant
+    anneal: float = 1.2
+    warmup_steps: int = 0
+    clip_norm: float = 400.0  # 0: off
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    epochs: int = 20
+    max_minutes: float = 0.0  # stop cleanly after this long; 0: no limit
+    max_steps: int = 0  # stop cleanly after this many optimizer steps; 0: no limit
+    precision: str = "auto"  # fp32 | bf16 | auto (bf16 on CUDA, else fp32)
+    accumulate: int = 1  # batches a step
+    average_decay: float = 0.0  # exponential moving average of the weights, evaluated and kept as best; 0: off
+    early_stop_epochs: int = 0  # stop after this many epochs without a better dev WER; 0: off
+    max_skipped_steps: int = 20  # non-finite losses or gradients before training stops
+    evaluate_every_epochs: int = 1
+    evaluate_from_epoch: int = 1
+    log_every_steps: int = 10
+    seed: int = 1
+
+
+@dataclass
+class CheckpointConfig:
+    """What is kept in the run folder."""
+
+    every_minutes: float = 10.0  # timed trainer states between epochs; 0: only at epochs
+    every_steps: int = 0  # 0: off
+    keep_last: int = 1
+    init_from: str = ""  # a model file whose weights start this run
+    resume: bool = True  # continue the run folder's last trainer state where there is one
+
+
+@dataclass
+class DecodeConfig:
+    """From log-probs to words."""
+
+    method: str = "greedy"
+
+
+@dataclass
+class Config:
+    """A whole training run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    alphabet: AlphabetConfig = field(default_factory=AlphabetConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    run_dir: str = MISSING
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+
+
+def register() -> None:
+    """Register the schema with Hydra as `schema`, which every primary config of `conf` names first in its defaults."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "data.on_bad_utterance": ("stop", "skip"),
+    "data.cache": ("none", "disk"),
+    "alphabet.case": ("lower", "upper", "keep"),
+    "alphabet.unknown": ("stop", "drop"),
+    "features.kind": ("log_spectrogram", "log_mel"),
+    "features.normalise": ("corpus", "none"),
+    "model.cell": ("rnn", "lstm", "gru"),
+    "model.nonlinearity": ("relu", "clipped_relu", "tanh"),
+    "model.skip_first": ("none", "projection"),
+    "model.backend": ("auto", "persistent", "gemm", "cpu", "reference"),
+    "optim.name": ("sgd", "adamw"),
+    "optim.schedule": ("anneal", "cosine", "constant"),
+    "train.precision": ("auto", "fp32", "bf16"),
+    "decode.method": ("greedy",),
+}
+
+
+def _value(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def check(config: Config) -> None:
+    """Raise `ConfigError` for values and combinations that compose but cannot work."""
+    for key, allowed in _CHOICES.items():
+        value = _value(config, key)
+        _require(value in allowed, f"{key}={value!r} is not one of {', '.join(allowed)}")
+    for key in _POSITIVE:
+        _require(_value(config, key) > 0, f"{key}={_value(config, key)} must be above 0")
+    for key in _NOT_NEGATIVE:
+        _require(_value(config, key) >= 0, f"{key}={_value(config, key)} must not be below 0")
+    batching, augment, features = config.batching, config.augment, config.features
+    _require(
+        (batching.utterances > 0) != (batching.audio_s > 0),
+        f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
+        "and the other to 0: batches hold either a fixed count or a budget of audio",
+    )
+    for key, pair in (("augment.gain_db", augment.gain_db), ("augment.noise_snr_db", augment.noise_snr_db)):
+        _require(not pair or (len(pair) == 2 and pair[0] <= pair[1]), f"{key}={pair} must be [low, high]")
+    _require(0 <= augment.noise_probability <= 1, f"augment.noise_probability={augment.noise_probability} is not in 0..1")
+    _require(all(0.25 <= s <= 4 for s in augment.speed), f"augment.speed={augment.speed}: factors lie between 0.25 and 4")
+    _require(
+        features.step_s <= features.window_s,
+        f"features.step_s={features.step_s} above features.window_s={features.window_s} would skip audio",
+    )
+    _require(
+        config.data.min_duration_s < config.data.max_duration_s,
+        f"data.min_duration_s={config.data.min_duration_s} must be below data.max_duration_s={config.data.max_duration_s}",
+    )
+    _require(config.data.workers >= -1, f"data.workers={config.data.workers}: give -1 (automatic), 0 or a count")
+    _require(0 <= config.train.average_decay < 1, f"train.average_decay={config.train.average_decay} is not in [0, 1)")
+    _require(
+        config.optim.name != "sgd" or 0 <= config.optim.momentum < 1,
+        f"optim.momentum={config.optim.momentum} is not in [0, 1)",
+    )
+    _require(len(config.optim.betas) == 2, f"optim.betas={config.optim.betas} must be two numbers")
+    symbols = config.alphabet.symbols
+    _require(len(symbols) > 0, "alphabet.symbols is empty: list every character that transcripts may hold")
+    repeated = sorted({s for s in symbols if symbols.count(s) > 1})
+    _require(not repeated, f"alphabet.symbols lists {repeated} more than once")
+    _require(
+        config.model.bidirectional is False or config.model.max_lookahead_ms == 0,
+        "model.bidirectional=true sees the whole utterance: set model.max_lookahead_ms=0 to say that this is meant",
+    )
+
+
+_POSITIVE = (
+    "data.sample_rate_hz",
+    "features.window_s",
+    "features.step_s",
+    "features.mels",
+    "features.statistics_utterances",
+    "batching.buckets",
+    "model.hidden",
+    "model.depth",
+    "model.clip",
+    "optim.learning_rate",
+    "optim.anneal",
+    "train.epochs",
+    "train.accumulate",
+    "train.evaluate_every_epochs",
+    "train.evaluate_from_epoch",
+    "train.log_every_steps",
+    "checkpoint.keep_last",
+)
+_NOT_NEGATIVE = (
+    "augment.frequency_masks",
+    "augment.time_masks",
+    "model.skip",
+    "model.row_convs",
+    "model.row_conv_context",
+    "model.max_lookahead_ms",
+    "model.dropout",
+    "optim.weight_decay",
+    "optim.warmup_steps",
+    "optim.clip_norm",
+    "train.max_minutes",
+    "train.max_steps",
+    "train.early_stop_epochs",
+    "train.max_skipped_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.every_steps",
+)

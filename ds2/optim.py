@@ -1,0 +1,66 @@
+"""Optimizers, learning-rate schedules and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ds2.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Nesterov SGD (Persistent RNN paper, section 5.3) or AdamW; weight decay only on matrices and kernels."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(
+            groups, lr=config.learning_rate, momentum=config.momentum, nesterov=config.momentum > 0, foreach=True
+        )
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.betas[0], config.betas[1]), foreach=True)
+
+
+def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -> float:
+    """The rate of one step.
+
+    Args:
+        config: schedule and its settings.
+        step: optimizer steps already taken.
+        epoch: 1-based.
+        progress: fraction of the planned training behind this step, 0..1.
+
+    Returns:
+        `learning_rate` divided by `anneal` per finished epoch (section 5.3), or its half cosine to zero, or itself;
+        times the linear warm-up.
+    """
+    rate = config.learning_rate
+    if config.schedule == "anneal":
+        rate /= config.anneal ** (epoch - 1)
+    elif config.schedule == "cosine":
+        rate *= 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    if step < config.warmup_steps:
+        rate *= (step + 1) / config.warmup_steps
+    return rate
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every parameter group the same rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The 2-norm over all gradients, on their device (no host synchronisation)."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+
+
+def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Rescale all gradients to `max_norm` where `norm` exceeds it (Pascanu et al. 2012); 0 leaves them alone."""
+    if max_norm > 0:
+        nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm, foreach=True)
