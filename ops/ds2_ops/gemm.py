@@ -1,0 +1,118 @@
+"""The recurrence as one matrix product a time step: the CPU path, the path for any GPU, and the honest baseline.
+
+Two torch calls a step, both in place, no autograd, no host synchronisation: CUDA-graph capturable.
+Shape letters: T frames, B batch, H hidden.
+"""
+
+import torch
+from torch import Tensor
+
+_ROW_BYTES = 64  # BLAS libraries choose kernels by alignment; equal alignment of every h_t keeps a split of T bit-exact
+
+
+def forward(
+    x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, *, nonlinearity: str, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Run the forward time loop.
+
+    Args:
+        x: (T, B, H) pre-activations, contiguous.
+        weight_hh: (H, H) of the same dtype and device.
+        h0: (B, H) first state, or None for zeros.
+        lengths: (B,) int32 on the device of ``x``, or None when all utterances have T frames.
+        nonlinearity: "relu", "clipped_relu" or "tanh".
+        clip: upper bound of "clipped_relu", representable in the dtype of ``x``.
+
+    Returns:
+        y (T, B, H), 0 at padding, and h_n (B, H), the state after each utterance's last frame.
+    """
+    frames, batch, hidden = x.shape
+    first = _aligned(1, batch, hidden, x)[0]
+    first.zero_() if h0 is None else first.copy_(h0)
+    y = _aligned(frames, batch, hidden, x).copy_(x)
+    weight_t = weight_hh.t()
+    previous = first
+    for state in y.unbind(0):
+        state.addmm_(previous, weight_t)
+        if nonlinearity == "tanh":
+            state.tanh_()
+        elif nonlinearity == "relu":
+            state.relu_()
+        else:
+            state.clamp_(0.0, clip)
+        previous = state
+    h_n = previous.clone(memory_format=torch.contiguous_format)
+    if lengths is not None and frames:
+        # Rows of a product are independent: what the loop made of padding never met a valid frame, and is erased here.
+        h_n = torch.where((lengths == 0)[:, None], first, y[_last_frame(lengths)])
+        y.masked_fill_(_padding(lengths, frames), 0.0)
+    return y.contiguous(), h_n
+
+
+def backward_data(
+    grad_y: Tensor,
+    grad_h_n: Tensor,
+    y: Tensor,
+    h0: Tensor | None,
+    weight_hh: Tensor,
+    lengths: Tensor | None,
+    *,
+    nonlinearity: str,
+    clip: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the time loop backwards: dpre_t = (dy_t + [t = length - 1] dh_n + W^T dpre_(t+1)) * f'(y_t).
+
+    Args:
+        grad_y: (T, B, H); its padding is ignored, whatever it holds.
+        grad_h_n: (B, H).
+        y: (T, B, H), output of :func:`forward`.
+        h0, weight_hh, lengths, nonlinearity, clip: as given to :func:`forward`.
+
+    Returns:
+        grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
+    """
+    del h0  # the derivative is a function of y alone
+    frames, batch, hidden = y.shape
+    grad_x = _aligned(frames, batch, hidden, y).copy_(grad_y)
+    grad_h0 = _aligned(1, batch, hidden, y)[0].zero_()
+    if not frames:
+        grad_h0.copy_(grad_h_n)
+    elif lengths is None:
+        grad_x[-1].add_(grad_h_n)
+    else:
+        # grad_x starts at 0 at padding, and the loop, which meets the padding first, keeps it there whatever f' is.
+        grad_x.masked_fill_(_padding(lengths, frames), 0.0)
+        empty = (lengths == 0)[:, None]
+        grad_x[_last_frame(lengths)] += torch.where(empty, 0.0, grad_h_n)
+        grad_h0.copy_(torch.where(empty, grad_h_n, 0.0))
+    following: Tensor | None = None
+    for grad, state in zip(reversed(grad_x.unbind(0)), reversed(y.unbind(0)), strict=True):
+        if following is not None:
+            grad.addmm_(following, weight_hh)
+        if nonlinearity == "tanh":
+            torch.ops.aten.tanh_backward.grad_input(grad, state, grad_input=grad)
+        elif nonlinearity == "relu":
+            torch.ops.aten.threshold_backward.grad_input(grad, state, 0.0, grad_input=grad)
+        else:
+            torch.ops.aten.hardtanh_backward.grad_input(grad, state, 0.0, clip, grad_input=grad)
+        following = grad
+    if following is not None:
+        grad_h0.addmm_(following, weight_hh)
+    return grad_x.contiguous(), grad_h0.contiguous()
+
+
+def _padding(lengths: Tensor, frames: int) -> Tensor:
+    return (torch.arange(frames, device=lengths.device)[:, None] >= lengths)[:, :, None]
+
+
+def _last_frame(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of each utterance's last frame in a (T, B, H) tensor; frame 0 stands in for an empty utterance."""
+    return (lengths - 1).clamp_min(0).long(), torch.arange(lengths.shape[0], device=lengths.device)
+
+
+def _aligned(frames: int, batch: int, hidden: int, like: Tensor) -> Tensor:
+    """Empty (T, B, H) whose steps are contiguous and start at multiples of 64 bytes."""
+    step = batch * hidden
+    multiple = _ROW_BYTES // like.element_size()
+    storage = like.new_empty(frames, -(-step // multiple) * multiple)
+    return storage[:, :step].view(frames, batch, hidden)

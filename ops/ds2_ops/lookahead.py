@@ -1,0 +1,130 @@
+"""Row convolution: each feature sees itself and the next tau frames, so a one-directional network can look ahead.
+
+Shape letters: T frames, B batch, H hidden, K = tau + 1 taps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2_ops.checks import check_choice, check_lengths, check_like, check_x, lengths_on, under_autocast
+from ds2_ops.reference import lookahead_reference, valid_frames
+
+BACKENDS = ("auto", "shift", "reference")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """Compute the row convolution r_t = sum over j = 0..tau of w_j * h_(t+j), for each feature on its own.
+
+    Deep Speech 2 (2015), row convolution. Frames past an utterance's length count as 0, so no output or gradient
+    depends on padding or on other utterances of the batch. Differentiable in ``x`` and ``weight``.
+
+    Args:
+        x: (T, B, H) features; bfloat16, float16, float32 or float64.
+        weight: (H, K), K = tau + 1 taps, ``weight[:, j]`` for the frame j ahead. Same dtype and device as ``x``.
+        lengths: (B,) int32 or int64, valid frames per utterance, 0 to T; all T when None.
+        backend: "auto", "shift" (K shifted multiply-adds, any device) or "reference" (plain autograd).
+
+    Returns:
+        y (T, B, H), 0 where t >= length.
+
+    Raises:
+        ValueError: a shape, device, length or name that is not allowed.
+        TypeError: a dtype that is not allowed.
+    """
+    check_choice("backend", backend, BACKENDS)
+    x, weight = under_autocast(x, weight)  # type: ignore[assignment]
+    check_x(x, _DTYPES)
+    if weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (H, tau + 1) with H = {x.shape[2]}")
+    check_like("weight", weight, x)
+    if lengths is not None:
+        check_lengths(lengths, x.shape[1])
+    if backend == "reference":
+        return lookahead_reference(x, weight, lengths_on(lengths, x.shape[0], x.device))
+    y: Tensor = _forward(x, weight, lengths, backend)
+    return y
+
+
+def lookahead_stream(
+    x: Tensor, weight: Tensor, tail: Tensor | None = None, lengths: Tensor | None = None, *, final: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Row convolution of a stream, chunk by chunk: the same bits as :func:`lookahead` of the whole, tau frames late.
+
+    Args:
+        x: (T, B, H) the next chunk; T may be 0.
+        weight: (H, K), K = tau + 1 taps.
+        tail: what the call for the previous chunk returned; None for the first chunk.
+        lengths: (B,) valid frames of each utterance in this chunk, 0 once it has ended; all T when None.
+        final: True for the last chunk, which also gives the frames that were held back.
+
+    Returns:
+        y (N, B, H), the frames whose future is now known, and the tail (at most tau frames) for the next call.
+        Without ``final``, N is T, less what the first tau frames of the stream hold back.
+    """
+    if lengths is not None:
+        x = torch.where(valid_frames(lengths.to(x.device), x.shape[0])[:, :, None], x, 0.0)
+    held = x if tail is None else torch.cat([tail, x])
+    ready = held.shape[0] if final else max(held.shape[0] - weight.shape[1] + 1, 0)
+    return lookahead(held, weight)[:ready], held[ready:]
+
+
+@torch.library.custom_op("ds2::lookahead_forward", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str) -> Tensor:
+    return _shifted(_masked(x, lengths), weight, backwards=False)
+
+
+@torch.library.custom_op("ds2::lookahead_backward", mutates_args=())
+def _backward_both(
+    grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor]:
+    grad_y, x = _masked(grad_y, lengths), _masked(x, lengths)
+    grad_x = _masked(_shifted(grad_y, weight, backwards=True), lengths)
+    frames, taps = x.shape[0], weight.shape[1]
+    grad_weight = weight.new_zeros(weight.shape)
+    for j in range(min(taps, frames)):
+        grad_weight[:, j] = torch.einsum("tbh,tbh->h", grad_y[: frames - j], x[j:])
+    return grad_x, grad_weight
+
+
+@_forward.register_fake
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_backward_both.register_fake
+def _(grad_y: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, lengths, ctx.backend = inputs
+    ctx.save_for_backward(x, weight, lengths)
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, lengths = ctx.saved_tensors
+    grad_x, grad_weight = _backward_both(grad_y, x, weight, lengths, ctx.backend)
+    return grad_x, grad_weight, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
+    lengths = lengths_on(lengths, x.shape[0], x.device)
+    if lengths is None:
+        return x.contiguous()
+    return torch.where(valid_frames(lengths, x.shape[0])[:, :, None], x, 0.0).contiguous()
+
+
+def _shifted(x: Tensor, weight: Tensor, *, backwards: bool) -> Tensor:
+    """Sum w_j * x_(t+j), or its transpose sum w_j * x_(t-j), over the taps in a fixed order."""
+    frames, taps = x.shape[0], weight.shape[1]
+    y = x * weight[:, 0]
+    for j in range(1, min(taps, frames)):
+        into, source = (y[j:], x[: frames - j]) if backwards else (y[: frames - j], x[j:])
+        into.addcmul_(source, weight[:, j])
+    return y
