@@ -1,0 +1,267 @@
+"""From a kernel instantiation to a launch: NVRTC build, disk cache, load, launch.
+
+A kernel is named by its translation unit: a few lines that include headers of ``csrc`` and define one extern "C"
+function called ``ds2_kernel``. Building needs no GPU, no nvcc and no host compiler; launching goes through cuda.core.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ENTRY = "ds2_kernel"
+_CSRC = Path(__file__).parent / "csrc"
+_MAGIC = b"ds2_ops cubin 1\n"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel and what the assembler said about it: registers and spilled bytes a thread."""
+
+    code: bytes
+    registers: int
+    spill_bytes: int
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels: $DS2_OPS_CACHE_DIR, else ds2_ops under $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("DS2_OPS_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds2_ops"
+
+
+def debug_waits() -> bool:
+    """True if $DS2_OPS_DEBUG is set: kernels then bound every wait, say who waits for whom, and trap."""
+    return os.environ.get("DS2_OPS_DEBUG", "0") not in ("", "0")
+
+
+def build(source: str, arch: str = "sm_90a") -> Binary:
+    """Compile one translation unit, or read it from the disk cache.
+
+    Many ranks may build the same kernel at once: each compiles privately and publishes by an atomic rename. A cache
+    folder that cannot be written costs a warning and a rebuild per process; a damaged entry is rebuilt.
+
+    Args:
+        source: CUDA C++ that defines ``ds2_kernel`` and may include any header of ``csrc``.
+        arch: real architecture, for example "sm_90a".
+
+    Returns:
+        The cubin and its resource use.
+
+    Raises:
+        RuntimeError: NVRTC or cuda-core is missing, or the source does not compile (the compiler's log is quoted).
+    """
+    options = ("DS2_DEBUG_WAIT",) if debug_waits() else ()
+    entry = cache_dir() / f"{_key(source, arch, options)}.cubin"
+    try:
+        return _decode(entry.read_bytes())
+    except (OSError, ValueError):
+        pass  # absent, unreadable or damaged: build it
+    binary = _compile(source, arch, options)
+    try:
+        _publish(entry, _encode(binary))
+    except OSError as error:
+        _warn_unwritable(str(entry.parent), str(error))
+    return binary
+
+
+def _key(source: str, arch: str, defines: Sequence[str]) -> str:
+    """Hash of everything that decides the machine code."""
+    digest = hashlib.sha256()
+    for part in (_compiler_version(), arch, *defines, source, _headers()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _headers() -> str:
+    return "\0".join(f"{path.name}\0{path.read_text()}" for path in sorted(_CSRC.glob("*.cuh")))
+
+
+@functools.cache
+def _compiler_version() -> str:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise RuntimeError(
+            "the persistent kernels need cuda-core, cuda-bindings and nvidia-cuda-nvrtc, which are not installed: "
+            "pip install 'ds2-speech[gpu]', or use backend='gemm'"
+        ) from error
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise RuntimeError(f"the NVRTC library does not load ({error}): pip install nvidia-cuda-nvrtc") from error
+    return f"nvrtc {major}.{minor} {status}"
+
+
+def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=ENTRY,
+        arch=arch,
+        std="c++17",
+        include_path=str(_CSRC),
+        define_macro=list(defines) or None,
+        ptxas_options=["-v"],
+    )
+    log = io.StringIO()
+    try:
+        code = bytes(Program(source, "c++", options).compile("cubin", logs=log).code)
+    except Exception as error:
+        raise RuntimeError(f"NVRTC cannot build this kernel for {arch}: {error}\n{log.getvalue()}\n{source}") from error
+    report = log.getvalue()
+    registers = re.search(r"Used (\d+) registers", report)
+    if registers is None:
+        raise RuntimeError(f"NVRTC reports no resource use for {ENTRY} on {arch}; its log was: {report!r}")
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    return Binary(code, int(registers[1]), sum(map(int, spills)))
+
+
+def _encode(binary: Binary) -> bytes:
+    about = {key: value for key, value in asdict(binary).items() if key != "code"}
+    about["sha256"] = hashlib.sha256(binary.code).hexdigest()
+    return _MAGIC + json.dumps(about).encode() + b"\n" + binary.code
+
+
+def _decode(data: bytes) -> Binary:
+    if not data.startswith(_MAGIC):
+        raise ValueError("not a cache entry")
+    about_line, _, code = data[len(_MAGIC) :].partition(b"\n")
+    about = json.loads(about_line)
+    if about.pop("sha256") != hashlib.sha256(code).hexdigest():
+        raise ValueError("damaged cache entry")
+    return Binary(code, **about)
+
+
+def _publish(entry: Path, data: bytes) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    handle, private = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem[:16], suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(private, entry)
+    except BaseException:
+        os.unlink(private)
+        raise
+
+
+@functools.cache
+def _warn_unwritable(folder: str, error: str) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder} ({error}); every process builds its own. "
+        "Set DS2_OPS_CACHE_DIR to a folder that can be written.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+@functools.cache
+def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
+    """Build if needed and load a kernel, once a process and device.
+
+    Args:
+        source: as ``build``; static shared memory is not allowed, it would eat from the dynamic limit set here.
+        device_index: the current CUDA device.
+        arch: as ``build``.
+
+    Returns:
+        A ``cuda.core.Kernel`` that may use clusters of 16 and all the shared memory that a block can have.
+
+    Raises:
+        RuntimeError: as ``build``; or the driver refuses the binary.
+    """
+    binary = build(source, arch)
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    try:
+        kernel = ObjectCode.from_cubin(binary.code, name=ENTRY).get_kernel(ENTRY)
+    except Exception as error:
+        raise RuntimeError(f"the driver cannot load a kernel built for {arch}: {error}\n{source}") from error
+    status, device = driver.cuDeviceGet(device_index)
+    _check(status, "cuDeviceGet")
+    for attribute in (
+        (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _dynamic_smem_limit(device)),
+    ):
+        (status,) = driver.cuKernelSetAttribute(*attribute, kernel.handle, device)
+        _check(status, f"cuKernelSetAttribute {attribute[0].name}")
+    return kernel
+
+
+def _dynamic_smem_limit(device: Any) -> int:
+    from cuda.bindings import driver
+
+    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, smem_bytes = driver.cuDeviceGetAttribute(limit, device)
+    _check(status, "cuDeviceGetAttribute")
+    return int(smem_bytes)
+
+
+def _check(status: Any, call: str) -> None:
+    if int(status) != 0:
+        raise RuntimeError(f"{call} failed: {status.name}")
+
+
+@dataclass(frozen=True)
+class _TorchStream:
+    """A raw stream handle in the protocol that cuda.core accepts."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.handle)
+
+
+def _config(grid: int, block: int, cluster: int, smem_bytes: int) -> Any:
+    from cuda.core import LaunchConfig
+
+    # With a cluster, cuda.core counts its grid in clusters; ours is in blocks everywhere.
+    if cluster > 1:
+        return LaunchConfig(grid=grid // cluster, cluster=cluster, block=block, shmem_size=smem_bytes)
+    return LaunchConfig(grid=grid, block=block, shmem_size=smem_bytes)
+
+
+def max_active_clusters(kernel: Any, *, block: int, cluster: int, smem_bytes: int, stream: int) -> int:
+    """How many clusters of this kernel the current device can hold at once (0 if none fits)."""
+    from cuda.core import Device, Stream
+
+    wrapped = Stream.from_handle(stream) if stream else Device().default_stream
+    config = _config(cluster, block, cluster, smem_bytes)
+    return int(kernel.occupancy.max_active_clusters(config, stream=wrapped))
+
+
+def launch(
+    kernel: Any, args: Sequence[Any], *, grid: int, block: int, cluster: int = 1, smem_bytes: int = 0, stream: int
+) -> None:
+    """Launch on a CUDA stream handle (``torch.cuda.current_stream().cuda_stream``), asynchronously.
+
+    Args:
+        kernel: from ``load``.
+        args: pointers as int, 32-bit integers as ``ctypes.c_int``, floats as ``ctypes.c_float``.
+        grid: blocks (not clusters).
+        block: threads a block.
+        cluster: blocks a cluster.
+        smem_bytes: dynamic shared memory a block.
+        stream: stream handle.
+
+    Raises:
+        RuntimeError: the driver refuses the launch; the caller adds op, shape, dtype and tile.
+    """
+    from cuda.core import launch as cuda_launch
+
+    try:
+        cuda_launch(_TorchStream(stream), _config(grid, block, cluster, smem_bytes), kernel, *args)
+    except Exception as error:
+        raise RuntimeError(
+            f"launch of {grid} blocks x {block} threads, cluster {cluster}, {smem_bytes} B shared memory: {error}"
+        ) from error
