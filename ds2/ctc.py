@@ -32,18 +32,19 @@ def ctc_losses(logits: Tensor, logit_lengths: Tensor, labels: Tensor, label_leng
     Args:
         logits: (T, B, V) of any float dtype; the log-softmax and the sums run in fp32.
         logit_lengths: (B,) int64 on the CPU, valid frames.
-        labels: (B, L) int64 on the device of `logits`, padded; 0 is the blank and must not occur in the valid part.
+        labels: (B, L) int64 on the CPU, padded; 0 is the blank and must not occur in the valid part.
         label_lengths: (B,) int64 on the CPU.
 
     Returns:
         losses (B,) fp32 in nats, 0 and without gradient where no alignment exists; and the feasible rows (B,) bool on
         the CPU: False where the transcript needs more frames than there are.
     """
-    feasible = logit_lengths >= min_frames(labels.cpu(), label_lengths)
+    feasible = logit_lengths >= min_frames(labels, label_lengths)
     log_probs = F.log_softmax(logits.float(), dim=-1)
-    losses = F.ctc_loss(
-        log_probs, labels, logit_lengths, label_lengths, blank=BLANK, reduction="none", zero_infinity=False
-    )
+    targets = labels.to(logits.device, non_blocking=True)
+    # An infeasible row is scored against the empty transcript: an infinite loss would make its gradient NaN even at weight 0.
+    possible = torch.where(feasible, label_lengths, 0)
+    losses = F.ctc_loss(log_probs, targets, logit_lengths, possible, blank=BLANK, reduction="none")
     if not bool(feasible.all()):
         losses = torch.where(feasible.to(losses.device), losses, torch.zeros_like(losses))
     return losses, feasible

@@ -1,0 +1,33 @@
+# `make demo` trains on real speech and prints a WER report; `make test` runs the test suite. Both install into .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+AN4 ?=
+
+comma := ,
+EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),dev$(comma)gpu,dev)
+
+.PHONY: demo test lint wheel clean
+
+# torch first and by its pinned version: a later request for any torch would fetch another build of several gigabytes.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"ds2 needs Python 3.11 or later, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.11"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python tools/demo.py $(if $(AN4),--an4 $(AN4))
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+wheel: $(VENV)/installed
+	$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf $(VENV) dist

@@ -1,0 +1,111 @@
+"""The utterances a run trains and is judged on: read, prepared where missing, and screened before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ds2.alphabet import Alphabet, AlphabetError
+from ds2.config import Config, ConfigError
+from ds2.ctc import min_frames
+from ds2.importers import prepare
+from ds2.manifest import Utterance, read_manifests
+
+log = logging.getLogger(__name__)
+_NAMED_AT_MOST = 20
+
+
+class CorpusError(RuntimeError):
+    """Utterances that training refuses; the message names them and the ways out."""
+
+
+def ensure_manifests(config: Config) -> None:
+    """Run the recipe's prepare step where one of its manifests is missing.
+
+    Raises:
+        ConfigError: a manifest is missing and the recipe has no prepare step, or no training manifest is named.
+    """
+    if not config.data.train:
+        raise ConfigError("data.train names no manifest: choose a recipe (recipe=an4) or set data.train=[my/train.jsonl]")
+    missing = [p for p in (*config.data.train, *config.data.dev, *config.data.test) if not Path(p).is_file()]
+    if not missing:
+        return
+    if not config.data.prepare:
+        raise ConfigError(f"manifests not found: {', '.join(missing)}; write them with `ds2 data import`")
+    log.info("preparing %s: %s not there yet", config.data.prepare, ", ".join(missing))
+    made = prepare(config.data.prepare, config.data.corpus, config.data.work_dir)
+    still = [p for p in missing if not Path(p).is_file()]
+    if still:
+        raise ConfigError(
+            f"data.prepare={config.data.prepare} wrote {', '.join(str(p) for p in made.values())}, "
+            f"but the config names {', '.join(still)}"
+        )
+
+
+def refusal(utterance: Utterance, config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]) -> str | None:
+    """Why training cannot use an utterance, judged from its manifest line alone; None when it can.
+
+    Args:
+        utterance: the record.
+        config: limits of duration.
+        alphabet: labels of the network.
+        output_frames: samples of audio -> frames that the model puts out.
+    """
+    data = config.data
+    if not data.min_duration_s <= utterance.duration_s <= data.max_duration_s:
+        return f"duration {utterance.duration_s:.2f} s is outside {data.min_duration_s}..{data.max_duration_s} s"
+    try:
+        labels = alphabet.encode(utterance.text)
+    except AlphabetError as error:
+        return str(error)
+    if not labels:
+        return "the transcript is empty"
+    needed = int(min_frames(torch.tensor([labels]), torch.tensor([len(labels)])))
+    frames = output_frames(round(utterance.duration_s * data.sample_rate_hz))
+    if frames < needed:
+        return f"too short for its transcript: {frames} output frames, CTC needs {needed}"
+    return None
+
+
+def training_utterances(config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]) -> list[Utterance]:
+    """The utterances of `data.train` that training can use; every other one is named and counted.
+
+    Raises:
+        CorpusError: some are refused and `data.on_bad_utterance` is `stop`, or none is left.
+    """
+    utterances = read_manifests([Path(p) for p in config.data.train])
+    refused = [(u, reason) for u in utterances if (reason := refusal(u, config, alphabet, output_frames))]
+    if config.alphabet.unknown == "drop":
+        dropped = sum((alphabet.normalise(u.text)[1] for u in utterances), Counter())
+        if dropped:
+            log.warning("characters outside the alphabet dropped from training texts: %s", dict(dropped.most_common()))
+    if refused:
+        lines = [f"  {u.source or u.name}: {u.name}: {reason}" for u, reason in refused]
+        if config.data.on_bad_utterance == "stop":
+            listed = "\n".join(lines[:_NAMED_AT_MOST]) + ("\n  ..." if len(lines) > _NAMED_AT_MOST else "")
+            raise CorpusError(
+                f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
+                "Mend the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
+            )
+        log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
+    bad = {id(u) for u, _ in refused}
+    kept = [u for u in utterances if id(u) not in bad]
+    if not kept:
+        raise CorpusError(f"no training utterance is left of {len(utterances)} in {', '.join(config.data.train)}")
+    return kept
+
+
+def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utterance]:
+    """The utterances of dev or test manifests, all of them: characters that the network cannot write count as errors.
+
+    They are reported once here, never dropped, so that a WER is comparable between systems.
+    """
+    utterances = read_manifests([Path(p) for p in manifests])
+    unknown = sum((alphabet.normalise(u.text)[1] for u in utterances), Counter())
+    if unknown:
+        log.warning("references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common()))
+    return utterances

@@ -1,0 +1,118 @@
+"""What a person watches: JSON-lines log, TensorBoard, progress bar, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class StepTimer:
+    """Seconds a step spends in each phase, measured by device events on a GPU and by the clock on a CPU.
+
+    The events are read only in `means`, so that timing costs a step no synchronisation. `data` is always host time: how
+    long the loop waited for the loader.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with no step recorded."""
+        self._on_gpu = device.type == "cuda"
+        self._host: dict[str, list[float]] = {}
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as one occurrence of the phase `name`."""
+        if self._on_gpu and name != "data":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.setdefault(name, []).append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._host.setdefault(name, []).append(time.perf_counter() - began)
+
+    def means(self, steps: int) -> dict[str, float]:
+        """Mean seconds a step by phase over the last `steps` steps; forgets them."""
+        totals = {name: sum(values) for name, values in self._host.items()}
+        if self._events:
+            torch.cuda.synchronize()
+            for name, pairs in self._events.items():
+                totals[name] = sum(start.elapsed_time(end) for start, end in pairs) / 1000
+        self._host, self._events = {}, {}
+        return {name: total / max(steps, 1) for name, total in totals.items()}
+
+
+class RunLog:
+    """Writes a run's scalars, texts and spectrograms under its folder; only rank 0 makes one that writes.
+
+    `log.jsonl` gets one object an event and is only ever appended to: a resumed run repeats the steps after its
+    checkpoint, and its `resume` event says from where; the later line of a step is the one that counts.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
+        """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._jsonl = (run_dir / "log.jsonl").open("a", encoding="utf-8")
+        purge = resume_step + 1 if resume_step else None
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""
+        finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
+        line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
+        self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._jsonl.flush()
+
+    def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers to both places, as `group/name` in TensorBoard."""
+        self.event(group, step, values)
+        for name, value in values.items():
+            self._board.add_scalar(f"{group}/{name}", value, step)
+
+    def utterance(self, step: int, tag: str, features: Tensor, reference: str, hypothesis: str) -> None:
+        """Show a normalised spectrogram (F, T), low frequencies at the bottom, with its reference and hypothesis."""
+        image = features.detach().float().cpu().flip(0)
+        low, high = image.min(), image.max()
+        self._board.add_image(f"{tag}/spectrogram", ((image - low) / (high - low + 1e-9))[None], step)
+        self._board.add_text(f"{tag}/text", f"    ref: {reference}\n    hyp: {hypothesis}", step)
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        self._jsonl.close()
+        self._board.close()
+
+
+def progress_bar(total: int, epoch: int, epochs: int, initial: int) -> tqdm[Any]:
+    """A bar over the steps of an epoch; silent where the error stream is no terminal."""
+    return tqdm(
+        total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,
+        disable=not sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+def git_commit() -> str:
+    """The commit of the source tree that runs, `-dirty` appended where it has changes, or 'unknown' outside git."""
+    folder = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip()

@@ -1,0 +1,188 @@
+"""The training loop: run folder, trainer, then epochs of steps, evaluation and saves."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from ds2.batching import plan_epoch
+from ds2.checkpoint import CheckpointError
+from ds2.compose import save_config
+from ds2.config import Config
+from ds2.dataset import make_loader
+from ds2.metrics import RunLog, git_commit, progress_bar
+from ds2.optim import learning_rate, set_learning_rate
+from ds2.trainer import Progress, Trainer
+
+log = logging.getLogger(__name__)
+_FREE_BYTES_AT_START = 256 * 2**20
+
+
+class Interrupts:
+    """Turns the first SIGINT or SIGTERM into a flag that the loop reads between steps; the second one stops at once."""
+
+    received: int = 0
+
+    def __enter__(self) -> Interrupts:
+        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = number
+        log.warning("%s: saving after this step, then stopping; once more stops at once", signal.Signals(number).name)
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last log line."""
+
+    progress: Progress
+    losses: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._audio_s = self.progress.audio_s
+
+    def add(self, loss: float | None) -> None:
+        """Count one step; None is a skipped one."""
+        self.steps += 1
+        if loss is not None:
+            self.losses.append(loss)
+
+    def values(self, trainer: Trainer, rate: float) -> dict[str, float]:
+        """The scalars of one log line."""
+        elapsed = time.monotonic() - self._began
+        split = trainer.timer.means(self.steps)
+        return {
+            "loss": sum(self.losses) / len(self.losses) if self.losses else float("nan"),
+            "learning_rate": rate,
+            "gradient_norm": trainer.grad_norm,
+            "epoch": self.progress.epoch,
+            "skipped_steps": self.progress.skipped,
+            "infeasible_utterances": self.progress.infeasible,
+            "audio_s_per_s": (self.progress.audio_s - self._audio_s) / max(elapsed, 1e-9),
+            "step_s": elapsed / self.steps,
+            **{f"{name}_s": seconds for name, seconds in split.items()},
+        }
+
+
+def train(config: Config, run_dir: Path) -> int:
+    """Train from the config, or go on where `run_dir` stopped.
+
+    Args:
+        config: a checked configuration.
+        run_dir: receives the resolved config, log, TensorBoard, model files and the trainer state.
+
+    Returns:
+        0 when training ended by itself; 128 + n when signal n stopped it after a save.
+
+    Raises:
+        ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
+    """
+    probe_run_dir(run_dir)
+    trainer = Trainer(config, run_dir)
+    progress = trainer.progress
+    save_config(config, run_dir / "config.yaml")
+    board = RunLog(run_dir, resume_step=progress.step)
+    board.event("resume" if progress.step else "start", progress.step, {"git_commit": git_commit(), "epoch": progress.epoch})
+    log.info("%s; run folder %s", trainer.describe(), run_dir)
+    with Interrupts() as interrupts:
+        while not (reason := finished(config, progress)):
+            complete = run_epoch(trainer, board, interrupts)
+            if interrupts.received or not complete:
+                trainer.save()
+            if interrupts.received:
+                reason = signal.Signals(interrupts.received).name
+                break
+            trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
+            if complete:
+                progress.epoch, progress.batch = progress.epoch + 1, 0
+                trainer.save()
+    log.info("stopped after step %d: %s", progress.step, reason)
+    board.close()
+    return 128 + interrupts.received if interrupts.received else 0
+
+
+def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
+    """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
+    config, progress = trainer.config, trainer.progress
+    plan = plan_epoch(trainer.durations, config.batching, progress.epoch, config.train.seed)
+    loader = make_loader(trainer.utterances, plan[progress.batch :], config, trainer.alphabet, progress.epoch, training=True)
+    batches = iter(loader)
+    trainer.model.train()
+    window, clock, saved_at = Window(progress), time.monotonic(), time.monotonic()
+    with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch) as bar:
+        while progress.batch < len(plan) and not interrupts.received and not finished(config, progress):
+            group = plan[progress.batch : progress.batch + config.train.accumulate]
+            done = (progress.epoch - 1 + progress.batch / len(plan)) / config.train.epochs
+            rate = learning_rate(config.optim, progress.step, progress.epoch, done)
+            set_learning_rate(trainer.optimizer, rate)
+            window.add(trainer.step(batches, len(group), sum(map(len, group))))
+            now = time.monotonic()
+            progress.elapsed_s, clock = progress.elapsed_s + now - clock, now
+            bar.update(len(group))
+            if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
+                values = window.values(trainer, rate)
+                board.scalars("train", progress.step, values)
+                left_s = progress.elapsed_s * (1 - done) / max(done, 1e-9)
+                bar.set_postfix_str(
+                    f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_s / 60:.0f} min left"
+                )
+                window = Window(progress)
+            timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at
+            stepped = config.checkpoint.every_steps > 0 and progress.step % config.checkpoint.every_steps == 0
+            if timed or stepped:
+                trainer.save()
+                saved_at = time.monotonic()
+    return progress.batch == len(plan)
+
+
+def evaluation_due(trainer: Trainer, complete: bool) -> bool:
+    """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
+    config, epoch = trainer.config.train, trainer.progress.epoch
+    regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
+    return bool(trainer.dev) and (regular or not complete or epoch == config.epochs)
+
+
+def finished(config: Config, progress: Progress) -> str:
+    """Why there is nothing left to train, or ''; judged from the state alone, so that a resumed run agrees."""
+    limits, epochs_done = config.train, progress.epoch - 1
+    if epochs_done >= limits.epochs:
+        return f"{epochs_done} epochs trained (train.epochs)"
+    if limits.max_steps and progress.step >= limits.max_steps:
+        return f"{progress.step} steps taken (train.max_steps)"
+    if limits.max_minutes and progress.elapsed_s >= 60 * limits.max_minutes:
+        return f"{progress.elapsed_s / 60:.1f} minutes trained (train.max_minutes)"
+    patience = limits.early_stop_epochs
+    if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
+        return f"no better dev WER for {patience} epochs (train.early_stop_epochs)"
+    return ""
+
+
+def probe_run_dir(run_dir: Path) -> None:
+    """Find an unwritable folder or a full disk before the first step rather than after an epoch."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".write-probe"
+        probe.write_bytes(b"ds2")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"run folder {run_dir} cannot be written: {error}; give another with run_dir=...") from error
+    free = shutil.disk_usage(run_dir).free
+    if free < _FREE_BYTES_AT_START:
+        raise CheckpointError(
+            f"run folder {run_dir} has {free / 2**20:.0f} MiB left on its disk, "
+            f"{_FREE_BYTES_AT_START / 2**20:.0f} are needed to start: free some or give another with run_dir=..."
+        )

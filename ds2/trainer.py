@@ -1,0 +1,307 @@
+"""One run's state on one device: what happens to it in a step, an evaluation, a save and a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds2.alphabet import Alphabet
+from ds2.audio import read_audio
+from ds2.augment import apply_masks, spectrogram_masks
+from ds2.averaging import WeightAverage
+from ds2.checkpoint import (
+    CheckpointError,
+    load_model,
+    load_trainer,
+    optimizer_tensors,
+    restore_optimizer,
+    save_model,
+    save_trainer,
+)
+from ds2.compose import config_to_dict
+from ds2.config import Config, ConfigError
+from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
+from ds2.ctc import ctc_losses
+from ds2.dataset import Batch
+from ds2.evaluate import transcribe_utterances
+from ds2.features import Features
+from ds2.metrics import RunLog, StepTimer, git_commit
+from ds2.model import AcousticModel
+from ds2.optim import clip_gradients, gradient_norm, make_optimizer
+from ds2.wer import corpus_report
+
+log = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to set."""
+
+
+@dataclass
+class Progress:
+    """How far a run is: everything that changes and is not a tensor."""
+
+    epoch: int = 1  # 1-based, the epoch that is running
+    batch: int = 0  # batches of it that are behind us
+    step: int = 0  # optimizer steps, skipped ones not counted
+    skipped: int = 0  # steps skipped for a loss or gradient that was not finite
+    infeasible: int = 0  # utterances left out of a loss because no alignment exists (after speed change)
+    best_wer: float = float("inf")
+    best_cer: float = float("inf")
+    best_epoch: int = 0
+    elapsed_s: float = 0.0
+    audio_s: float = 0.0
+
+class Trainer:
+    """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        """Build data, model and optimizer; resume where `run_dir` holds a trainer state."""
+        self.config, self.run_dir = config, run_dir
+        self.device = resolve_device(config.device)
+        self.precision = resolve_precision(config.train.precision, self.device)
+        torch.manual_seed(config.train.seed)
+        torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit
+        torch.backends.cudnn.benchmark = False
+        self.alphabet = Alphabet.from_config(config.alphabet)
+        self.features = Features(config.features, config.data.sample_rate_hz)
+        self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
+        ensure_manifests(config)
+        self.utterances = training_utterances(config, self.alphabet, self.output_frames)
+        self.dev = scored_utterances(config.data.dev, self.alphabet)
+        self.durations = np.array([u.duration_s for u in self.utterances])
+        self.progress = Progress()
+        self.timer = StepTimer(self.device)
+        self.grad_norm = 0.0
+        self.model.to(self.device)
+        self.features.to(self.device)
+        self.optimizer = make_optimizer(self.model, config.optim)
+        decay = config.train.average_decay
+        self.average: WeightAverage | None = None
+        state = run_dir / "trainer.safetensors"
+        if config.checkpoint.resume and state.is_file():
+            self._resume(state)
+        else:
+            if any(run_dir.glob("*.safetensors")):
+                raise CheckpointError(
+                    f"{run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
+                    "give another run_dir, or move the folder away"
+                )
+            self._start()
+        if decay and self.average is None:
+            self.average = WeightAverage(self.model, decay)
+
+    def _start(self) -> None:
+        if self.config.checkpoint.init_from:
+            loaded = load_model(self.config.checkpoint.init_from, self.device)
+            if loaded.alphabet != self.alphabet:
+                raise ConfigError(f"checkpoint.init_from={self.config.checkpoint.init_from} has another alphabet")
+            self.model.load_state_dict(loaded.model.state_dict())
+            self.features.load_state_dict(loaded.features.state_dict())
+        elif self.config.features.normalise == "corpus":
+            chosen = np.random.default_rng(self.config.train.seed).permutation(len(self.utterances))
+            rate = self.config.data.sample_rate_hz
+            drawn = (self.utterances[i] for i in chosen[: self.config.features.statistics_utterances])
+            self.features.estimate(read_audio(u.audio_filepath, rate, u.offset_s, u.duration_s) for u in drawn)
+
+    def _resume(self, path: Path) -> None:
+        parts, metadata = load_trainer(path, ("model", "features", "optimizer", "average"))
+        changed = changed_keys(metadata["config"], config_to_dict(self.config))
+        fixed = [key for key in changed if key.split(".")[0] in ("model", "features", "alphabet")]
+        if fixed:
+            raise ConfigError(
+                f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
+                "or start from its weights with checkpoint.init_from"
+            )
+        self.model.load_state_dict(parts["model"])
+        self.features.load_state_dict(parts["features"])
+        restore_optimizer(self.optimizer, parts["optimizer"])
+        self.progress = Progress(**metadata["progress"])
+        if parts["average"] and self.config.train.average_decay:
+            self.average = WeightAverage(self.model, self.config.train.average_decay)
+            self.average.model.load_state_dict(parts["average"])
+            self.average.updates = self.progress.step
+        log.info(
+            "resumed %s: epoch %d, batch %d, step %d%s", path, self.progress.epoch, self.progress.batch,
+            self.progress.step, f"; changed: {', '.join(changed)}" if changed else "",
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        """One line: data, device, precision and size."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"training {len(self.utterances)} utterances ({self.durations.sum() / 3600:.2f} h), {len(self.dev)} dev, "
+            f"on {self.device} in {self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
+        )
+
+    def output_frames(self, samples: int) -> int:
+        """Output frames of the model for a number of audio samples."""
+        return int(self.model.output_frames(self.features.frames(samples)))
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Forward pass of a training batch: losses (B,) in nats and which rows are feasible."""
+        features, lengths = self.features(batch.waveforms.to(self.device, non_blocking=True), batch.sample_lengths)
+        indices = batch.indices.tolist()
+        seed, epoch = self.config.train.seed, self.progress.epoch
+        masks = spectrogram_masks(lengths, features.shape[1], self.config.augment, self.config.features, seed, epoch, indices)
+        features = apply_masks(features, lengths, masks)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            logits, logit_lengths = self.model(features, lengths)
+        return ctc_losses(logits, logit_lengths, batch.labels, batch.label_lengths)
+
+    def step(self, batches: Iterator[Batch], count: int, utterances: int) -> float | None:
+        """One optimizer step over `count` batches of `utterances` in all.
+
+        Returns:
+            The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
+        """
+        config, progress = self.config, self.progress
+        parameters = list(self.model.parameters())
+        self.optimizer.zero_grad(set_to_none=True)
+        seen: list[tuple[Batch, Tensor]] = []
+        for number in range(count):
+            with self.timer.phase("data"):
+                batch = next(batches)
+            torch.manual_seed(hash((config.train.seed, progress.epoch, progress.batch + number)) % 2**63)
+            try:
+                with self.timer.phase("forward"):
+                    losses, feasible = self.losses(batch)
+                with self.timer.phase("backward"):
+                    (losses.sum() / utterances).backward()
+            except torch.OutOfMemoryError as error:
+                raise TrainingError(self._out_of_memory(batch)) from error
+            seen.append((batch, losses.detach()))
+            progress.infeasible += int((~feasible).sum())
+            progress.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
+        with self.timer.phase("optimizer"):
+            norm = gradient_norm(parameters)
+            total = torch.stack([losses.sum() for _, losses in seen]).sum() / utterances
+            loss, self.grad_norm = torch.stack([total, norm.to(total)]).tolist()
+            progress.batch += count
+            if not np.isfinite(loss) or not np.isfinite(self.grad_norm):
+                self._skip(seen, loss)
+                return None
+            clip_gradients(parameters, norm, config.optim.clip_norm)
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update(self.model)
+        progress.step += 1
+        return float(loss)
+
+    def _skip(self, seen: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
+        self.progress.skipped += 1
+        bad = [
+            self.utterances[index].name
+            for batch, losses in seen
+            for index, ok in zip(batch.indices.tolist(), torch.isfinite(losses).tolist(), strict=True)
+            if not ok
+        ]
+        names = ", ".join(bad) if bad else "none alone: the gradient overflowed"
+        log.warning("step skipped: loss %s, gradient norm %s; utterances: %s", loss, self.grad_norm, names)
+        limit = self.config.train.max_skipped_steps
+        if self.progress.skipped > limit:
+            raise TrainingError(
+                f"{self.progress.skipped} steps were not finite (train.max_skipped_steps={limit}); last utterances: {names}. "
+                "Lower optim.learning_rate or optim.clip_norm, or run `ds2 data check` on the manifest"
+            )
+
+    def _out_of_memory(self, batch: Batch) -> str:
+        longest = float(batch.sample_lengths.max()) / self.config.data.sample_rate_hz
+        return (
+            f"out of memory on {self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}: "
+            f"{len(batch.indices)} utterances, the longest {longest:.1f} s. Lower batching.utterances="
+            f"{self.config.batching.utterances} or batching.audio_s={self.config.batching.audio_s} (and raise "
+            "train.accumulate to keep the step's size), or lower data.max_duration_s; batching.longest_first=true "
+            "shows the need in the first step"
+        )
+
+    def evaluate(self, board: RunLog) -> dict[str, float]:
+        """WER and CER on the dev set with the averaged weights where there are any; keeps the model if it is the best."""
+        model = self.average.model if self.average is not None else self.model
+        hypotheses = transcribe_utterances(
+            model.eval(), self.features, self.alphabet, self.dev, self.config, device=self.device, precision=self.precision
+        )
+        model.train(model is self.model)
+        references = [self.alphabet.normalise(u.text)[0] for u in self.dev]
+        report = corpus_report(references, [h.text for h in hypotheses])
+        scores = {"wer": report.wer, "cer": report.cer}
+        progress = self.progress
+        board.scalars("dev", progress.step, scores)
+        self._show_utterance(board, references[0], hypotheses[0].text)
+        better = (scores["wer"], scores["cer"]) < (progress.best_wer, progress.best_cer)
+        if better:
+            progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
+            self.save_model(self.run_dir / "best.safetensors", scores)
+        log.info(
+            "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
+            " (best)" if better else f"; best {100 * progress.best_wer:.2f} % in epoch {progress.best_epoch}",
+        )  # fmt: skip
+        return scores
+
+    def _show_utterance(self, board: RunLog, reference: str, hypothesis: str) -> None:
+        u = self.dev[0]
+        waveform = torch.from_numpy(read_audio(u.audio_filepath, self.config.data.sample_rate_hz, u.offset_s, u.duration_s))
+        features, _ = self.features(waveform[None].to(self.device), torch.tensor([len(waveform)]))
+        board.utterance(self.progress.step, "dev", features[0], reference, hypothesis)
+
+    def save_model(self, path: Path, metrics: dict[str, float]) -> None:
+        """Write the weights that evaluation uses as one self-contained model file."""
+        model = self.average.model if self.average is not None else self.model
+        facts = {**metrics, "epoch": self.progress.epoch, "step": self.progress.step, "git_commit": git_commit()}
+        save_model(path, model, self.features, self.alphabet, self.config, facts)
+
+    def keep_last(self, metrics: dict[str, float]) -> None:
+        """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 the last so many epochs under their numbers."""
+        self.save_model(self.run_dir / "last.safetensors", metrics)
+        keep = self.config.checkpoint.keep_last
+        if keep > 1:
+            self.save_model(self.run_dir / f"epoch-{self.progress.epoch:04d}.safetensors", metrics)
+            for old in sorted(self.run_dir.glob("epoch-*.safetensors"))[:-keep]:
+                old.unlink()
+
+    def save(self) -> None:
+        """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
+        parts = {
+            "model": self.model.state_dict(),
+            "features": self.features.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizer),
+            "average": self.average.model.state_dict() if self.average is not None else {},
+        }
+        save_trainer(self.run_dir / "trainer.safetensors", parts, asdict(self.progress), self.config)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first GPU where there is one; a device asked for by name exists or raises `ConfigError`."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs; set device=cpu or device=auto")
+    return device
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """`auto` is bf16 on a GPU and fp32 on a CPU."""
+    return name if name != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two nested configurations."""
+    changed: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed += changed_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            changed.append(prefix + key)
+    return changed

@@ -1,0 +1,59 @@
+"""CTC: the frames a transcript needs, values against brute force, and infeasible utterances kept out."""
+
+import itertools
+
+import pytest
+import torch
+
+from ds2.ctc import ctc_losses, min_frames
+
+
+def collapse(path: tuple[int, ...]) -> list[int]:
+    return [label for label, _ in itertools.groupby(path) if label != 0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "needed"), [([1, 2, 3], 3), ([1, 1, 2], 4), ([1, 1, 1], 5), ([2], 1), ([], 0), ([1, 2, 1], 3)]
+)
+def test_min_frames_counts_a_blank_between_equal_neighbours(labels: list[int], needed: int) -> None:
+    padded = torch.tensor([labels + [1] * (4 - len(labels))])
+    assert min_frames(padded, torch.tensor([len(labels)])).tolist() == [needed]
+    shortest = min(
+        (len(path) for n in range(6) for path in itertools.product(range(4), repeat=n) if collapse(path) == labels)
+    )
+    assert shortest == needed
+
+
+def test_loss_is_minus_the_log_of_the_summed_alignments() -> None:
+    logits = torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(1))
+    probabilities = logits.double().softmax(-1)[:, 0]
+    expected = sum(
+        torch.stack([probabilities[t, label] for t, label in enumerate(path)]).prod()
+        for path in itertools.product(range(3), repeat=4)
+        if collapse(path) == [1, 2]
+    )
+    losses, feasible = ctc_losses(logits, torch.tensor([4]), torch.tensor([[1, 2]]), torch.tensor([2]))
+    assert feasible.tolist() == [True]
+    torch.testing.assert_close(losses[0].double(), -torch.log(torch.as_tensor(expected)), rtol=1e-5, atol=1e-6)
+
+
+def test_an_infeasible_row_is_reported_and_leaves_the_others_alone() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, 2, 4, generator=generator, requires_grad=True)
+    labels, lengths = torch.tensor([[1, 1, 1], [1, 2, 0]]), torch.tensor([3, 2])
+    losses, feasible = ctc_losses(logits, torch.tensor([3, 3]), labels, lengths)
+    losses.sum().backward()
+    alone = logits.detach()[:, 1:].clone().requires_grad_()
+    expected, _ = ctc_losses(alone, torch.tensor([3]), labels[1:], lengths[1:])
+    expected.sum().backward()
+    assert feasible.tolist() == [False, True]
+    assert losses[0] == 0
+    assert logits.grad is not None and alone.grad is not None
+    assert torch.isfinite(logits.grad).all() and torch.equal(logits.grad[:, 0], torch.zeros(3, 4))
+    torch.testing.assert_close(logits.grad[:, 1:], alone.grad)
+
+
+def test_the_loss_runs_in_fp32_whatever_the_logits_are() -> None:
+    logits = torch.randn(5, 1, 3, generator=torch.Generator().manual_seed(3)).bfloat16()
+    losses, _ = ctc_losses(logits, torch.tensor([5]), torch.tensor([[1]]), torch.tensor([1]))
+    assert losses.dtype == torch.float32

@@ -1,0 +1,52 @@
+"""The demo behind `make demo`: train on AN4 where a copy is found, else on a corpus made here; then a WER report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from ds2.cli import main as ds2
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def find_an4(given: str) -> Path | None:
+    """The AN4 folder (with etc/ and wav/) that the user named, or one beside the checkout; None where there is none."""
+    candidates = [given] if given else [os.environ.get("DS2_AN4", ""), str(ROOT.parent / "shared" / "data" / "an4")]
+    found = next((Path(c) for c in candidates if c and (Path(c) / "etc" / "an4_train.fileids").is_file()), None)
+    if given and found is None:
+        sys.exit(f"demo: {given} is not an AN4 folder: it has no etc/an4_train.fileids")
+    return found
+
+
+def main() -> int:
+    """Train, evaluate, and say where everything lies."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--an4", default="", help="folder of the AN4 corpus, with etc/ and wav/")
+    parser.add_argument("--run-dir", default="", help="run folder (default: runs/<recipe>); reuse one to resume it")
+    parser.add_argument("overrides", nargs="*", help="further settings, e.g. train.epochs=2")
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    an4 = find_an4(given.an4)
+    recipe = "an4_demo" if an4 else "synthetic"
+    run_dir = given.run_dir or f"runs/{recipe}"
+    print(f"demo: {'AN4 in ' + str(an4) if an4 else 'no copy of AN4 found (make demo AN4=FOLDER); using a synthesised corpus'}")
+    began = time.monotonic()
+    overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *given.overrides]
+    status = ds2(["train", *overrides]) or ds2(["evaluate", run_dir])
+    if status:
+        return status
+    print(f"""
+demo: finished in {(time.monotonic() - began) / 60:.1f} minutes
+  model        {run_dir}/best.safetensors
+  report       the WER above is that of the test set, greedy; aligned errors lie beside the model
+  TensorBoard  .venv/bin/tensorboard --logdir {run_dir}/tensorboard
+  transcribe   .venv/bin/ds2 transcribe {run_dir} some.wav""")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
