@@ -1,0 +1,62 @@
+"""What follows from a model's config alone: its modules, its lookahead, and whether it can work at all."""
+
+from ds2.config import ConfigError, ModelConfig
+
+
+def time_stride(config: ModelConfig) -> int:
+    """Feature frames an output frame stands for."""
+    stride = 1
+    for conv in config.convs:
+        stride *= conv.stride[1]
+    return stride
+
+
+def module_plan(config: ModelConfig) -> list[tuple[int, int]]:
+    """(recurrent layers, row convolutions) of each module; the rule stands at :class:`AcousticModel`."""
+    size = config.skip or 1
+    layers = [min(size, config.depth - first) for first in range(0, config.depth, size)]
+    edges = [index * config.row_convs // len(layers) for index in range(len(layers) + 1)]
+    return [(count, after - before) for count, before, after in zip(layers, edges[:-1], edges[1:], strict=True)]
+
+
+def lookahead_parts_ms(config: ModelConfig, step_s: float) -> dict[str, float]:
+    """Lookahead of the convolutions, of the row convolutions and, infinite, of backward layers."""
+    step_ms, convs_ms = step_s * 1000, 0.0
+    for conv in config.convs:
+        convs_ms += (conv.kernel[1] - 1) // 2 * step_ms
+        step_ms *= conv.stride[1]
+    parts = {"convolutions": convs_ms, "row convolutions": config.row_convs * config.row_conv_context * step_ms}
+    return parts | ({"bidirectional": float("inf")} if config.bidirectional else {})
+
+
+def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
+    """Raise ConfigError where a model config cannot work, naming the key, what is allowed and the way out."""
+    for index, conv in enumerate(config.convs):
+        key = f"model.convs[{index}]"
+        if len(conv.kernel) != 2 or any(k < 1 or k % 2 == 0 for k in conv.kernel):
+            raise ConfigError(f"{key}.kernel is {conv.kernel}, allowed are two odd sizes [frequency, time]")
+        if len(conv.stride) != 2 or any(s < 1 for s in conv.stride):
+            raise ConfigError(f"{key}.stride is {conv.stride}, allowed are two sizes >= 1 [frequency, time]")
+        if conv.channels < 1:
+            raise ConfigError(f"{key}.channels is {conv.channels}, allowed are 1 or more")
+    for name, least in (("hidden", 1), ("depth", 1), ("skip", 0), ("row_convs", 0), ("row_conv_context", 0)):
+        if (given := getattr(config, name)) < least:
+            raise ConfigError(f"model.{name} is {given}, allowed are {least} or more")
+    if not 0.0 <= config.dropout < 1.0:
+        raise ConfigError(f"model.dropout is {config.dropout}, allowed are 0 to below 1")
+    if not config.clip > 0.0:
+        raise ConfigError(f"model.clip is {config.clip}, allowed are numbers above 0")
+    parts = lookahead_parts_ms(config, step_s)
+    total_ms = sum(parts.values())
+    if config.max_lookahead_ms > 0 and total_ms > config.max_lookahead_ms:
+        sums = " + ".join(f"{name} {part:g}" for name, part in parts.items())
+        way_out = (
+            "set model.max_lookahead_ms=0 to allow a bidirectional model"
+            if config.bidirectional
+            else "lower model.row_convs, model.row_conv_context or the time kernels or time strides of model.convs, "
+            "or raise model.max_lookahead_ms"
+        )
+        raise ConfigError(
+            f"the model looks {total_ms:g} ms ahead ({sums} ms), allowed by model.max_lookahead_ms are "
+            f"{config.max_lookahead_ms:g}: {way_out}"
+        )
