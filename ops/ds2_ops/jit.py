@@ -191,16 +191,22 @@ def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
     _check(status, "cuDeviceGet")
     for attribute in (
         (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-        (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, _dynamic_smem_limit(device)),
+        (
+            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            smem_bytes_per_block(device_index),
+        ),
     ):
         (status,) = driver.cuKernelSetAttribute(*attribute, kernel.handle, device)
         _check(status, f"cuKernelSetAttribute {attribute[0].name}")
     return kernel
 
 
-def _dynamic_smem_limit(device: Any) -> int:
+def smem_bytes_per_block(device_index: int) -> int:
+    """The most dynamic shared memory that a block may have on this device."""
     from cuda.bindings import driver
 
+    status, device = driver.cuDeviceGet(device_index)
+    _check(status, "cuDeviceGet")
     limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     status, smem_bytes = driver.cuDeviceGetAttribute(limit, device)
     _check(status, "cuDeviceGetAttribute")

@@ -5,9 +5,25 @@ Shape letters: B batch, H hidden.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 THREADS = 256  # a block: 8 warps, so that each thread may hold 255 registers, most of them weights
-MAX_SAMPLES = 8  # columns of one mma.m16n8k16 tile
+WEIGHT_REGISTERS = 180  # of those 255, the rest is the loop's
+MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
+WARPS = THREADS // 32
+
+NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
+CELLS = {"relu": "Relu", "clipped_relu": "ClippedRelu", "tanh": "Tanh"}
+
+# The one signature of every design's kernel: struct Pass of recurrence.cuh, spread out.
+_ENTRY = """
+extern "C" __global__ void __launch_bounds__(ds2::THREADS, 1) ds2_kernel(
+    const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
+    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_matrix, float clip) {
+    ds2::cluster_recurrence<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden,
+                                    samples, whole_words, wide_matrix, clip});
+}
+"""
 
 
 class DoesNotFit(ValueError):
@@ -53,26 +69,34 @@ class Launch:
         source: the translation unit for ``jit.load``.
         grid: blocks.
         cluster: blocks a cluster.
-        block: threads a block.
         smem_bytes: dynamic shared memory a block.
         rows: rows of the recurrent matrix that a block keeps.
-        samples: utterances whose time loops a block interleaves as one tile (columns of a matrix product).
-        groups: such tiles in flight in a block, in turn, so that one's exchange hides behind the other's arithmetic.
+        samples: utterances of one tile, the columns of a matrix product.
+        groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
+        step_cycles: the cost model's estimate of one time step of the whole batch.
     """
 
-    design: str
+    design: Literal["cluster", "grid"]
     source: str
     grid: int
     cluster: int
-    block: int
     smem_bytes: int
     rows: int
     samples: int
     groups: int
+    step_cycles: float
+
+    def explain(self) -> str:
+        """One line for logs and error messages."""
+        return (
+            f"{self.design} design: {self.grid} blocks of {THREADS} threads in clusters of {self.cluster}, "
+            f"{self.rows} rows a block, {self.groups} x {self.samples} utterances in flight a cluster, "
+            f"{self.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
+        )
 
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Launch:
-    """Pick the design and the tile.
+    """Pick the design and the tile with the lowest estimated time.
 
     Args:
         problem: what to run.
@@ -80,6 +104,112 @@ def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) ->
         max_sms: use at most this many multiprocessors; None for all.
 
     Raises:
-        DoesNotFit: no design can; the message gives each one's reason.
+        DoesNotFit: no design can; the message gives the reason and the way out.
     """
-    raise DoesNotFit("no design yet")
+    if problem.dtype not in NUMBERS:
+        raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
+    if problem.nonlinearity not in CELLS:
+        raise DoesNotFit(f"nonlinearity {problem.nonlinearity!r} is not one of {', '.join(CELLS)}")
+    if device.capability != (9, 0):
+        major, minor = device.capability
+        raise DoesNotFit(
+            f"{device.name} has compute capability {major}.{minor}; the persistent kernels are built for 9.0 "
+            "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
+        )
+    sms = device.sms if max_sms is None else min(max_sms, device.sms)
+    launches = cluster_launches(problem, device, sms)
+    if not launches:
+        raise DoesNotFit(_cluster_reason(problem, device, sms))
+    return min(launches, key=lambda launch: launch.step_cycles)
+
+
+def cluster_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
+    """Every tile of the cluster design that can run this problem on ``sms`` multiprocessors."""
+    found = []
+    for cluster in (8, 16):
+        clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
+        rows = cluster_rows(problem.hidden, problem.dtype, cluster)
+        if clusters == 0 or rows is None:
+            continue
+        for groups in (1, 2):
+            launch = _cluster_launch(problem, cluster, clusters, rows, groups)
+            if launch.smem_bytes <= device.smem_bytes_per_block:
+                found.append(launch)
+    return found
+
+
+def cluster_rows(hidden: int, dtype: str, cluster: int) -> int | None:
+    """Rows of the matrix that each block of a cluster keeps, or None if they do not fit its registers."""
+    per_word = NUMBERS[dtype][1]
+    # Blocks exchange 16 bytes at a time, and each of 8 warps takes a whole number of matrix instructions.
+    step = per_word * max(4, MMA_WORDS * WARPS // cluster)
+    rows = -(-hidden // (cluster * step)) * step
+    k_tiles = cluster * rows // per_word // (MMA_WORDS * WARPS)
+    m_tiles = -(-rows // MMA_ROWS)
+    return rows if 4 * k_tiles * m_tiles <= WEIGHT_REGISTERS else None
+
+
+def largest_cluster_hidden(dtype: str) -> int:
+    """The largest hidden size that the cluster design can keep in registers."""
+    hidden = 0
+    while cluster_rows(hidden + 1, dtype, 16) is not None:
+        hidden += 1
+    return hidden
+
+
+def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, groups: int) -> Launch:
+    number, per_word = NUMBERS[problem.dtype]
+    words = rows // per_word
+    k_words = cluster * words
+    m_tiles = -(-rows // MMA_ROWS)
+    most_samples = min(MMA_SAMPLES, THREADS // words)  # one thread finishes one word of one utterance
+    samples = min(most_samples, -(-problem.batch // (clusters * groups)))
+    tiles = -(-problem.batch // (samples * groups))
+    grid = cluster * min(tiles, clusters)
+    # Two stages of state and of partial sums, padded against bank conflicts, and the mbarriers: as in cluster.cuh.
+    state_bytes = MMA_SAMPLES * (4 * k_words + 64)
+    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    smem_bytes = 2 * groups * state_bytes + 2 * partial_bytes + 2 * groups * WARPS * 8
+    shape = (
+        f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {rows}, {groups}, "
+        f"{'true' if problem.backward else 'false'}>"
+    )
+    source = (
+        '#include "cluster.cuh"\n'
+        f"using Shape = {shape};\n"
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "plan.py and cluster.cuh disagree on shared memory");'
+        f"{_ENTRY}"
+    )
+    instructions = m_tiles * k_words // MMA_WORDS / 4  # a sub-core
+    return Launch(
+        design="cluster",
+        source=source,
+        grid=grid,
+        cluster=cluster,
+        smem_bytes=smem_bytes,
+        rows=rows,
+        samples=samples,
+        groups=groups,
+        step_cycles=-(-tiles // clusters) * _step_cycles(instructions, cluster, 4 * words * samples, groups),
+    )
+
+
+def _step_cycles(instructions: float, cluster: int, bytes_per_source: int, groups: int) -> float:
+    """Cycles of one time step of one tile: all groups' arithmetic, or one whole round trip if that is longer."""
+    multiply = 6.5 * instructions
+    finish = 200.0  # partial sums, block barrier, cell
+    exchange = (450 if cluster == 16 else 380) + bytes_per_source * cluster / 18.0
+    return max(groups * (multiply + finish), multiply + finish + exchange)
+
+
+def _cluster_reason(problem: Problem, device: DeviceFacts, sms: int) -> str:
+    largest = largest_cluster_hidden(problem.dtype)
+    if problem.hidden > largest:
+        return (
+            f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "
+            f"most {largest} x {largest} weights in registers; use hidden <= {largest}, or backend='gemm'"
+        )
+    return (
+        f"hidden size {problem.hidden} in {problem.dtype} needs a cluster of 8 or 16 multiprocessors, "
+        f"and {sms} of {device.sms} may be used on {device.name}: raise max_sms, or use backend='gemm'"
+    )

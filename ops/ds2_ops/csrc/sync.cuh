@@ -1,0 +1,83 @@
+// Words that the compiler has no name for: cluster ranks and barriers, mbarriers, asynchronous remote stores.
+#pragma once
+
+namespace ds2 {
+
+__device__ inline unsigned smem_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
+__device__ inline unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Every thread of every block of the cluster arrives, then every one goes on.
+__device__ inline void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address by which this block names the same shared-memory location of block `rank` of its cluster.
+__device__ inline unsigned remote_address(unsigned local, unsigned rank) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+    return remote;
+}
+
+// 16 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
+__device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1, unsigned w2, unsigned w3) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];" ::"r"(remote),
+                 "r"(remote_barrier), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
+                 : "memory");
+}
+
+__device__ inline void barrier_init(unsigned barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After the inits and before the cluster barrier that lets others use them.
+__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// The phase ends when `bytes` more have landed. Some may have landed already: the count goes below zero meanwhile.
+__device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ inline bool barrier_try(unsigned barrier, unsigned parity) {
+    unsigned done;
+    asm volatile(
+        "{.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+__device__ inline unsigned long long now_ns() {
+    unsigned long long t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
+
+// Waits for the end of the phase of this parity. In debug builds a wait of more than MAX_WAIT_NS names itself and traps:
+// `what` is awaited, `step` is the iteration.
+__device__ inline void barrier_wait(unsigned barrier, unsigned parity, const char* what, int step) {
+#ifdef DS2_DEBUG_WAIT
+    const unsigned long long start = now_ns();
+    while (!barrier_try(barrier, parity)) {
+        if (now_ns() - start > MAX_WAIT_NS) {
+            printf("ds2: block %d (rank %u) warp %d waits for %s at step %d for more than 2 s\n", blockIdx.x, cluster_rank(),
+                   threadIdx.x / 32, what, step);
+            __trap();
+        }
+    }
+#else
+    while (!barrier_try(barrier, parity)) {
+    }
+#endif
+}
+
+}  // namespace ds2
