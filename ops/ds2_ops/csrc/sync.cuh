@@ -65,6 +65,7 @@ constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
 // Waits for the end of the phase of this parity. In debug builds a wait of more than MAX_WAIT_NS names itself and traps:
 // `what` is awaited, `step` is the iteration.
 __device__ inline void barrier_wait(unsigned barrier, unsigned parity, const char* what, int step) {
+    if (barrier_try(barrier, parity)) return;
 #ifdef DS2_DEBUG_WAIT
     const unsigned long long start = now_ns();
     while (!barrier_try(barrier, parity)) {
