@@ -3,16 +3,20 @@
 Shape letters: T frames, B batch, H hidden, K = tau + 1 taps.
 """
 
+import functools
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds2_ops import lookahead_shift
 from ds2_ops.checks import check_choice, check_lengths, check_like, check_x, lengths_on, under_autocast
 from ds2_ops.reference import lookahead_reference, valid_frames
 
-BACKENDS = ("auto", "shift", "reference")
+BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_log = logging.getLogger("ds2_ops")
 
 
 def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -22,10 +26,12 @@ def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backe
     depends on padding or on other utterances of the batch. Differentiable in ``x`` and ``weight``.
 
     Args:
-        x: (T, B, H) features; bfloat16, float16, float32 or float64.
+        x: (T, B, H) features; bfloat16, float16, float32 or float64. Any strides; a copy is made unless contiguous.
         weight: (H, K), K = tau + 1 taps, ``weight[:, j]`` for the frame j ahead. Same dtype and device as ``x``.
-        lengths: (B,) int32 or int64, valid frames per utterance, 0 to T; all T when None.
-        backend: "auto", "shift" (K shifted multiply-adds, any device) or "reference" (plain autograd).
+        lengths: (B,) int32 or int64, valid frames per utterance, 0 to T, on the CPU or the device of ``x``; all T when
+            None. Best int32 on the device: never read back, so values there are the caller's promise.
+        backend: "triton" (CUDA), "shift" (K shifted multiply-adds, any device), "reference" (plain autograd), or
+            "auto": "triton" where it can run, else "shift"; logged once on a GPU.
 
     Returns:
         y (T, B, H), 0 where t >= length.
@@ -33,6 +39,7 @@ def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backe
     Raises:
         ValueError: a shape, device, length or name that is not allowed.
         TypeError: a dtype that is not allowed.
+        RuntimeError: a backend asked for by name cannot run this, with the reason.
     """
     check_choice("backend", backend, BACKENDS)
     x, weight = under_autocast(x, weight)  # type: ignore[assignment]
@@ -73,20 +80,26 @@ def lookahead_stream(
 
 @torch.library.custom_op("ds2::lookahead_forward", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str) -> Tensor:
-    return _shifted(_masked(x, lengths), weight, backwards=False)
+    lengths = lengths_on(lengths, x.shape[0], x.device)
+    x, weight = x.contiguous(), weight.contiguous()
+    if _resolve(backend, x, weight) == "triton":
+        from ds2_ops import lookahead_triton
+
+        return lookahead_triton.forward(x, weight, lengths)
+    return lookahead_shift.forward(x, weight, lengths)
 
 
 @torch.library.custom_op("ds2::lookahead_backward", mutates_args=())
 def _backward_both(
     grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
-    grad_y, x = _masked(grad_y, lengths), _masked(x, lengths)
-    grad_x = _masked(_shifted(grad_y, weight, backwards=True), lengths)
-    frames, taps = x.shape[0], weight.shape[1]
-    grad_weight = weight.new_zeros(weight.shape)
-    for j in range(min(taps, frames)):
-        grad_weight[:, j] = torch.einsum("tbh,tbh->h", grad_y[: frames - j], x[j:])
-    return grad_x, grad_weight
+    lengths = lengths_on(lengths, x.shape[0], x.device)
+    grad_y, x, weight = grad_y.contiguous(), x.contiguous(), weight.contiguous()
+    if _resolve(backend, x, weight) == "triton":
+        from ds2_ops import lookahead_triton
+
+        return lookahead_triton.backward(grad_y, x, weight, lengths)
+    return lookahead_shift.backward(grad_y, x, weight, lengths)
 
 
 @_forward.register_fake
@@ -113,18 +126,34 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
-    lengths = lengths_on(lengths, x.shape[0], x.device)
-    if lengths is None:
-        return x.contiguous()
-    return torch.where(valid_frames(lengths, x.shape[0])[:, :, None], x, 0.0).contiguous()
+def _resolve(backend: str, x: Tensor, weight: Tensor) -> str:
+    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot."""
+    if backend == "shift" or (backend == "auto" and x.device.type == "cpu"):
+        return "shift"
+    reason = _why_not_triton(x, weight)
+    if backend == "auto":
+        _log_choice(reason, x.dtype, x.device)
+        return "shift" if reason else "triton"
+    if reason:
+        raise RuntimeError(f"backend 'triton' cannot run this: {reason}; use backend='shift' or 'auto'")
+    return backend
 
 
-def _shifted(x: Tensor, weight: Tensor, *, backwards: bool) -> Tensor:
-    """Sum w_j * x_(t+j), or its transpose sum w_j * x_(t-j), over the taps in a fixed order."""
-    frames, taps = x.shape[0], weight.shape[1]
-    y = x * weight[:, 0]
-    for j in range(1, min(taps, frames)):
-        into, source = (y[j:], x[: frames - j]) if backwards else (y[: frames - j], x[j:])
-        into.addcmul_(source, weight[:, j])
-    return y
+def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
+    if x.device.type != "cuda":
+        return f"x is on {x.device}, the Triton kernels need a CUDA GPU"
+    if x.dtype == torch.float64:
+        return "x is torch.float64, the Triton kernels sum in float32"
+    try:
+        from ds2_ops import lookahead_triton
+    except ImportError as error:
+        return f"{error}; pip install triton"
+    if weight.shape[1] > lookahead_triton.MAX_TAPS:
+        return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {lookahead_triton.MAX_TAPS}"
+    return None
+
+
+@functools.cache
+def _log_choice(reason: str | None, dtype: torch.dtype, device: torch.device) -> None:
+    chosen = f"'shift': {reason}" if reason else "'triton'"
+    _log.info("lookahead %s on %s runs on backend %s", dtype, device, chosen)
