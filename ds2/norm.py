@@ -61,7 +61,10 @@ class SequenceBatchNorm(nn.Module):
             return _affine(x, scale, self.bias - self.running_mean * scale, axis)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
-        y, mean, var, total = _Normalise.apply(x, self.weight, self.bias, count, self.eps, axis, self.reduce)
+        y: Tensor
+        y, mean, var, total = _Normalise.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, count, self.eps, axis, self.reduce
+        )
         with torch.no_grad():
             self.running_count.lerp_(total, self.momentum)
             share = self.momentum * total / self.running_count.clamp_min(1e-6)
