@@ -78,7 +78,8 @@ def _info(arguments: Sequence[str]) -> int:
     from ds2.alphabet import Alphabet
     from ds2.compose import compose_config
     from ds2.features import Features
-    from ds2.model import AcousticModel, summary
+    from ds2.info import summary
+    from ds2.model import AcousticModel
 
     config = compose_config(_with_search_path(arguments))
     features = Features(config.features, config.data.sample_rate_hz)
