@@ -112,6 +112,7 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
         include_path=str(_CSRC),
         define_macro=list(defines) or None,
         ptxas_options=["-v"],
+        no_cache=True,  # a hit in the compiler's own cache comes without its report
     )
     log = io.StringIO()
     try:
@@ -170,7 +171,7 @@ def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
 
     Args:
         source: as ``build``; static shared memory is not allowed, it would eat from the dynamic limit set here.
-        device_index: the current CUDA device.
+        device_index: the CUDA device; it becomes the current one.
         arch: as ``build``.
 
     Returns:
@@ -181,8 +182,9 @@ def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
     """
     binary = build(source, arch)
     from cuda.bindings import driver
-    from cuda.core import ObjectCode
+    from cuda.core import Device, ObjectCode
 
+    Device(device_index).set_current()  # torch creates a device's context at its first allocation, maybe later
     try:
         kernel = ObjectCode.from_cubin(binary.code, name=ENTRY).get_kernel(ENTRY)
     except Exception as error:

@@ -250,7 +250,7 @@ struct ClusterLoop {
         Weights<Number, Shape::M_TILES, Shape::K_TILES> weights;
         weights.load(pass, rank * Shape::ROWS, (rank + 1) * Shape::ROWS, warp * Shape::K_TILES * MMA_WORDS);
         init_barriers();
-        unsigned parity[2] = {0, 0};  // of the phase that each stage's mbarriers are in
+        unsigned parity = 0;  // bit s: of the phase that stage s's mbarriers are in
         const int tiles = (pass.batch + pass.samples * Shape::GROUPS - 1) / (pass.samples * Shape::GROUPS);
         for (int tile = blockIdx.x / Shape::CLUSTER; tile < tiles; tile += gridDim.x / Shape::CLUSTER) {
             cluster_barrier();  // every block's mbarriers are ready, and none still reads the previous tile's state
@@ -262,7 +262,7 @@ struct ClusterLoop {
 #pragma unroll
                 for (int g = 0; g < Shape::GROUPS; g++) {
                     const int turn = Shape::GROUPS % 2 == 0 ? g & 1 : (i * Shape::GROUPS + g) & 1;
-                    if (i > 0) barrier_wait(smem_address(smem + barrier_at(stage, g, warp)), parity[stage], "its peers' state", i);
+                    if (i > 0) barrier_wait(smem_address(smem + barrier_at(stage, g, warp)), parity >> stage & 1, "its peers' state", i);
                     const int column = lane / 4 < live(g) ? lane / 4 : 0;  // columns without utterance repeat the first
                     float c[Shape::M_TILES][4];
                     multiply(c, weights, smem + state_at(stage, g) + column * Shape::STATE_STRIDE +
@@ -274,7 +274,7 @@ struct ClusterLoop {
                     __syncthreads();
                     finish(g, t, turn, stage ^ 1, more);
                 }
-                if (i > 0) parity[stage] ^= 1;
+                if (i > 0) parity ^= 1u << stage;
             }
             clear_padding(steps);
         }

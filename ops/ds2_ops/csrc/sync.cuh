@@ -42,11 +42,13 @@ __device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// The fence orders shared memory only and costs nothing; an acquire at cluster scope would empty the L1 cache every time.
 __device__ inline bool barrier_try(unsigned barrier, unsigned parity) {
     unsigned done;
     asm volatile(
         "{.reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "fence.acquire.sync_restrict::shared::cluster.cluster;\n"
         "selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
