@@ -49,11 +49,12 @@ def check_lengths(lengths: Tensor, batch: int) -> None:
 def lengths_on(lengths: Tensor | None, frames: int, device: torch.device) -> Tensor | None:
     """Bring lengths to ``device`` as int32; raise ValueError where one on the CPU lies outside 0..T.
 
-    Lengths that are on a GPU already are not read back, which would make the host wait for the device.
+    Lengths that are on a GPU already are not read back, which would make the host wait for the device; nor are they
+    while torch.compile traces the reference, whose graph would break there.
     """
     if lengths is None:
         return None
-    if lengths.device.type == "cpu" and lengths.numel():
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
         for row, length in enumerate(lengths.tolist()):
             if not 0 <= length <= frames:
                 raise ValueError(f"lengths[{row}] is {length}, allowed are 0 to T = {frames} frames")

@@ -59,7 +59,7 @@ def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) 
         for j in range(min(taps, len(source))):
             ahead = source[j : j + stop - start]
             running[j, : len(ahead)].addcmul_(gradient[: len(ahead)], ahead)
-    return grad_x, running.sum((1, 2)).t().to(weight.dtype, memory_format=torch.contiguous_format)
+    return grad_x, running.sum((1, 2)).t().contiguous().to(weight.dtype)
 
 
 def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:

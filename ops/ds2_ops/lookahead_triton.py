@@ -61,7 +61,7 @@ def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) 
             lengths is not None,
             num_warps=1,
         )
-    return grad_x, partial.sum((0, 2)).t().to(weight.dtype, memory_format=torch.contiguous_format)
+    return grad_x, partial.sum((0, 2)).t().contiguous().to(weight.dtype)
 
 
 class _Launch:

@@ -234,18 +234,19 @@ def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) ->
         _log_choice(reason, x.shape[2], x.dtype, x.device, nonlinearity)
         return "gemm" if reason else "persistent"
     if reason:
-        raise RuntimeError(f"backend 'persistent' cannot run this: {reason}; use backend='gemm' or 'auto'")
+        raise RuntimeError(f"backend 'persistent' cannot run this: {reason}")
     return backend
 
 
 def _why_not_persistent(x: Tensor, nonlinearity: str, max_sms: int | None) -> str | None:
     if x.device.type != "cuda":
-        return f"x is on {x.device}, the persistent kernels need a CUDA GPU"
+        return f"x is on {x.device}, the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
     try:
         from ds2_ops import persistent
     except ImportError as error:
-        return f"{error}; pip install 'ds2-speech[gpu]'"
-    return persistent.why_not(*x.shape, x.dtype, x.device, nonlinearity, max_sms)
+        return f"{error}: pip install 'ds2-speech[gpu]', or use backend='gemm'"
+    frames, batch, hidden = x.shape
+    return persistent.why_not(frames, batch, hidden, x.dtype, x.device, nonlinearity, max_sms)
 
 
 @functools.cache

@@ -1,0 +1,375 @@
+"""The recurrence against float64, torch.nn.RNN, itself split in time, and what it must refuse."""
+
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from ds2_ops import Recurrence, recurrence
+from ds2_ops.recurrence import NONLINEARITIES, _backward_data, _forward
+from ds2_ops.reference import recurrence_reference
+from op_cases import (
+    CPU,
+    CUDA,
+    assert_same_bits,
+    draw,
+    nan_filled_memory,
+    on_cpu,
+    on_gpu,
+    outputs_and_gradients,
+    poison_padding,
+    ragged_lengths,
+    relative_error,
+)
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+TARGETS = [on_cpu("cpu"), on_cpu("reference"), on_gpu("gemm"), on_gpu("persistent")]
+SHAPES = [(1, 3, 16), (6, 1, 33), (9, 4, 64), (5, 5, 7), (4, 19, 40)]  # T = 1, B = 1, odd sizes, off every tile
+GPU_SHAPES = [(12, 4, 1152), (7, 3, 515), (5, 70, 320)]
+CLIP = 1.5
+on_every_target = pytest.mark.parametrize(("device", "backend"), TARGETS)
+
+
+def dtypes_of(device: torch.device) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
+
+
+def problem(
+    shape: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    with_h0: bool = True,
+    nonlinearity: str = "clipped_relu",
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Inputs x, weight_hh, h0 whose states neither die nor explode, and gradients of y and h_n."""
+    _, batch, hidden = shape
+    weight_hh = draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5)
+    h0 = draw(3, batch, hidden, device=device, dtype=dtype) if with_h0 else None
+    x = away_from_kinks(draw(1, *shape, device=CPU, dtype=torch.float64), weight_hh, h0, nonlinearity)
+    grad_y = draw(4, *shape, device=device, dtype=dtype)
+    return [x.to(device, dtype), weight_hh, h0], [grad_y, draw(5, batch, hidden, device=device, dtype=dtype)]
+
+
+def away_from_kinks(x: Tensor, weight_hh: Tensor, h0: Tensor | None, nonlinearity: str) -> Tensor:
+    """Push x where a pre-activation is near 0 or CLIP: there, rounding alone decides whether a gradient passes."""
+    margin = 0.1
+    state = torch.zeros_like(x[0]) if h0 is None else h0.double().cpu()
+    for t in range(len(x)):
+        recurrent = state @ weight_hh.double().cpu().T
+        for kink in (0.0, CLIP):
+            x[t] += torch.where((x[t] + recurrent - kink).abs() < margin, 2 * margin, 0.0)
+        _, state = recurrence_reference(
+            x[None, t], weight_hh.double().cpu(), state, nonlinearity=nonlinearity, clip=CLIP
+        )
+    return x
+
+
+def bind(op: Callable[..., tuple[Tensor, Tensor]], lengths: Tensor | None, **options: object) -> Callable[..., object]:
+    return lambda x, weight_hh, h0: op(x, weight_hh, h0, lengths, **options)
+
+
+@on_every_target
+@pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_error_is_at_most_twice_that_of_stock_pytorch(
+    device: torch.device, backend: str, nonlinearity: str, ragged: bool
+) -> None:
+    shapes = SHAPES + (GPU_SHAPES if device.type == "cuda" else [])
+    for shape, dtype, with_h0 in itertools.product(shapes, dtypes_of(device), (False, True)):
+        lengths = ragged_lengths(shape[0], shape[1]).to(device) if ragged else None
+        options = {"nonlinearity": nonlinearity, "clip": CLIP}
+        inputs, cotangents = problem(shape, device, dtype, with_h0, nonlinearity)
+        ours = outputs_and_gradients(bind(recurrence, lengths, backend=backend, **options), inputs, cotangents)
+        # The persistent kernels multiply float32 as TF32, which is then also what stock PyTorch is allowed.
+        torch.backends.cuda.matmul.allow_tf32 = backend == "persistent"
+        stock = outputs_and_gradients(bind(recurrence_reference, lengths, **options), inputs, cotangents)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        truth = outputs_and_gradients(
+            bind(recurrence_reference, lengths, **options),
+            [None if t is None else t.double() for t in inputs],
+            [t.double() for t in cotangents],
+        )
+        names = ["y", "h_n", "grad_x", "grad_weight_hh", "grad_h0"][: len(ours)]
+        for name, our, their, true in zip(names, ours, stock, truth, strict=True):
+            assert our.dtype == dtype and our.shape == true.shape
+            # A stock error of exactly 0 (nothing was rounded) still leaves us one rounding.
+            bound = 2.0 * max(relative_error(their, true), torch.finfo(dtype).eps / 2)
+            assert relative_error(our, true) <= bound, f"{name} of {shape} {dtype}, h0 {with_h0}"
+
+
+@on_every_target
+@pytest.mark.parametrize("nonlinearity", ["relu", "tanh"])
+def test_agrees_with_torch_rnn(device: torch.device, backend: str, nonlinearity: str) -> None:
+    frames, batch, hidden = 8, 3, 24
+    shape = (frames, batch, hidden)
+    (x, weight_hh, h0), cotangents = problem(shape, device, torch.float32, nonlinearity=nonlinearity)
+    lengths = ragged_lengths(frames, batch).clamp_min(1)  # packed sequences cannot be empty
+    peer = torch.nn.RNN(hidden, hidden, nonlinearity=nonlinearity, bias=False).to(device)
+
+    def packed(x: Tensor, weight_hh: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        weights = {"weight_ih_l0": torch.eye(hidden, device=device), "weight_hh_l0": weight_hh}
+        packed_x = pack_padded_sequence(x, lengths, enforce_sorted=False)
+        y, h_n = torch.func.functional_call(peer, weights, (packed_x, h0[None]))
+        return pad_packed_sequence(y, total_length=frames)[0], h_n[0]
+
+    torch.backends.cudnn.allow_tf32 = backend == "persistent"
+    tolerance = 5e-3 if backend == "persistent" else 1e-5
+    ours = outputs_and_gradients(
+        bind(recurrence, lengths, nonlinearity=nonlinearity, backend=backend), [x, weight_hh, h0], cotangents
+    )
+    theirs = outputs_and_gradients(packed, [x, weight_hh, h0], cotangents)
+    for our, their in zip(ours, theirs, strict=True):
+        assert relative_error(our, their) < tolerance
+
+
+@on_every_target
+def test_a_split_in_time_gives_the_same_bits(device: torch.device, backend: str) -> None:
+    for (frames, batch, hidden), dtype in itertools.product(SHAPES, dtypes_of(device)):
+        (x, weight_hh, h0), _ = problem((frames, batch, hidden), device, dtype)
+        whole = recurrence(x, weight_hh, h0, backend=backend)
+        for cut in range(frames + 1):
+            first, state = recurrence(x[:cut], weight_hh, h0, backend=backend)
+            second, state = recurrence(x[cut:], weight_hh, state, backend=backend)
+            assert_same_bits([torch.cat([first, second]), state], whole)
+
+
+@on_every_target
+def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str) -> None:
+    frames, batch, hidden = 9, 5, 24
+    lengths = ragged_lengths(frames, batch).to(device)
+    for dtype in dtypes_of(device):
+        op = bind(recurrence, lengths, backend=backend)
+        (x, weight_hh, h0), (grad_y, grad_h_n) = problem((frames, batch, hidden), device, dtype)
+        clean = outputs_and_gradients(op, [x, weight_hh, h0], [grad_y, grad_h_n])
+        padded = poison_padding(x, lengths), poison_padding(grad_y, lengths)
+        poisoned = outputs_and_gradients(op, [padded[0], weight_hh, h0], [padded[1], grad_h_n])
+        assert_same_bits(poisoned, clean)
+        for row, length in enumerate(lengths.tolist()):
+            assert not clean[0][length:, row].any() and not clean[2][length:, row].any()
+            mates = x.clone()
+            mates[:, torch.arange(batch) != row] *= -3
+            among_others = outputs_and_gradients(op, [mates, weight_hh, h0], [grad_y, grad_h_n])
+            for index in (0, 2):  # y and grad_x: (T, B, H)
+                assert torch.equal(among_others[index][:, row], clean[index][:, row])
+            alone, last = recurrence(x[:length, row, None], weight_hh, h0[row, None], backend=backend)
+            assert relative_error(clean[0][:length, row], alone[:, 0]) < 4 * torch.finfo(dtype).eps
+            assert relative_error(clean[1][row], last[0]) < 4 * torch.finfo(dtype).eps
+
+
+@on_every_target
+def test_every_element_is_written_and_two_runs_agree(device: torch.device, backend: str) -> None:
+    for shape, dtype in itertools.product(SHAPES, dtypes_of(device)):
+        inputs, cotangents = problem(shape, device, dtype)
+        op = bind(recurrence, ragged_lengths(*shape[:2]), backend=backend)
+        first = outputs_and_gradients(op, inputs, cotangents)
+        with nan_filled_memory():
+            second = outputs_and_gradients(op, inputs, cotangents)
+        assert_same_bits(second, first)
+
+
+@on_every_target
+def test_nan_weights_give_nan_and_return(device: torch.device, backend: str) -> None:
+    (x, weight_hh, h0), _ = problem((4, 2, 16), device, torch.float32)
+    y, h_n = recurrence(x, torch.full_like(weight_hh, float("nan")), h0, backend=backend)
+    assert y.isnan().all() and h_n.isnan().all()
+
+
+@pytest.mark.parametrize(("device", "backend"), [on_cpu("cpu"), on_gpu("gemm"), on_gpu("persistent")])
+def test_strides_do_not_matter(device: torch.device, backend: str) -> None:
+    (x, weight_hh, h0), (grad_y, grad_h_n) = problem((5, 3, 16), device, torch.float32)
+    op = bind(recurrence, None, backend=backend)
+    plain = outputs_and_gradients(op, [x, weight_hh, h0], [grad_y, grad_h_n])
+    strided = outputs_and_gradients(
+        lambda x, weight_hh, h0: op(x.transpose(0, 1), weight_hh.t(), h0),
+        [x.transpose(0, 1).contiguous(), weight_hh.t().contiguous(), h0],
+        [grad_y.transpose(0, 1).contiguous().transpose(0, 1), grad_h_n],
+    )
+    strided[2], strided[3] = strided[2].transpose(0, 1), strided[3].t()
+    assert_same_bits(strided, plain)
+
+
+def test_saturated_outputs_have_no_gradient_where_clip_is_rounded() -> None:
+    x = torch.full((1, 1, 4), 5.0, dtype=torch.bfloat16, requires_grad=True)
+    y, _ = recurrence(x, torch.zeros(4, 4, dtype=torch.bfloat16), clip=0.7)  # 0.7 rounds down in bfloat16
+    y.sum().backward()
+    assert x.grad is not None and not x.grad.any()
+
+
+def test_no_frames_and_no_utterances() -> None:
+    weight_hh, h0 = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    y, h_n = recurrence(torch.zeros(0, 2, 4), weight_hh, h0)
+    assert y.shape == (0, 2, 4) and torch.equal(h_n, h0)
+    h_n.sum().backward()
+    assert torch.equal(h0.grad, torch.ones(2, 4)) and torch.equal(weight_hh.grad, torch.zeros(4, 4))
+    assert recurrence(torch.zeros(3, 0, 4), weight_hh)[0].shape == (3, 0, 4)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gemm"])
+def test_gradcheck_of_the_op(backend: str) -> None:
+    inputs, _ = problem((4, 3, 5), CPU, torch.float64)
+    leaves = [t.requires_grad_() for t in inputs if t is not None]
+    op = bind(recurrence, torch.tensor([4, 2, 0]), nonlinearity="tanh", backend=backend)
+    assert torch.autograd.gradcheck(op, leaves)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)])
+def test_is_a_sound_torch_op(device: torch.device) -> None:
+    (x, weight_hh, h0), (grad_y, grad_h_n) = problem((3, 2, 8), device, torch.float32)
+    lengths = torch.tensor([3, 1], device=device)
+    for h, n in ((h0, lengths), (None, None)):
+        options = ("tanh", 20.0, "auto", None)
+        leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight_hh, h)]
+        torch.library.opcheck(_forward, (*leaves, n, *options))
+        y = recurrence(x, weight_hh, h, n, nonlinearity="tanh")[0]
+        torch.library.opcheck(
+            _backward_data,
+            (grad_y, grad_h_n, y, h, weight_hh, n, *options),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+
+
+@on_every_target
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_without_a_graph_break(device: torch.device, backend: str, autocast: bool) -> None:
+    (x, weight_hh, h0), cotangents = problem((4, 2, 16), device, torch.float32)
+    lengths = torch.tensor([4, 2], device=device, dtype=torch.int32)
+
+    def layer(x: Tensor, weight_hh: Tensor, h0: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            y, h_n = recurrence(x * 2, weight_hh, h0, lengths, backend=backend)
+        return y.float() + 1, h_n.float()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = outputs_and_gradients(layer, [x, weight_hh, h0], cotangents)
+    assert_same_bits(outputs_and_gradients(compiled, [x, weight_hh, h0], cotangents), expected)
+
+
+@on_every_target
+def test_autocast_runs_in_low_precision_and_returns_full_gradients(device: torch.device, backend: str) -> None:
+    (x, weight_hh, h0), _ = problem((4, 2, 16), device, torch.float32)
+    weight_hh = weight_hh.requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        y, h_n = recurrence(x, weight_hh, h0, backend=backend)
+    assert y.dtype == h_n.dtype == torch.bfloat16
+    y.sum().backward()
+    assert weight_hh.grad is not None and weight_hh.grad.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gemm", "persistent"])
+def test_cuda_graph_replay_reads_the_new_input(backend: str) -> None:
+    inputs, cotangents = problem((6, 4, 64), CUDA, torch.bfloat16)
+    lengths = torch.tensor([6, 4, 1, 0], device=CUDA, dtype=torch.int32)
+    leaves = [t.requires_grad_() for t in inputs if t is not None]
+
+    def step() -> list[Tensor]:
+        outputs = recurrence(*leaves, lengths, backend=backend)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (7, 8):
+        with torch.no_grad():
+            leaves[0].copy_(draw(seed, 6, 4, 64, device=CUDA, dtype=torch.bfloat16))
+        graph.replay()
+        assert_same_bits(captured, step())
+
+
+@pytest.mark.gpu
+def test_persistent_runs_the_largest_size_and_refuses_the_next() -> None:
+    from ds2_ops import persistent
+
+    def reason(hidden: int) -> str | None:
+        return persistent.why_not(3, 4, hidden, torch.bfloat16, CUDA, "relu", None)
+
+    largest = max(hidden for hidden in range(64, 8192) if reason(hidden) is None)
+    op = bind(recurrence, None, nonlinearity="relu", backend="persistent")
+    inputs, cotangents = problem((3, 4, largest), CUDA, torch.bfloat16, nonlinearity="relu")
+    truth = outputs_and_gradients(
+        bind(recurrence_reference, None, nonlinearity="relu"),
+        [None if t is None else t.double() for t in inputs],
+        [t.double() for t in cotangents],
+    )
+    for ours, true in zip(outputs_and_gradients(op, inputs, cotangents), truth, strict=True):
+        assert relative_error(ours, true) < 0.01
+    x = torch.zeros(3, 4, largest + 1, device=CUDA, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=rf"{largest + 1}.*gemm"):
+        recurrence(x, x.new_zeros(largest + 1, largest + 1), nonlinearity="relu", backend="persistent")
+    recurrence(x, x.new_zeros(largest + 1, largest + 1), nonlinearity="relu", backend="auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_sms", [16, 64])
+def test_persistent_on_fewer_multiprocessors_agrees(max_sms: int) -> None:
+    inputs, cotangents = problem((6, 20, 512), CUDA, torch.bfloat16)
+    few = outputs_and_gradients(bind(recurrence, None, backend="persistent", max_sms=max_sms), inputs, cotangents)
+    every = outputs_and_gradients(bind(recurrence, None, backend="persistent"), inputs, cotangents)
+    for one, other in zip(few, every, strict=True):
+        assert relative_error(one, other) < 0.01
+
+
+def example(**changes: object) -> dict[str, object]:
+    return {"x": torch.zeros(3, 2, 4), "weight_hh": torch.zeros(4, 4), **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (example(x=torch.zeros(3, 4)), ValueError, r"x has shape \(3, 4\), expected \(T, B, H\)"),
+        (example(x=torch.zeros(3, 2, 4, dtype=torch.long)), TypeError, "x is torch.int64, allowed are torch.bfloat16"),
+        (example(weight_hh=torch.zeros(4, 5)), ValueError, r"weight_hh has shape \(4, 5\), .* \(4, 4\)"),
+        (example(weight_hh=torch.zeros(4, 4).double()), TypeError, "weight_hh is torch.float64 but x is torch.float32"),
+        (example(weight_hh=torch.zeros(4, 4, device="meta")), ValueError, "weight_hh is on meta but x is on cpu"),
+        (example(h0=torch.zeros(1, 2, 4)), ValueError, r"h0 has shape \(1, 2, 4\), expected \(B, H\) = \(2, 4\)"),
+        (example(h0=torch.zeros(2, 4).half()), TypeError, "h0 is torch.float16 but x is torch.float32"),
+        (example(lengths=torch.tensor([1])), ValueError, r"lengths has shape \(1,\), expected \(B,\) = \(2,\)"),
+        (example(lengths=torch.tensor([1.0, 2.0])), TypeError, "lengths is torch.float32, allowed are torch.int32"),
+        (example(lengths=torch.tensor([1, 4])), ValueError, r"lengths\[1\] is 4, allowed are 0 to T = 3"),
+        (example(lengths=torch.tensor([-1, 3])), ValueError, r"lengths\[0\] is -1"),
+        (example(nonlinearity="relu6"), ValueError, "'relu6', allowed are .* did you mean 'relu'"),
+        (example(backend="persistant"), ValueError, "did you mean 'persistent'"),
+        (example(clip=0.0), ValueError, "clip is 0.0, allowed is a positive"),
+        (example(clip=float("inf")), ValueError, "nonlinearity='relu'"),
+        (example(max_sms=0), ValueError, "max_sms is 0"),
+        (example(backend="persistent"), RuntimeError, "'persistent' cannot run this: .* on cpu.*backend='cpu'"),
+    ],
+)
+def test_bad_input_is_refused_with_the_way_out(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        recurrence(**arguments)
+
+
+@pytest.mark.gpu
+def test_cpu_backend_refuses_gpu_tensors() -> None:
+    with pytest.raises(RuntimeError, match="backend 'cpu' cannot run tensors on cuda"):
+        recurrence(torch.zeros(3, 2, 4, device=CUDA), torch.zeros(4, 4, device=CUDA), backend="cpu")
+
+
+@pytest.mark.gpu
+def test_auto_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.zeros(3, 2, 77, device=CUDA, dtype=torch.float64)
+    with caplog.at_level(logging.INFO, logger="ds2_ops"):
+        for _ in range(3):
+            recurrence(x, x.new_zeros(77, 77))
+    assert len([record for record in caplog.records if "H 77" in record.getMessage()]) == 1
+
+
+def test_module_takes_the_weights_of_torch_rnn() -> None:
+    peer = torch.nn.RNN(16, 16, nonlinearity="relu", bias=False)
+    layer = Recurrence(16, "relu")
+    assert layer.weight_hh.abs().max() <= 16**-0.5
+    layer.load_state_dict({"weight_hh": peer.weight_hh_l0})
+    x = torch.randn(5, 2, 16)
+    y, h_n = layer(x @ peer.weight_ih_l0.T)
+    expected, last = peer(x)
+    torch.testing.assert_close((y, h_n), (expected, last[0]))
+    assert repr(layer) == "Recurrence(16, 'relu', backend='auto')"
