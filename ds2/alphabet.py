@@ -1,0 +1,119 @@
+"""Transcripts to labels and back: the symbols a network writes, and what becomes of characters it does not know."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds2.config import AlphabetConfig
+
+_CASE: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "keep": str}
+
+
+class AlphabetError(ValueError):
+    """A transcript that the alphabet cannot write, or an alphabet that cannot work; the message names characters."""
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """The labels of a network: label 0 is the CTC blank, label i writes symbols[i]; V = len(alphabet)."""
+
+    symbols: tuple[str, ...]  # symbols[0] is "", the blank
+    case: str = "lower"
+    replace: tuple[tuple[str, str], ...] = ()
+    unknown: str = "stop"
+    _labels: dict[str, int] = field(init=False, repr=False, compare=False)
+    _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.case not in _CASE or self.unknown not in ("stop", "drop"):
+            raise AlphabetError(
+                f"alphabet.case={self.case!r} must be lower, upper or keep; "
+                f"alphabet.unknown={self.unknown!r} must be stop or drop"
+            )
+        labels = {symbol: label for label, symbol in enumerate(self.symbols)}
+        if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
+            raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct characters")
+        unreachable = [s for s in self.symbols if _nfc(_CASE[self.case](s)) != s]
+        if unreachable:
+            raise AlphabetError(
+                f"alphabet.symbols holds {unreachable}, which no transcript contains after alphabet.case={self.case} "
+                "and Unicode composition (NFC): write them in that form"
+            )
+        if any(not key for key, _ in self.replace):
+            raise AlphabetError("alphabet.replace has an empty key")
+        keys = sorted((_nfc(key) for key, _ in self.replace), key=len, reverse=True)
+        object.__setattr__(self, "_labels", labels)
+        object.__setattr__(self, "_replacement", re.compile("|".join(map(re.escape, keys))) if keys else None)
+
+    @classmethod
+    def from_config(cls, config: AlphabetConfig) -> Alphabet:
+        """Build the alphabet that a config describes; raises AlphabetError where it cannot work."""
+        return cls(("", *config.symbols), config.case, tuple(sorted(config.replace.items())), config.unknown)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
+        """Restore what `to_dict` gave."""
+        return cls(
+            ("", *stored["symbols"]), stored["case"], tuple(sorted(stored["replace"].items())), stored["unknown"]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the alphabet as plain containers for checkpoints; `symbols` is one string, without the blank."""
+        return {
+            "symbols": "".join(self.symbols),
+            "case": self.case,
+            "replace": dict(self.replace),
+            "unknown": self.unknown,
+        }
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def normalise(self, text: str) -> tuple[str, Counter[str]]:
+        """Return the transcript as the network should write it, and the count of each character that it cannot write.
+
+        Unicode composition (NFC), then the replacements in one pass (longest key first), then case, then runs of white
+        space to one space, none at the ends. Unknown characters stay in the text: against a hypothesis they count as
+        errors.
+        """
+        text = _nfc(text)
+        if self._replacement is not None:
+            table = {_nfc(key): value for key, value in self.replace}
+            text = self._replacement.sub(lambda match: table[match.group()], text)
+        text = " ".join(_nfc(_CASE[self.case](text)).split())
+        return text, Counter(character for character in text if character not in self._labels)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the labels of a transcript, normalised first; unknown characters are dropped where `unknown` is drop.
+
+        Raises:
+            AlphabetError: the text has unknown characters and `unknown` is stop.
+        """
+        text, unknown = self.normalise(text)
+        if unknown:
+            if self.unknown == "stop":
+                raise AlphabetError(
+                    f"characters outside the alphabet: {describe(unknown)}; add them to alphabet.symbols, map them "
+                    "with alphabet.replace, or leave them out with alphabet.unknown=drop"
+                )
+            text = " ".join("".join(c for c in text if c not in unknown).split())
+        return [self._labels[character] for character in text]
+
+    def decode(self, labels: Iterable[int]) -> str:
+        """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""
+        return "".join(self.symbols[label] for label in labels)
+
+
+def describe(characters: Mapping[str, int]) -> str:
+    """Return counted characters for a message, most frequent first, each with its code point as look-alikes abound."""
+    ordered = sorted(characters.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{c!r} U+{ord(c):04X}" + (f" x {count}" if count > 1 else "") for c, count in ordered)
+
+
+def _nfc(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
