@@ -1,0 +1,211 @@
+"""Decoded audio on disk: one memory-mapped file of 16-bit samples for a list of utterances, built once.
+
+File layout: samples of all utterances, int16; padding to 8 bytes; (first sample, samples) of each utterance, int64.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from ds2.audio import AudioError, read_audio
+from ds2.config import DataConfig
+from ds2.manifest import Utterance
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_CHUNK = 16  # utterances a thread takes at a time
+_ERRORS_NAMED = 10
+_SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
+_STALE_S = 3600.0  # a partial file that nobody wrote to for so long was left by a killed process
+
+
+class AudioStore(Sequence[NDArray[np.float32]]):
+    """Waveforms (N,) float32 of utterances by position: from the cache file, or decoded at each access.
+
+    Both ways give the same bits: what is decoded is rounded to 16 bits too, so losing the cache never changes a run.
+
+    Args:
+        utterances: what to read.
+        sample_rate_hz: rate of the waveforms returned.
+        cache: a file written by `build_cache` for the same utterances and rate; None decodes.
+    """
+
+    def __init__(self, utterances: Sequence[Utterance], sample_rate_hz: int, cache: Path | None = None) -> None:
+        self.utterances = utterances
+        self.sample_rate_hz = sample_rate_hz
+        self.cache = cache
+        if cache is not None:
+            index_bytes = 16 * len(utterances)
+            self._samples = np.memmap(cache, dtype=np.int16, mode="r")
+            self._index = self._samples[len(self._samples) - index_bytes // 2 :].view(np.int64).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def __getitem__(self, position: int) -> NDArray[np.float32]:  # type: ignore[override]  # no slices
+        """Return the waveform of one utterance; raises AudioError naming it where it must be decoded and cannot be."""
+        if self.cache is None:
+            pcm = _decode(self.utterances[position], self.sample_rate_hz)
+        else:
+            first, count = self._index[position]
+            pcm = self._samples[first : first + count]
+        return np.multiply(pcm, np.float32(1 / 32768), dtype=np.float32)
+
+
+def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
+    """Return the audio of utterances as `data.cache` says, building a missing cache under `data.work_dir`.
+
+    Where the cache cannot be written (disk full, folder not writable) the reason is logged as a warning and every
+    access decodes. Any number of processes may call this at once: each builds privately and publishes by rename. Let
+    one rank call it before the others to build only once.
+
+    Raises:
+        AudioError: utterances cannot be read; names them.
+    """
+    if data.cache == "none" or not utterances:
+        return AudioStore(utterances, data.sample_rate_hz)
+    path = Path(data.work_dir) / "audio_cache" / f"{_content_key(utterances, data.sample_rate_hz)}.pcm"
+    if not path.is_file():
+        try:
+            build_cache(utterances, data.sample_rate_hz, path)
+        except OSError as error:
+            log.warning(
+                "audio cache %s not written (%s): every epoch decodes its audio again. Free the disk, set "
+                "data.work_dir to a larger one, or silence this with data.cache=none",
+                path,
+                error,
+            )
+            return AudioStore(utterances, data.sample_rate_hz)
+    return AudioStore(utterances, data.sample_rate_hz, path)
+
+
+def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path) -> None:
+    """Decode utterances in parallel into the cache file `path`, which appears whole or not at all.
+
+    Threads, not processes: decoding and resampling leave the interpreter lock, and nothing need be forked or pickled.
+
+    Raises:
+        AudioError: some cannot be read; names the first of them and counts the rest.
+        OSError: too little space, or the folder cannot be written.
+    """
+    started = time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path.parent)
+    _require_space(
+        path.parent, round(sum(u.duration_s for u in utterances) * sample_rate_hz) * 2 + 16 * len(utterances)
+    )
+    index = np.zeros((len(utterances), 2), np.int64)
+    errors: dict[int, AudioError] = {}
+    end = 0
+    lock = threading.Lock()
+
+    def decode_chunk(first: int) -> None:
+        nonlocal end
+        for position in range(first, min(first + _CHUNK, len(utterances))):
+            try:
+                pcm = _decode(utterances[position], sample_rate_hz)
+            except AudioError as error:
+                errors[position] = error
+                continue
+            with lock:
+                start, end = end, end + len(pcm)
+            index[position] = start, len(pcm)
+            _write_at(file.fileno(), pcm.tobytes(), 2 * start)
+            progress.update()
+
+    handle, partial = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".partial", dir=path.parent)
+    threads = ThreadPoolExecutor(max_workers=usable_cores())
+    progress = tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for _ in threads.map(decode_chunk, range(0, len(utterances), _CHUNK)):
+                pass
+            if errors:
+                raise AudioError(_summary(errors, len(utterances)))
+            _write_at(file.fileno(), index.tobytes(), -(-2 * end // 8) * 8)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        threads.shutdown(cancel_futures=True)
+        Path(partial).unlink(missing_ok=True)
+        raise
+    finally:
+        threads.shutdown()
+        progress.close()
+    elapsed_s = time.monotonic() - started
+    log.info(
+        "audio cache %s: %d utterances, %.1f MB, %.1f s", path, len(utterances), path.stat().st_size / 1e6, elapsed_s
+    )
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _decode(utterance: Utterance, sample_rate_hz: int) -> NDArray[np.int16]:
+    waveform = read_audio(utterance.audio_filepath, sample_rate_hz, utterance.offset_s, utterance.duration_s)
+    pcm: NDArray[np.int16] = np.clip(np.rint(waveform * 32768), -32768, 32767).astype(np.int16)
+    return pcm
+
+
+def _content_key(utterances: Sequence[Utterance], sample_rate_hz: int) -> str:
+    """Hash what the samples depend on: each file's path, size and time of change, the segment, the rate."""
+    digest = hashlib.sha256(json.dumps([_FORMAT, sample_rate_hz]).encode())
+    stats: dict[Path, tuple[int, int]] = {}
+    for u in utterances:
+        if u.audio_filepath not in stats:
+            try:
+                stat = u.audio_filepath.stat()
+            except OSError as error:
+                raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.source or u.name})") from error
+            stats[u.audio_filepath] = (stat.st_size, stat.st_mtime_ns)
+        digest.update(json.dumps([str(u.audio_filepath), *stats[u.audio_filepath], u.offset_s, u.duration_s]).encode())
+    return digest.hexdigest()[:24]
+
+
+def _require_space(folder: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed_bytes + _SPARE_BYTES > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"needs {needed_bytes / 1e9:.2f} GB and {_SPARE_BYTES / 1e9:.2f} GB to spare, {free / 1e9:.2f} free",
+        )
+
+
+def _write_at(descriptor: int, content: bytes, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _remove_stale(folder: Path) -> None:
+    for partial in folder.glob("*.partial"):
+        try:
+            if time.time() - partial.stat().st_mtime > _STALE_S:
+                partial.unlink()
+        except FileNotFoundError:
+            continue  # its writer published or removed it meanwhile
+
+
+def _summary(errors: dict[int, AudioError], total: int) -> str:
+    named = [str(errors[position]) for position in sorted(errors)[:_ERRORS_NAMED]]
+    more = f"\n... and {len(errors) - len(named)} more" if len(errors) > len(named) else ""
+    return f"{len(errors)} of {total} utterances cannot be read:\n" + "\n".join(named) + more
