@@ -12,11 +12,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config import Config, ConfigError, check, register
 
 PRIMARY_CONFIG = "train"
+_FREE_FORM = ("alphabet.replace",)  # mappings whose keys are the user's
 
 
 def config_dir() -> Path:
@@ -44,12 +45,20 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
             composed = compose(config_name=PRIMARY_CONFIG, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        _explain(error)
+        _explain(error, overrides)
     return to_config(composed)
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Turn a composed tree into dataclasses, once, and check it across fields."""
+    """Turn a composed tree into dataclasses, once, and check it across fields.
+
+    Raises:
+        ConfigError: an unknown key (Hydra's `+key=value` adds one), a wrong type, or values that cannot work together.
+    """
+    known = {*_keys(OmegaConf.structured(Config))}
+    for key in _keys(composed):
+        if key not in known and not any(key.startswith(f"{free}.") for free in _FREE_FORM):
+            _unknown(key)
     try:
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
@@ -105,10 +114,10 @@ def nearest_key(key: str) -> str | None:
     return by_leaf[leaf[0]] if leaf else None
 
 
-def _explain(error: Exception) -> NoReturn:
+def _explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     if isinstance(error, MissingConfigException):
         wanted = error.missing_cfg_file or ""
         options = list(error.options or [])
@@ -120,10 +129,14 @@ def _explain(error: Exception) -> NoReturn:
     if cause is None:
         raise ConfigError(text) from error
     key = str(cause.full_key or cause.key or "")
-    detail = (cause.msg or text).splitlines()[0]
-    unknown = "not in struct" in detail or f"not in '{getattr(cause.object_type, '__name__', '')}'" in detail
-    if not unknown:
-        raise ConfigError(f"{key}: {detail}") from error
+    detail = (cause.msg or str(cause) or text).splitlines()[0]
+    given = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        _unknown(given)
+    raise ConfigError(f"{key}: {detail}") from error
+
+
+def _unknown(key: str) -> NoReturn:
     near = nearest_key(key)
-    raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else "")) from error
+    raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ds2.batching import plan_epoch
 from ds2.checkpoint import CheckpointError
 from ds2.compose import save_config
 from ds2.config import Config
-from ds2.dataset import make_loader
 from ds2.metrics import RunLog, git_commit, progress_bar
 from ds2.optim import learning_rate, set_learning_rate
 from ds2.trainer import Progress, Trainer
@@ -118,9 +116,8 @@ def train(config: Config, run_dir: Path) -> int:
 def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
     config, progress = trainer.config, trainer.progress
-    plan = plan_epoch(trainer.durations, config.batching, progress.epoch, config.train.seed)
-    loader = make_loader(trainer.utterances, plan[progress.batch :], config, trainer.alphabet, progress.epoch, training=True)
-    batches = iter(loader)
+    plan = trainer.plan()
+    batches = trainer.loader.epoch(plan[progress.batch :], progress.epoch)
     trainer.model.train()
     window, clock, saved_at = Window(progress), time.monotonic(), time.monotonic()
     with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch) as bar:

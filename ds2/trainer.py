@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.audio import read_audio
 from ds2.augment import apply_masks, spectrogram_masks
+from ds2.audio_cache import open_audio
 from ds2.averaging import WeightAverage
+from ds2.batching import padded_durations_s, plan_epoch
 from ds2.checkpoint import (
     CheckpointError,
     load_model,
@@ -29,7 +30,7 @@ from ds2.compose import config_to_dict
 from ds2.config import Config, ConfigError
 from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
 from ds2.ctc import ctc_losses
-from ds2.dataset import Batch
+from ds2.dataset import Batch, SpeechLoader
 from ds2.evaluate import transcribe_utterances
 from ds2.features import Features
 from ds2.metrics import RunLog, StepTimer, git_commit
@@ -76,7 +77,7 @@ class Trainer:
         ensure_manifests(config)
         self.utterances = training_utterances(config, self.alphabet, self.output_frames)
         self.dev = scored_utterances(config.data.dev, self.alphabet)
-        self.durations = np.array([u.duration_s for u in self.utterances])
+        self.loader = SpeechLoader(self.utterances, config, self.alphabet, training=True)
         self.progress = Progress()
         self.timer = StepTimer(self.device)
         self.grad_norm = 0.0
@@ -107,9 +108,8 @@ class Trainer:
             self.features.load_state_dict(loaded.features.state_dict())
         elif self.config.features.normalise == "corpus":
             chosen = np.random.default_rng(self.config.train.seed).permutation(len(self.utterances))
-            rate = self.config.data.sample_rate_hz
-            drawn = (self.utterances[i] for i in chosen[: self.config.features.statistics_utterances])
-            self.features.estimate(read_audio(u.audio_filepath, rate, u.offset_s, u.duration_s) for u in drawn)
+            drawn = chosen[: self.config.features.statistics_utterances]
+            self.features.estimate(torch.from_numpy(self.loader.audio[int(i)]) for i in drawn)
 
     def _resume(self, path: Path) -> None:
         parts, metadata = load_trainer(path, ("model", "features", "optimizer", "average"))
@@ -137,7 +137,7 @@ class Trainer:
         """One line: data, device, precision and size."""
         parameters = sum(p.numel() for p in self.model.parameters())
         return (
-            f"training {len(self.utterances)} utterances ({self.durations.sum() / 3600:.2f} h), {len(self.dev)} dev, "
+            f"training {len(self.utterances)} utterances ({sum(u.duration_s for u in self.utterances) / 3600:.2f} h), {len(self.dev)} dev, "
             f"on {self.device} in {self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
@@ -145,13 +145,18 @@ class Trainer:
         """Output frames of the model for a number of audio samples."""
         return int(self.model.output_frames(self.features.frames(samples)))
 
+    def plan(self) -> list[list[int]]:
+        """The batches of the running epoch, as utterance indices."""
+        durations = padded_durations_s([u.duration_s for u in self.utterances], self.config.augment.speed)
+        return plan_epoch(durations, self.config.batching, self.progress.epoch, self.config.train.seed)
+
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Forward pass of a training batch: losses (B,) in nats and which rows are feasible."""
         features, lengths = self.features(batch.waveforms.to(self.device, non_blocking=True), batch.sample_lengths)
         indices = batch.indices.tolist()
         seed, epoch = self.config.train.seed, self.progress.epoch
         masks = spectrogram_masks(lengths, features.shape[1], self.config.augment, self.config.features, seed, epoch, indices)
-        features = apply_masks(features, lengths, masks)
+        features = apply_masks(features, masks)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits, logit_lengths = self.model(features, lengths)
         return ctc_losses(logits, logit_lengths, batch.labels, batch.label_lengths)
@@ -246,8 +251,7 @@ class Trainer:
         return scores
 
     def _show_utterance(self, board: RunLog, reference: str, hypothesis: str) -> None:
-        u = self.dev[0]
-        waveform = torch.from_numpy(read_audio(u.audio_filepath, self.config.data.sample_rate_hz, u.offset_s, u.duration_s))
+        waveform = torch.from_numpy(open_audio(self.dev[:1], self.config.data)[0])
         features, _ = self.features(waveform[None].to(self.device), torch.tensor([len(waveform)]))
         board.utterance(self.progress.step, "dev", features[0], reference, hypothesis)
 

@@ -1,0 +1,76 @@
+"""A tiny corpus of tone words and the smallest configuration that learns it, for tests that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from ds2.compose import compose_config
+from ds2.config import Config
+from ds2.manifest import Utterance, write_manifest
+
+RATE_HZ = 16000
+TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}
+
+
+def write_tones(path: Path, text: str, rng: np.random.Generator) -> float:
+    """Write one tone of 0.15 s a letter, a pause of 0.08 s after each; returns the duration in seconds."""
+    parts = []
+    for letter in text:
+        time_s = np.arange(int(0.15 * RATE_HZ)) / RATE_HZ
+        tone = np.zeros_like(time_s) if letter == " " else np.sin(2 * np.pi * TONES_HZ[letter] * time_s)
+        parts += [0.3 * tone, np.zeros(int(0.08 * RATE_HZ))]
+    samples = np.concatenate(parts)
+    soundfile.write(path, samples + 0.001 * rng.standard_normal(len(samples)), RATE_HZ)
+    return len(samples) / RATE_HZ
+
+
+@pytest.fixture(scope="session")
+def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A manifest of ten utterances of two to five letters."""
+    folder = tmp_path_factory.mktemp("tones")
+    rng = np.random.default_rng(5)
+    utterances = []
+    for index in range(10):
+        text = "".join(rng.choice(list("abc"), size=2 + index % 4))
+        path = folder / f"tones{index}.wav"
+        utterances.append(Utterance(path, write_tones(path, text, rng), text, speaker=f"s{index % 2}"))
+    write_manifest(folder / "tones.jsonl", utterances)
+    return folder / "tones.jsonl"
+
+
+@pytest.fixture
+def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a model of a few thousand parameters on the tone corpus."""
+    return [
+        f"data.train=[{tone_manifest}]",
+        f"data.dev=[{tone_manifest}]",
+        f"data.work_dir={tmp_path / 'work'}",
+        "data.workers=0",
+        "alphabet.symbols='abc '",
+        "model=rnn_small",
+        "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]",
+        "model.hidden=48",
+        "model.depth=2",
+        "model.skip=1",
+        "model.row_convs=1",
+        "model.row_conv_context=2",
+        "optim=adamw",
+        "optim.learning_rate=0.01",
+        "optim.warmup_steps=0",
+        "batching.utterances=4",
+        "train.epochs=4",
+        "train.log_every_steps=1",
+        "device=cpu",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+
+
+@pytest.fixture
+def tiny_config(tiny_overrides: list[str]) -> Callable[..., Config]:
+    """Compose the tiny configuration with further overrides."""
+    return lambda *overrides: compose_config([*tiny_overrides, *overrides])
