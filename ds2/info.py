@@ -58,10 +58,11 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
     """Estimate what a training step keeps for its backward pass, per second of (padded) audio.
 
     The rule, in values a frame: the features; of each convolution 3 outputs (before batch norm, after it, clipped);
-    of each recurrent layer 2 H (before batch norm, after the recurrence), of an LSTM or GRU its normalised input and
-    6 H or 5 H; H for each row convolution and for each residual sum; the classifier's input before and after batch
-    norm and 3 V in float32. Without batch norm what stands before it falls away. Bidirectional layers keep the
-    recurrent part twice. Dropout adds a layer's input and its mask. Weights, gradients and workspace are not in it.
+    of each recurrent layer 2 H (before batch norm, after the recurrence), 4 H when bidirectional (both directions and
+    their sum); of an LSTM or GRU its normalised input and 6 H or 5 H a direction; H for each row convolution, and for
+    a residual sum that neither a row convolution nor a bidirectional sum stands before; the classifier's input after
+    batch norm, under bf16 before it too, and the log-probs, in float32. Without batch norm what stands before it falls
+    away. Dropout adds a layer's input and its mask. Weights, gradients and workspace are not in it.
 
     Args:
         model: any.
@@ -80,8 +81,8 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
         for _ in range(layers):
             values += _layer_values(config, width, norm)
             width = hidden
-        values += hidden * (row_convs + int(bool(module.residual)))
-    head_bytes = 4 * (hidden * (norm + int(value_bytes < 4)) + 3 * model.labels)
+        values += hidden * max(row_convs, int(bool(module.residual) and not config.bidirectional))
+    head_bytes = 4 * (hidden * (norm + int(value_bytes < 4)) + model.labels)
     return kept + frames_per_s * (values * value_bytes + head_bytes)
 
 
@@ -89,7 +90,7 @@ def _layer_values(config: ModelConfig, width: int, norm: int) -> float:
     directions = 2 if config.bidirectional else 1
     dropped = 1.25 * width if config.dropout else 0.0  # the mask is a byte
     if config.cell == "rnn":
-        # both directions and their sum; the backward one also in its own order of time
+        # bidirectional: both directions and their sum
         return config.hidden * (norm + (1 if directions == 1 else 3)) + dropped
     return width * (norm + directions - 1) + config.hidden * directions * _GATE_VALUES[config.cell] + dropped
 

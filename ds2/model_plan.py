@@ -35,8 +35,11 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
         key = f"model.convs[{index}]"
         if len(conv.kernel) != 2 or any(k < 1 or k % 2 == 0 for k in conv.kernel):
             raise ConfigError(f"{key}.kernel is {conv.kernel}, allowed are two odd sizes [frequency, time]")
-        if len(conv.stride) != 2 or any(s < 1 for s in conv.stride):
-            raise ConfigError(f"{key}.stride is {conv.stride}, allowed are two sizes >= 1 [frequency, time]")
+        if len(conv.stride) != 2 or any(not 1 <= s <= k for s, k in zip(conv.stride, conv.kernel, strict=True)):
+            raise ConfigError(
+                f"{key}.stride is {conv.stride}, allowed are two sizes [frequency, time] from 1 to the kernel's, "
+                f"here {conv.kernel}: a larger one would leave frames unheard"
+            )
         if conv.channels < 1:
             raise ConfigError(f"{key}.channels is {conv.channels}, allowed are 1 or more")
     for name, least in (("hidden", 1), ("depth", 1), ("skip", 0), ("row_convs", 0), ("row_conv_context", 0)):

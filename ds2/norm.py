@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Reduce = Callable[[Tensor], None]
+
 
 class SequenceBatchNorm(nn.Module):
     """Normalise each channel over all valid positions of a batch (Deep Speech 2, section 3.2).
@@ -25,10 +27,10 @@ class SequenceBatchNorm(nn.Module):
         channels: number of channels.
         momentum: weight of a batch of average size in the running averages.
         eps: added to the variance.
-        axis: of the channels; -1 for (T, B, H), 1 for (B, C, F, T).
+        axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
     Attributes:
-        reduce: sums a float32 vector over all ranks in place, or None; with it the statistics are those of all ranks.
+        reduce: sums a float64 vector over all ranks in place, or None; with it the statistics are those of all ranks.
     """
 
     running_mean: Tensor
@@ -37,8 +39,10 @@ class SequenceBatchNorm(nn.Module):
 
     def __init__(self, channels: int, momentum: float = 0.1, *, eps: float = 1e-5, axis: int = -1) -> None:
         super().__init__()
+        if axis not in (-1, 1):
+            raise ValueError(f"axis is {axis}, allowed are -1 for (T, B, H) and 1 for (B, C, F, T)")
         self.momentum, self.eps, self.axis = momentum, eps, axis
-        self.reduce: Callable[[Tensor], None] | None = None
+        self.reduce: Reduce | None = None
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
@@ -55,76 +59,83 @@ class SequenceBatchNorm(nn.Module):
         Returns:
             The shape and dtype of ``x``.
         """
-        axis = self.axis % x.dim()
+        flat = x if self.axis == 1 else x.flatten(0, -2)
         if not self.training:
-            scale = self.weight * torch.rsqrt(self.running_var + self.eps)
-            return _affine(x, scale, self.bias - self.running_mean * scale, axis)
+            return _apply(flat, self.weight, self.bias, self.running_mean, self.running_var, self.eps).view_as(x)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
         y: Tensor
         y, mean, var, total = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, count, self.eps, axis, self.reduce
+            flat, self.weight, self.bias, count, self.eps, self.reduce
         )
         with torch.no_grad():
             self.running_count.lerp_(total, self.momentum)
             share = self.momentum * total / self.running_count.clamp_min(1e-6)
             self.running_mean.lerp_(mean, share)
             self.running_var.lerp_(var, share)
-        return y
+        return y.view_as(x)
 
 
 class _Normalise(torch.autograd.Function):
-    """Two passes over the data each way: reduce, then transform. Saves its input and vectors of channels only."""
+    """Reduce, then transform, one kernel over the data for each, both ways. Keeps its input and vectors only."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        count: Tensor,
-        eps: float,
-        axis: int,
-        reduce: Callable[[Tensor], None] | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Tensor, eps: float, reduce: Reduce | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        others = [a for a in range(x.dim()) if a != axis]
-        total_dtype = torch.promote_types(x.dtype, torch.float32)
-        sums = x.sum(others, dtype=total_dtype)
-        squares = torch.linalg.vector_norm(x, 2, others, dtype=total_dtype).square()
-        if reduce is not None:
-            packed = torch.cat([sums, squares, count.view(1)])
+        count = count.to(weight.dtype)
+        mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
+        # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
+        ratio = x.numel() / x.shape[1] / count.clamp_min(1.0)
+        squares = torch.addcmul(var, mean, mean) * ratio
+        mean = mean * ratio
+        if reduce is not None:  # in float64: the difference of large sums is the variance
+            packed = torch.cat([mean * count.double(), squares * count.double(), count.double().view(1)])
             reduce(packed)
-            sums, squares, count = packed[: len(sums)], packed[len(sums) : -1], packed[-1]
-        safe_count = count.clamp_min(1.0)
-        mean = sums / safe_count
-        var = (squares / safe_count - mean.square()).clamp_min(0.0)
-        inverse = torch.rsqrt(var + eps)
-        scale = weight * inverse
-        ctx.save_for_backward(x, mean, inverse, scale, safe_count)
-        ctx.axis, ctx.reduce = axis, reduce
+            count = packed[-1]
+            mean, squares = (packed[:-1] / count.clamp_min(1.0)).chunk(2)
+        var = torch.addcmul(squares, mean, mean, value=-1.0).clamp_min_(0.0)
+        mean, var, count = mean.to(weight.dtype), var.to(weight.dtype), count.to(weight.dtype)
+        ctx.save_for_backward(x, weight, mean, var, count)
+        ctx.eps, ctx.reduce = eps, reduce
         ctx.mark_non_differentiable(mean, var, count)
-        return _affine(x, scale, bias - mean * scale, axis), mean, var, count
+        return _apply(x, weight, bias, mean, var, eps), mean, var, count
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, inverse, scale, count = ctx.saved_tensors
-        others = [a for a in range(x.dim()) if a != ctx.axis]
-        grad_bias = grad_y.sum(others, dtype=mean.dtype)
-        grad_weight = ((grad_y * x).sum(others, dtype=mean.dtype) - mean * grad_bias) * inverse
-        sums = torch.stack([grad_bias, grad_weight])
+        x, weight, mean, var, count = ctx.saved_tensors
+        grad_y, inverse = grad_y.contiguous(), torch.rsqrt(var + ctx.eps)
+        if x.is_cuda:
+            total, total_x, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad_y, x, mean, inverse, weight, True, True, True
+            )
+        else:
+            grad_y, x = _wide_on_cpu(grad_y), _wide_on_cpu(x)
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_y, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+            )
+            total, total_x = grad_bias, grad_weight / inverse
         if ctx.reduce is not None:
-            sums = sums.clone()
-            ctx.reduce(sums)
-        # grad_x = scale * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), the means over valid positions
-        mean_grad, mean_grad_x_hat = sums / count
-        slope = -scale * inverse * mean_grad_x_hat
-        shift = -scale * mean_grad - mean * slope
-        grad_x = _affine(x, slope, shift, ctx.axis).add_(_affine(grad_y, scale, None, ctx.axis))
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+            packed = torch.cat([total, total_x]).double()
+            ctx.reduce(packed)
+            total, total_x = packed.to(total.dtype).chunk(2)
+        # grad_x = weight * inverse * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), means over valid positions
+        if x.is_cuda:
+            counts = count.clamp_min(1.0).to(torch.int32).view(1)
+            grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, total, total_x, counts)
+        else:
+            scale = weight * inverse
+            slope = -scale * inverse.square() * total_x / count.clamp_min(1.0)
+            shift = -scale * total / count.clamp_min(1.0) - slope * mean
+            shape = (1, -1) + (1,) * (x.dim() - 2)
+            grad_x = torch.addcmul(shift.view(shape), x, slope.view(shape)).addcmul_(grad_y, scale.view(shape))
+        return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
 
 
-def _affine(x: Tensor, scale: Tensor, shift: Tensor | None, axis: int) -> Tensor:
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    scaled = x * scale.view(shape) if shift is None else torch.addcmul(shift.view(shape), x, scale.view(shape))
-    return scaled.to(x.dtype)
+def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    return torch.batch_norm(_wide_on_cpu(x), weight, bias, mean, var, False, 0.0, eps, False).to(x.dtype)
+
+
+def _wide_on_cpu(x: Tensor) -> Tensor:
+    """bf16 as float32 on a CPU, whose kernels would round the statistics to bf16; the GPU's keep them in float32."""
+    return x if x.is_cuda or x.dtype == torch.float64 else x.float()
