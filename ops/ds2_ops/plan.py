@@ -11,6 +11,7 @@ THREADS = 256  # a block: 8 warps, so that each thread may hold 255 registers, m
 WEIGHT_REGISTERS = 180  # of those 255, the rest is the loop's
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
+STEPS_AHEAD = 8  # inputs are fetched this early
 
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
 CELLS = {"relu": "Relu", "clipped_relu": "ClippedRelu", "tanh": "Tanh"}
@@ -166,10 +167,11 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
     samples = min(most_samples, -(-problem.batch // (clusters * groups)))
     tiles = -(-problem.batch // (samples * groups))
     grid = cluster * min(tiles, clusters)
-    # Two stages of state and of partial sums, padded against bank conflicts, and the mbarriers: as in cluster.cuh.
+    # Two stages of state and of partial sums, padded against bank conflicts, inputs and mbarriers: as in cluster.cuh.
     state_bytes = MMA_SAMPLES * (4 * k_words + 64)
     partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    smem_bytes = 2 * groups * state_bytes + 2 * partial_bytes + 2 * groups * WARPS * 8
+    input_bytes = STEPS_AHEAD * (2 if problem.backward else 1) * THREADS * 4
+    smem_bytes = 2 * groups * state_bytes + 2 * partial_bytes + groups * input_bytes + 2 * groups * WARPS * 8
     shape = (
         f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {rows}, {groups}, "
         f"{'true' if problem.backward else 'false'}>"

@@ -49,8 +49,12 @@ struct ClusterShape {
 
     static constexpr int STATE_BYTES = MMA_SAMPLES * STATE_STRIDE;                            // one group, one stage
     static constexpr int PARTIAL_BYTES = WARPS * MMA_SAMPLES * PARTIAL_STRIDE * 4;            // one turn
+    static constexpr int INPUTS = BACKWARD ? 2 : 1;                                           // arrays read every step
+    static constexpr int AHEAD = 8;                                                           // steps, a power of 2
+    static constexpr int INPUT_BYTES = AHEAD * INPUTS * THREADS * 4;                          // one group
     static constexpr int PARTIAL_AT = 2 * GROUPS * STATE_BYTES;
-    static constexpr int BARRIER_AT = PARTIAL_AT + 2 * PARTIAL_BYTES;
+    static constexpr int INPUT_AT = PARTIAL_AT + 2 * PARTIAL_BYTES;
+    static constexpr int BARRIER_AT = INPUT_AT + GROUPS * INPUT_BYTES;
     static constexpr int SMEM_BYTES = BARRIER_AT + 2 * GROUPS * WARPS * 8;
 
     static_assert(Cell::GATES == 1, "a block's rows are its units: cells with gates need their own pointwise end");
@@ -65,7 +69,6 @@ template <class Shape>
 struct ClusterLoop {
     using Number = typename Shape::Number;
     using Cell = typename Shape::Cell;
-    static constexpr int PREFETCH_STEPS = 8;
 
     const Pass& pass;
     char* const smem;
@@ -80,7 +83,6 @@ struct ClusterLoop {
     // Of the current tile; arrays are per group.
     int first;                  // utterance
     int length[Shape::GROUPS];  // frames of this thread's utterance; 0 if it has none
-    unsigned input[Shape::GROUPS], saved[Shape::GROUPS];  // words that the next pointwise end consumes
 
     __device__ ClusterLoop(const Pass& pass, char* smem) : pass(pass), smem(smem) {
 #pragma unroll
@@ -110,6 +112,7 @@ struct ClusterLoop {
 
     // Sets the tile's fields and fills stage 0 with the first state; returns the frames of its longest utterance.
     __device__ int begin_tile(int tile) {
+        copies_wait<0>();  // the previous tile's last ones still write
         int steps = 0;
         first = tile * Shape::GROUPS * pass.samples;
 #pragma unroll
@@ -130,30 +133,35 @@ struct ClusterLoop {
         __syncthreads();
 #pragma unroll
         for (int g = 0; g < Shape::GROUPS; g++) {
-            input[g] = saved[g] = 0;
-            load_inputs(g, Shape::BACKWARD ? steps - 1 : 0);
             if (!Shape::BACKWARD && sample < live(g) && length[g] == 0) {
                 // An utterance without frames: its last state is its first.
                 const unsigned word = pass.state ? load_word<Number>(pass.state, element(g, 0), valid, pass.whole_words) : 0;
                 store_word<Number>(pass.last_state, element(g, 0), word, valid, pass.whole_words);
             }
         }
+        for (int i = 0; i < Shape::AHEAD - 1; i++)
+#pragma unroll
+            for (int g = 0; g < Shape::GROUPS; g++) fetch_inputs(g, i, Shape::BACKWARD ? steps - 1 - i : i);
         return steps;
     }
 
-    // What the next step needs, a step early, from L2, where it was asked for PREFETCH_STEPS earlier.
-    __device__ void load_inputs(int g, int t) {
-        if (t < 0 || t >= length[g]) return;
-        input[g] = load_word<Number>(pass.input, element(g, t), valid, pass.whole_words);
-        if (Shape::BACKWARD) saved[g] = load_word<Number>(pass.output_y, element(g, t), valid, pass.whole_words);
-        const int ahead = Shape::BACKWARD ? t - PREFETCH_STEPS : t + PREFETCH_STEPS;
-        if (valid > 0 && ahead >= 0 && ahead < length[g]) {
-            prefetch(pass.input, element(g, ahead));
-            if (Shape::BACKWARD) prefetch(pass.output_y, element(g, ahead));
+    // Fetches what iteration i, frame t, consumes. Each thread reads only what itself has fetched.
+    __device__ void fetch_inputs(int g, int i, int t) {
+        const bool wanted = t >= 0 && t < length[g] && valid > 0;
+        const size_t from = wanted ? element(g, t) : 0;
+#pragma unroll
+        for (int a = 0; a < Shape::INPUTS; a++) {
+            const void* array = a == 0 ? pass.input : pass.output_y;
+            char* to = smem + input_at(g, i, a);
+            if (pass.whole_words || Shape::PER_WORD == 1)
+                copy_async(smem_address(to), static_cast<const typename Number::Storage*>(array) + from, wanted);
+            else  // rows that start between words cannot be copied behind the thread's back
+                *reinterpret_cast<unsigned*>(to) = wanted ? load_word<Number>(array, from, valid, false) : 0;
         }
+        copies_commit();
     }
-    static __device__ void prefetch(const void* array, size_t element) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const typename Number::Storage*>(array) + element));
+    static __device__ int input_at(int g, int i, int a) {
+        return Shape::INPUT_AT + g * Shape::INPUT_BYTES + ((i % Shape::AHEAD * Shape::INPUTS + a) * THREADS + threadIdx.x) * 4;
     }
 
     __device__ void store_partial(const float (&c)[Shape::M_TILES][4], int turn, int g) {
@@ -205,10 +213,16 @@ struct ClusterLoop {
             store_async(peer[j] + to, peer[j] + barrier, w[0], w[1], w[2], w[3]);
     }
 
-    // The pointwise end of one step at frame t; t = -1 is the gradient of the first state.
-    __device__ void finish(int g, int t, int turn, int next_stage, bool more) {
-        if (8 * warp >= Shape::CHUNKS * live(g)) return;  // a warp is 8 chunks
-        float value[Shape::PER_WORD];
+    // The pointwise end of iteration i, at frame t; t = -1 is the gradient of the first state.
+    __device__ void finish(int g, int i, int t, int turn, bool more) {
+        if (8 * warp >= Shape::CHUNKS * live(g)) {  // a warp is 8 chunks
+            copies_commit();                        // all commit alike: copies_wait counts commits
+            return;
+        }
+        copies_wait<(Shape::AHEAD - 1) * Shape::GROUPS - 1>();
+        float value[Shape::PER_WORD], in[Shape::PER_WORD], y[Shape::PER_WORD], last[Shape::PER_WORD] = {};
+        Number::unpack(*reinterpret_cast<const unsigned*>(smem + input_at(g, i, 0)), in);
+        if (Shape::BACKWARD) Number::unpack(*reinterpret_cast<const unsigned*>(smem + input_at(g, i, Shape::INPUTS - 1)), y);
         sum_partials(value, turn);
         const int mine = sample < live(g) ? valid : 0;
         if (Shape::BACKWARD && t < 0) {
@@ -217,24 +231,18 @@ struct ClusterLoop {
             store_word<Number>(pass.last_state, element(g, 0), word, mine, pass.whole_words);
             return;
         }
-        float in[Shape::PER_WORD];
-        Number::unpack(input[g], in);
-        float y[Shape::PER_WORD], last[Shape::PER_WORD] = {};
-        if (Shape::BACKWARD) {
-            Number::unpack(saved[g], y);
-            if (t == length[g] - 1 && pass.state)
-                Number::unpack(load_word<Number>(pass.state, element(g, 0), mine, pass.whole_words), last);
-        }
+        if (Shape::BACKWARD && pass.state && t == length[g] - 1)
+            Number::unpack(load_word<Number>(pass.state, element(g, 0), mine, pass.whole_words), last);
 #pragma unroll
         for (int e = 0; e < Shape::PER_WORD; e++)
             value[e] = Shape::BACKWARD ? Cell::backward(value[e] + in[e] + last[e], y[e], pass.clip)
                                        : Cell::forward(value[e] + in[e], pass.clip);
         const unsigned word = t < length[g] ? Number::pack(value) : 0;
-        if (more) send(word, next_stage, g);
+        if (more) send(word, i + 1 & 1, g);
         store_word<Number>(pass.result, element(g, t), word, mine, pass.whole_words);
         if (!Shape::BACKWARD && t == length[g] - 1)
             store_word<Number>(pass.last_state, element(g, 0), word, mine, pass.whole_words);
-        load_inputs(g, Shape::BACKWARD ? t - 1 : t + 1);
+        fetch_inputs(g, i + Shape::AHEAD - 1, Shape::BACKWARD ? t - (Shape::AHEAD - 1) : t + Shape::AHEAD - 1);
     }
 
     __device__ void clear_padding(int steps) {
@@ -267,12 +275,12 @@ struct ClusterLoop {
                     float c[Shape::M_TILES][4];
                     multiply(c, weights, smem + state_at(stage, g) + column * Shape::STATE_STRIDE +
                                              4 * MMA_WORDS * Shape::K_TILES * warp);
-                    store_partial(c, turn, g);
                     if (more && lane == 0)
                         barrier_expect(smem_address(smem + barrier_at(stage ^ 1, g, warp)),
                                        live(g) * Shape::SOURCES * Shape::WORDS * 4);
+                    store_partial(c, turn, g);
                     __syncthreads();
-                    finish(g, t, turn, stage ^ 1, more);
+                    finish(g, i, t, turn, more);
                 }
                 if (i > 0) parity ^= 1u << stage;
             }

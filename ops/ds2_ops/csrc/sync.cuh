@@ -42,18 +42,29 @@ __device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// The fence orders shared memory only and costs nothing; an acquire at cluster scope would empty the L1 cache every time.
+// Block scope, as everybody waits for remote bytes: a wait or fence at cluster scope says the same on paper, but is compiled
+// to an invalidation of the L1 cache or to a wait for all of the thread's loads, on the critical path of every step.
 __device__ inline bool barrier_try(unsigned barrier, unsigned parity) {
     unsigned done;
     asm volatile(
         "{.reg .pred p;\n"
-        "mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "fence.acquire.sync_restrict::shared::cluster.cluster;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
     return done != 0;
+}
+
+// Copies 4 bytes of global memory to shared memory, or zeros if not `wanted`, behind the thread's back.
+__device__ inline void copy_async(unsigned shared, const void* global, bool wanted) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last PENDING commits of this thread have landed.
+template <int PENDING>
+__device__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 __device__ inline unsigned long long now_ns() {
