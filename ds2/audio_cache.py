@@ -65,7 +65,9 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         else:
             first, count = self._index[position]
             pcm = self._samples[first : first + count]
-        return np.multiply(pcm, np.float32(1 / 32768), dtype=np.float32)
+        waveform = pcm.astype(np.float32)
+        waveform *= np.float32(1 / 32768)  # in place: one mixed-type multiplication takes ten times as long
+        return waveform
 
 
 def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
 _PREFETCH_BATCHES = 2  # a worker
+_PINK_SAMPLES = 1 << 21  # two minutes at 16 kHz
 
 
 @dataclass
@@ -76,7 +78,8 @@ class SpeechLoader:
         dataset = _Batches(
             self.audio, utterances, alphabet, config.train.seed, _augmentation(config) if training else None
         )
-        workers = worker_count(config.data.workers)
+        on_gpu = config.device != "cpu" and torch.cuda.is_available()
+        workers = worker_count(config.data.workers, on_gpu=on_gpu)
         self._plan: list[tuple[int, list[int]]] = []
         self._loader: DataLoader[Batch | AudioError] = DataLoader(
             dataset,
@@ -88,7 +91,8 @@ class SpeechLoader:
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             persistent_workers=workers > 0,
-            pin_memory=config.device != "cpu" and torch.cuda.is_available(),
+            generator=torch.Generator(),  # torch draws a seed for its workers; the trainer's stream must not feel it
+            pin_memory=on_gpu,
         )
 
     def epoch(self, batches: Sequence[Sequence[int]], epoch: int) -> Generator[Batch, None, None]:
@@ -122,14 +126,18 @@ def make_loader(
     return SpeechLoader(utterances, config, alphabet, training=training).epoch(batches, epoch)
 
 
-def worker_count(workers: int) -> int:
-    """Return the loader processes for `data.workers`: -1 is one a core that this process may use, at most 8."""
+def worker_count(workers: int, *, on_gpu: bool) -> int:
+    """Return the loader processes for `data.workers`.
+
+    For training on a GPU -1 is one a core that this process may use, at most 8. On a CPU it is none: the step needs all
+    cores, loading takes a hundredth of it, and passing batches between processes costs more than making them.
+    """
     if "fork" not in multiprocessing.get_all_start_methods():
         log.warning("data.workers=%d: this system cannot fork, audio is loaded in the training process", workers)
         return 0
     if workers >= 0:
         return workers
-    return min(_MAX_WORKERS, usable_cores())
+    return min(_MAX_WORKERS, usable_cores()) if on_gpu else 0
 
 
 @dataclass(frozen=True)
@@ -140,10 +148,14 @@ class _Augmentation:
 
 def _augmentation(config: Config) -> _Augmentation:
     check_augment(config.augment)
-    noise: NoiseSource = pink_noise
-    if config.augment.noise and config.augment.noise_probability:
-        noise = partial(recorded_noise, open_audio(read_manifests(config.augment.noise), config.data))
-    return _Augmentation(config.augment, noise)
+    recordings: Sequence[NDArray[np.float32]] = []
+    if config.augment.noise_probability:
+        if config.augment.noise:
+            recordings = open_audio(read_manifests(config.augment.noise), config.data)
+        else:
+            # Segments of one long recording: making new noise for each utterance would take most of a worker's time.
+            recordings = [pink_noise(np.random.default_rng(0), _PINK_SAMPLES)]
+    return _Augmentation(config.augment, partial(recorded_noise, recordings))
 
 
 class _Batches(Dataset["Batch | AudioError"]):

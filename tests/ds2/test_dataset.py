@@ -87,7 +87,9 @@ def test_epochs_differ_and_a_resume_sees_the_rest_of_the_same_epoch(
 ) -> None:
     config = make_config(tmp_path, workers=2)
     loader = SpeechLoader(utterances, config, alphabet(config), training=True)
+    state = torch.get_rng_state()
     first, second = list(loader.epoch(PLAN, 1)), list(loader.epoch(PLAN, 2))
+    assert torch.equal(state, torch.get_rng_state())
     assert any(not torch.equal(a.sample_lengths, b.sample_lengths) for a, b in zip(first, second, strict=True))
     assert_same(second[2:], list(loader.epoch(PLAN[2:], 2)))
     assert_same(first, batches(utterances, make_config(tmp_path), epoch=1))
@@ -177,8 +179,9 @@ def test_senseless_augmentation_is_refused_before_the_first_batch(tmp_path: Path
 
 
 def test_worker_count_follows_the_cores() -> None:
-    assert worker_count(0) == 0 and worker_count(3) == 3
-    assert 1 <= worker_count(-1) <= 8
+    assert worker_count(0, on_gpu=True) == 0 and worker_count(3, on_gpu=False) == 3
+    assert 1 <= worker_count(-1, on_gpu=True) <= 8
+    assert worker_count(-1, on_gpu=False) == 0
 
 
 @pytest.mark.gpu
