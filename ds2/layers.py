@@ -17,6 +17,7 @@ from ds2.config import ConvConfig, ModelConfig
 from ds2.norm import SequenceBatchNorm
 
 State = tuple[Tensor, ...] | None
+_RECURRENT_GAIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Ragged:
     Attributes:
         lengths_cpu: (B,) int64 on the CPU, valid frames.
         lengths: (B,) int32 on the model's device.
-        count: () float32 on the device, valid frames of the batch.
+        count: () float32 on the device, valid frames of the batch; 1 where there are none.
         valid: (B, T) bool on the device, True where t < length.
     """
 
@@ -40,7 +41,7 @@ class Ragged:
         """Make one from (B,) lengths on the CPU, for batches padded to ``frames``."""
         lengths = lengths_cpu.to(device, torch.int32, non_blocking=True)
         valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
-        return cls(lengths_cpu, lengths, lengths.sum(dtype=torch.float32), valid)
+        return cls(lengths_cpu, lengths, lengths.sum(dtype=torch.float32).clamp_min(1.0), valid)
 
     @property
     def frames(self) -> int:
@@ -127,8 +128,10 @@ class RecurrentLayer(nn.Module):
 
     Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
 
-    U starts as a random orthogonal matrix times ``_RECURRENT_GAIN``: with inputs of unit variance, which batch norm
-    gives at any depth, the state then neither grows over time nor swamps the input.
+    U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
+    frames back, and with the unit variance that batch norm gives at any depth the state stays far below the clip.
+    Tried on AN4 for 17 s each (8 x 512, one H200), greedy WER: identity * 0.5 19 %, uniform as torch.nn 29 %,
+    orthogonal 32 %, orthogonal * 0.5 54 %; identity * 0.9 did not learn in that time.
 
     Args:
         width_in: D.
@@ -144,8 +147,8 @@ class RecurrentLayer(nn.Module):
         nn.init.kaiming_normal_(self.weight_ih, nonlinearity="relu")
         self.norm = SequenceBatchNorm(hidden, config.batch_norm_momentum) if config.batch_norm else None
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(hidden))
-        self.weight_hh = nn.Parameter(_recurrent_init(hidden))
-        self.weight_hh_reverse = nn.Parameter(_recurrent_init(hidden)) if config.bidirectional else None
+        self.weight_hh = nn.Parameter(_RECURRENT_GAIN * torch.eye(hidden))
+        self.weight_hh_reverse = nn.Parameter(_RECURRENT_GAIN * torch.eye(hidden)) if config.bidirectional else None
 
     def forward(self, x: Tensor, ragged: Ragged, state: State = None) -> tuple[Tensor, State]:
         """Run the layer over whole utterances, or over the next chunk of streams.
@@ -242,10 +245,3 @@ def reverse(x: Tensor, ragged: Ragged) -> Tensor:
     time = torch.arange(x.shape[0], device=x.device, dtype=torch.int64)[:, None]
     index = torch.where(ragged.valid.t(), ragged.lengths - 1 - time, time)
     return x[index, torch.arange(x.shape[1], device=x.device)]
-
-
-_RECURRENT_GAIN = 0.5
-
-
-def _recurrent_init(hidden: int) -> Tensor:
-    return nn.init.orthogonal_(torch.empty(hidden, hidden), _RECURRENT_GAIN)

@@ -54,7 +54,7 @@ class SequenceBatchNorm(nn.Module):
 
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
-            count: () float32, valid positions; unused in evaluation.
+            count: () float32, valid positions, at least 1; unused in evaluation.
 
         Returns:
             The shape and dtype of ``x``.
@@ -70,7 +70,7 @@ class SequenceBatchNorm(nn.Module):
         )
         with torch.no_grad():
             self.running_count.lerp_(total, self.momentum)
-            share = self.momentum * total / self.running_count.clamp_min(1e-6)
+            share = self.momentum * total / self.running_count
             self.running_mean.lerp_(mean, share)
             self.running_var.lerp_(var, share)
         return y.view_as(x)
@@ -86,14 +86,14 @@ class _Normalise(torch.autograd.Function):
         count = count.to(weight.dtype)
         mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
-        ratio = x.numel() / x.shape[1] / count.clamp_min(1.0)
+        ratio = x.numel() // x.shape[1] / count
         squares = torch.addcmul(var, mean, mean) * ratio
         mean = mean * ratio
         if reduce is not None:  # in float64: the difference of large sums is the variance
             packed = torch.cat([mean * count.double(), squares * count.double(), count.double().view(1)])
             reduce(packed)
             count = packed[-1]
-            mean, squares = (packed[:-1] / count.clamp_min(1.0)).chunk(2)
+            mean, squares = (packed[:-1] / count).chunk(2)
         var = torch.addcmul(squares, mean, mean, value=-1.0).clamp_min_(0.0)
         mean, var, count = mean.to(weight.dtype), var.to(weight.dtype), count.to(weight.dtype)
         ctx.save_for_backward(x, weight, mean, var, count)
@@ -104,7 +104,9 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var, count = ctx.saved_tensors
-        grad_y, inverse = grad_y.contiguous(), torch.rsqrt(var + ctx.eps)
+        inverse = torch.rsqrt(var + ctx.eps)
+        channels_last = x.dim() == 4 and x.stride(1) == 1
+        grad_y = grad_y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
         if x.is_cuda:
             total, total_x, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
                 grad_y, x, mean, inverse, weight, True, True, True
@@ -121,12 +123,12 @@ class _Normalise(torch.autograd.Function):
             total, total_x = packed.to(total.dtype).chunk(2)
         # grad_x = weight * inverse * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), means over valid positions
         if x.is_cuda:
-            counts = count.clamp_min(1.0).to(torch.int32).view(1)
+            counts = count.to(torch.int32).view(1)
             grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, total, total_x, counts)
         else:
             scale = weight * inverse
-            slope = -scale * inverse.square() * total_x / count.clamp_min(1.0)
-            shift = -scale * total / count.clamp_min(1.0) - slope * mean
+            slope = -scale * inverse.square() * total_x / count
+            shift = -scale * total / count - slope * mean
             shape = (1, -1) + (1,) * (x.dim() - 2)
             grad_x = torch.addcmul(shift.view(shape), x, slope.view(shape)).addcmul_(grad_y, scale.view(shape))
         return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
