@@ -68,8 +68,8 @@ def read_audio(
 ) -> NDArray[np.float32]:
     """Return audio as a mono waveform (N,) float32 in [-1, 1] at `sample_rate_hz`.
 
-    Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, and `.raw` and `.pcm` files
-    as headerless 16-bit little-endian mono at `sample_rate_hz`. Other rates are resampled; several channels are
+    Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, and `.raw` and `.pcm`
+    files as headerless 16-bit little-endian mono at `sample_rate_hz`. Other rates are resampled; several channels are
     averaged, which is logged once; samples over full scale are clipped.
 
     Args:

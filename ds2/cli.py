@@ -128,11 +128,20 @@ def _report_errors(action: Callable[[], int]) -> int:
     from ds2.checkpoint import CheckpointError
     from ds2.config import ConfigError
     from ds2.corpus import CorpusError
-    from ds2.importers import ImportError_
+    from ds2.importers import ImporterError
     from ds2.manifest import ManifestError
     from ds2.trainer import TrainingError
 
-    known = (ConfigError, CorpusError, ManifestError, AudioError, CheckpointError, TrainingError, ImportError_, OSError)
+    known = (
+        ConfigError,
+        CorpusError,
+        ManifestError,
+        AudioError,
+        CheckpointError,
+        TrainingError,
+        ImporterError,
+        OSError,
+    )
     try:
         return action()
     except known as error:

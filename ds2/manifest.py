@@ -56,9 +56,9 @@ def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
     byte-order mark, CRLF and blank lines are accepted. Files are not opened: `ds2 data check` does that.
 
     Raises:
-        ManifestError: names file:line and the reason for the first errors of each manifest: not UTF-8, not a JSON object,
-            a key missing or of a wrong type, a number that is negative, not finite or over a week, or an utterance (same
-            file and offset) that was listed before; or a manifest is unreadable or without utterances.
+        ManifestError: names file:line and the reason for the first errors of a manifest: not UTF-8, not a JSON object,
+            a key missing or of a wrong type, a number that is negative, not finite or over a week, or an utterance
+            (same file and offset) that was listed before; or a manifest is unreadable or without utterances.
     """
     utterances: list[Utterance] = []
     seen: dict[tuple[Path, float], str] = {}
@@ -70,8 +70,8 @@ def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     """Write a manifest, whole or not at all.
 
-    Audio beneath the manifest's folder is named relative to it, so that the folder can be moved; other audio by absolute
-    path.
+    Audio beneath the manifest's folder is named relative to it, so that the folder can be moved; other audio by
+    absolute path.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
