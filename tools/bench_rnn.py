@@ -1,0 +1,248 @@
+"""Time the recurrence beside nn.RNN and the CUDA-graphed GEMM loop, after checking it against float64.
+
+    python tools/bench_rnn.py                              the standard table: bfloat16, T 512, on a GPU
+    python tools/bench_rnn.py --device cpu                 the CPU path beside nn.RNN
+    python tools/bench_rnn.py --figure batch --out DIR     TFLOP/s against batch (Persistent RNNs, 2016, Figure 3)
+    python tools/bench_rnn.py --figure frames --out DIR    TFLOP/s against time steps (its Figure 4)
+
+Forward+backward includes the weight gradient. nn.RNN always includes the input projection; our figures leave it out,
+and the columns "+proj" add it (and its gradients), which is what the ratio to nn.RNN uses. Prints one table, then one
+line of JSON; exits with 1 if an op is wrong. Shape letters: T frames, B batch, H hidden.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds2_ops import recurrence
+from ds2_ops.reference import recurrence_reference
+from timing import Timing, graphed, machine, measure
+from torch import Tensor, nn
+
+STANDARD = [(1152, 4), (1152, 16), (1152, 32), (1152, 64), (512, 4), (512, 32), (1760, 4), (2560, 4), (2560, 64)]
+STANDARD_CPU = list(itertools.product((256, 512, 1152), (4, 8, 32)))
+FIGURES = {
+    "batch": [(1152, batch, 512) for batch in (1, 2, 4, 8, 16, 24, 32, 48, 64)],
+    "frames": [(1152, 4, frames) for frames in (1, 3, 10, 30, 100, 300, 1000)],
+}
+Result = dict[str, Any]
+
+
+class Work:
+    """Random tensors of one size, whose states neither die out nor explode, and what is run on them."""
+
+    def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, cell: str) -> None:
+        self.hidden, self.batch, self.frames = hidden, batch, frames = size
+        self.dtype, self.device, self.cell = dtype, device, cell
+        torch.manual_seed(hidden + batch)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, dtype=dtype, device=device) * scale).requires_grad_()
+
+        self.x, self.grad_y = draw(frames, batch, hidden), draw(frames, batch, hidden).detach()
+        self.weight_hh = draw(hidden, hidden, scale=0.9 * hidden**-0.5)
+        self.weight_ih, self.bias = draw(hidden, hidden, scale=hidden**-0.5), draw(hidden, scale=0.1)
+        nonlinearity = "tanh" if cell == "tanh" else "relu"
+        self.peer = nn.RNN(hidden, hidden, nonlinearity=nonlinearity, dtype=dtype, device=device)
+        with torch.no_grad():
+            for mine, theirs in ((self.weight_ih, "weight_ih_l0"), (self.weight_hh, "weight_hh_l0")):
+                self.peer.get_parameter(theirs).copy_(mine)
+
+    def op(self, backend: str, projection: bool, backward: bool) -> Callable[[], object]:
+        """Our op as a callable: forward alone, or with all gradients."""
+        leaves = [self.x, self.weight_hh, *([self.weight_ih, self.bias] if projection else [])]
+
+        def call() -> object:
+            with torch.set_grad_enabled(backward):
+                x = nn.functional.linear(self.x, self.weight_ih, self.bias) if projection else self.x
+                y, _ = recurrence(x, self.weight_hh, nonlinearity=self.cell, backend=backend)
+            return torch.autograd.grad(y, leaves, self.grad_y) if backward else y
+
+        return call
+
+    def torch_rnn(self, backward: bool) -> Callable[[], object]:
+        """nn.RNN as a callable; it knows no clipping, which is not where its time goes."""
+
+        def call() -> object:
+            with torch.set_grad_enabled(backward):
+                y, _ = self.peer(self.x)
+            return torch.autograd.grad(y, [self.x, *self.peer.parameters()], self.grad_y) if backward else y
+
+        return call
+
+    def errors(self, backend: str) -> dict[str, tuple[float, float]]:
+        """Relative RMS error against float64 of (ours, the stock loop in the same precision), ragged and with h0."""
+        lengths = torch.linspace(self.frames, self.frames // 2, self.batch, device=self.device).int()
+        h0 = torch.randn(self.batch, self.hidden, dtype=self.dtype, device=self.device)
+
+        def run(op: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, **options: str) -> Iterable[Tensor]:
+            leaves = [t.detach().to(dtype).requires_grad_() for t in (self.x, self.weight_hh, h0)]
+            y, h_n = op(*leaves, lengths, nonlinearity=self.cell, **options)
+            gradients = torch.autograd.grad((y, h_n), leaves, (self.grad_y.to(dtype), h0.to(dtype)))
+            return y.detach(), h_n.detach(), *gradients
+
+        def relative(value: Tensor, truth: Tensor) -> float:
+            return float((value.double() - truth).norm() / truth.norm())
+
+        truth = run(recurrence_reference, torch.float64)
+        torch.backends.cuda.matmul.allow_tf32 = backend == "persistent"  # as its kernels multiply float32
+        stock = run(recurrence_reference, self.dtype)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        ours = run(recurrence, self.dtype, backend=backend)
+        names = ("y", "h_n", "grad_x", "grad_weight_hh", "grad_h0")
+        return {n: (relative(o, t), relative(s, t)) for n, o, s, t in zip(names, ours, stock, truth, strict=True)}
+
+
+def bench(work: Work, contenders: list[str]) -> list[Result]:
+    """Check, then time every contender on one size; an op that is wrong or cannot run gives a row that says so."""
+    rows: list[Result] = []
+    useful = 2.0 * work.hidden**2 * work.batch * work.frames
+    for contender in contenders:
+        row: Result = {"hidden": work.hidden, "batch": work.batch, "frames": work.frames, "contender": contender}
+        rows.append(row)
+        backend, _, graph = contender.partition(" ")
+        wrap = graphed if graph else lambda call: call
+        try:
+            if contender == "nn.RNN":
+                calls = {"projected_forward": work.torch_rnn(False), "projected_both": work.torch_rnn(True)}
+            else:
+                row["errors"] = errors = work.errors(backend)
+                wrong = [
+                    n for n, (ours, stock) in errors.items() if not ours <= 2 * stock + torch.finfo(work.dtype).eps
+                ]
+                if wrong:
+                    row["wrong"] = f"WRONG {', '.join(wrong)}: (ours, stock) errors {[errors[n] for n in wrong]}"
+                    continue
+                calls = {"forward": wrap(work.op(backend, False, False)), "both": wrap(work.op(backend, False, True))}
+                calls["projected_forward"] = wrap(work.op(backend, True, False))
+                calls["projected_both"] = wrap(work.op(backend, True, True))
+        except RuntimeError as error:  # a size that does not fit, or a capture that failed: said in its row
+            row["skipped"] = str(error)
+            continue
+        for name, call in calls.items():
+            timing: Timing = measure(call, work.device)
+            row[f"{name}_us"] = [round(t * 1e6 / work.frames, 4) for t in timing]
+        for name, factor in (("forward", 1), ("both", 3)):  # the backward pass is two more products of this size
+            time_us = (row.get(f"{name}_us") or row[f"projected_{name}_us"])[0]
+            row[f"{name}_tflops"] = round(factor * useful / (time_us * work.frames) * 1e-6, 4)
+    return rows
+
+
+def add_ratios(rows: list[Result]) -> None:
+    """How many times faster each row is than its size's nn.RNN (both with projection) and GEMM graph (both without)."""
+    for row in rows:
+        for peer, prefix, key in (("nn.RNN", "projected_", "vs_rnn"), ("gemm graph", "", "vs_gemm_graph")):
+            twin = next((r for r in rows if r["contender"] == peer and size(r) == size(row)), {})
+            for name in ("forward", "both"):
+                mine, theirs = row.get(f"{prefix}{name}_us"), twin.get(f"{prefix}{name}_us")
+                if mine and theirs and twin is not row:
+                    row[f"{name}_{key}"] = round(theirs[0] / mine[0], 2)
+
+
+def size(row: Result) -> tuple[int, int, int]:
+    """What makes two rows comparable."""
+    return row["hidden"], row["batch"], row["frames"]
+
+
+def print_table(rows: list[Result]) -> None:
+    """One line a contender; times are microseconds a step, median and 10th to 90th percentile."""
+    print(
+        f"{'H':>5} {'B':>3} {'T':>5} {'':<16} {'forward us/step':>22} {'forward+backward':>22} {'TFLOP/s':>12} "
+        f"{'x nn.RNN':>12} {'x GEMM graph':>12} {'+proj forward, both':>20}"
+    )
+    for row in rows:
+        head = f"{row['hidden']:>5} {row['batch']:>3} {row['frames']:>5} {row['contender']:<16} "
+        if note := row.get("wrong") or row.get("skipped"):
+            print(head + note)
+            continue
+        spans = [row.get(f"{n}_us") for n in ("forward", "both")]
+        cells = [f"{s[0]:.2f} ({s[1]:.2f} - {s[2]:.2f})" if s else "-" for s in spans]
+        pairs = [
+            " ".join(f"{row[f'{n}_{key}']:.2f}" if f"{n}_{key}" in row else "-" for n in ("forward", "both"))
+            for key in ("tflops", "vs_rnn", "vs_gemm_graph")
+        ]
+        projected = " ".join(f"{row[f'projected_{n}_us'][0]:.2f}" for n in ("forward", "both"))
+        print(head + f"{cells[0]:>22} {cells[1]:>22} {pairs[0]:>12} {pairs[1]:>12} {pairs[2]:>12} {projected:>20}")
+
+
+def plot(rows: list[Result], figure: str, title: str, path: Path) -> None:
+    """Draw useful TFLOP/s of forward and forward+backward against batch or time steps."""
+    from matplotlib.figure import Figure
+
+    canvas = Figure(figsize=(10, 4), layout="constrained")
+    for axes, name in zip(canvas.subplots(1, 2), ("forward", "both"), strict=True):
+        for contender in dict.fromkeys(row["contender"] for row in rows):
+            points = [
+                (r[figure], r[f"{name}_tflops"]) for r in rows if r["contender"] == contender and f"{name}_tflops" in r
+            ]
+            axes.plot(*zip(*points, strict=True), marker="o", label=contender)
+        axes.set(xlabel={"batch": "batch", "frames": "time steps"}[figure], ylabel="useful TFLOP/s", ylim=(0, None))
+        axes.set(title="forward" if name == "forward" else "forward + backward")
+        if figure == "frames":
+            axes.set_xscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    canvas.suptitle(title)
+    canvas.savefig(path, dpi=120)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
+    parser.add_argument("--hidden", type=int, nargs="+", help="H values; with --batch, every pair of them")
+    parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
+    parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
+    parser.add_argument("--nonlinearity", choices=("relu", "clipped_relu", "tanh"), default="relu")
+    parser.add_argument("--contenders", nargs="+", help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
+    parser.add_argument("--out", type=Path, help="folder for the data (JSON) and the plot (PNG)")
+    options = parser.parse_args(arguments)
+    if (options.hidden is None) != (options.batch is None):
+        parser.error("--hidden and --batch go together: give both or neither")
+    return options
+
+
+def main() -> int:
+    """Run the benchmark; 1 if an op was wrong."""
+    options = parse()
+    device, gpu = torch.device(options.device), options.device == "cuda"
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    frames = options.frames or (512 if gpu else 200)
+    dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
+    contenders = options.contenders or (["persistent", "gemm graph", "nn.RNN"] if gpu else ["cpu", "nn.RNN"])
+    if options.figure:
+        sizes = FIGURES[options.figure]
+    elif options.hidden:
+        sizes = [(hidden, batch, frames) for hidden in options.hidden for batch in options.batch]
+    else:
+        sizes = [(hidden, batch, frames) for hidden, batch in (STANDARD if gpu else STANDARD_CPU)]
+    title = f"{options.nonlinearity} {dtype} on {machine(device)}"
+    print(title)
+    rows: list[Result] = []
+    for hidden_batch_frames in sizes:
+        rows += bench(Work(hidden_batch_frames, dtype, device, options.nonlinearity), contenders)
+    add_ratios(rows)
+    print_table(rows)
+    data = {"benchmark": "rnn", "title": title, "dtype": str(dtype), "figure": options.figure, "rows": rows}
+    if options.out:
+        name = f"rnn_{options.figure or 'table'}"
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        if options.figure:
+            plot(rows, options.figure, title, options.out / f"{name}.png")
+    print(json.dumps(data))
+    return int(any("wrong" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
