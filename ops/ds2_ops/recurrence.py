@@ -216,9 +216,10 @@ def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
 _forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
+@functools.cache
 def _representable(clip: float, dtype: torch.dtype) -> float:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
-    return torch.tensor(clip, dtype=dtype).item()
+    return float(torch.tensor(clip, dtype=dtype))
 
 
 def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> str:
