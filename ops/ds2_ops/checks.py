@@ -63,8 +63,8 @@ def lengths_on(lengths: Tensor | None, frames: int, device: torch.device) -> Ten
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast floating tensors as torch.autocast would cast the inputs of a matrix product (float64 stays)."""
-    first = next(t for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(first.device.type):
+    device = next(t for t in tensors if t is not None).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)

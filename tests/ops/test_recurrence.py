@@ -206,6 +206,12 @@ def test_no_frames_and_no_utterances() -> None:
     assert recurrence(torch.zeros(3, 0, 4), weight_hh)[0].shape == (3, 0, 4)
 
 
+def test_shapes_alone_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        y, h_n = Recurrence(8)(torch.zeros(5, 2, 8))
+    assert y.shape == (5, 2, 8) and h_n.shape == (2, 8)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "gemm"])
 def test_gradcheck_of_the_op(backend: str) -> None:
     inputs, _ = problem((4, 3, 5), CPU, torch.float64)
