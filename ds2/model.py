@@ -96,8 +96,8 @@ class AcousticModel(nn.Module):
 
     Convolutions, then modules of ``config.skip`` recurrent layers (the last one shorter where they do not come out
     even) with their row convolutions and residual skip, then batch norm and the classifier. The first module's input
-    has another width: by default it has no skip, with skip_first = "projection" a linear one. Without residuals
-    (skip 0) each recurrent layer is a module.
+    has another width: by default it has no skip, with skip_first = "projection" a linear one (plain where the widths
+    agree). Without residuals (skip 0) each recurrent layer is a module.
 
     Row convolutions: the paper has 10 whatever the depth. Module m of M gets those n with
     floor(m R / M) <= n < floor((m + 1) R / M) of the R = row_convs: an even spread in which the last module always has
@@ -125,7 +125,7 @@ class AcousticModel(nn.Module):
         width = channels * bins
         self.recurrent_modules = nn.ModuleList()
         for index, (layers, row_convs) in enumerate(module_plan(config)):
-            residual = config.skip > 0 and (index > 0 or config.skip_first == "projection" or width == config.hidden)
+            residual = config.skip > 0 and (index > 0 or config.skip_first == "projection")
             self.recurrent_modules.append(RecurrentModule(width, layers, row_convs, config, residual=residual))
             width = config.hidden
         self._scale_branches()
