@@ -35,6 +35,10 @@ class AudioError(RuntimeError):
     """Audio that cannot be used; the message names the file and the reason."""
 
 
+class EmptyAudioError(AudioError):
+    """A file without any samples."""
+
+
 @dataclass(frozen=True)
 class AudioInfo:
     """What a file's header says."""
@@ -130,7 +134,7 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[_ForwardFile]:
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or pipe"
             raise AudioError(f"{path}: is {kind}, not an audio file")
         if status.st_size == 0:
-            raise AudioError(f"{path}: the file is empty (0 bytes)")
+            raise EmptyAudioError(f"{path}: the file is empty (0 bytes)")
         with _ForwardFile(descriptor, closefd=False, **_raw_format(path, status.st_size, raw_rate_hz)) as file:
             _check_header(file, path)
             yield file
@@ -165,7 +169,7 @@ def _check_header(file: _ForwardFile, path: Path) -> None:
         if present < stated < _STREAMED_BYTES:
             raise AudioError(f"{path}: truncated: its header says {stated} bytes of samples, the file holds {present}")
     if file.frames <= 0:
-        raise AudioError(f"{path}: holds no samples (empty, or truncated before the first of them)")
+        raise EmptyAudioError(f"{path}: holds no samples (empty, or truncated before the first of them)")
 
 
 def _mono_blocks(

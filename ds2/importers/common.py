@@ -112,7 +112,9 @@ def _measure(entry: Entry) -> Utterance | str:
         return f"{entry.source}: {error}"
     end_s = info.duration_s if entry.end_s is None else entry.end_s
     if not 0 <= entry.offset_s < end_s <= info.duration_s + END_TOLERANCE_S:
-        return f"{entry.source}: the segment from {entry.offset_s} s to {end_s} s is not in {audio}, {info.duration_s:.3f} s"
+        return (
+            f"{entry.source}: {entry.offset_s} s to {end_s} s is not a segment of {audio}, {info.duration_s:.3f} s long"
+        )
     duration_s = min(end_s, info.duration_s) - entry.offset_s
     return Utterance(audio, duration_s, entry.text, entry.offset_s, entry.speaker, entry.lang, entry.source)
 
