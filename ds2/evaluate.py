@@ -1,0 +1,213 @@
+"""Model and manifests to hypotheses and a WER report; also how training judges its dev set."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds2 import __version__
+from ds2.alphabet import Alphabet
+from ds2.batching import plan_epoch
+from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
+from ds2.config import BatchingConfig, Config, ConfigError
+from ds2.dataset import SpeechLoader
+from ds2.features import Features
+from ds2.manifest import Utterance
+from ds2.model import AcousticModel
+from ds2.wer import Report, corpus_report
+from ds2.wer_report import format_report, write_report, write_text
+
+log = logging.getLogger(__name__)
+_BATCH_AUDIO_S = {
+    "cpu": 120.0,
+    "cuda": 1200.0,
+}  # padded audio a batch: enough to fill the device, small beside training
+
+
+@torch.inference_mode()
+def transcribe_utterances(
+    model: AcousticModel,
+    features: Features,
+    alphabet: Alphabet,
+    utterances: Sequence[Utterance],
+    config: Config,
+    *,
+    device: torch.device,
+    precision: str = "fp32",
+    batch_audio_s: float | None = None,
+) -> list[Hypothesis]:
+    """Recognise utterances greedily, in batches of like duration, longest first; their texts are not looked at.
+
+    Args:
+        model: in evaluation mode, on `device`.
+        features: on `device`.
+        alphabet: of the model.
+        utterances: any number.
+        config: how audio is read (`data`).
+        device: where the model runs.
+        precision: fp32 or bf16.
+        batch_audio_s: budget of padded audio a batch, seconds; None chooses by device.
+
+    Returns:
+        Hypotheses in the order of `utterances`.
+
+    Raises:
+        DecodeError: the model gives NaN or infinity; names the utterances.
+        AudioError: audio cannot be read.
+        RuntimeError: the model is in training mode.
+    """
+    if model.training:
+        raise RuntimeError("recognition needs running statistics: call model.eval() first")
+    if not utterances:
+        return []
+    budget = BatchingConfig(utterances=0, audio_s=batch_audio_s or _BATCH_AUDIO_S[device.type], sortagrad=True)
+    plan = plan_epoch(np.array([u.duration_s for u in utterances]), budget, epoch=1, seed=0)[::-1]
+    frame_s = features.step_s * model.time_stride
+    found: dict[int, Hypothesis] = {}
+    for batch in SpeechLoader(utterances, config, None, training=False).epoch(plan, epoch=1):
+        indices = batch.indices.tolist()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            logits, lengths = model(*features(batch.waveforms.to(device, non_blocking=True), batch.sample_lengths))
+        try:
+            hypotheses = greedy_decode(logits, lengths, alphabet, frame_s)
+        except DecodeError as error:
+            named = ", ".join(utterances[indices[row]].name for row in error.rows)
+            raise DecodeError(
+                f"the model gives NaN or infinite logits for {named}: its weights are broken", []
+            ) from error
+        found.update(zip(indices, hypotheses, strict=True))
+    return [found[index] for index in range(len(utterances))]
+
+
+def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet) -> Report:
+    """Report on hypotheses against transcripts normalised by the alphabet; what it cannot write stays in, as an error."""
+    return corpus_report(
+        [alphabet.normalise(u.text)[0] for u in utterances],
+        [h.text for h in hypotheses],
+        names=[u.name for u in utterances],
+        speakers=[u.speaker for u in utterances],
+    )
+
+
+def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: str) -> dict[str, Any]:
+    """Return one line of hypotheses.jsonl: NeMo's keys (`pred_text` is the hypothesis), score and words with times."""
+    return {
+        "audio_filepath": str(utterance.audio_filepath),
+        "offset": utterance.offset_s,
+        "duration": utterance.duration_s,
+        "speaker": utterance.speaker,
+        "text": reference,
+        "pred_text": hypothesis.text,
+        "score": hypothesis.score,
+        "words": [asdict(word) for word in hypothesis.words],
+    }
+
+
+def evaluate(
+    model_path: Path,
+    manifests: Sequence[Path] = (),
+    out: Path | None = None,
+    *,
+    device: str = "auto",
+    precision: str = "fp32",
+    batch_audio_s: float | None = None,
+    workers: int = -1,
+) -> dict[Path, Report]:
+    """Evaluate a model on manifests, one report each.
+
+    Every report is a folder `out`/<manifest's name> with hypotheses.jsonl, report.txt, report.json, errors.txt and
+    errors.html.
+
+    Args:
+        model_path: model file or run folder (its best model).
+        manifests: JSON-lines manifests; none means the test manifests of the model's own config.
+        out: folder of the reports; None is `evaluation` beside the model file.
+        device: auto, cpu, cuda, cuda:N.
+        precision: fp32, bf16 or auto (bf16 on a GPU).
+        batch_audio_s: padded audio a batch, seconds; lower it where memory runs out. None chooses by device.
+        workers: processes that read audio; -1 chooses.
+
+    Raises:
+        ConfigError: no manifest, two of one name, or an unknown device or precision.
+        CheckpointError, ManifestError, AudioError, DecodeError: what cannot be read or decoded, by name.
+    """
+    # Imported here: the trainer uses this module, and it owns the meaning of `device` and `precision`.
+    from ds2.checkpoint import find_model, load_model
+    from ds2.corpus import scored_utterances
+    from ds2.trainer import resolve_device, resolve_precision
+
+    file = find_model(model_path)
+    chosen = resolve_device(device)
+    loaded = load_model(file, chosen)
+    paths = list(manifests) or [Path(p) for p in loaded.config.data.test]
+    repeated = [name for name, times in Counter(p.stem for p in paths).items() if times > 1]
+    if not paths:
+        raise ConfigError(f"{file} names no test manifest (data.test is empty): give manifests to evaluate")
+    if repeated:
+        raise ConfigError(
+            f"two manifests are called {', '.join(repeated)}: evaluate them one by one, each with its --out"
+        )
+    data = replace(loaded.config.data, cache="none", workers=workers)
+    config = replace(loaded.config, data=data, device=str(chosen))
+    reports = {}
+    for path in paths:
+        began = time.monotonic()
+        utterances = scored_utterances([str(path)], loaded.alphabet)
+        hypotheses = transcribe_utterances(
+            loaded.model,
+            loaded.features,
+            loaded.alphabet,
+            utterances,
+            config,
+            device=chosen,
+            precision=resolve_precision(precision, chosen),
+            batch_audio_s=batch_audio_s,
+        )
+        elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
+        log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
+        report = reports[path] = score(utterances, hypotheses, loaded.alphabet)
+        folder = (out or file.parent / "evaluation") / path.stem
+        lines = (
+            json.dumps(hypothesis_record(u, h, " ".join(aligned.reference)), ensure_ascii=False)
+            for u, h, aligned in zip(utterances, hypotheses, report.utterances, strict=True)
+        )
+        write_text(folder / "hypotheses.jsonl", "".join(line + "\n" for line in lines))
+        facts = {"model": str(file), "manifest": str(path), "decoder": "greedy", "ds2": __version__}
+        write_report(report, folder, f"{path.stem} by {file}", facts)
+        print(f"{path}\n\n{format_report(report)}\nreport: {folder}")
+    return reports
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 evaluate MODEL [MANIFEST...]`."""
+    parser = argparse.ArgumentParser(prog="ds2 evaluate", description="WER report of a model on manifests")
+    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("manifests", type=Path, nargs="*", help="default: data.test of the model's config")
+    parser.add_argument("--out", type=Path, help="folder of the reports (default: `evaluation` beside the model)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "auto"])
+    parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")
+    parser.add_argument("--workers", type=int, default=-1, help="processes that read audio; -1 chooses, 0 none")
+    given = parser.parse_args(arguments)
+    if given.batch_audio_s is not None and not given.batch_audio_s > 0:
+        parser.error(f"--batch-audio-s {given.batch_audio_s} must be above 0")
+    evaluate(
+        given.model,
+        given.manifests,
+        given.out,
+        device=given.device,
+        precision=given.precision,
+        batch_audio_s=given.batch_audio_s,
+        workers=given.workers,
+    )
+    return 0
