@@ -91,7 +91,7 @@ def _info(arguments: Sequence[str]) -> int:
 def _data(arguments: Sequence[str]) -> int:
     from ds2.data_commands import run
 
-    return run([*arguments[:1], *_with_search_path(arguments[1:])])
+    return run(_with_search_path(arguments))
 
 
 def _evaluate(arguments: Sequence[str]) -> int:

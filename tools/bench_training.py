@@ -1,0 +1,123 @@
+"""Time whole training steps of the trainer: features, model, CTC, backward, clipping, optimizer; batches from memory.
+
+    python tools/bench_training.py --model rnn_48_skip_4 --batch 4 16 64
+    python tools/bench_training.py --model rnn_8 --batch 4 --backend gemm     # the same step without persistent kernels
+
+Utterances are noise of equal length with random transcripts. Prints a table and one JSON line: milliseconds a step
+(median, 10th and 90th percentile of host-timed steps, each ending in the trainer's own synchronisation), seconds of audio
+a second, peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+
+from ds2.compose import compose_config
+from ds2.dataset import Batch
+from ds2.manifest import Utterance, write_manifest
+from ds2.metrics import git_commit
+from ds2.trainer import Trainer
+
+RATE_HZ = 16000
+
+
+def write_corpus(folder: Path, utterances: int, duration_s: float, characters_per_s: float) -> Path:
+    """Write a manifest of noise with random transcripts, without doubled letters."""
+    rng = np.random.default_rng(1)
+    records = []
+    for index in range(utterances):
+        path = folder / f"{index}.wav"
+        soundfile.write(path, 0.1 * rng.standard_normal(int(duration_s * RATE_HZ)), RATE_HZ)
+        steps = rng.integers(1, 26, size=int(duration_s * characters_per_s))
+        text = "".join(chr(ord("a") + c) for c in np.cumsum(steps) % 26)
+        records.append(Utterance(path, duration_s, text))
+    write_manifest(folder / "noise.jsonl", records)
+    return folder / "noise.jsonl"
+
+
+def bench(model: str, batch: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Median step of one model at one batch size."""
+    overrides = [
+        f"model={model}", f"model.backend={args.backend}", "optim=sgd", "optim.learning_rate=1e-6", f"batching.utterances={batch}",
+        f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}", "data.workers=0", f"device={args.device}",
+        f"train.precision={args.precision}", "features.statistics_utterances=4", "train.max_skipped_steps=100000",
+        f"run_dir={folder / 'run'}", *args.overrides,
+    ]  # fmt: skip
+    config = compose_config(overrides)
+    trainer = Trainer(config, Path(config.run_dir))
+    trainer.model.train()
+    on_gpu = trainer.device.type == "cuda"
+    prepared: Batch = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
+    prepared = prepared.pin_memory() if on_gpu else prepared
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times_ms = []
+    for step in range(args.warmup + args.steps):
+        trainer.timer.means(1)
+        began = time.perf_counter()
+        trainer.step(iter([prepared]), 1, batch)
+        if on_gpu:
+            torch.cuda.synchronize()
+        if step >= args.warmup:
+            times_ms.append(1000 * (time.perf_counter() - began))
+    split = trainer.timer.means(1)
+    deciles = statistics.quantiles(times_ms, n=10)
+    median_ms = statistics.median(times_ms)
+    return {
+        "model": model, "batch": batch, "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "step_ms": median_ms, "p10_ms": deciles[0], "p90_ms": deciles[-1],
+        "forward_ms": 1000 * split["forward"], "backward_ms": 1000 * split["backward"], "optimizer_ms": 1000 * split["optimizer"],
+        "audio_s_per_s": 1000 * batch * args.duration / median_ms,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "skipped": trainer.progress.skipped,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["rnn_8"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[4])
+    parser.add_argument("--duration", type=float, default=7.0, help="seconds of each utterance")
+    parser.add_argument("--characters", type=float, default=14.0, help="characters of transcript a second")
+    parser.add_argument("--backend", default="auto", help="recurrent backend of ds2_ops")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores"
+    print(f"torch {torch.__version__} on {device}; {args.duration:g} s utterances, backend {args.backend}, commit {git_commit()}")
+    print(f"{'model':<18}{'batch':>6}{'step ms':>10}{'p10-p90':>16}{'fwd':>8}{'bwd':>8}{'opt':>7}{'audio s/s':>11}{'GiB':>7}")
+    rows = []
+    for model in args.model:
+        for batch in args.batch:
+            with tempfile.TemporaryDirectory() as folder:
+                write_corpus(Path(folder), batch, args.duration, args.characters)
+                row = bench(model, batch, args, Path(folder))
+            rows.append(row)
+            spread = f"{row['p10_ms']:.1f}-{row['p90_ms']:.1f}"
+            memory = f"{row['peak_gib']:.2f}" if row["peak_gib"] is not None else "-"
+            print(
+                f"{model:<18}{batch:>6}{row['step_ms']:>10.1f}{spread:>16}{row['forward_ms']:>8.1f}{row['backward_ms']:>8.1f}"
+                f"{row['optimizer_ms']:>7.1f}{row['audio_s_per_s']:>11.0f}{memory:>7}",
+                flush=True,
+            )
+    print(json.dumps({"device": device, "torch": torch.__version__, "duration_s": args.duration, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
