@@ -141,7 +141,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ManifestError(f"byte {error.start + 1} is not UTF-8; save the manifest as UTF-8") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"not JSON ({error}); expected one object a line") from error
     if not isinstance(record, dict):
         raise ManifestError(f"a JSON {type(record).__name__}; expected one object a line with {', '.join(_REQUIRED)}")
