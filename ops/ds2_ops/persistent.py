@@ -178,7 +178,7 @@ def _launch(
                 jit.load(launch.source, index),
                 args,
                 grid=launch.grid,
-                block=THREADS,
+                block=launch.threads,
                 cluster=launch.cluster,
                 smem_bytes=launch.smem_bytes,
                 stream=torch.cuda.current_stream(index).cuda_stream,

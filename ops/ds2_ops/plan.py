@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-THREADS = 256  # a block: 8 warps, so that each thread may hold 255 registers, most of them weights
-WEIGHT_REGISTERS = 180  # of those 255, the rest is the loop's
+THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
+CLUSTER_THREADS = 384  # and 4 warps that finish a step
+WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
-STEPS_AHEAD = 8  # inputs are fetched this early
+STEPS_AHEAD = 4  # inputs are fetched this early
 
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
 CELLS = {"relu": "Relu", "clipped_relu": "ClippedRelu", "tanh": "Tanh"}
 
 # The one signature of every design's kernel: struct Pass of recurrence.cuh, spread out.
 _ENTRY = """
-extern "C" __global__ void __launch_bounds__(ds2::THREADS, 1) ds2_kernel(
+extern "C" __global__ void __launch_bounds__(ds2::CLUSTER_THREADS, 1) ds2_kernel(
     const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
     void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_matrix, float clip) {
     ds2::cluster_recurrence<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden,
@@ -70,6 +71,7 @@ class Launch:
         source: the translation unit for ``jit.load``.
         grid: blocks.
         cluster: blocks a cluster.
+        threads: a block.
         smem_bytes: dynamic shared memory a block.
         rows: rows of the recurrent matrix that a block keeps.
         samples: utterances of one tile, the columns of a matrix product.
@@ -81,6 +83,7 @@ class Launch:
     source: str
     grid: int
     cluster: int
+    threads: int
     smem_bytes: int
     rows: int
     samples: int
@@ -90,7 +93,7 @@ class Launch:
     def explain(self) -> str:
         """One line for logs and error messages."""
         return (
-            f"{self.design} design: {self.grid} blocks of {THREADS} threads in clusters of {self.cluster}, "
+            f"{self.design} design: {self.grid} blocks of {self.threads} threads in clusters of {self.cluster}, "
             f"{self.rows} rows a block, {self.groups} x {self.samples} utterances in flight a cluster, "
             f"{self.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
         )
@@ -163,15 +166,16 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
     words = rows // per_word
     k_words = cluster * words
     m_tiles = -(-rows // MMA_ROWS)
-    most_samples = min(MMA_SAMPLES, THREADS // words)  # one thread finishes one word of one utterance
-    samples = min(most_samples, -(-problem.batch // (clusters * groups)))
+    samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
     tiles = -(-problem.batch // (samples * groups))
     grid = cluster * min(tiles, clusters)
     # Two stages of state and of partial sums, padded against bank conflicts, inputs and mbarriers: as in cluster.cuh.
     state_bytes = MMA_SAMPLES * (4 * k_words + 64)
     partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    input_bytes = STEPS_AHEAD * (2 if problem.backward else 1) * THREADS * 4
-    smem_bytes = 2 * groups * state_bytes + 2 * partial_bytes + groups * input_bytes + 2 * groups * WARPS * 8
+    finishers = CLUSTER_THREADS - THREADS
+    rounds = -(-MMA_SAMPLES // (finishers // words))
+    input_bytes = STEPS_AHEAD * (2 if problem.backward else 1) * rounds * finishers * 4
+    smem_bytes = groups * (2 * state_bytes + 2 * partial_bytes + input_bytes + 2 * WARPS * 8 + MMA_SAMPLES * 4)
     shape = (
         f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {rows}, {groups}, "
         f"{'true' if problem.backward else 'false'}>"
@@ -188,6 +192,7 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
         source=source,
         grid=grid,
         cluster=cluster,
+        threads=CLUSTER_THREADS,
         smem_bytes=smem_bytes,
         rows=rows,
         samples=samples,

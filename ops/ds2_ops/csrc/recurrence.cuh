@@ -8,6 +8,7 @@
 #pragma once
 
 #include "number.cuh"
+#include "sync.cuh"
 
 namespace ds2 {
 
@@ -90,15 +91,15 @@ struct Weights {
     }
 };
 
-// c += weights * state: `state` is the shared-memory address of this lane's sample row at the warp's first word of K.
+// c = weights * state: `state` is the shared-memory address of this lane's 16 bytes of the first two instructions, that is
+// of its sample's row, at the warp's first word of K, plus 16 q bytes. An odd last instruction takes 8 bytes a lane.
 template <class Number, int M_TILES, int K_TILES>
-__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, const char* state) {
-    const int q = threadIdx.x % 4;
+__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0.f;
 #pragma unroll
     for (int k = 0; k + 1 < K_TILES; k += 2) {
-        const uint4 b = *reinterpret_cast<const uint4*>(state + 4 * (MMA_WORDS * k + 4 * q));
+        const uint4 b = load_shared_16(state + 4 * MMA_WORDS * k);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k], b.x, b.y);
 #pragma unroll
@@ -106,7 +107,7 @@ __device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, 
     }
     if constexpr (K_TILES % 2 == 1) {
         constexpr int k = K_TILES - 1;
-        const uint2 b = *reinterpret_cast<const uint2*>(state + 4 * (MMA_WORDS * k + 2 * q));
+        const uint2 b = load_shared_8(state + 4 * MMA_WORDS * k - 8 * (threadIdx.x % 4));
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k], b.x, b.y);
     }

@@ -5,6 +5,32 @@ namespace ds2 {
 
 __device__ inline unsigned smem_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+// Keeps in its register what the compiler would rather compute anew, from slow special registers, at every step.
+__device__ inline unsigned pinned(unsigned value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// Shared memory by address.
+__device__ inline uint4 load_shared_16(unsigned address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+__device__ inline uint2 load_shared_8(unsigned address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+__device__ inline unsigned load_shared_4(unsigned address) {
+    unsigned v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+__device__ inline void store_shared_4(unsigned address, unsigned value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ inline unsigned cluster_rank() {
     unsigned rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -54,6 +80,24 @@ __device__ inline bool barrier_try(unsigned barrier, unsigned parity) {
         : "r"(barrier), "r"(parity)
         : "memory");
     return done != 0;
+}
+
+// A warpgroup (4 warps) gives registers back, or waits until it has more.
+template <int REGISTERS>
+__device__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Named barriers of one block: `threads` counts those that arrive without waiting and those that wait.
+__device__ inline void block_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline void block_wait(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Copies 4 bytes of global memory to shared memory, or zeros if not `wanted`, behind the thread's back.

@@ -1,0 +1,99 @@
+"""The kernel cache without a GPU: hits, damage, folders that cannot be written, many builders, clear errors."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ds2_ops import jit
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+SOURCE = 'extern "C" __global__ void ds2_kernel(float* x) { x[threadIdx.x] *= 2.0f; }'
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_again(*_: object) -> jit.Binary:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(jit, "_compile", compile_again)
+
+
+def test_second_build_reads_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jit.build(SOURCE)
+    assert first.code.startswith(b"\x7fELF")
+    assert first.registers > 0
+    assert first.spill_bytes == 0
+    assert len(list(cache.iterdir())) == 1
+    forbid_compiling(monkeypatch)
+    assert jit.build(SOURCE) == first
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a cache entry", None])
+def test_damaged_entry_is_rebuilt(cache: Path, damage: bytes | None) -> None:
+    first = jit.build(SOURCE)
+    (entry,) = cache.iterdir()
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-100] + bytes(100) if damage is None else damage)
+    assert jit.build(SOURCE) == first
+    assert entry.read_bytes() == whole
+
+
+def test_all_that_decides_the_code_is_in_the_key(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.build(SOURCE)
+    jit.build(SOURCE + "\n")
+    monkeypatch.setenv("DS2_OPS_DEBUG", "1")
+    jit.build(SOURCE)
+    monkeypatch.setattr(jit, "_headers", lambda: "a header changed")
+    jit.build(SOURCE)
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_folder_that_cannot_be_written_costs_a_warning(cache: Path) -> None:
+    cache.write_text("a file where the folder should be")
+    jit._warn_unwritable.cache_clear()
+    with pytest.warns(RuntimeWarning, match=re.escape(str(cache)) + ".*DS2_OPS_CACHE_DIR"):
+        binary = jit.build(SOURCE)
+    assert binary.code.startswith(b"\x7fELF")
+
+
+def test_many_processes_at_once_share_one_entry(cache: Path) -> None:
+    program = f"from ds2_ops import jit; import hashlib; print(hashlib.sha256(jit.build({SOURCE!r}).code).hexdigest())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    builders = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    hashes = {builder.communicate()[0] for builder in builders}
+    assert [builder.returncode for builder in builders] == [0, 0, 0]
+    assert len(hashes) == 1
+    assert [entry.suffix for entry in cache.iterdir()] == [".cubin"]
+
+
+def test_source_that_does_not_compile_shows_the_log(cache: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)NVRTC cannot build this kernel for sm_90a.*undefined_name"):
+        jit.build(SOURCE.replace("2.0f", "undefined_name"))
+    assert not cache.exists()
+
+
+def test_missing_compiler_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    jit._compiler_version.cache_clear()
+    with pytest.raises(RuntimeError, match=r"nvidia-cuda-nvrtc.*backend='gemm'"):
+        jit.build(SOURCE)
+
+
+def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DS2_OPS_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.cache_dir() == tmp_path / "ds2_ops"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert jit.cache_dir() == Path.home() / ".cache" / "ds2_ops"

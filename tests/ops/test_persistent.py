@@ -1,0 +1,183 @@
+"""The persistent kernels on a GPU: every tile against float64, poisoned memory, same bits twice and split in time."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from ds2_ops import jit, persistent
+from ds2_ops.plan import Launch, Problem, cluster_launches
+from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
+from torch import Tensor
+
+CLIP = 1.0
+# frames, batch, hidden: one of each tile; odd rows; one utterance; two groups; more tiles than clusters
+SHAPES = [(9, 4, 1152), (7, 40, 1152), (6, 130, 1151), (5, 3, 1), (8, 33, 512), (3, 1, 640), (6, 19, 77), (1, 9, 130)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
+TF32_ERROR = 1e-3  # the bound for fp32, whose products go through TF32
+
+
+def launches_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Launch]:
+    problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
+    facts = persistent.device_facts(torch.cuda.current_device())
+    return cluster_launches(problem, facts, facts.sms)
+
+
+def slope(y: Tensor, nonlinearity: str) -> Tensor:
+    if nonlinearity == "tanh":
+        return 1 - y * y
+    return ((y > 0) & (y < (CLIP if nonlinearity == "clipped_relu" else torch.inf))).to(y.dtype)
+
+
+def forward_loop(x: Tensor, weight_hh: Tensor, h0: Tensor, lengths: Tensor, nonlinearity: str) -> tuple[Tensor, Tensor]:
+    """The forward equation in the dtype of x; padding of x must be finite."""
+    h, outputs, last = h0, [], h0
+    for t, frame in enumerate(x):
+        pre = frame + h @ weight_hh.t()
+        h = {"relu": pre.relu(), "clipped_relu": pre.clamp(0, CLIP), "tanh": pre.tanh()}[nonlinearity]
+        outputs.append(h * (t < lengths)[:, None])
+        last = torch.where((t == lengths - 1)[:, None], h, last)
+    return torch.stack(outputs), last
+
+
+def backward_loop(
+    grad_y: Tensor, grad_h_n: Tensor, y: Tensor, weight_hh: Tensor, lengths: Tensor, nonlinearity: str
+) -> tuple[Tensor, Tensor]:
+    """The backward equation in the dtype of grad_y, with the slopes of the given y: no kink can differ."""
+    carried, grads = torch.zeros_like(grad_h_n), []
+    for t in reversed(range(len(y))):
+        last = (t == lengths - 1)[:, None] * grad_h_n
+        carried = (grad_y[t] + last + carried @ weight_hh) * slope(y[t], nonlinearity) * (t < lengths)[:, None]
+        grads.append(carried)
+    return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, carried @ weight_hh)
+
+
+def inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, weight_hh, h0, grad_y, grad_h_n."""
+    _, batch, hidden = shape
+    x, grad_y = (draw(seed, *shape, device=CUDA, dtype=dtype) for seed in (1, 4))
+    h0, grad_h_n = (draw(seed, batch, hidden, device=CUDA, dtype=dtype) for seed in (3, 5))
+    return x, draw(2, hidden, hidden, device=CUDA, dtype=dtype, scale=0.9 * hidden**-0.5), h0, grad_y, grad_h_n
+
+
+def run(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
+) -> list[Tensor]:
+    x, weight_hh, h0, grad_y, grad_h_n = tensors
+    options = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
+    y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
+    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, **options)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_tile_against_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames, batch, hidden = shape
+    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
+    clean = inputs(shape, dtype)
+    x, weight_hh, h0, grad_y, grad_h_n = clean
+    poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
+    for index, nonlinearity in itertools.product(
+        range(len(launches_of(batch, hidden, dtype, "relu", False))), NONLINEARITIES
+    ):
+        monkeypatch.setattr(
+            persistent,
+            "plan_for",
+            lambda problem, *_, i=index: launches_of(
+                problem.batch, problem.hidden, dtype, problem.nonlinearity, problem.backward
+            )[i],
+        )
+        with nan_filled_memory():
+            ours = run(poisoned, lengths, nonlinearity)
+            again = run(poisoned, lengths, nonlinearity)
+        assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+        truth = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, nonlinearity)
+        stock = forward_loop(x, weight_hh, h0, lengths, nonlinearity)
+        backward = (grad_y, grad_h_n, ours[0], weight_hh)
+        truth += backward_loop(*(tensor.double() for tensor in backward), lengths, nonlinearity)
+        stock += backward_loop(*backward, lengths, nonlinearity)
+        for name, our, true, other in zip(("y", "h_n", "grad_x", "grad_h0"), ours, truth, stock, strict=True):
+            allowed = TF32_ERROR if dtype == torch.float32 else 2 * relative_error(other, true) + 1e-9
+            assert relative_error(our, true) <= allowed, (name, nonlinearity, index)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
+    x, weight_hh, h0, _, _ = inputs((11, 20, 700), dtype)
+    options = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
+    whole, last = persistent.forward(x, weight_hh, h0, None, **options)
+    for cut in (1, 4, 10):
+        head, state = persistent.forward(x[:cut], weight_hh, h0, None, **options)
+        tail, end = persistent.forward(x[cut:], weight_hh, state, None, **options)
+        assert torch.equal(torch.cat([head, tail]), whole)
+        assert torch.equal(end, last)
+
+
+@pytest.mark.gpu
+def test_few_multiprocessors_give_the_same_bits() -> None:
+    x, weight_hh, h0, _, _ = inputs((6, 30, 1152), torch.bfloat16)
+    options = {"nonlinearity": "relu", "clip": CLIP}
+    everything = persistent.forward(x, weight_hh, h0, None, max_sms=None, **options)
+    one_cluster = persistent.forward(x, weight_hh, h0, None, max_sms=16, **options)
+    assert all(torch.equal(a, b) for a, b in zip(everything, one_cluster, strict=True))
+
+
+@pytest.mark.gpu
+def test_nan_weights_show_in_the_output_and_do_not_hang() -> None:
+    x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
+    y, _ = persistent.forward(
+        x, torch.full_like(weight_hh, torch.nan), h0, None, nonlinearity="relu", clip=CLIP, max_sms=None
+    )
+    assert y.isnan().all()
+
+
+@pytest.mark.gpu
+def test_graph_replay_reads_new_inputs() -> None:
+    tensors = inputs((8, 9, 1152), torch.bfloat16)
+    run(tensors, None, "relu")  # builds the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(tensors, None, "relu")
+    tensors[0].copy_(draw(9, 8, 9, 1152, device=CUDA, dtype=torch.bfloat16))
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(tensors, None, "relu"), strict=True))
+
+
+@pytest.mark.gpu
+def test_refused_launch_names_op_shape_dtype_tile_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight_hh, h0, _, _ = inputs((4, 3, 128), torch.bfloat16)
+    launch = launches_of(3, 128, torch.bfloat16, "relu", False)[0]
+    monkeypatch.setattr(persistent, "plan_for", lambda *_: replace(launch, smem_bytes=10**6))
+    with pytest.raises(
+        RuntimeError, match=r"forward failed for \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.*H\d00"
+    ):
+        persistent.forward(x, weight_hh, h0, None, nonlinearity="relu", clip=CLIP, max_sms=None)
+
+
+def test_without_a_gpu_the_reason_is_named() -> None:
+    reason = persistent.why_not(5, 3, 64, torch.bfloat16, torch.device("cpu"), "relu", None)
+    assert reason is not None
+    assert "need a CUDA GPU" in reason
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 64), (5, 0, 64), (5, 3, 0)])
+def test_nothing_to_launch_is_said(shape: tuple[int, int, int]) -> None:
+    reason = persistent.why_not(*shape, torch.bfloat16, torch.device("cuda"), "relu", None)
+    assert reason is not None
+    assert "nothing to launch" in reason
+
+
+def test_wait_in_a_debug_build_is_bounded(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("DS2_OPS_DEBUG", "1")
+    waits = '#include "sync.cuh"\nextern "C" __global__ void ds2_kernel() { ds2::barrier_wait(0, 0, "nobody", 7); }'
+    assert b"waits for %s at step %d" in jit.build(waits).code
+    monkeypatch.setenv("DS2_OPS_DEBUG", "0")
+    assert b"waits for" not in jit.build(waits).code
