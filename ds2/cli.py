@@ -125,6 +125,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _report_errors(action: Callable[[], int]) -> int:
     """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
     from ds2.audio import AudioError
+    from ds2.beam_search import DecodeError
     from ds2.checkpoint import CheckpointError
     from ds2.config import ConfigError
     from ds2.corpus import CorpusError
@@ -139,6 +140,7 @@ def _report_errors(action: Callable[[], int]) -> int:
         AudioError,
         CheckpointError,
         TrainingError,
+        DecodeError,
         ImporterError,
         OSError,
     )

@@ -82,15 +82,13 @@ def transcribe_utterances(
             hypotheses = greedy_decode(logits, lengths, alphabet, frame_s)
         except DecodeError as error:
             named = ", ".join(utterances[indices[row]].name for row in error.rows)
-            raise DecodeError(
-                f"the model gives NaN or infinite logits for {named}: its weights are broken", []
-            ) from error
+            raise DecodeError(f"the model gives NaN or infinite logits for {named}: its weights are broken") from error
         found.update(zip(indices, hypotheses, strict=True))
     return [found[index] for index in range(len(utterances))]
 
 
 def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet) -> Report:
-    """Report on hypotheses against transcripts normalised by the alphabet; what it cannot write stays in, as an error."""
+    """Report on hypotheses against normalised transcripts; characters outside the alphabet stay in, as errors."""
     return corpus_report(
         [alphabet.normalise(u.text)[0] for u in utterances],
         [h.text for h in hypotheses],

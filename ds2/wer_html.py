@@ -1,4 +1,4 @@
-"""Aligned errors as one HTML page that needs no network: filter by text, speaker and kind of error, sort, follow errors."""
+"""Aligned errors as one HTML page that needs no network: filter by text, speaker and kind of error; sort."""
 
 from __future__ import annotations
 
@@ -94,11 +94,13 @@ const make = (tag, text, kind) => {
 };
 const rows = data.utterances.map(([name, speaker, edits, reference, hypothesis]) => {
   let r = 0, h = 0;
-  const pairs = [...edits].map((kind) => [kind, kind === "I" ? "" : reference[r++], kind === "D" ? "" : hypothesis[h++]]);
+  const pairs = [...edits].map((kind) =>
+    [kind, kind === "I" ? "" : reference[r++], kind === "D" ? "" : hypothesis[h++]]);
   const errors = pairs.filter(([kind]) => kind !== "C");
   const rate = reference.length ? errors.length / reference.length : errors.length ? Infinity : 0;
   const text = [name, speaker, reference.join(" "), hypothesis.join(" ")].join("\\n").toLowerCase();
-  return {name, speaker, pairs, errors, words: reference.length, rate, text, keys: new Set(errors.map((e) => e.join("\\t")))};
+  const keys = new Set(errors.map((error) => error.join("\\t")));
+  return {name, speaker, pairs, errors, words: reference.length, rate, text, keys};
 });
 const controls = ["query", "speaker", "kind", "order"];
 let chosen = "", limit = PAGE, shown = [];
@@ -155,8 +157,8 @@ for (const speaker of [...new Set(rows.map((row) => row.speaker))].sort()) {
 }
 byId("speaker").parentElement.hidden = byId("speaker").options.length < 2;
 for (const [kind, reference, hypothesis, times] of data.errors) {
-  const label = kind === "S" ? `${reference} \\u2192 ${hypothesis}` : kind === "D" ? `${reference} deleted` : `${hypothesis} inserted`;
-  const button = make("button", `${label} \\u00d7${times}`);
+  const label = {S: `${reference} \\u2192 ${hypothesis}`, D: `${reference} deleted`, I: `${hypothesis} inserted`};
+  const button = make("button", `${label[kind]} \\u00d7${times}`);
   button.type = "button";
   button.value = [kind, reference, hypothesis].join("\\t");
   button.addEventListener("click", () => { chosen = chosen === button.value ? "" : button.value; update(); });

@@ -1,0 +1,228 @@
+"""Audio files of any format and length to text, in memory that does not grow with the audio.
+
+A unidirectional model hears the file as a stream, which gives the logits of the whole. A bidirectional model, whose
+backward layers start at the end, hears blocks of a minute with ten seconds of what lies before and after them; a file
+of at most one block is heard whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds2.audio import AudioError, audio_blocks
+from ds2.beam_search import DecodeError, Hypothesis, best_path, collapse
+from ds2.checkpoint import LoadedModel, load_model
+from ds2.model import AcousticModel
+
+_BLOCK_S = 60.0
+_CONTEXT_S = 10.0
+_STDIN = "-"
+_SUFFIXES = {
+    ".wav",
+    ".flac",
+    ".mp3",
+    ".ogg",
+    ".oga",
+    ".opus",
+    ".sph",
+    ".aif",
+    ".aiff",
+    ".au",
+    ".caf",
+    ".w64",
+    ".raw",
+    ".pcm",
+}
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What was heard in one file."""
+
+    duration_s: float
+    hypothesis: Hypothesis
+
+
+def transcribe_file(
+    loaded: LoadedModel,
+    path: Path,
+    device: torch.device | str = "cpu",
+    *,
+    precision: str = "fp32",
+    block_s: float = _BLOCK_S,
+    context_s: float = _CONTEXT_S,
+) -> Transcript:
+    """Transcribe one file greedily.
+
+    Args:
+        loaded: the model, on `device`.
+        path: see `ds2.audio.read_audio` for the formats.
+        device: where the model runs.
+        precision: fp32 or bf16.
+        block_s: audio given to the model at once, seconds.
+        context_s: audio that a bidirectional model hears on each side of a block, at most `block_s`, seconds.
+
+    Raises:
+        AudioError: the file cannot be read.
+        DecodeError: the model gives NaN or infinity.
+        ValueError: a block or context out of range.
+    """
+    model, features = loaded.model, loaded.features
+    frame_s = features.step_s * model.time_stride
+    block_frames, context_frames = (model.time_stride * round(seconds / frame_s) for seconds in (block_s, context_s))
+    if not 0 <= context_frames <= block_frames or not block_frames:
+        raise ValueError(
+            f"block_s={block_s} and context_s={context_s}: need 0 <= context_s <= block_s, block_s above 0"
+        )
+    reader = _FeatureReader(loaded, path, torch.device(device), block_frames)
+    labels, log_probs = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    pieces = (
+        _windowed(model, reader.blocks(), context_frames)
+        if model.config.bidirectional
+        else _streamed(model, reader.blocks())
+    )
+    with torch.inference_mode(), torch.autocast(reader.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        for logits in pieces:
+            try:
+                [(path_labels, path_log_probs)] = best_path(logits, torch.tensor([len(logits)]))
+            except DecodeError as error:
+                raise DecodeError(f"{path}: the model gives NaN or infinite logits: its weights are broken") from error
+            labels.append(path_labels)
+            log_probs.append(path_log_probs)
+    hypothesis = collapse(np.concatenate(labels), np.concatenate(log_probs), loaded.alphabet, frame_s)
+    return Transcript(reader.samples / features.sample_rate_hz, hypothesis)
+
+
+class _FeatureReader:
+    """Features of a file block by block: every frame of the whole file, once; `samples` were read so far."""
+
+    def __init__(self, loaded: LoadedModel, path: Path, device: torch.device, block_frames: int) -> None:
+        self.features, self.path, self.device, self.block_frames = loaded.features, path, device, block_frames
+        self.samples = 0
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield (1, F, T) float32 on the device: `block_frames` frames each, fewer in the last."""
+        features = self.features
+        enough = (self.block_frames - 1) * features.step_samples + features.window_samples
+        held = np.empty(0, np.float32)
+        for audio in audio_blocks(self.path, features.sample_rate_hz):
+            self.samples += len(audio)
+            held = np.concatenate([held, audio])
+            while len(held) >= enough:
+                yield self._frames(held[:enough])
+                held = held[self.block_frames * features.step_samples :]
+        if features.frames(len(held)):
+            yield self._frames(held)
+
+    def _frames(self, samples: np.ndarray) -> Tensor:
+        waveforms = torch.from_numpy(samples)[None].to(self.device)
+        found: Tensor = self.features(waveforms, torch.tensor([len(samples)]))[0]
+        return found
+
+
+def _streamed(model: AcousticModel, blocks: Iterator[Tensor]) -> Iterator[Tensor]:
+    state = None
+    for block in blocks:
+        state = model.start() if state is None else state
+        yield model.step(block, state)
+    if state is not None:
+        yield model.finish(state)
+
+
+def _windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:
+    """Logits (T', 1, V) of each block, computed with its context; all starts are multiples of the model's stride."""
+    block = next(blocks, None)
+    before = None if block is None else block[:, :, :0]
+    while block is not None and before is not None:
+        following = next(blocks, None)
+        after = block[:, :, :0] if following is None else following[:, :, :context_frames]
+        window = torch.cat([before, block, after], dim=2)
+        logits, _ = model(window, torch.tensor([window.shape[2]]))
+        first = model.output_frames(before.shape[2])
+        yield logits[first : first + model.output_frames(block.shape[2])]
+        before = block[:, :, block.shape[2] - context_frames :]
+        block = following
+
+
+def audio_files(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the files meant by arguments: a folder stands for the audio files in and below it, in order of name.
+
+    Raises:
+        AudioError: a folder without audio.
+    """
+    for argument in arguments:
+        if argument == _STDIN or not Path(argument).is_dir():
+            yield argument
+            continue
+        found = sorted(p for p in Path(argument).rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+        if not found:
+            raise AudioError(f"{argument}: no audio files in or below this folder ({', '.join(sorted(_SUFFIXES))})")
+        yield from map(str, found)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[Path]:
+    """The path of a file; standard input is copied to a temporary one first, as most formats need to seek."""
+    if name != _STDIN:
+        yield Path(name)
+        return
+    with tempfile.NamedTemporaryFile(prefix="ds2-stdin-", suffix=".audio") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        try:
+            yield Path(copy.name)
+        except AudioError as error:
+            raise AudioError(str(error).replace(copy.name, "standard input")) from error
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 transcribe MODEL FILE...`: 1 where a file could not be transcribed, after all others are done."""
+    from ds2.trainer import resolve_device, resolve_precision
+
+    parser = argparse.ArgumentParser(prog="ds2 transcribe", description="audio files to text")
+    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="audio file, folder of them, or - for standard input")
+    parser.add_argument(
+        "--format",
+        choices=["text", "json"],
+        default="text",
+        help="text (after the file's name and a tab where there are several files), or one JSON object a file",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "auto"])
+    given = parser.parse_args(arguments)
+    device = resolve_device(given.device)
+    precision = resolve_precision(given.precision, device)
+    files = list(audio_files(given.files))
+    loaded = load_model(given.model, device)
+    failed = 0
+    for name in files:
+        try:
+            with _readable(name) as path:
+                transcript = transcribe_file(loaded, path, device, precision=precision)
+        except (AudioError, DecodeError) as error:
+            print(f"ds2 transcribe: {error}", file=sys.stderr)
+            failed += 1
+            continue
+        hypothesis = transcript.hypothesis
+        if given.format == "json":
+            words = [asdict(word) for word in hypothesis.words]
+            record = {"audio_filepath": name, "duration": transcript.duration_s, "text": hypothesis.text}
+            print(json.dumps({**record, "score": hypothesis.score, "words": words}, ensure_ascii=False), flush=True)
+        else:
+            print(hypothesis.text if len(files) == 1 else f"{name}\t{hypothesis.text}", flush=True)
+    if failed and len(files) > 1:
+        print(f"ds2 transcribe: {failed} of {len(files)} files failed", file=sys.stderr)
+    return 1 if failed else 0
