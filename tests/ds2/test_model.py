@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ds2.model import AcousticModel
 from ds2.model_plan import module_plan
 
 BINS, LABELS = 21, 5
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "rnn": {},
     "no skip": {"skip": 0},
     "projection": {"skip_first": "projection"},
@@ -25,17 +26,17 @@ VARIANTS = {
     "gru": {"cell": "gru", "skip": 0},
     "no convolutions": {"convs": []},
 }
-BIDIRECTIONAL = {
+BIDIRECTIONAL: dict[str, dict[str, Any]] = {
     f"bidirectional {cell}": {"cell": cell, "bidirectional": True, "row_convs": 0} for cell in ("rnn", "gru")
 }
 
 
-def make(bins: int = BINS, **overrides: object) -> AcousticModel:
+def make(bins: int = BINS, **overrides: Any) -> AcousticModel:
     torch.manual_seed(3)
     convs = [ConvConfig([7, 5], [2, 2], 3), ConvConfig([5, 3], [2, 1], 4)]
-    fields: dict[str, object] = {"convs": convs, "hidden": 12, "depth": 5, "skip": 2, "row_convs": 4}
+    fields: dict[str, Any] = {"convs": convs, "hidden": 12, "depth": 5, "skip": 2, "row_convs": 4}
     fields |= {"row_conv_context": 2, "max_lookahead_ms": 0.0} | overrides
-    return AcousticModel(ModelConfig(**fields), bins, LABELS)  # type: ignore[arg-type]
+    return AcousticModel(ModelConfig(**fields), bins, LABELS)
 
 
 def settled(model: AcousticModel) -> AcousticModel:
@@ -180,7 +181,7 @@ def test_bad_bins_are_named() -> None:
         ({"clip": 0.0}, r"model\.clip is 0\.0"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(overrides: dict[str, object], message: str) -> None:
+def test_a_config_that_cannot_work_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**overrides)
 
@@ -211,7 +212,7 @@ def test_activations_and_gradients_survive_depth(depth: int) -> None:
     logits, lengths = model(torch.randn(4, 40, 60), torch.tensor([60, 60, 50, 40]))
     labels = torch.randint(1, LABELS, (4, 10))
     loss = torch.nn.functional.ctc_loss(logits.log_softmax(-1), labels, lengths, torch.full((4,), 10))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     assert max(outputs) < 100 * min(outputs)
     for name in ("weight_ih", "weight_hh"):
         norms = [float(getattr(layer, name).grad.norm()) for layer in layers]

@@ -63,7 +63,7 @@ def test_gradcheck_through_padding() -> None:
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         masked = x * valid[:, :, None]
-        y = torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (masked, count()))
+        y: Tensor = torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (masked, count()))
         return y * valid[:, :, None]
 
     inputs = (x.requires_grad_(), norm.weight, norm.bias)
