@@ -16,29 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.config import AugmentConfig, ConfigError, FeaturesConfig
+from ds2.config import AugmentConfig, FeaturesConfig
 
 Waveform = NDArray[np.float32]
 NoiseSource = Callable[[np.random.Generator, int], Waveform]
 """Draws that many samples of noise at any level."""
-
-
-def check_augment(config: AugmentConfig) -> None:
-    """Raise ConfigError when a setting has no meaning, naming the key and what is allowed."""
-    if any(not 0.25 <= factor <= 4.0 for factor in config.speed):
-        raise ConfigError(f"augment.speed={config.speed}: every factor must lie in 0.25..4")
-    for key, pair in (("gain_db", config.gain_db), ("noise_snr_db", config.noise_snr_db)):
-        if pair and (len(pair) != 2 or pair[0] > pair[1]):
-            raise ConfigError(f"augment.{key}={pair}: give [low, high], or [] for none")
-    if not 0.0 <= config.noise_probability <= 1.0:
-        raise ConfigError(f"augment.noise_probability={config.noise_probability}: must lie in 0..1")
-    if config.noise_probability and not config.noise_snr_db:
-        raise ConfigError("augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too")
-    if not 0.0 <= config.time_fraction <= 1.0:
-        raise ConfigError(f"augment.time_fraction={config.time_fraction}: must lie in 0..1")
-    for key in ("frequency_masks", "frequency_width", "time_masks", "time_width_s"):
-        if getattr(config, key) < 0:
-            raise ConfigError(f"augment.{key}={getattr(config, key)}: must not be negative")
 
 
 def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.Generator:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
+Model = TypeVar("Model", bound=nn.Module)
 
-class WeightAverage:
+
+class WeightAverage(Generic[Model]):
     """A copy of a model that follows it: average <- d average + (1 - d) model, d = min(decay, (1 + n) / (10 + n)).
 
     The growing d lets the average forget the random start in the first n updates. Floating-point buffers (running
     statistics of batch normalisation) are averaged like weights; other buffers are copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: Model, decay: float) -> None:
         """Start the average at the present weights; `decay` lies in (0, 1)."""
         self.decay = decay
         self.updates = 0
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.model: Model = copy.deepcopy(model)
+        self.model.requires_grad_(False).eval()
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Model files and trainer states: safetensors with a JSON header, written atomically, opened without running pickled code."""
+"""Model files and trainer states: safetensors with a JSON header, written atomically, opened without pickled code."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     file = find_model(Path(path))
     tensors, metadata = load(file)
     if metadata.get("kind") != "model":
-        raise CheckpointError(f"{file} is a {metadata.get('kind')}, not a model: give best.safetensors or last.safetensors")
+        kind = metadata.get("kind")
+        raise CheckpointError(f"{file} is a {kind}, not a model: give best.safetensors or last.safetensors")
     config = config_from_dict(metadata["config"])
     alphabet = Alphabet.from_dict(metadata["alphabet"])
     features = Features(config.features, config.data.sample_rate_hz)
@@ -152,7 +153,9 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state (momenta, step counts) by parameter number; hyper-parameters come from the config."""
     state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None}
+    return {
+        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
+    }
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

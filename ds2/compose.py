@@ -26,7 +26,8 @@ def config_dir() -> Path:
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / f"{PRIMARY_CONFIG}.yaml").is_file():
             return candidate
-    raise FileNotFoundError(f"no Hydra tree: looked for {PRIMARY_CONFIG}.yaml in {package / 'conf'} and {package.parent / 'conf'}")
+    places = f"{package / 'conf'} and {package.parent / 'conf'}"
+    raise FileNotFoundError(f"no Hydra tree: looked for {PRIMARY_CONFIG}.yaml in {places}")
 
 
 def compose_config(overrides: Sequence[str] = ()) -> Config:
@@ -68,7 +69,7 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
-    """Replace every sweep (`a=1,2`) by its first value, so that a multirun command line can be checked before it starts."""
+    """Replace every sweep (`a=1,2`) by its first value, so that a multirun can be checked before it starts."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return [
         f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
@@ -139,4 +140,3 @@ def _explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
 def _unknown(key: str) -> NoReturn:
     near = nearest_key(key)
     raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
-

@@ -1,4 +1,4 @@
-"""Every configuration of ds2 as typed dataclasses: the only schema, registered with Hydra, checked across fields once at entry."""
+"""Every configuration of ds2 as typed dataclasses: the only schema, registered with Hydra, checked once at entry."""
 
 from __future__ import annotations
 
@@ -234,15 +234,25 @@ def check(config: Config) -> None:
     )
     for key, pair in (("augment.gain_db", augment.gain_db), ("augment.noise_snr_db", augment.noise_snr_db)):
         _require(not pair or (len(pair) == 2 and pair[0] <= pair[1]), f"{key}={pair} must be [low, high]")
-    _require(0 <= augment.noise_probability <= 1, f"augment.noise_probability={augment.noise_probability} is not in 0..1")
-    _require(all(0.25 <= s <= 4 for s in augment.speed), f"augment.speed={augment.speed}: factors lie between 0.25 and 4")
+    _require(
+        0 <= augment.noise_probability <= 1, f"augment.noise_probability={augment.noise_probability} is not in 0..1"
+    )
+    _require(
+        all(0.25 <= s <= 4 for s in augment.speed), f"augment.speed={augment.speed}: factors lie between 0.25 and 4"
+    )
+    _require(
+        augment.noise_probability == 0 or bool(augment.noise_snr_db),
+        "augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too",
+    )
+    _require(0 <= augment.time_fraction <= 1, f"augment.time_fraction={augment.time_fraction} is not in 0..1")
     _require(
         features.step_s <= features.window_s,
         f"features.step_s={features.step_s} above features.window_s={features.window_s} would skip audio",
     )
     _require(
         config.data.min_duration_s < config.data.max_duration_s,
-        f"data.min_duration_s={config.data.min_duration_s} must be below data.max_duration_s={config.data.max_duration_s}",
+        f"data.min_duration_s={config.data.min_duration_s} must be below "
+        f"data.max_duration_s={config.data.max_duration_s}",
     )
     _require(config.data.workers >= -1, f"data.workers={config.data.workers}: give -1 (automatic), 0 or a count")
     _require(0 <= config.train.average_decay < 1, f"train.average_decay={config.train.average_decay} is not in [0, 1)")
@@ -283,6 +293,8 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "augment.frequency_masks",
     "augment.time_masks",
+    "augment.frequency_width",
+    "augment.time_width_s",
     "model.skip",
     "model.row_convs",
     "model.row_conv_context",

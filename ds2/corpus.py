@@ -30,7 +30,9 @@ def ensure_manifests(config: Config) -> None:
         ConfigError: a manifest is missing and the recipe has no prepare step, or no training manifest is named.
     """
     if not config.data.train:
-        raise ConfigError("data.train names no manifest: choose a recipe (recipe=an4) or set data.train=[my/train.jsonl]")
+        raise ConfigError(
+            "data.train names no manifest: choose a recipe (recipe=an4) or set data.train=[my/train.jsonl]"
+        )
     missing = [p for p in (*config.data.train, *config.data.dev, *config.data.test) if not Path(p).is_file()]
     if not missing:
         return
@@ -46,7 +48,9 @@ def ensure_manifests(config: Config) -> None:
         )
 
 
-def refusal(utterance: Utterance, config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]) -> str | None:
+def refusal(
+    utterance: Utterance, config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]
+) -> str | None:
     """Why training cannot use an utterance, judged from its manifest line alone; None when it can.
 
     Args:
@@ -107,5 +111,7 @@ def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utte
     utterances = read_manifests([Path(p) for p in manifests])
     unknown = sum((alphabet.normalise(u.text)[1] for u in utterances), Counter())
     if unknown:
-        log.warning("references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common()))
+        log.warning(
+            "references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common())
+        )
     return utterances

@@ -42,7 +42,7 @@ def ctc_losses(logits: Tensor, logit_lengths: Tensor, labels: Tensor, label_leng
     feasible = logit_lengths >= min_frames(labels, label_lengths)
     log_probs = F.log_softmax(logits.float(), dim=-1)
     targets = labels.to(logits.device, non_blocking=True)
-    # An infeasible row is scored against the empty transcript: an infinite loss would make its gradient NaN even at weight 0.
+    # An infeasible row is scored against the empty transcript: an infinite loss has a NaN gradient even at weight 0.
     possible = torch.where(feasible, label_lengths, 0)
     losses = F.ctc_loss(log_probs, targets, logit_lengths, possible, blank=BLANK, reduction="none")
     if not bool(feasible.all()):

@@ -22,7 +22,9 @@ def run(arguments: Sequence[str]) -> int:
     check.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
 
     made = commands.add_parser("prepare", help="write the manifests of a recipe")
-    made.add_argument("overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}")
+    made.add_argument(
+        "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
+    )
 
     imported = commands.add_parser("import", help="corpus layout to manifest")
     imported.add_argument("format", choices=FORMATS)

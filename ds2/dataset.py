@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from ds2.alphabet import Alphabet, AlphabetError
 from ds2.audio import AudioError
 from ds2.audio_cache import AudioStore, open_audio, usable_cores
-from ds2.augment import NoiseSource, augment_waveform, check_augment, pink_noise, recorded_noise, utterance_rng
+from ds2.augment import NoiseSource, augment_waveform, pink_noise, recorded_noise, utterance_rng
 from ds2.config import AugmentConfig, Config
 from ds2.manifest import Utterance, read_manifests
 
@@ -87,7 +87,7 @@ class SpeechLoader:
             sampler=self._plan,
             collate_fn=_as_is,
             num_workers=workers,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=_ignore_signals,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             persistent_workers=workers > 0,
@@ -147,7 +147,6 @@ class _Augmentation:
 
 
 def _augmentation(config: Config) -> _Augmentation:
-    check_augment(config.augment)
     recordings: Sequence[NDArray[np.float32]] = []
     if config.augment.noise_probability:
         if config.augment.noise:
@@ -221,6 +220,7 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Leave Ctrl-C, which the terminal sends to the whole group, to the trainer: it saves before it stops."""
+def _ignore_signals(worker: int) -> None:
+    """Leave Ctrl-C and SIGTERM, which are sent to the whole group, to the trainer: it saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

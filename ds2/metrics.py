@@ -36,7 +36,7 @@ class StepTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as one occurrence of the phase `name`."""
         if self._on_gpu and name != "data":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             yield
             end.record()
@@ -111,7 +111,11 @@ def git_commit() -> str:
     folder = Path(__file__).resolve().parent
     try:
         commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=folder, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

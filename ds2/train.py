@@ -30,7 +30,9 @@ class Interrupts:
         self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
@@ -94,7 +96,9 @@ def train(config: Config, run_dir: Path) -> int:
     progress = trainer.progress
     save_config(config, run_dir / "config.yaml")
     board = RunLog(run_dir, resume_step=progress.step)
-    board.event("resume" if progress.step else "start", progress.step, {"git_commit": git_commit(), "epoch": progress.epoch})
+    board.event(
+        "resume" if progress.step else "start", progress.step, {"git_commit": git_commit(), "epoch": progress.epoch}
+    )
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     with Interrupts() as interrupts:
         while not (reason := finished(config, progress)):
@@ -176,7 +180,9 @@ def probe_run_dir(run_dir: Path) -> None:
         probe.write_bytes(b"ds2")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(f"run folder {run_dir} cannot be written: {error}; give another with run_dir=...") from error
+        raise CheckpointError(
+            f"run folder {run_dir} cannot be written: {error}; give another with run_dir=..."
+        ) from error
     free = shutil.disk_usage(run_dir).free
     if free < _FREE_BYTES_AT_START:
         raise CheckpointError(

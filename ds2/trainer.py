@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.augment import apply_masks, spectrogram_masks
 from ds2.audio_cache import open_audio
+from ds2.augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
 from ds2.batching import padded_durations_s, plan_epoch
 from ds2.checkpoint import (
@@ -60,6 +60,7 @@ class Progress:
     elapsed_s: float = 0.0
     audio_s: float = 0.0
 
+
 class Trainer:
     """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
 
@@ -85,7 +86,7 @@ class Trainer:
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         decay = config.train.average_decay
-        self.average: WeightAverage | None = None
+        self.average: WeightAverage[AcousticModel] | None = None
         state = run_dir / "trainer.safetensors"
         if config.checkpoint.resume and state.is_file():
             self._resume(state)
@@ -136,9 +137,10 @@ class Trainer:
     def describe(self) -> str:
         """One line: data, device, precision and size."""
         parameters = sum(p.numel() for p in self.model.parameters())
+        hours = sum(u.duration_s for u in self.utterances) / 3600
         return (
-            f"training {len(self.utterances)} utterances ({sum(u.duration_s for u in self.utterances) / 3600:.2f} h), {len(self.dev)} dev, "
-            f"on {self.device} in {self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
+            f"training {len(self.utterances)} utterances ({hours:.2f} h), {len(self.dev)} dev, on {self.device} in "
+            f"{self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
     def output_frames(self, samples: int) -> int:
@@ -155,7 +157,9 @@ class Trainer:
         features, lengths = self.features(batch.waveforms.to(self.device, non_blocking=True), batch.sample_lengths)
         indices = batch.indices.tolist()
         seed, epoch = self.config.train.seed, self.progress.epoch
-        masks = spectrogram_masks(lengths, features.shape[1], self.config.augment, self.config.features, seed, epoch, indices)
+        masks = spectrogram_masks(
+            lengths, features.shape[1], self.config.augment, self.config.features, seed, epoch, indices
+        )
         features = apply_masks(features, masks)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits, logit_lengths = self.model(features, lengths)
@@ -179,7 +183,7 @@ class Trainer:
                 with self.timer.phase("forward"):
                     losses, feasible = self.losses(batch)
                 with self.timer.phase("backward"):
-                    (losses.sum() / utterances).backward()
+                    torch.autograd.backward(losses.sum() / utterances)
             except torch.OutOfMemoryError as error:
                 raise TrainingError(self._out_of_memory(batch)) from error
             seen.append((batch, losses.detach()))
@@ -213,7 +217,8 @@ class Trainer:
         limit = self.config.train.max_skipped_steps
         if self.progress.skipped > limit:
             raise TrainingError(
-                f"{self.progress.skipped} steps were not finite (train.max_skipped_steps={limit}); last utterances: {names}. "
+                f"{self.progress.skipped} steps were not finite (train.max_skipped_steps={limit}); last utterances: "
+                f"{names}. "
                 "Lower optim.learning_rate or optim.clip_norm, or run `ds2 data check` on the manifest"
             )
 
@@ -228,10 +233,16 @@ class Trainer:
         )
 
     def evaluate(self, board: RunLog) -> dict[str, float]:
-        """WER and CER on the dev set with the averaged weights where there are any; keeps the model if it is the best."""
+        """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
         model = self.average.model if self.average is not None else self.model
         hypotheses = transcribe_utterances(
-            model.eval(), self.features, self.alphabet, self.dev, self.config, device=self.device, precision=self.precision
+            model.eval(),
+            self.features,
+            self.alphabet,
+            self.dev,
+            self.config,
+            device=self.device,
+            precision=self.precision,
         )
         model.train(model is self.model)
         references = [self.alphabet.normalise(u.text)[0] for u in self.dev]
@@ -262,7 +273,7 @@ class Trainer:
         save_model(path, model, self.features, self.alphabet, self.config, facts)
 
     def keep_last(self, metrics: dict[str, float]) -> None:
-        """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 the last so many epochs under their numbers."""
+        """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 that many epochs by number."""
         self.save_model(self.run_dir / "last.safetensors", metrics)
         keep = self.config.checkpoint.keep_last
         if keep > 1:
@@ -290,7 +301,9 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs; set device=cpu or device=auto")
+        raise ConfigError(
+            f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs; set device=cpu or device=auto"
+        )
     return device
 
 

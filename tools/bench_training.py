@@ -4,8 +4,8 @@
     python tools/bench_training.py --model rnn_8 --batch 4 --backend gemm     # the same step without persistent kernels
 
 Utterances are noise of equal length with random transcripts. Prints a table and one JSON line: milliseconds a step
-(median, 10th and 90th percentile of host-timed steps, each ending in the trainer's own synchronisation), seconds of audio
-a second, peak memory.
+(median, 10th and 90th percentile of host-timed steps, each ending in the trainer's own synchronisation), seconds of
+audio a second, peak memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def write_corpus(folder: Path, utterances: int, duration_s: float, characters_pe
 def bench(model: str, batch: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Median step of one model at one batch size."""
     overrides = [
-        f"model={model}", f"model.backend={args.backend}", "optim=sgd", "optim.learning_rate=1e-6", f"batching.utterances={batch}",
+        f"model={model}", f"model.backend={args.backend}", "optim=sgd", "optim.learning_rate=1e-6",
+        f"batching.utterances={batch}",
         f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}", "data.workers=0", f"device={args.device}",
         f"train.precision={args.precision}", "features.statistics_utterances=4", "train.max_skipped_steps=100000",
         f"run_dir={folder / 'run'}", *args.overrides,
@@ -78,7 +79,8 @@ def bench(model: str, batch: int, args: argparse.Namespace, folder: Path) -> dic
     return {
         "model": model, "batch": batch, "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "step_ms": median_ms, "p10_ms": deciles[0], "p90_ms": deciles[-1],
-        "forward_ms": 1000 * split["forward"], "backward_ms": 1000 * split["backward"], "optimizer_ms": 1000 * split["optimizer"],
+        "forward_ms": 1000 * split["forward"], "backward_ms": 1000 * split["backward"],
+        "optimizer_ms": 1000 * split["optimizer"],
         "audio_s_per_s": 1000 * batch * args.duration / median_ms,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "skipped": trainer.progress.skipped,
@@ -99,9 +101,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
     args = parser.parse_args()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores"
-    print(f"torch {torch.__version__} on {device}; {args.duration:g} s utterances, backend {args.backend}, commit {git_commit()}")
-    print(f"{'model':<18}{'batch':>6}{'step ms':>10}{'p10-p90':>16}{'fwd':>8}{'bwd':>8}{'opt':>7}{'audio s/s':>11}{'GiB':>7}")
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores"
+    )
+    print(f"torch {torch.__version__} on {device}, commit {git_commit()}")
+    print(f"{args.duration:g} s utterances, backend {args.backend}")
+    print(
+        f"{'model':<18}{'batch':>6}{'step ms':>10}{'p10-p90':>16}{'fwd':>8}{'bwd':>8}{'opt':>7}"
+        f"{'audio s/s':>11}{'GiB':>7}"
+    )
     rows = []
     for model in args.model:
         for batch in args.batch:

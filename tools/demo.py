@@ -33,7 +33,11 @@ def main() -> int:
     an4 = find_an4(given.an4)
     recipe = "an4_demo" if an4 else "synthetic"
     run_dir = given.run_dir or f"runs/{recipe}"
-    print(f"demo: {'AN4 in ' + str(an4) if an4 else 'no copy of AN4 found (make demo AN4=FOLDER); using a synthesised corpus'}")
+    print(
+        f"demo: AN4 in {an4}"
+        if an4
+        else "demo: no copy of AN4 found (make demo AN4=FOLDER); using a synthesised corpus"
+    )
     began = time.monotonic()
     overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *given.overrides]
     status = ds2(["train", *overrides]) or ds2(["evaluate", run_dir])

@@ -29,13 +29,15 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", fails)
-    with pytest.raises(CheckpointError, match="No space left.*previous file is untouched"):
+    with pytest.raises(CheckpointError, match=r"No space left.*previous file is untouched"):
         save(path, {"w": torch.zeros(2)}, {})
     assert torch.equal(load(path)[0]["w"], torch.ones(2))
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"", "not a whole"), (b"\x80\x04pickle", "not a whole"), (b"\0" * 64, "not")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "not a whole"), (b"\x80\x04pickle", "not a whole"), (b"\0" * 64, "not")]
+)
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
@@ -81,7 +83,9 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str
     optimizer = make_optimizer(model, config)
     steps(model, optimizer, 3)
     path = tmp_path / "trainer.safetensors"
-    save_trainer(path, {"model": model.state_dict(), "optimizer": optimizer_tensors(optimizer)}, {"step": 3}, Config(run_dir="x"))
+    save_trainer(
+        path, {"model": model.state_dict(), "optimizer": optimizer_tensors(optimizer)}, {"step": 3}, Config(run_dir="x")
+    )
     parts, metadata = load_trainer(path, ("model", "optimizer"))
     resumed = nn.Linear(3, 2)
     resumed.load_state_dict(parts["model"])

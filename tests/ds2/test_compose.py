@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ds2.compose import compose_config, config_dir, config_from_dict, config_to_dict, first_of_sweep, save_config
-from ds2.config import ConfigError
+from ds2.config import AugmentConfig, Config, ConfigError, check
 
 RECIPES = sorted(p.stem for p in (config_dir() / "recipe").glob("*.yaml"))
 GROUPS = [(p.parent.name, p.stem) for p in sorted(config_dir().glob("*/*.yaml")) if p.parent.name != "recipe"]
@@ -50,7 +50,7 @@ def test_a_wrong_override_names_the_key_and_the_nearest_right_one(override: str,
 def test_a_wrong_key_in_a_users_recipe_is_found(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nmodel:\n  depht: 3\n")
-    with pytest.raises(ConfigError, match="did you mean 'model.depth'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'model\.depth'"):
         compose_config([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
 
 
@@ -67,3 +67,20 @@ def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
     assert config_from_dict(config_to_dict(config)) == config
     save_config(config, tmp_path / "config.yaml")
     assert "learning_rate" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("augment", "message"),
+    [
+        (AugmentConfig(speed=[0.0]), r"augment.speed=\[0.0\]"),
+        (AugmentConfig(gain_db=[3.0]), "augment.gain_db"),
+        (AugmentConfig(noise_snr_db=[30.0, 10.0]), "augment.noise_snr_db"),
+        (AugmentConfig(noise_probability=0.4, noise_snr_db=[]), "noise_snr_db=.* is needed"),
+        (AugmentConfig(noise_probability=1.4), "augment.noise_probability=1.4"),
+        (AugmentConfig(time_fraction=2.0), "augment.time_fraction"),
+        (AugmentConfig(time_masks=-1), "augment.time_masks=-1"),
+    ],
+)
+def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(Config(augment=augment, run_dir="x"))

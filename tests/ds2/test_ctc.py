@@ -19,7 +19,7 @@ def test_min_frames_counts_a_blank_between_equal_neighbours(labels: list[int], n
     padded = torch.tensor([labels + [1] * (4 - len(labels))])
     assert min_frames(padded, torch.tensor([len(labels)])).tolist() == [needed]
     shortest = min(
-        (len(path) for n in range(6) for path in itertools.product(range(4), repeat=n) if collapse(path) == labels)
+        len(path) for n in range(6) for path in itertools.product(range(4), repeat=n) if collapse(path) == labels
     )
     assert shortest == needed
 

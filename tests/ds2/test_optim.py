@@ -64,7 +64,10 @@ def test_nesterov_sgd_follows_the_hand_worked_steps() -> None:
 
 def test_weight_decay_leaves_vectors_alone() -> None:
     optimizer = make_optimizer(nn.Linear(3, 2), OptimConfig(name="adamw", weight_decay=0.1))
-    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in optimizer.param_groups] == [(0.1, [2]), (0.0, [1])]
+    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in optimizer.param_groups] == [
+        (0.1, [2]),
+        (0.0, [1]),
+    ]
 
 
 def test_weight_average_follows_weights_and_running_statistics() -> None:

@@ -46,13 +46,15 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     train(config, run_dir)
     names = {p.name for p in run_dir.iterdir()}
     assert names == {
-        "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors", "trainer.safetensors",
-        "config.yaml", "log.jsonl", "tensorboard",
+        "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors",
+        "trainer.safetensors", "config.yaml", "log.jsonl", "tensorboard",
     }  # fmt: skip
     loaded = load_model(run_dir / "last.safetensors")
     assert loaded.config.model == config.model and loaded.metadata["metrics"]["git_commit"]
     first = events(run_dir, "train")[0]
-    assert {"loss", "learning_rate", "gradient_norm", "audio_s_per_s", "data_s", "forward_s", "backward_s"} <= set(first)
+    assert {"loss", "learning_rate", "gradient_norm", "audio_s_per_s", "data_s", "forward_s", "backward_s"} <= set(
+        first
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,9 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     ],
     ids=["sgd", "adamw-averaged-augmented", "accumulated"],
 )
-def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...]) -> None:
+def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(
+    tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(tiny_config(*extra), whole)
     for steps in (1, 4, 5, 0):
@@ -105,7 +109,9 @@ def test_killed_at_random_steps_and_started_again_is_the_unbroken_run(
 def test_a_signal_saves_and_ends_cleanly(tiny_overrides: list[str], tmp_path: Path, number: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "ds2.cli", "train", *tiny_overrides, "train.epochs=100000"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ}, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ}, text=True
+    )
     while not (run_dir / "best.safetensors").is_file():
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
@@ -139,7 +145,9 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
         trainer.step(batches, 1, 2)
 
 
-def test_out_of_memory_names_the_batch_and_the_settings(tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_names_the_batch_and_the_settings(
+    tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
 
@@ -147,7 +155,9 @@ def test_out_of_memory_names_the_batch_and_the_settings(tiny_config: MakeConfig,
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trainer, "losses", fails)
-    with pytest.raises(TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"):
+    with pytest.raises(
+        TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
+    ):
         trainer.step(trainer.loader.epoch(trainer.plan(), 1), 1, 4)
 
 
@@ -171,7 +181,7 @@ def test_resuming_with_another_model_is_refused(tiny_config: MakeConfig) -> None
     config = tiny_config("train.max_steps=1")
     run_dir = Path(config.run_dir)
     train(config, run_dir)
-    with pytest.raises(ConfigError, match="other model.hidden.*init_from"):
+    with pytest.raises(ConfigError, match=r"other model\.hidden.*init_from"):
         train(tiny_config("model.hidden=32"), run_dir)
     with pytest.raises(CheckpointError, match="holds the checkpoints of another run"):
         train(tiny_config("checkpoint.resume=false"), run_dir)
