@@ -4,12 +4,13 @@
     python tools/bench_lookahead.py --shape 350 64 1152 6
 
 The floor is the time of copying as many bytes: forward reads x and writes y, backward reads grad_y and x and writes
-grad_x. On a GPU the inputs rotate so that no cache holds them. Prints one table, then one line of JSON; exits with 1
-if the op is wrong. Shape letters: T frames, B batch, H hidden, K taps.
+grad_x. On a GPU the inputs rotate so that no cache holds them, and one CUDA graph holds the calls of one rotation, so
+that kernels are timed and not the host; "called" is a call by itself, the host's part in it. Prints one table, then one
+line of JSON; exits with 1 if the op is wrong. Shape letters: T frames, B batch, H hidden, K taps.
 """
 
 import argparse
-import itertools
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 from ds2_ops import lookahead
 from ds2_ops.reference import lookahead_reference
-from timing import machine, measure
+from timing import Timing, graphed, machine, measure
 from torch import Tensor, nn
 
 STANDARD = [(350, 64, 1152, 6), (350, 64, 1152, 20), (350, 4, 1152, 6), (350, 4, 1152, 20), (1500, 32, 1760, 20)]
 STANDARD_CPU = [(350, 8, 1152, 3), (350, 8, 1152, 20), (350, 32, 1152, 6)]
+RowConvolution = Callable[[Tensor, Tensor], Tensor]
 ROTATED_BYTES = 200e6  # four times the L2 of the largest GPUs
 
 
@@ -33,10 +35,10 @@ def grouped_convolution(x: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.conv1d(padded, weight[:, None], groups=len(weight)).permute(2, 0, 1).contiguous()
 
 
-CONTENDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"ours": lookahead, "grouped conv1d": grouped_convolution}
+CONTENDERS: dict[str, RowConvolution] = {"ours": lookahead, "grouped conv1d": grouped_convolution}
 
 
-def gradients(op: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
+def gradients(op: RowConvolution, x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
     """Output and both gradients."""
     y = op(x, weight)
     return y.detach(), *torch.autograd.grad(y, (x, weight), grad_y)
@@ -66,29 +68,45 @@ def bench(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.de
     slack = torch.finfo(dtype).eps
     if any(not ours <= 2 * stock + slack for ours, stock in measured.values()):
         return [row | {"contender": "ours", "wrong": True}]
-    # Half of what is copied is read and half is written.
-    turn = itertools.cycle(range(copies))
     target = torch.empty_like(xs[0]).detach()
-    copy = measure(lambda: target.copy_(xs[next(turn)].detach()), device)
-    seconds_per_byte = copy.median_s / (2 * array_bytes)
+    copied = rotation(lambda x, grad_y: target.copy_(x.detach()), xs, grads, device)
+    seconds_per_byte = copied.median_s / (2 * array_bytes)  # half of what is copied is read and half is written
     rows = []
     for name, op in CONTENDERS.items():
-
-        def forward(op: Callable[[Tensor, Tensor], Tensor] = op) -> object:
-            with torch.no_grad():
-                return op(xs[next(turn)], weight)
-
-        def both(op: Callable[[Tensor, Tensor], Tensor] = op) -> object:
-            index = next(turn)
-            return gradients(op, xs[index], weight, grads[index])
-
+        forward, both = passes(op, weight)
         result = row | {"contender": name}
         for pass_name, call, arrays in (("forward", forward, 2), ("both", both, 5)):
-            timing = measure(call, device)
+            timing = rotation(call, xs, grads, device)
             result[f"{pass_name}_us"] = [round(t * 1e6, 2) for t in timing]
             result[f"{pass_name}_floor_us"] = round(arrays * array_bytes * seconds_per_byte * 1e6, 2)
+            called = measure(functools.partial(call, xs[0], grads[0]), device)
+            result[f"{pass_name}_called_us"] = round(called.median_s * 1e6, 2)
         rows.append(result)
     return rows
+
+
+def passes(op: RowConvolution, weight: Tensor) -> tuple[RowConvolution, RowConvolution]:
+    """Forward alone, and forward with both gradients, as functions of (x, grad_y)."""
+
+    def forward(x: Tensor, grad_y: Tensor) -> Tensor:
+        with torch.no_grad():
+            return op(x, weight)
+
+    def both(x: Tensor, grad_y: Tensor) -> Tensor:
+        return gradients(op, x, weight, grad_y)[0]
+
+    return forward, both
+
+
+def rotation(call: RowConvolution, xs: list[Tensor], grads: list[Tensor], device: torch.device) -> Timing:
+    """Seconds of one call, over inputs that take turns."""
+
+    def turn() -> None:
+        for x, grad_y in zip(xs, grads, strict=True):
+            call(x, grad_y)
+
+    timing = measure(graphed(turn) if device.type == "cuda" else turn, device)
+    return Timing(*(t / len(xs) for t in timing))
 
 
 def main() -> int:
@@ -120,7 +138,8 @@ def main() -> int:
         cells = []
         for name in ("forward", "both"):
             median, low, high = row[f"{name}_us"]
-            cells += [f"{f'{median:.1f} ({low:.1f} - {high:.1f})':>26}", f"{median / row[f'{name}_floor_us']:>8.2f}"]
+            cells.append(f"{f'{median:.1f} ({low:.1f} - {high:.1f})':>26} {median / row[f'{name}_floor_us']:>8.2f}")
+            cells.append(f"{row[f'{name}_called_us']:>8.1f}")
         print(head + " ".join(cells))
     data = {"benchmark": "lookahead", "title": title, "dtype": str(dtype), "rows": rows}
     if options.out:

@@ -52,6 +52,7 @@ class Work:
         with torch.no_grad():
             for mine, theirs in ((self.weight_ih, "weight_ih_l0"), (self.weight_hh, "weight_hh_l0")):
                 self.peer.get_parameter(theirs).copy_(mine)
+        self.peer.flatten_parameters()
 
     def op(self, backend: str, projection: bool, backward: bool) -> Callable[[], object]:
         """Our op as a callable: forward alone, or with all gradients."""

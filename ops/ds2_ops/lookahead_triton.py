@@ -3,10 +3,12 @@
 # ruff: noqa: RUF005
 """The row convolution on a GPU: each input read once, each output written once.
 
-A program owns a block of feature columns and walks along a chunk of time with the last K frames in a ring of
-registers; the loop is unrolled K-fold so that the ring turns by renaming, not by moving. No atomics: the same bits on
-every run. Shape letters: T frames, B batch, H hidden, K = tau + 1 taps; a column is one (batch, feature) pair.
+A program owns a block of feature columns and walks along a chunk of time, a few frames a turn, with the frames that the
+next turn needs again in registers; all loads of a turn are in flight together. No atomics: the same bits on every run.
+Shape letters: T frames, B batch, H hidden, K = tau + 1 taps; a column is one (batch, feature) pair.
 """
+
+import functools
 
 import torch
 import triton
@@ -15,27 +17,21 @@ from torch import Tensor
 
 MAX_TAPS = 32  # the ring and the taps live in registers
 _WARPS_WANTED = 2048  # about 16 a multiprocessor on the largest GPUs: enough loads in flight to fill the memory bus
-_REGISTERS_WANTED = 160
+_REGISTERS_WANTED = 100  # a thread, for those values alone; addresses and loads in flight come on top
+_CHUNK_FRAMES = 48  # at least: each chunk reads K - 1 frames of its neighbour again
 
 
 def forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
     """Sum w_j * x_(t+j) over the taps j. Arguments and returns as in :func:`ds2_ops.lookahead_shift.forward`."""
     y = torch.empty_like(x)
     if x.numel():
-        launch = _Launch(x, weight, values_per_column=2)
+        taps, turn = weight.shape[1], 8
+        grid, chunk, columns = _cut(
+            *x.shape, x.element_size(), turn, 2 * taps
+        )  # a column holds its taps and its window
+        shape = (*x.shape, chunk, taps, turn, columns, lengths is not None)
         with torch.cuda.device(x.device):
-            _forward_kernel[launch.grid](
-                x,
-                weight,
-                lengths,
-                y,
-                *x.shape,
-                launch.chunk,
-                launch.taps,
-                launch.columns,
-                lengths is not None,
-                num_warps=1,
-            )
+            _forward_kernel[grid](x, weight, lengths, y, *shape, num_warps=1)
     return y
 
 
@@ -44,41 +40,31 @@ def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) 
     grad_x = torch.empty_like(x)
     if not x.numel():
         return grad_x, torch.zeros_like(weight)
-    launch = _Launch(x, weight, values_per_column=3)
-    partial = torch.empty(launch.grid[1], launch.taps, *x.shape[1:], dtype=torch.float32, device=x.device)
+    taps, turn = weight.shape[1], 4
+    grid, chunk, columns = _cut(*x.shape, x.element_size(), turn, 3 * taps)  # taps, window and sums of grad_weight
+    shape = (*x.shape, chunk, taps, turn, columns, lengths is not None)
+    partial = torch.empty(grid[1], taps, *x.shape[1:], dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
-        _backward_kernel[launch.grid](
-            grad_y,
-            x,
-            weight,
-            lengths,
-            grad_x,
-            partial,
-            *x.shape,
-            launch.chunk,
-            launch.taps,
-            launch.columns,
-            lengths is not None,
-            num_warps=1,
-        )
+        _backward_kernel[grid](grad_y, x, weight, lengths, grad_x, partial, *shape, num_warps=1)
     return grad_x, partial.sum((0, 2)).t().contiguous().to(weight.dtype)
 
 
-class _Launch:
-    """How columns and time are cut: wide loads while registers last, then chunks of time until the GPU is full."""
+@functools.lru_cache(maxsize=1024)
+def _cut(
+    frames: int, batch: int, hidden: int, element_bytes: int, turn: int, values_per_column: int
+) -> tuple[tuple[int, int], int, int]:
+    """Cut columns and time: wide loads while registers last, then chunks of time until the GPU is full.
 
-    def __init__(self, x: Tensor, weight: Tensor, values_per_column: int) -> None:
-        frames, batch, hidden = x.shape
-        self.taps = weight.shape[1]
-        per_thread = 16 // x.element_size()
-        while per_thread > 1 and values_per_column * self.taps * per_thread > _REGISTERS_WANTED:
-            per_thread //= 2
-        self.columns = 32 * per_thread
-        column_blocks = triton.cdiv(batch * hidden, self.columns)
-        # Each chunk reads K - 1 frames of its neighbour again, so chunks are long beside K.
-        chunks = max(1, min(_WARPS_WANTED // column_blocks, frames // (8 * self.taps)))
-        self.chunk = triton.cdiv(triton.cdiv(frames, chunks), self.taps) * self.taps
-        self.grid = (column_blocks, triton.cdiv(frames, self.chunk))
+    Returns the grid (column blocks, chunks), the frames of a chunk and the columns of a block.
+    """
+    per_thread = 16 // element_bytes
+    while per_thread > 1 and values_per_column * per_thread > _REGISTERS_WANTED:
+        per_thread //= 2
+    columns = 32 * per_thread
+    column_blocks = triton.cdiv(batch * hidden, columns)
+    chunks = max(1, min(_WARPS_WANTED // column_blocks, frames // _CHUNK_FRAMES))
+    chunk = triton.cdiv(triton.cdiv(frames, chunks), turn) * turn
+    return (column_blocks, triton.cdiv(frames, chunk)), chunk, columns
 
 
 @triton.jit
@@ -102,6 +88,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     hidden,
     chunk,
     K: tl.constexpr,
+    TURN: tl.constexpr,
     COLUMNS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -116,20 +103,21 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     taps = ()
     for j in tl.static_range(K):
         taps = taps + (_tap(weight_ptr, columns % hidden, j, inside, K),)
-    ring = ()
+    window = ()
     for j in tl.static_range(K - 1):
-        ring = ring + (_row(x_ptr, start + j, total, columns, start + j < valid),)
-    ring = ring + (tl.zeros((COLUMNS,), tl.float32),)
-    for first in range(start, stop, K):
-        for i in tl.static_range(K):
+        window = window + (_row(x_ptr, start + j, total, columns, start + j < valid),)
+    for first in range(start, stop, TURN):
+        for i in tl.static_range(TURN):
+            ahead = first + i + K - 1
+            window = window + (_row(x_ptr, ahead, total, columns, ahead < valid),)
+        for i in tl.static_range(TURN):
             t = first + i
-            newest = _row(x_ptr, t + K - 1, total, columns, t + K - 1 < valid)
-            ring = ring[: (i + K - 1) % K] + (newest,) + ring[(i + K - 1) % K + 1 :]
-            y = taps[0] * ring[i % K]
+            y = taps[0] * window[i]
             for j in tl.static_range(1, K):
-                y += taps[j] * ring[(i + j) % K]
+                y += taps[j] * window[i + j]
             y = tl.where(t < valid, y, 0.0)
             tl.store(y_ptr + t.to(tl.int64) * total + columns, y.to(y_ptr.dtype.element_ty), mask=inside & (t < stop))
+        window = window[TURN:]
 
 
 @triton.jit(do_not_specialize=["frames", "batch", "chunk"])
@@ -145,6 +133,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     hidden,
     chunk,
     K: tl.constexpr,
+    TURN: tl.constexpr,
     COLUMNS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
@@ -161,26 +150,29 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     for j in tl.static_range(K):
         taps = taps + (_tap(weight_ptr, columns % hidden, j, inside, K),)
         sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
-    ring = ()  # grad_y of the last K frames; before the chunk, of the frames that look into it
-    for j in tl.static_range(K):
-        t = start - K + j
-        ring = ring + (_row(grad_y_ptr, t, total, columns, (t >= 0) & (t < valid)),)
-    for first in range(start, stop, K):
-        for i in tl.static_range(K):
+    window = ()  # grad_y
+    for j in tl.static_range(K - 1):
+        t = start - K + 1 + j
+        window = window + (_row(grad_y_ptr, t, total, columns, (t >= 0) & (t < valid)),)
+    for first in range(start, stop, TURN):
+        xs = ()
+        for i in tl.static_range(TURN):
             t = first + i
             live = t < tl.minimum(valid, stop)
-            ring = ring[:i] + (_row(grad_y_ptr, t, total, columns, live),) + ring[i + 1 :]
-            x = _row(x_ptr, t, total, columns, live)
+            window = window + (_row(grad_y_ptr, t, total, columns, live),)
+            xs = xs + (_row(x_ptr, t, total, columns, live),)
+        for i in tl.static_range(TURN):
+            t = first + i
             grad_x = tl.zeros((COLUMNS,), tl.float32)
             new_sums = ()
             for j in tl.static_range(K):
-                behind = ring[(i - j + K) % K]
-                grad_x += taps[j] * behind
-                new_sums = new_sums + (sums[j] + behind * x,)
+                grad_x += taps[j] * window[K - 1 + i - j]
+                new_sums = new_sums + (sums[j] + window[K - 1 + i - j] * xs[i],)
             sums = new_sums
-            grad_x = tl.where(live, grad_x, 0.0)
+            grad_x = tl.where(t < valid, grad_x, 0.0)
             offset = t.to(tl.int64) * total + columns
             tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside & (t < stop))
+        window = window[TURN:]
     rows = tl.program_id(1).to(tl.int64) * K
     for j in tl.static_range(K):
         tl.store(partial_ptr + (rows + j) * total + columns, sums[j], mask=inside)
