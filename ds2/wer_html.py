@@ -167,7 +167,7 @@ for (const [kind, reference, hypothesis, times] of data.errors) {
 const state = new URLSearchParams(location.hash.slice(1));
 for (const id of controls) if (state.has(id)) byId(id).value = state.get(id);
 chosen = state.get("error") || "";
-for (const id of controls) byId(id).addEventListener("input", update);
+for (const id of controls) byId(id).addEventListener(id === "query" ? "input" : "change", update);
 byId("more").addEventListener("click", () => { limit += PAGE; draw(); });
 update();
 """
