@@ -1,0 +1,116 @@
+"""Text for language models: plain, .gz or .xz files, line by line, normalised and cut into tokens, with a report."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from ds2.alphabet import Alphabet, describe
+from ds2.language_model import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError
+
+
+def _open(path: Path) -> BinaryIO | gzip.GzipFile | lzma.LZMAFile:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    return lzma.open(path, "rb") if path.suffix == ".xz" else open(path, "rb")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number, line) of a UTF-8 text, unpacked where its name ends in .gz or .xz.
+
+    Raises:
+        LanguageModelError: no such file, a cut-off archive, or bytes that are not UTF-8 (the line is named).
+    """
+    number = 0
+    try:
+        with _open(path) as opened:
+            for raw in opened:
+                number += 1
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                if "\0" in line:
+                    raise LanguageModelError(f"{path}:{number} holds NUL characters: is it UTF-16? Convert it to UTF-8")
+                yield number, line
+    except UnicodeDecodeError as error:
+        raise LanguageModelError(
+            f"{path}:{number} is not UTF-8 ({error.reason} at byte {error.start} of the line): convert the file, e.g. "
+            "iconv -f latin1 -t utf-8"
+        ) from error
+    except FileNotFoundError as error:
+        raise LanguageModelError(f"there is no text {path}") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise LanguageModelError(f"{path} cannot be read after line {number}: {error}") from error
+
+
+@dataclass
+class SentenceReader:
+    """The sentences of texts as tokens, one a line, normalised by the alphabet; what was left out is counted.
+
+    `unit` "word" splits on white space; "character" writes a space as <space>; "piece" splits on white space and takes
+    the tokens as they are. Where the alphabet cannot write a character, `unknown` decides: "skip" the line, "drop" the
+    character or "stop".
+    """
+
+    paths: Sequence[Path]
+    unit: str = "word"
+    alphabet: Alphabet | None = field(default_factory=lambda: Alphabet(("", *" 'abcdefghijklmnopqrstuvwxyz")))
+    unknown: str = "skip"
+    lines: int = 0
+    empty_lines: int = 0
+    skipped_lines: int = 0
+    tokens: int = 0
+    characters: Counter[str] = field(default_factory=Counter)  # outside the alphabet
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS or self.unknown not in ("skip", "drop", "stop"):
+            raise LanguageModelError(
+                f"unit={self.unit!r} must be {', '.join(UNITS)}; unknown={self.unknown!r} must be skip, drop or stop"
+            )
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """Raises LanguageModelError: an unreadable text, a reserved token, or, on "stop", an unknown character."""
+        for path in self.paths:
+            for number, line in read_lines(path):
+                self.lines += 1
+                tokens = self._tokens(line, f"{path}:{number}")
+                if tokens:
+                    self.tokens += len(tokens)
+                    yield tokens
+
+    def _tokens(self, line: str, where: str) -> list[str]:
+        if self.unit != "piece" and self.alphabet is not None:
+            line, unknown = self.alphabet.normalise(line)
+            if unknown:
+                self.characters.update(unknown)
+                if self.unknown == "stop":
+                    raise LanguageModelError(
+                        f"{where} holds characters outside the alphabet: {describe(unknown)}; "
+                        "map them with --replace, or choose --unknown skip or drop"
+                    )
+                if self.unknown == "skip":
+                    self.skipped_lines += 1
+                    return []
+                line = " ".join("".join(c for c in line if c not in unknown).split())
+        tokens = [SPACE if c == " " else c for c in line.strip()] if self.unit == "character" else line.split()
+        if not tokens:
+            self.empty_lines += 1
+        elif reserved := {UNKNOWN, START, END}.intersection(tokens):
+            raise LanguageModelError(
+                f"{where} holds {', '.join(sorted(reserved))}, which the model itself adds: remove it"
+            )
+        return tokens
+
+    def report(self) -> str:
+        """Describe what was read and what was left out."""
+        text = f"{self.lines} lines, {self.tokens} {self.unit}s, {self.empty_lines} empty lines"
+        if self.characters:
+            fate = f"{self.skipped_lines} lines skipped for" if self.unknown == "skip" else "dropped"
+            common = dict(self.characters.most_common(20))
+            more = f" and {len(self.characters) - len(common)} others" if len(self.characters) > len(common) else ""
+            text += f", {fate} characters outside the alphabet: {describe(common)}{more}"
+        return text
