@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +29,9 @@ def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:
 
 
 def ctc_losses(logits: Tensor, logit_lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of each transcript, summed over all alignments.
+    """Negative log-likelihood of each transcript, summed over all alignments (Graves et al. 2006, equation 8).
+
+    The gradient has the same bits on every run: `reproducible_ctc` makes it on a GPU, where torch's adds with atomics.
 
     Args:
         logits: (T, B, V) of any float dtype; the log-softmax and the sums run in fp32.
@@ -40,11 +44,69 @@ def ctc_losses(logits: Tensor, logit_lengths: Tensor, labels: Tensor, label_leng
         the CPU: False where the transcript needs more frames than there are.
     """
     feasible = logit_lengths >= min_frames(labels, label_lengths)
-    log_probs = F.log_softmax(logits.float(), dim=-1)
-    targets = labels.to(logits.device, non_blocking=True)
     # An infeasible row is scored against the empty transcript: an infinite loss has a NaN gradient even at weight 0.
     possible = torch.where(feasible, label_lengths, 0)
-    losses = F.ctc_loss(log_probs, targets, logit_lengths, possible, blank=BLANK, reduction="none")
+    if logits.is_cuda:
+        losses = reproducible_ctc(logits, labels, logit_lengths, possible)
+    else:
+        log_probs = F.log_softmax(logits.float(), dim=-1)
+        losses = F.ctc_loss(log_probs, labels, logit_lengths, possible, blank=BLANK, reduction="none")
     if not bool(feasible.all()):
         losses = torch.where(feasible.to(losses.device), losses, torch.zeros_like(losses))
     return losses, feasible
+
+
+def reproducible_ctc(logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor) -> Tensor:
+    """The losses (B,) of feasible transcripts, on any device, with a gradient free of atomic additions.
+
+    Arguments are those of `ctc_losses`.
+    """
+    losses: Tensor = _CtcLoss.apply(logits, labels, frames, label_lengths)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _CtcLoss(torch.autograd.Function):
+    """Torch's forward recursion, and its mirror image for the backward variables (Graves et al. 2006, section 4.1)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor) -> Tensor:
+        log_probs = F.log_softmax(logits.detach().float(), dim=-1)
+        targets = labels.to(logits.device, non_blocking=True)
+        losses, log_alpha = torch._ctc_loss(log_probs, targets, frames.tolist(), label_lengths.tolist(), BLANK)
+        ctx.save_for_backward(log_probs, targets, losses, log_alpha)
+        ctx.frames, ctx.label_lengths, ctx.dtype = frames, label_lengths, logits.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, targets, losses, log_alpha = ctx.saved_tensors
+        device = log_probs.device
+        frames = ctx.frames.to(device, non_blocking=True)[:, None]
+        lengths = ctx.label_lengths.to(device, non_blocking=True)[:, None]
+        time = _mirrored(frames, log_probs.shape[0])
+        position = _mirrored(2 * lengths + 1, log_alpha.shape[2])
+        mirrored_probs = log_probs.gather(0, time.t()[:, :, None].expand_as(log_probs))
+        mirrored_targets = targets.gather(1, _mirrored(lengths, targets.shape[1]))
+        _, mirrored_alpha = torch._ctc_loss(
+            mirrored_probs, mirrored_targets, ctx.frames.tolist(), ctx.label_lengths.tolist(), BLANK
+        )
+        log_beta = mirrored_alpha.gather(1, time[:, :, None].expand_as(log_alpha))
+        log_beta = log_beta.gather(2, position[:, None, :].expand_as(log_alpha))
+        extended = targets.new_full(log_alpha[:, 0].shape, BLANK)  # a blank before, between and after the labels
+        extended[:, 1::2] = targets
+        emitted = log_probs.transpose(0, 1).gather(2, extended[:, None, :].expand_as(log_alpha))
+        # alpha and beta both hold the emission of their frame: one of them goes
+        log_occupancy = log_alpha + log_beta - emitted + losses[:, None, None]
+        valid_time = torch.arange(log_probs.shape[0], device=device) < frames
+        valid = valid_time[:, :, None] & (torch.arange(log_alpha.shape[2], device=device) <= 2 * lengths)[:, None, :]
+        occupancy = torch.where(valid & (log_occupancy < torch.inf), log_occupancy, -torch.inf).exp()
+        by_label = occupancy @ F.one_hot(extended, log_probs.shape[2]).to(occupancy.dtype)
+        grad = (log_probs.exp() - by_label.transpose(0, 1)) * grad_losses[None, :, None]
+        grad = grad.masked_fill(~valid_time.t()[:, :, None], 0.0)
+        return grad.to(ctx.dtype), None, None, None
+
+
+def _mirrored(lengths: Tensor, extent: int) -> Tensor:
+    """(B, extent) indices that reverse each row within its length (B, 1) and leave what follows in place."""
+    index = torch.arange(extent, device=lengths.device)
+    return torch.where(index < lengths, lengths - 1 - index, index)

@@ -1,11 +1,12 @@
 """CTC: the frames a transcript needs, values against brute force, and infeasible utterances kept out."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from ds2.ctc import ctc_losses, min_frames
+from ds2.ctc import ctc_losses, min_frames, reproducible_ctc
 
 
 def collapse(path: tuple[int, ...]) -> list[int]:
@@ -57,3 +58,59 @@ def test_the_loss_runs_in_fp32_whatever_the_logits_are() -> None:
     logits = torch.randn(5, 1, 3, generator=torch.Generator().manual_seed(3)).bfloat16()
     losses, _ = ctc_losses(logits, torch.tensor([5]), torch.tensor([[1]]), torch.tensor([1]))
     assert losses.dtype == torch.float32
+
+
+@pytest.mark.parametrize("alphabet", [2, 3, 29])
+def test_the_reproducible_gradient_is_as_near_to_float64_as_that_of_torch(alphabet: int) -> None:
+    generator = torch.Generator().manual_seed(alphabet)
+    logits = 2 * torch.randn(60, 5, alphabet, generator=generator)
+    labels = torch.randint(1, alphabet, (5, 12), generator=generator)
+    frames, lengths = torch.tensor([60, 33, 40, 7, 25]), torch.tensor([12, 12, 1, 3, 0])
+    weights = torch.tensor([1.0, 0.5, 2.0, 0.1, 1.0])
+
+    def torch_loss(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.ctc_loss(values.log_softmax(-1), labels, frames, lengths, reduction="none")
+
+    def results(
+        values: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        values = values.clone().requires_grad_()
+        losses = loss(values)
+        (losses * weights).sum().backward()
+        assert values.grad is not None
+        return losses.detach().double(), values.grad.double()
+
+    exact = results(logits.double(), torch_loss)
+    stock = results(logits, torch_loss)
+    ours = results(logits, lambda values: reproducible_ctc(values, labels, frames, lengths))
+    for wanted, theirs, got in zip(exact, stock, ours, strict=True):
+        assert (got - wanted).norm() <= 2 * (theirs - wanted).norm() + 1e-7 * wanted.norm()
+
+
+def test_the_reproducible_gradient_ignores_what_lies_at_padding() -> None:
+    logits = torch.randn(9, 2, 4, generator=torch.Generator().manual_seed(4))
+    frames, labels, lengths = torch.tensor([9, 5]), torch.tensor([[1, 2], [3, 0]]), torch.tensor([2, 1])
+    clean, dirty = logits.clone().requires_grad_(), logits.clone()
+    dirty[5:, 1] = float("nan")
+    dirty.requires_grad_()
+    for values in (clean, dirty):
+        reproducible_ctc(values, labels, frames, lengths).sum().backward()
+    assert clean.grad is not None and dirty.grad is not None
+    assert torch.equal(clean.grad, dirty.grad)
+
+
+@pytest.mark.gpu
+def test_the_gradient_has_the_same_bits_twice_on_a_gpu() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(400, 8, 29, generator=generator).cuda()
+    labels = torch.randint(1, 4, (8, 90), generator=generator)
+    frames, lengths = torch.full((8,), 400), torch.full((8,), 90)
+    gradients = []
+    for _ in range(5):
+        values = logits.clone().requires_grad_()
+        ctc_losses(values, frames, labels, lengths)[0].sum().backward()
+        gradients.append(values.grad)
+    on_cpu = logits.cpu().requires_grad_()
+    ctc_losses(on_cpu, frames, labels, lengths)[0].sum().backward()
+    assert all(g is not None and torch.equal(g, gradients[0]) for g in gradients)
+    torch.testing.assert_close(gradients[0].cpu(), on_cpu.grad, rtol=1e-3, atol=1e-5)
