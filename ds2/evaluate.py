@@ -129,7 +129,7 @@ def evaluate(
     Args:
         model_path: model file or run folder (its best model).
         manifests: JSON-lines manifests; none means the test manifests of the model's own config.
-        out: folder of the reports; None is `evaluation` beside the model file.
+        out: folder of the reports; None is `best-evaluation` beside best.safetensors, and so on.
         device: auto, cpu, cuda, cuda:N.
         precision: fp32, bf16 or auto (bf16 on a GPU).
         batch_audio_s: padded audio a batch, seconds; lower it where memory runs out. None chooses by device.
@@ -174,7 +174,7 @@ def evaluate(
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
         report = reports[path] = score(utterances, hypotheses, loaded.alphabet)
-        folder = (out or file.parent / "evaluation") / path.stem
+        folder = (out or file.with_name(f"{file.stem}-evaluation")) / path.stem
         lines = (
             json.dumps(hypothesis_record(u, h, " ".join(aligned.reference)), ensure_ascii=False)
             for u, h, aligned in zip(utterances, hypotheses, report.utterances, strict=True)
@@ -191,7 +191,9 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="ds2 evaluate", description="WER report of a model on manifests")
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", type=Path, nargs="*", help="default: data.test of the model's config")
-    parser.add_argument("--out", type=Path, help="folder of the reports (default: `evaluation` beside the model)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the reports (default: best-evaluation beside best.safetensors, ...)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "auto"])
     parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")

@@ -88,7 +88,7 @@ def test_command_writes_a_report_beside_the_model(
 ) -> None:
     assert main(["evaluate", str(model_file.parent), "--device", "cpu", "--workers", "0"]) == 0
     printed = capsys.readouterr().out
-    folder = model_file.parent / "evaluation" / tone_manifest.stem
+    folder = model_file.parent / "best-evaluation" / tone_manifest.stem
     names = {"hypotheses.jsonl", "report.txt", "report.json", "errors.txt", "errors.html"}
     assert {path.name for path in folder.iterdir()} == names
     record = json.loads((folder / "report.json").read_text())
