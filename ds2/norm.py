@@ -20,12 +20,12 @@ class SequenceBatchNorm(nn.Module):
     then sums over the valid positions, and only the count has to be known. What comes out at padding, and the gradient
     that goes back there, is finite and means nothing: the caller's next layer overwrites it.
 
-    In evaluation, running averages of the same two. Each batch weighs in by its number of valid positions, and the
-    first one fully, so early short batches and the initial values leave no bias.
+    In evaluation, running averages of the same two: batch n weighs in with max(momentum, 1 / n), the first one fully,
+    so the initial values leave no bias.
 
     Args:
         channels: number of channels.
-        momentum: weight of a batch of average size in the running averages.
+        momentum: weight of a batch in the running averages.
         eps: added to the variance.
         axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
@@ -35,7 +35,6 @@ class SequenceBatchNorm(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
-    running_count: Tensor
 
     def __init__(self, channels: int, momentum: float = 0.1, *, eps: float = 1e-5, axis: int = -1) -> None:
         super().__init__()
@@ -47,14 +46,14 @@ class SequenceBatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        self.register_buffer("running_count", torch.zeros(()))
+        self.batches = 0  # behind the running averages; on the host, where the weight of the next one is chosen
 
-    def forward(self, x: Tensor, count: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
         """Normalise.
 
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
-            count: () float32, valid positions, at least 1; unused in evaluation.
+            count: valid positions; unused in evaluation.
 
         Returns:
             The shape and dtype of ``x``.
@@ -65,15 +64,29 @@ class SequenceBatchNorm(nn.Module):
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
         y: Tensor
-        y, mean, var, total = _Normalise.apply(  # type: ignore[no-untyped-call]
-            flat, self.weight, self.bias, count, self.eps, self.reduce
+        y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
+            flat, self.weight, self.bias, max(count, 1), self.eps, self.reduce
         )
+        self.batches += 1
         with torch.no_grad():
-            self.running_count.lerp_(total, self.momentum)
-            share = self.momentum * total / self.running_count
-            self.running_mean.lerp_(mean, share)
-            self.running_var.lerp_(var, share)
+            share = max(self.momentum, 1.0 / self.batches)
+            torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], share)
         return y.view_as(x)
+
+    def forget_broken_averages(self) -> None:
+        """Start the running averages anew where a batch that was not finite got into them; reads them back."""
+        if not bool(torch.isfinite(self.running_mean + self.running_var).all()):
+            self.running_mean.zero_()
+            self.running_var.fill_(1.0)
+            self.batches = 0
+
+    def get_extra_state(self) -> Tensor:
+        """The number of batches behind the running averages, for the state dict."""
+        return torch.tensor(self.batches)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take up what ``get_extra_state`` gave."""
+        self.batches = int(state)
 
 
 class _Normalise(torch.autograd.Function):
@@ -81,30 +94,31 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Tensor, eps: float, reduce: Reduce | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count = count.to(weight.dtype)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: int, eps: float, reduce: Reduce | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
-        ratio = x.numel() // x.shape[1] / count
+        ratio = x.numel() / x.shape[1] / count
         squares = torch.addcmul(var, mean, mean) * ratio
         mean = mean * ratio
+        total = torch.full((1,), count, dtype=torch.int32, device=x.device)
         if reduce is not None:  # in float64: the difference of large sums is the variance
-            packed = torch.cat([mean * count.double(), squares * count.double(), count.double().view(1)])
+            packed = torch.cat([mean.double() * count, squares.double() * count, total.double()])
             reduce(packed)
-            count = packed[-1]
-            mean, squares = (packed[:-1] / count).chunk(2)
+            mean, squares = (packed[:-1] / packed[-1]).to(weight.dtype).chunk(2)
+            total = packed[-1:].to(torch.int32)
         var = torch.addcmul(squares, mean, mean, value=-1.0).clamp_min_(0.0)
-        mean, var, count = mean.to(weight.dtype), var.to(weight.dtype), count.to(weight.dtype)
-        ctx.save_for_backward(x, weight, mean, var, count)
+        inverse = torch.rsqrt(var + eps)
+        ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.eps, ctx.reduce = eps, reduce
-        ctx.mark_non_differentiable(mean, var, count)
-        return _apply(x, weight, bias, mean, var, eps), mean, var, count
+        ctx.mark_non_differentiable(mean, var)
+        if x.is_cuda:
+            return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps), mean, var
+        return _apply(x, weight, bias, mean, var, eps), mean, var
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, var, count = ctx.saved_tensors
-        inverse = torch.rsqrt(var + ctx.eps)
+        x, weight, mean, inverse, count = ctx.saved_tensors
         channels_last = x.dim() == 4 and x.stride(1) == 1
         grad_y = grad_y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
         if x.is_cuda:
@@ -113,6 +127,7 @@ class _Normalise(torch.autograd.Function):
             )
         else:
             grad_y, x = _wide_on_cpu(grad_y), _wide_on_cpu(x)
+            var = inverse.square().reciprocal() - ctx.eps
             _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad_y, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
             )
@@ -123,8 +138,7 @@ class _Normalise(torch.autograd.Function):
             total, total_x = packed.to(total.dtype).chunk(2)
         # grad_x = weight * inverse * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), means over valid positions
         if x.is_cuda:
-            counts = count.to(torch.int32).view(1)
-            grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, total, total_x, counts)
+            grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, total, total_x, count)
         else:
             scale = weight * inverse
             slope = -scale * inverse.square() * total_x / count

@@ -35,6 +35,7 @@ from ds2.evaluate import transcribe_utterances
 from ds2.features import Features
 from ds2.metrics import RunLog, StepTimer, git_commit
 from ds2.model import AcousticModel
+from ds2.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
 from ds2.wer import corpus_report
 
@@ -206,6 +207,9 @@ class Trainer:
 
     def _skip(self, seen: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
         self.progress.skipped += 1
+        for module in self.model.modules():
+            if isinstance(module, SequenceBatchNorm):
+                module.forget_broken_averages()
         bad = [
             self.utterances[index].name
             for batch, losses in seen

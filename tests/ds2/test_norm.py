@@ -20,8 +20,8 @@ def padded(frames: int = 9, hidden: int = 5, dtype: torch.dtype = torch.float64)
     return x * valid[:, :, None], valid
 
 
-def count(times: int = 1) -> Tensor:
-    return torch.tensor(float(sum(LENGTHS) * times))
+def count(times: int = 1) -> int:
+    return sum(LENGTHS) * times
 
 
 def test_training_equals_torch_on_valid_frames() -> None:
@@ -49,7 +49,7 @@ def test_training_equals_torch_on_valid_frames() -> None:
 def test_convolution_layout_shares_statistics_over_frequency() -> None:
     x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
     norm, twin = SequenceBatchNorm(3, axis=1).double(), torch.nn.BatchNorm2d(3).double()
-    y, expected = norm(x, torch.tensor(48.0)), twin(x)
+    y, expected = norm(x, 48), twin(x)
     torch.testing.assert_close(y, expected)
     grad_y = torch.randn_like(x)
     (grad,) = torch.autograd.grad(y, x, grad_y)
@@ -70,16 +70,34 @@ def test_gradcheck_through_padding() -> None:
     assert torch.autograd.gradcheck(function, inputs, eps=1e-6, atol=1e-6)
 
 
-def test_running_averages_weigh_batches_by_their_frames() -> None:
-    norm = SequenceBatchNorm(2, momentum=0.5)
+def test_running_averages_take_the_first_batch_fully() -> None:
+    norm = SequenceBatchNorm(2, momentum=0.1)
     first, second = torch.tensor([[1.0, 2.0], [3.0, 2.0]]), torch.tensor([[5.0, 0.0]] * 6)
-    norm(first, torch.tensor(2.0))
+    norm(first, 2)
     torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 2.0]))
     torch.testing.assert_close(norm.running_var, torch.tensor([1.0, 0.0]))
-    norm(second, torch.tensor(6.0))
-    # weights 0.5 * 0.5 * 2 frames and 0.5 * 6 frames
-    torch.testing.assert_close(norm.running_mean, torch.tensor([(0.5 * 2 + 3 * 5) / 3.5, 0.5 * 2 / 3.5]))
-    torch.testing.assert_close(norm.running_var, torch.tensor([0.5 / 3.5, 0.0]))
+    norm(second, 6)  # the second of two weighs 1 / 2, not yet the momentum
+    torch.testing.assert_close(norm.running_mean, torch.tensor([3.5, 1.0]))
+    torch.testing.assert_close(norm.running_var, torch.tensor([0.5, 0.0]))
+
+
+def test_the_state_dict_carries_the_number_of_batches() -> None:
+    norm, resumed = SequenceBatchNorm(2), SequenceBatchNorm(2)
+    for seed in (1, 2, 3):
+        norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)), 4)
+    resumed.load_state_dict(norm.state_dict())
+    x = torch.randn(4, 2)
+    assert resumed.batches == 3
+    norm(x, 4), resumed(x, 4)
+    assert torch.equal(norm.running_var, resumed.running_var)
+
+
+def test_averages_that_a_broken_batch_got_into_start_anew() -> None:
+    norm = SequenceBatchNorm(2)
+    norm(torch.tensor([[1.0, torch.inf], [2.0, 3.0]]), 2)
+    norm.forget_broken_averages()
+    norm(torch.tensor([[1.0, 1.0], [3.0, 5.0]]), 2)
+    torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 3.0]))
 
 
 def test_evaluation_uses_the_running_averages_only() -> None:
@@ -93,7 +111,7 @@ def test_evaluation_uses_the_running_averages_only() -> None:
 
 def test_a_large_mean_does_not_swamp_the_variance() -> None:
     x = torch.randn(4000, 1, 3) + 30.0
-    y = SequenceBatchNorm(3)(x, torch.tensor(4000.0))
+    y = SequenceBatchNorm(3)(x, 4000)
     expected = torch.nn.BatchNorm1d(3)(x[:, 0].double().float())
     torch.testing.assert_close(y[:, 0], expected, atol=2e-3, rtol=0)
 
@@ -122,13 +140,13 @@ def test_reduce_makes_two_ranks_equal_one_batch() -> None:
         norm = SequenceBatchNorm(4).double()
         norm.reduce = reduce
         part = x.detach().chunk(2)[index].requires_grad_()
-        y = norm(part, torch.tensor(12.0))
+        y = norm(part, 12)
         (grad_x,) = torch.autograd.grad(y, part, grad_y.chunk(2)[index])
         return y, grad_x
 
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(rank, (0, 1)))
-    whole = SequenceBatchNorm(4).double()(x, torch.tensor(24.0))
+    whole = SequenceBatchNorm(4).double()(x, 24)
     (whole_grad_x,) = torch.autograd.grad(whole, x, grad_y)
     torch.testing.assert_close(torch.cat([y for y, _ in ranks]), whole)
     torch.testing.assert_close(torch.cat([grad_x for _, grad_x in ranks]), whole_grad_x)
