@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
-from ds2.alphabet import Alphabet, AlphabetError
+from ds2.alphabet import Alphabet
 from ds2.config import Config, ConfigError
-from ds2.ctc import min_frames
+from ds2.data_check import transcript_problems
 from ds2.importers import prepare
 from ds2.manifest import Utterance, read_manifests
 
@@ -48,33 +46,6 @@ def ensure_manifests(config: Config) -> None:
         )
 
 
-def refusal(
-    utterance: Utterance, config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]
-) -> str | None:
-    """Why training cannot use an utterance, judged from its manifest line alone; None when it can.
-
-    Args:
-        utterance: the record.
-        config: limits of duration.
-        alphabet: labels of the network.
-        output_frames: samples of audio -> frames that the model puts out.
-    """
-    data = config.data
-    if not data.min_duration_s <= utterance.duration_s <= data.max_duration_s:
-        return f"duration {utterance.duration_s:.2f} s is outside {data.min_duration_s}..{data.max_duration_s} s"
-    try:
-        labels = alphabet.encode(utterance.text)
-    except AlphabetError as error:
-        return str(error)
-    if not labels:
-        return "the transcript is empty"
-    needed = int(min_frames(torch.tensor([labels]), torch.tensor([len(labels)])))
-    frames = output_frames(round(utterance.duration_s * data.sample_rate_hz))
-    if frames < needed:
-        return f"too short for its transcript: {frames} output frames, CTC needs {needed}"
-    return None
-
-
 def training_utterances(config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]) -> list[Utterance]:
     """The utterances of `data.train` that training can use; every other one is named and counted.
 
@@ -82,7 +53,8 @@ def training_utterances(config: Config, alphabet: Alphabet, output_frames: Calla
         CorpusError: some are refused and `data.on_bad_utterance` is `stop`, or none is left.
     """
     utterances = read_manifests([Path(p) for p in config.data.train])
-    refused = [(u, reason) for u in utterances if (reason := refusal(u, config, alphabet, output_frames))]
+    found = [(u, transcript_problems(u, config, alphabet, output_frames, training=True)) for u in utterances]
+    refused = [(u, text) for u, problems in found for severity, _, text in problems if severity == "error"]
     if config.alphabet.unknown == "drop":
         dropped = sum((alphabet.normalise(u.text)[1] for u in utterances), Counter())
         if dropped:

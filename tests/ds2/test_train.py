@@ -171,7 +171,14 @@ def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
     config = tiny_config(f"data.train=[{bad}]")
     with pytest.raises(CorpusError) as caught:
         Trainer(config, Path(config.run_dir))
-    for fragment in ("3 of 10", "'?'", "too short for its transcript", "empty", "bad.jsonl:1", "on_bad_utterance=skip"):
+    for fragment in (
+        "3 of 10",
+        "'?'",
+        "CTC needs 80 for 80 labels",
+        "has no labels",
+        "bad.jsonl:1",
+        "on_bad_utterance=skip",
+    ):
         assert fragment in str(caught.value)
     trainer = Trainer(tiny_config(f"data.train=[{bad}]", "data.on_bad_utterance=skip"), Path(config.run_dir))
     assert len(trainer.utterances) == 7 and "3 of 10 training utterances left out" in caplog.text
