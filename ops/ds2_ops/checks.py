@@ -68,3 +68,11 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def refuse_second_derivative(op: str) -> None:
+    """Raise RuntimeError inside a backward that is itself being recorded: its result would lack a gradient silently."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op} has no second derivative and this backward runs with create_graph=True: use backend='reference'"
+        )

@@ -5,13 +5,22 @@ Shape letters: T frames, B batch, H hidden, K = tau + 1 taps.
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds2_ops import lookahead_shift
-from ds2_ops.checks import check_choice, check_lengths, check_like, check_x, lengths_on, under_autocast
+from ds2_ops.checks import (
+    check_choice,
+    check_lengths,
+    check_like,
+    check_x,
+    lengths_on,
+    refuse_second_derivative,
+    under_autocast,
+)
 from ds2_ops.reference import lookahead_reference, valid_frames
 
 BACKENDS = ("auto", "triton", "shift", "reference")
@@ -51,8 +60,10 @@ def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backe
         check_lengths(lengths, x.shape[1])
     if backend == "reference":
         return lookahead_reference(x, weight, lengths_on(lengths, x.shape[0], x.device))
-    y: Tensor = _forward(x, weight, lengths, backend)
-    return y
+    op: Callable[..., Tensor] = _forward
+    if not torch.compiler.is_compiling():
+        op = _EagerLookahead.apply
+    return op(x, weight, lengths, backend)
 
 
 def lookahead_stream(
@@ -78,8 +89,7 @@ def lookahead_stream(
     return lookahead(held, weight)[:ready], held[ready:]
 
 
-@torch.library.custom_op("ds2::lookahead_forward", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str) -> Tensor:
+def _run_forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str) -> Tensor:
     lengths = lengths_on(lengths, x.shape[0], x.device)
     x, weight = x.contiguous(), weight.contiguous()
     if _resolve(backend, x, weight) == "triton":
@@ -89,8 +99,7 @@ def _forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str) ->
     return lookahead_shift.forward(x, weight, lengths)
 
 
-@torch.library.custom_op("ds2::lookahead_backward", mutates_args=())
-def _backward_both(
+def _run_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, x.shape[0], x.device)
@@ -102,28 +111,47 @@ def _backward_both(
     return lookahead_shift.backward(grad_y, x, weight, lengths)
 
 
-@_forward.register_fake
-def _(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_backward_both.register_fake
-def _(grad_y: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, lengths, ctx.backend = inputs
     ctx.save_for_backward(x, weight, lengths)
 
 
-def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    backward: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_y: Tensor
+) -> tuple[Tensor, Tensor, None, None]:
     x, weight, lengths = ctx.saved_tensors
-    grad_x, grad_weight = _backward_both(grad_y, x, weight, lengths, ctx.backend)
+    grad_x, grad_weight = backward(grad_y, x, weight, lengths, ctx.backend)
     return grad_x, grad_weight, None, None
 
 
-_forward.register_autograd(_backward, setup_context=_save_for_backward)
+class _EagerLookahead(torch.autograd.Function):
+    """The custom op below without its wrappers, which cost the host more than launching the kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        y = _run_forward(*inputs)
+        _save_for_backward(ctx, inputs, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        refuse_second_derivative("lookahead")
+        return _gradients(_run_backward, ctx, grad_y)
+
+
+_forward = torch.library.custom_op("ds2::lookahead_forward", _run_forward, mutates_args=())
+_backward = torch.library.custom_op("ds2::lookahead_backward", _run_backward, mutates_args=())
+_forward.register_autograd(functools.partial(_gradients, _backward), setup_context=_save_for_backward)
+
+
+@_forward.register_fake
+def _(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_backward.register_fake
+def _(grad_y: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _resolve(backend: str, x: Tensor, weight: Tensor) -> str:

@@ -6,13 +6,23 @@ Shape letters: T frames, B batch, H hidden.
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds2_ops import gemm
-from ds2_ops.checks import check_choice, check_lengths, check_like, check_shape, check_x, lengths_on, under_autocast
+from ds2_ops.checks import (
+    check_choice,
+    check_lengths,
+    check_like,
+    check_shape,
+    check_x,
+    lengths_on,
+    refuse_second_derivative,
+    under_autocast,
+)
 from ds2_ops.reference import recurrence_reference
 
 NONLINEARITIES = ("relu", "clipped_relu", "tanh")
@@ -79,7 +89,10 @@ def recurrence(
     if backend == "reference":
         lengths = lengths_on(lengths, x.shape[0], x.device)
         return recurrence_reference(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
-    y, h_n = _forward(x, weight_hh, h0, lengths, nonlinearity, clip, backend, max_sms)
+    op: Callable[..., tuple[Tensor, Tensor]] = _forward
+    if not torch.compiler.is_compiling():
+        op = _EagerRecurrence.apply
+    y, h_n = op(x, weight_hh, h0, lengths, nonlinearity, clip, backend, max_sms)
     return y, h_n
 
 
@@ -134,8 +147,7 @@ class Recurrence(nn.Module):
         return f"{self.weight_hh.shape[0]}, {self.nonlinearity!r}{bound}, backend={self.backend!r}"
 
 
-@torch.library.custom_op("ds2::recurrence_forward", mutates_args=())
-def _forward(
+def _run_forward(
     x: Tensor,
     weight_hh: Tensor,
     h0: Tensor | None,
@@ -156,8 +168,7 @@ def _forward(
     return gemm.forward(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
 
 
-@torch.library.custom_op("ds2::recurrence_backward_data", mutates_args=())
-def _backward_data(
+def _run_backward_data(
     grad_y: Tensor,
     grad_h_n: Tensor,
     y: Tensor,
@@ -182,6 +193,40 @@ def _backward_data(
     return gemm.backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip)
 
 
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, weight_hh, h0, lengths, *ctx.options = inputs
+    ctx.save_for_backward(output[0], weight_hh, h0, lengths)
+
+
+def _gradients(
+    backward_data: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_y: Tensor, grad_h_n: Tensor
+) -> tuple[Tensor | None, ...]:
+    y, weight_hh, h0, lengths = ctx.saved_tensors
+    grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, *ctx.options)
+    grad_weight_hh = _backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
+
+
+class _EagerRecurrence(torch.autograd.Function):
+    """The custom op below without its wrappers, which cost the host more than launching a persistent kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _run_forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("recurrence")
+        return _gradients(_run_backward_data, ctx, *grads)
+
+
+_forward = torch.library.custom_op("ds2::recurrence_forward", _run_forward, mutates_args=())
+_backward_data = torch.library.custom_op("ds2::recurrence_backward_data", _run_backward_data, mutates_args=())
+_forward.register_autograd(functools.partial(_gradients, _backward_data), setup_context=_save_for_backward)
+
+
 @_forward.register_fake
 def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[1:])
@@ -190,18 +235,6 @@ def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 @_backward_data.register_fake
 def _(grad_y: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return grad_y.new_empty(grad_y.shape), grad_y.new_empty(grad_y.shape[1:])
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, weight_hh, h0, lengths, *ctx.options = inputs
-    ctx.save_for_backward(output[0], weight_hh, h0, lengths)
-
-
-def _backward(ctx: Any, grad_y: Tensor, grad_h_n: Tensor) -> tuple[Tensor | None, ...]:
-    y, weight_hh, h0, lengths = ctx.saved_tensors
-    grad_x, grad_h0 = _backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, *ctx.options)
-    grad_weight_hh = _backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
-    return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
 
 
 def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
@@ -213,9 +246,6 @@ def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
     return grad_x.flatten(0, 1).t() @ previous.flatten(0, 1)
 
 
-_forward.register_autograd(_backward, setup_context=_save_for_backward)
-
-
 @functools.cache
 def _representable(clip: float, dtype: torch.dtype) -> float:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
@@ -224,8 +254,8 @@ def _representable(clip: float, dtype: torch.dtype) -> float:
 
 def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> str:
     """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot."""
-    if backend == "gemm":
-        return backend
+    if backend == "gemm" or (x.numel() == 0 and x.device.type != "cpu"):  # nothing to run: any backend does the same
+        return "gemm"
     if backend == "cpu" or (backend == "auto" and x.device.type == "cpu"):
         if x.device.type != "cpu":
             raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")

@@ -209,6 +209,13 @@ def test_no_frames_and_no_utterances() -> None:
     assert recurrence(torch.zeros(3, 0, 4), weight_hh)[0].shape == (3, 0, 4)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    y, _ = recurrence(x, torch.randn(4, 4, requires_grad=True), nonlinearity="tanh")
+    with pytest.raises(RuntimeError, match=r"no second derivative.*backend='reference'"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 def test_shapes_alone_on_the_meta_device() -> None:
     with torch.device("meta"):
         y, h_n = Recurrence(8)(torch.zeros(5, 2, 8))
