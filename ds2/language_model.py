@@ -120,7 +120,8 @@ class NGram:
     def score_all(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Score every word for each of N states: (N, V) float32 log-probs and (N, V) int64 next states.
 
-        A small vocabulary (characters, pieces) is read off a table that the first call makes.
+        For small vocabularies (characters, pieces): where all states x V fit a gigabyte, rows are read off a table that
+        the first call makes, else each pair is searched for.
         """
         size = len(self.vocabulary)
         if self.backoff.numel() * size * 8 <= _DENSE_LIMIT_BYTES:

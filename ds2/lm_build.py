@@ -80,10 +80,11 @@ def estimate(
         ]
         adjusted[0][[UNKNOWN_ID, START_ID]] = 0  # neither is ever predicted from counts
         discounts = [_discounts(counts, n) for n, counts in enumerate(adjusted, start=1)]
-        levels, kept_counts = _levels(counted, adjusted, discounts, thresholds, len(vocabulary), scratch)
+        thresholds[0] = -1  # all unigrams stay, <unk> that occurs nowhere too
+        levels = _levels(counted, adjusted, discounts, thresholds, len(vocabulary), scratch)
     model = link(levels, vocabulary, unit, alphabet)
     counts = tuple(len(level.keys) for level in counted)
-    return Estimate(model, counts, tuple(kept_counts), tuple(tuple(d[1:].tolist()) for d in discounts))
+    return Estimate(model, counts, tuple(map(len, levels)), tuple(tuple(d[1:].tolist()) for d in discounts))
 
 
 def _adjusted_counts(level: Counted, above: Counted | None, scratch: Scratch) -> Ints:
@@ -110,7 +111,7 @@ def _discounts(adjusted: Ints, n: int) -> Floats:
         if ((discounts >= 0) & (discounts <= j)).all():
             return np.concatenate(([0.0], discounts))
     log.warning(
-        "too few %d-grams have adjusted counts 1, 2 and 3 (%s) to estimate discounts from: D1, D2, D3+ = %s, %s, %s "
+        "the numbers of %d-grams with adjusted counts 1, 2 and 3 (%s) give no discounts: D1, D2, D3+ = %s, %s, %s "
         "are used. This is usual for short texts and for characters",
         n, ", ".join(f"{value:.0f}" for value in t[1:4]), *_FALLBACK_DISCOUNTS[1:],
     )  # fmt: skip
@@ -124,7 +125,7 @@ def _levels(
     thresholds: Sequence[int],
     size: int,
     scratch: Scratch,
-) -> tuple[list[Level], list[int]]:
+) -> list[Level]:
     """Probabilities and back-offs of the n-grams that pruning keeps."""
     levels: list[Level] = []
     lower = np.full(1, 1.0 / (size - 1))  # below unigrams: uniform over all that can be predicted, so not <s>
@@ -132,19 +133,9 @@ def _levels(
     for n, (level, counts, discount, threshold) in enumerate(
         zip(counted, adjusted, discounts, thresholds, strict=True), start=1
     ):
-        contexts = len(lower)
-        total, left = scratch.zeros(contexts, np.float64), scratch.zeros(contexts, np.float64)
-        for part in blocks(len(counts)):
-            prefix = level.keys[part] // size
-            at = slice(int(prefix[0]), int(prefix[-1]) + 1)
-            a = counts[part]
-            given_up = np.where(_kept(level, part, threshold, n), discount[a.clip(max=3)], a)
-            total[at] += np.bincount(prefix - at.start, a)
-            left[at] += np.bincount(prefix - at.start, given_up)
-        for part in blocks(contexts):  # gamma; 1 where nothing follows
-            left[part] = np.divide(left[part], total[part], where=total[part] > 0, out=np.ones(len(left[part])))
+        total, gamma = _masses(level, counts, discount, threshold, len(lower), size, scratch)
         if n > 1:
-            levels[-1].backoff[:] = _backoffs(left, new_position)
+            levels[-1].backoff[:] = _backoffs(gamma, new_position)
         probability = scratch.zeros(len(counts), np.float64)
         parts: list[Level] = []
         position = scratch.zeros(len(counts))
@@ -153,11 +144,11 @@ def _levels(
             prefix, word = np.divmod(level.keys[part], size)
             a = counts[part]
             shorter = lower[level.suffix[part]]
-            p = (a - discount[a.clip(max=3)]) / total[prefix] + left[prefix] * shorter
+            p = (a - discount[a.clip(max=3)]) / total[prefix] + gamma[prefix] * shorter
             if n == 1:
                 p[word == START_ID] = 1.0  # so that scoring <s> as a token changes nothing
             probability[part] = p
-            kept = _kept(level, part, threshold, n)
+            kept = level.counts[part] > threshold
             position[part] = np.where(kept, done - 1 + np.cumsum(kept), -1)
             done += int(np.count_nonzero(kept))
             logs = np.minimum(0.0, np.log(p[kept])).astype(np.float32)
@@ -175,11 +166,24 @@ def _levels(
             )
         )
         lower, new_position = probability, position
-    return levels, [len(level) for level in levels]
+    return levels
 
 
-def _kept(level: Counted, part: slice, threshold: int, n: int) -> NDArray[np.bool_]:
-    return (level.counts[part] > threshold) | (n == 1)
+def _masses(
+    level: Counted, counts: Ints, discount: Floats, threshold: int, contexts: int, size: int, scratch: Scratch
+) -> tuple[Floats, Floats]:
+    """Of each history, the sum of adjusted counts and gamma: the share that discounts and pruned n-grams leave."""
+    total, left = scratch.zeros(contexts, np.float64), scratch.zeros(contexts, np.float64)
+    for part in blocks(len(counts)):
+        prefix = level.keys[part] // size
+        at = slice(int(prefix[0]), int(prefix[-1]) + 1)
+        a = counts[part]
+        given_up = np.where(level.counts[part] > threshold, discount[a.clip(max=3)], a)
+        total[at] += np.bincount(prefix - at.start, a)
+        left[at] += np.bincount(prefix - at.start, given_up)
+    for part in blocks(contexts):  # nothing follows some histories: they back off with weight 1
+        left[part] = np.divide(left[part], total[part], where=total[part] > 0, out=np.ones(len(left[part])))
+    return total, left
 
 
 def _backoffs(gamma: Floats, new_position: Ints) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,9 @@ def test_binary_opens_as_written_and_mapped(model: NGram, tmp_path: Path) -> Non
 def test_opening_reads_no_pages(tmp_path: Path) -> None:
     model = estimate(zipf_text(), 2).model
     tensors = {name: getattr(model, name) for name in language_model.TENSORS}
-    padded = {n: torch.cat((t, torch.full((1 << 22,), 2**31 - 1, dtype=t.dtype))) for n, t in tensors.items()}
+    padded: dict[str, Any] = {
+        n: torch.cat((t, torch.full((1 << 22,), 2**31 - 1, dtype=t.dtype))) for n, t in tensors.items()
+    }
     large = replace(model, **padded)
     save_ngram(large, tmp_path / "m.lm")
     code = (
@@ -169,16 +172,15 @@ def test_vocabularies_need_their_special_tokens() -> None:
 def test_gpu_answers_as_the_cpu(model: NGram) -> None:
     states = torch.randint(0, model.backoff.numel(), (4096,))
     words = torch.randint(0, len(model.vocabulary), (4096,))
-    device_model = model.to("cuda")
-    found = device_model.score_batch(states.cuda(), words.cuda())
-    wanted = model.score_batch(states, words)
-    torch.testing.assert_close(found[0].cpu(), wanted[0])
-    assert torch.equal(found[1].cpu(), wanted[1])
-    device_model.score_all(states.cuda())
+    device_model, device_states, device_words = model.to("cuda"), states.cuda(), words.cuda()
+    device_model.score_all(device_states)  # makes the dense table
     torch.cuda.set_sync_debug_mode("error")
     try:
-        device_model.score_batch(states.cuda(non_blocking=True), words.cuda(non_blocking=True))
-        every = device_model.score_all(found[1])
+        scores, following = device_model.score_batch(device_states, device_words)
+        every, _ = device_model.score_all(following)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(every[0].cpu(), model.score_all(wanted[1])[0])
+    wanted = model.score_batch(states, words)
+    torch.testing.assert_close(scores.cpu(), wanted[0])
+    assert torch.equal(following.cpu(), wanted[1])
+    torch.testing.assert_close(every.cpu(), model.score_all(wanted[1])[0])
