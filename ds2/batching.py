@@ -79,6 +79,14 @@ def shard(batch: Sequence[int], rank: int, world: int) -> list[int]:
     return list(batch[rank::world])
 
 
+def deal(batch: Sequence[int], rank: int, world: int) -> list[int]:
+    """Return one rank's part of any batch: as `shard`, and for a rank past the end of a short batch its last utterance.
+
+    That rank repeats what another one has, so that it makes the same calls; the trainer gives it no weight.
+    """
+    return shard(batch, rank, min(world, len(batch))) if rank < len(batch) else list(batch[-1:])
+
+
 def _check(config: BatchingConfig, utterances: int, world: int) -> None:
     if (config.utterances > 0) == (config.audio_s > 0) or config.utterances < 0 or config.audio_s < 0:
         raise ConfigError(

@@ -158,6 +158,17 @@ class CheckpointConfig:
 
 
 @dataclass
+class CommConfig:
+    """How ranks that train together exchange gradients."""
+
+    backend: str = "auto"  # auto | single | mpi | nccl
+    batch_norm: str = "shared"  # shared: statistics over the batch of all ranks | local: over each rank's part
+    overlap: bool = True  # send gradients while back-propagation goes on
+    bucket_mib: float = 25.0  # gradients that travel together
+    timeout_s: float = 600.0  # a rank without progress for so long ends the job
+
+
+@dataclass
 class DecodeConfig:
     """From log-probs to words."""
 
@@ -177,6 +188,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     run_dir: str = MISSING
     device: str = "auto"  # auto | cpu | cuda | cuda:N
@@ -201,6 +213,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.name": ("sgd", "adamw"),
     "optim.schedule": ("anneal", "cosine", "constant"),
     "train.precision": ("auto", "fp32", "bf16"),
+    "comm.backend": ("auto", "single", "mpi", "nccl"),
+    "comm.batch_norm": ("shared", "local"),
     "decode.method": ("greedy",),
 }
 
@@ -289,6 +303,8 @@ _POSITIVE = (
     "train.evaluate_from_epoch",
     "train.log_every_steps",
     "checkpoint.keep_last",
+    "comm.bucket_mib",
+    "comm.timeout_s",
 )
 _NOT_NEGATIVE = (
     "augment.frequency_masks",

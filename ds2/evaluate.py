@@ -21,6 +21,7 @@ from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
 from ds2.config import BatchingConfig, Config, ConfigError
 from ds2.dataset import SpeechLoader
+from ds2.distributed import Communicator
 from ds2.features import Features
 from ds2.manifest import Utterance
 from ds2.model import AcousticModel
@@ -45,6 +46,7 @@ def transcribe_utterances(
     device: torch.device,
     precision: str = "fp32",
     batch_audio_s: float | None = None,
+    comm: Communicator | None = None,
 ) -> list[Hypothesis]:
     """Recognise utterances greedily, in batches of like duration, longest first; their texts are not looked at.
 
@@ -57,6 +59,7 @@ def transcribe_utterances(
         device: where the model runs.
         precision: fp32 or bf16.
         batch_audio_s: budget of padded audio a batch, seconds; None chooses by device.
+        comm: ranks that share the batches out and all get all hypotheses; None is this process alone.
 
     Returns:
         Hypotheses in the order of `utterances`.
@@ -72,6 +75,8 @@ def transcribe_utterances(
         return []
     budget = BatchingConfig(utterances=0, audio_s=batch_audio_s or _BATCH_AUDIO_S[device.type], sortagrad=True)
     plan = plan_epoch(np.array([u.duration_s for u in utterances]), budget, epoch=1, seed=0)[::-1]
+    if comm is not None:
+        plan = plan[comm.rank :: comm.world]
     frame_s = features.step_s * model.time_stride
     found: dict[int, Hypothesis] = {}
     for batch in SpeechLoader(utterances, config, None, training=False).epoch(plan, epoch=1):
@@ -84,6 +89,8 @@ def transcribe_utterances(
             named = ", ".join(utterances[indices[row]].name for row in error.rows)
             raise DecodeError(f"the model gives NaN or infinite logits for {named}: its weights are broken") from error
         found.update(zip(indices, hypotheses, strict=True))
+    if comm is not None:
+        found = {index: hypothesis for part in comm.allgather(found) for index, hypothesis in part.items()}
     return [found[index] for index in range(len(utterances))]
 
 
@@ -142,7 +149,8 @@ def evaluate(
     # Imported here: the trainer uses this module, and it owns the meaning of `device` and `precision`.
     from ds2.checkpoint import find_model, load_model
     from ds2.corpus import scored_utterances
-    from ds2.trainer import resolve_device, resolve_precision
+    from ds2.distributed import resolve_device
+    from ds2.trainer import resolve_precision
 
     file = find_model(model_path)
     chosen = resolve_device(device)

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-
-PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class StepTimer:
@@ -26,15 +24,18 @@ class StepTimer:
     long the loop waited for the loader.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Start with no step recorded."""
+    def __init__(self, device: torch.device, on_phase: Callable[[str], None] | None = None) -> None:
+        """Start with no step recorded; `on_phase` is told the name of each phase as it begins."""
         self._on_gpu = device.type == "cuda"
+        self._on_phase = on_phase
         self._host: dict[str, list[float]] = {}
         self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as one occurrence of the phase `name`."""
+        if self._on_phase is not None:
+            self._on_phase(name)
         if self._on_gpu and name != "data":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
@@ -45,6 +46,15 @@ class StepTimer:
             began = time.perf_counter()
             yield
             self._host.setdefault(name, []).append(time.perf_counter() - began)
+
+    def add(self, name: str, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> None:
+        """Count what went on between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
+        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._events.setdefault(name, []).append((began, ended))
+        elif isinstance(began, float) and isinstance(ended, float):
+            self._host.setdefault(name, []).append(ended - began)
+        else:
+            raise TypeError(f"{name} began at a {type(began).__name__} and ended at a {type(ended).__name__}")
 
     def means(self, steps: int) -> dict[str, float]:
         """Mean seconds a step by phase over the last `steps` steps; forgets them."""
@@ -64,8 +74,14 @@ class RunLog:
     checkpoint, and its `resume` event says from where; the later line of a step is the one that counts.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
-        """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard."""
+    def __init__(self, run_dir: Path, *, resume_step: int = 0, writes: bool = True) -> None:
+        """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard.
+
+        With `writes` False, as on ranks past 0, nothing is opened and every call does nothing.
+        """
+        self._writes = writes
+        if not writes:
+            return
         from torch.utils.tensorboard import SummaryWriter
 
         self._jsonl = (run_dir / "log.jsonl").open("a", encoding="utf-8")
@@ -74,6 +90,8 @@ class RunLog:
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""
+        if not self._writes:
+            return
         finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
         self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -82,11 +100,15 @@ class RunLog:
     def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
         """Log numbers to both places, as `group/name` in TensorBoard."""
         self.event(group, step, values)
+        if not self._writes:
+            return
         for name, value in values.items():
             self._board.add_scalar(f"{group}/{name}", value, step)
 
     def utterance(self, step: int, tag: str, features: Tensor, reference: str, hypothesis: str) -> None:
         """Show a normalised spectrogram (F, T), low frequencies at the bottom, with its reference and hypothesis."""
+        if not self._writes:
+            return
         image = features.detach().float().cpu().flip(0)
         low, high = image.min(), image.max()
         self._board.add_image(f"{tag}/spectrogram", ((image - low) / (high - low + 1e-9))[None], step)
@@ -94,15 +116,17 @@ class RunLog:
 
     def close(self) -> None:
         """Flush and close both files."""
+        if not self._writes:
+            return
         self._jsonl.close()
         self._board.close()
 
 
-def progress_bar(total: int, epoch: int, epochs: int, initial: int) -> tqdm[Any]:
-    """A bar over the steps of an epoch; silent where the error stream is no terminal."""
+def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bool = True) -> tqdm[Any]:
+    """A bar over the steps of an epoch; silent where `shown` is False or the error stream is no terminal."""
     return tqdm(
         total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,
-        disable=not sys.stderr.isatty(),
+        disable=not (shown and sys.stderr.isatty()),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from ds2.checkpoint import CheckpointError
 from ds2.compose import save_config
 from ds2.config import Config
+from ds2.distributed import connect, rank_log
 from ds2.metrics import RunLog, git_commit, progress_bar
 from ds2.optim import learning_rate, set_learning_rate
 from ds2.trainer import Progress, Trainer
@@ -22,12 +23,17 @@ _FREE_BYTES_AT_START = 256 * 2**20
 
 
 class Interrupts:
-    """Turns the first SIGINT or SIGTERM into a flag that the loop reads between steps; the second one stops at once."""
+    """Turns the first SIGINT, SIGTERM or SIGUSR1 into a flag that ranks agree on between steps; one more stops at once.
 
-    received: int = 0
+    SIGUSR1 is the one that mpirun passes on to its ranks.
+    """
+
+    received: int = 0  # by this process
+    agreed: int = 0  # by any rank, known to all: what the loop acts on
 
     def __enter__(self) -> Interrupts:
-        self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        self._old = {s: signal.signal(s, self._handle) for s in numbers}
         return self
 
     def __exit__(
@@ -91,48 +97,53 @@ def train(config: Config, run_dir: Path) -> int:
     Raises:
         ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
     """
-    probe_run_dir(run_dir)
-    trainer = Trainer(config, run_dir)
-    progress = trainer.progress
-    save_config(config, run_dir / "config.yaml")
-    board = RunLog(run_dir, resume_step=progress.step)
-    board.event(
-        "resume" if progress.step else "start", progress.step, {"git_commit": git_commit(), "epoch": progress.epoch}
-    )
-    log.info("%s; run folder %s", trainer.describe(), run_dir)
-    with Interrupts() as interrupts:
+    with connect(config.comm, config.device) as comm, rank_log(comm, run_dir), Interrupts() as interrupts:
+        if comm.rank == 0:
+            probe_run_dir(run_dir)
+        trainer = Trainer(config, run_dir, comm)
+        progress = trainer.progress
+        board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
+        if comm.rank == 0:
+            save_config(config, run_dir / "config.yaml")
+        facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
+        board.event("resume" if progress.step else "start", progress.step, facts)
+        log.info("%s; run folder %s", trainer.describe(), run_dir)
         while not (reason := finished(config, progress)):
             complete = run_epoch(trainer, board, interrupts)
-            if interrupts.received or not complete:
+            comm.whereabouts.enter("saving", limited=False)
+            if interrupts.agreed or not complete:
                 trainer.save()
-            if interrupts.received:
-                reason = signal.Signals(interrupts.received).name
+            if interrupts.agreed:
+                reason = signal.Signals(interrupts.agreed).name
                 break
             trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
             if complete:
                 progress.epoch, progress.batch = progress.epoch + 1, 0
                 trainer.save()
-    log.info("stopped after step %d: %s", progress.step, reason)
-    board.close()
-    return 128 + interrupts.received if interrupts.received else 0
+        log.info("stopped after step %d: %s", progress.step, reason)
+        board.close()
+    return 128 + interrupts.agreed if interrupts.agreed else 0
 
 
 def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
     config, progress = trainer.config, trainer.progress
     plan = trainer.plan()
-    batches = trainer.loader.epoch(plan[progress.batch :], progress.epoch)
+    batches = trainer.epoch(plan)
     trainer.model.train()
     window, clock, saved_at = Window(progress), time.monotonic(), time.monotonic()
-    with progress_bar(len(plan), progress.epoch, config.train.epochs, progress.batch) as bar:
-        while progress.batch < len(plan) and not interrupts.received and not finished(config, progress):
+    with progress_bar(
+        len(plan), progress.epoch, config.train.epochs, progress.batch, shown=trainer.comm.rank == 0
+    ) as bar:
+        while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
             done = (progress.epoch - 1 + progress.batch / len(plan)) / config.train.epochs
             rate = learning_rate(config.optim, progress.step, progress.epoch, done)
             set_learning_rate(trainer.optimizer, rate)
-            window.add(trainer.step(batches, len(group), sum(map(len, group))))
+            window.add(trainer.step(batches, group))
             now = time.monotonic()
-            progress.elapsed_s, clock = progress.elapsed_s + now - clock, now
+            times_s, signals = zip(*trainer.comm.allgather((now - clock, interrupts.received)), strict=True)
+            progress.elapsed_s, clock, interrupts.agreed = progress.elapsed_s + times_s[0], now, max(signals)
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
                 values = window.values(trainer, rate)

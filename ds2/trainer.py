@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ds2.alphabet import Alphabet
 from ds2.audio_cache import open_audio
 from ds2.augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
-from ds2.batching import padded_durations_s, plan_epoch
+from ds2.batching import deal, padded_durations_s, plan_epoch
 from ds2.checkpoint import (
     CheckpointError,
     load_model,
@@ -31,8 +31,10 @@ from ds2.config import Config, ConfigError
 from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
 from ds2.ctc import ctc_losses
 from ds2.dataset import Batch, SpeechLoader
+from ds2.distributed import Communicator, resolve_device
 from ds2.evaluate import transcribe_utterances
 from ds2.features import Features
+from ds2.gradients import GradientReducer, NormStatistics
 from ds2.metrics import RunLog, StepTimer, git_commit
 from ds2.model import AcousticModel
 from ds2.norm import SequenceBatchNorm
@@ -40,6 +42,9 @@ from ds2.optim import clip_gradients, gradient_norm, make_optimizer
 from ds2.wer import corpus_report
 
 log = logging.getLogger(__name__)
+
+
+_PARTS = ("model", "features", "optimizer", "average")
 
 
 class TrainingError(RuntimeError):
@@ -62,13 +67,24 @@ class Progress:
     audio_s: float = 0.0
 
 
+@dataclass
+class StepReport:
+    """What a rank tells the others about its part of a step."""
+
+    loss: float = 0.0  # summed over its utterances, nats
+    infeasible: int = 0
+    audio_s: float = 0.0
+    bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
+
+
 class Trainer:
     """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        """Build data, model and optimizer; resume where `run_dir` holds a trainer state."""
+    def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
+        """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
         self.config, self.run_dir = config, run_dir
-        self.device = resolve_device(config.device)
+        self.comm = comm or Communicator(resolve_device(config.device))
+        self.device = self.comm.device
         self.precision = resolve_precision(config.train.precision, self.device)
         torch.manual_seed(config.train.seed)
         torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit
@@ -76,32 +92,50 @@ class Trainer:
         self.alphabet = Alphabet.from_config(config.alphabet)
         self.features = Features(config.features, config.data.sample_rate_hz)
         self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
-        ensure_manifests(config)
-        self.utterances = training_utterances(config, self.alphabet, self.output_frames)
-        self.dev = scored_utterances(config.data.dev, self.alphabet)
-        self.loader = SpeechLoader(self.utterances, config, self.alphabet, training=True)
+        with self.comm.in_turn():
+            ensure_manifests(config)
+            self.utterances = training_utterances(config, self.alphabet, self.output_frames)
+            self.dev = scored_utterances(config.data.dev, self.alphabet)
+            self.loader = SpeechLoader(self.utterances, config, self.alphabet, training=True)
         self.progress = Progress()
-        self.timer = StepTimer(self.device)
+        self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
         self.grad_norm = 0.0
         self.model.to(self.device)
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
-        decay = config.train.average_decay
         self.average: WeightAverage[AcousticModel] | None = None
-        state = run_dir / "trainer.safetensors"
-        if config.checkpoint.resume and state.is_file():
-            self._resume(state)
-        else:
-            if any(run_dir.glob("*.safetensors")):
-                raise CheckpointError(
-                    f"{run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
-                    "give another run_dir, or move the folder away"
-                )
-            self._start()
-        if decay and self.average is None:
-            self.average = WeightAverage(self.model, decay)
+        self._take_up(run_dir / "trainer.safetensors")
+        self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
+        self.gradients = GradientReducer(
+            list(self.model.parameters()), self.comm, int(config.comm.bucket_mib * 2**20), overlap=config.comm.overlap
+        )
+
+    def _take_up(self, state: Path) -> None:
+        """Give all ranks the state that rank 0 reads from a file, or that it starts from where there is none."""
+        parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+        if self.comm.rank == 0:
+            if self.config.checkpoint.resume and state.is_file():
+                parts = self._read(state)
+            else:
+                self._start()
+                parts = self._parts()
+        parts = {part: self.comm.broadcast_tensors(tensors) for part, tensors in parts.items()}
+        self.progress = Progress(**self.comm.broadcast(asdict(self.progress)))
+        self.model.load_state_dict(parts["model"])
+        self.features.load_state_dict(parts["features"])
+        restore_optimizer(self.optimizer, parts["optimizer"])
+        if self.config.train.average_decay:
+            self.average = WeightAverage(self.model, self.config.train.average_decay)
+            if parts["average"]:
+                self.average.model.load_state_dict(parts["average"])
+                self.average.updates = self.progress.step
 
     def _start(self) -> None:
+        if any(self.run_dir.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{self.run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
+                "give another run_dir, or move the folder away"
+            )
         if self.config.checkpoint.init_from:
             loaded = load_model(self.config.checkpoint.init_from, self.device)
             if loaded.alphabet != self.alphabet:
@@ -113,8 +147,8 @@ class Trainer:
             drawn = chosen[: self.config.features.statistics_utterances]
             self.features.estimate(torch.from_numpy(self.loader.audio[int(i)]) for i in drawn)
 
-    def _resume(self, path: Path) -> None:
-        parts, metadata = load_trainer(path, ("model", "features", "optimizer", "average"))
+    def _read(self, path: Path) -> dict[str, dict[str, Tensor]]:
+        parts, metadata = load_trainer(path, _PARTS)
         changed = changed_keys(metadata["config"], config_to_dict(self.config))
         fixed = [key for key in changed if key.split(".")[0] in ("model", "features", "alphabet")]
         if fixed:
@@ -122,18 +156,12 @@ class Trainer:
                 f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
                 "or start from its weights with checkpoint.init_from"
             )
-        self.model.load_state_dict(parts["model"])
-        self.features.load_state_dict(parts["features"])
-        restore_optimizer(self.optimizer, parts["optimizer"])
         self.progress = Progress(**metadata["progress"])
-        if parts["average"] and self.config.train.average_decay:
-            self.average = WeightAverage(self.model, self.config.train.average_decay)
-            self.average.model.load_state_dict(parts["average"])
-            self.average.updates = self.progress.step
         log.info(
             "resumed %s: epoch %d, batch %d, step %d%s", path, self.progress.epoch, self.progress.batch,
             self.progress.step, f"; changed: {', '.join(changed)}" if changed else "",
         )  # fmt: skip
+        return parts
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -153,6 +181,11 @@ class Trainer:
         durations = padded_durations_s([u.duration_s for u in self.utterances], self.config.augment.speed)
         return plan_epoch(durations, self.config.batching, self.progress.epoch, self.config.train.seed)
 
+    def epoch(self, plan: Sequence[Sequence[int]]) -> Iterator[Batch]:
+        """This rank's parts of the batches that are left of the running epoch."""
+        parts = [deal(batch, self.comm.rank, self.comm.world) for batch in plan[self.progress.batch :]]
+        return self.loader.epoch(parts, self.progress.epoch)
+
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Forward pass of a training batch: losses (B,) in nats and which rows are feasible."""
         features, lengths = self.features(batch.waveforms.to(self.device, non_blocking=True), batch.sample_lengths)
@@ -166,56 +199,77 @@ class Trainer:
             logits, logit_lengths = self.model(features, lengths)
         return ctc_losses(logits, logit_lengths, batch.labels, batch.label_lengths)
 
-    def step(self, batches: Iterator[Batch], count: int, utterances: int) -> float | None:
-        """One optimizer step over `count` batches of `utterances` in all.
+    def step(self, batches: Iterator[Batch], group: Sequence[Sequence[int]]) -> float | None:
+        """One optimizer step over all ranks.
+
+        Args:
+            batches: this rank's parts of the batches, as `epoch` gives them.
+            group: the whole batches that make up the step, as utterance indices.
 
         Returns:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
-        config, progress = self.config, self.progress
+        config, progress, comm = self.config, self.progress, self.comm
         parameters = list(self.model.parameters())
-        self.optimizer.zero_grad(set_to_none=True)
+        utterances = sum(map(len, group))
+        self.gradients.zero()
+        done = StepReport()
         seen: list[tuple[Batch, Tensor]] = []
-        for number in range(count):
+        for number, whole in enumerate(group):
             with self.timer.phase("data"):
                 batch = next(batches)
-            torch.manual_seed(hash((config.train.seed, progress.epoch, progress.batch + number)) % 2**63)
+            torch.manual_seed(hash((config.train.seed, progress.epoch, progress.batch + number, comm.rank)) % 2**63)
+            idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
+            if number == len(group) - 1:
+                self.gradients.arm()
             try:
-                with self.timer.phase("forward"):
+                with self.timer.phase("forward"), self.statistics.passing(backward=False):
                     losses, feasible = self.losses(batch)
-                with self.timer.phase("backward"):
-                    torch.autograd.backward(losses.sum() / utterances)
+                with self.timer.phase("backward"), self.statistics.passing(backward=True):
+                    torch.autograd.backward(losses.sum() * 0.0 if idle else losses.sum() / utterances)
             except torch.OutOfMemoryError as error:
                 raise TrainingError(self._out_of_memory(batch)) from error
-            seen.append((batch, losses.detach()))
-            progress.infeasible += int((~feasible).sum())
-            progress.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
+            if not idle:
+                seen.append((batch, losses.detach()))
+                done.infeasible += int((~feasible).sum())
+                done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
+        with self.timer.phase("allreduce_exposed"):
+            self.gradients.finish(self.timer)
         with self.timer.phase("optimizer"):
             norm = gradient_norm(parameters)
-            total = torch.stack([losses.sum() for _, losses in seen]).sum() / utterances
-            loss, self.grad_norm = torch.stack([total, norm.to(total)]).tolist()
-            progress.batch += count
+            total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
+            with comm.whereabouts.wait_in("gradients"):
+                done.loss, self.grad_norm = torch.stack([total, norm.to(total)]).tolist()
+            done.bad = [] if np.isfinite(done.loss) else self._not_finite(seen)
+            reports = comm.allgather(done)
+            progress.batch += len(group)
+            progress.infeasible += sum(report.infeasible for report in reports)
+            progress.audio_s += sum(report.audio_s for report in reports)
+            loss = sum(report.loss for report in reports) / utterances
             if not np.isfinite(loss) or not np.isfinite(self.grad_norm):
-                self._skip(seen, loss)
+                self._skip([name for report in reports for name in report.bad], loss)
                 return None
             clip_gradients(parameters, norm, config.optim.clip_norm)
             self.optimizer.step()
+            self.statistics.end_step()
             if self.average is not None:
                 self.average.update(self.model)
         progress.step += 1
-        return float(loss)
+        return loss
 
-    def _skip(self, seen: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
-        self.progress.skipped += 1
-        for module in self.model.modules():
-            if isinstance(module, SequenceBatchNorm):
-                module.forget_broken_averages()
-        bad = [
+    def _not_finite(self, seen: Sequence[tuple[Batch, Tensor]]) -> list[str]:
+        return [
             self.utterances[index].name
             for batch, losses in seen
             for index, ok in zip(batch.indices.tolist(), torch.isfinite(losses).tolist(), strict=True)
             if not ok
         ]
+
+    def _skip(self, bad: Sequence[str], loss: float) -> None:
+        self.progress.skipped += 1
+        for module in self.model.modules():
+            if isinstance(module, SequenceBatchNorm):
+                module.forget_broken_averages()
         names = ", ".join(bad) if bad else "none alone: the gradient overflowed"
         log.warning("step skipped: loss %s, gradient norm %s; utterances: %s", loss, self.grad_norm, names)
         limit = self.config.train.max_skipped_steps
@@ -238,6 +292,7 @@ class Trainer:
 
     def evaluate(self, board: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
+        self.comm.whereabouts.enter("evaluation", limited=False)
         model = self.average.model if self.average is not None else self.model
         hypotheses = transcribe_utterances(
             model.eval(),
@@ -246,6 +301,7 @@ class Trainer:
             self.dev,
             self.config,
             device=self.device,
+            comm=self.comm,
             precision=self.precision,
         )
         model.train(model is self.model)
@@ -272,6 +328,8 @@ class Trainer:
 
     def save_model(self, path: Path, metrics: dict[str, float]) -> None:
         """Write the weights that evaluation uses as one self-contained model file."""
+        if self.comm.rank != 0:
+            return
         model = self.average.model if self.average is not None else self.model
         facts = {**metrics, "epoch": self.progress.epoch, "step": self.progress.step, "git_commit": git_commit()}
         save_model(path, model, self.features, self.alphabet, self.config, facts)
@@ -280,35 +338,23 @@ class Trainer:
         """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 that many epochs by number."""
         self.save_model(self.run_dir / "last.safetensors", metrics)
         keep = self.config.checkpoint.keep_last
-        if keep > 1:
+        if keep > 1 and self.comm.rank == 0:
             self.save_model(self.run_dir / f"epoch-{self.progress.epoch:04d}.safetensors", metrics)
             for old in sorted(self.run_dir.glob("epoch-*.safetensors"))[:-keep]:
                 old.unlink()
 
     def save(self) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
-        parts = {
+        if self.comm.rank == 0:
+            save_trainer(self.run_dir / "trainer.safetensors", self._parts(), asdict(self.progress), self.config)
+
+    def _parts(self) -> dict[str, dict[str, Tensor]]:
+        return {
             "model": self.model.state_dict(),
             "features": self.features.state_dict(),
             "optimizer": optimizer_tensors(self.optimizer),
             "average": self.average.model.state_dict() if self.average is not None else {},
         }
-        save_trainer(self.run_dir / "trainer.safetensors", parts, asdict(self.progress), self.config)
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU where there is one; a device asked for by name exists or raises `ConfigError`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs; set device=cpu or device=auto"
-        )
-    return device
 
 
 def resolve_precision(name: str, device: torch.device) -> str:

@@ -68,7 +68,7 @@ def bench(model: str, batch: int, args: argparse.Namespace, folder: Path) -> dic
     for step in range(args.warmup + args.steps):
         trainer.timer.means(1)
         began = time.perf_counter()
-        trainer.step(iter([prepared]), 1, batch)
+        trainer.step(iter([prepared]), [range(batch)])
         if on_gpu:
             torch.cuda.synchronize()
         if step >= args.warmup:

@@ -137,12 +137,12 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
     monkeypatch.setattr(trainer, "losses", poisoned)
     batches = trainer.loader.epoch(trainer.plan(), 1)
     bad = trainer.utterances[trainer.plan()[0][0]].name
-    assert trainer.step(batches, 1, 4) is None
+    assert trainer.step(batches, trainer.plan()[:1]) is None
     assert bad in caplog.text and trainer.progress.skipped == 1 and trainer.progress.step == 0
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-    assert trainer.step(batches, 1, 4) is None
+    assert trainer.step(batches, trainer.plan()[:1]) is None
     with pytest.raises(TrainingError, match=r"3 steps were not finite.*max_skipped_steps=2.*learning_rate"):
-        trainer.step(batches, 1, 2)
+        trainer.step(batches, trainer.plan()[:1])
 
 
 def test_out_of_memory_names_the_batch_and_the_settings(
@@ -158,7 +158,7 @@ def test_out_of_memory_names_the_batch_and_the_settings(
     with pytest.raises(
         TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
     ):
-        trainer.step(trainer.loader.epoch(trainer.plan(), 1), 1, 4)
+        trainer.step(trainer.loader.epoch(trainer.plan(), 1), trainer.plan()[:1])
 
 
 def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
