@@ -6,8 +6,9 @@
     python tools/bench_rnn.py --figure frames --out DIR    TFLOP/s against time steps (its Figure 4)
 
 Forward+backward includes the weight gradient. nn.RNN always includes the input projection; our figures leave it out,
-and the columns "+proj" add it (and its gradients), which is what the ratio to nn.RNN uses. Prints one table, then one
-line of JSON; exits with 1 if an op is wrong. Shape letters: T frames, B batch, H hidden.
+and the columns "+proj" add it (and its gradients), which is what the ratio to nn.RNN uses; TFLOP/s count the work that
+is in the time. Prints one table, then one line of JSON; exits with 1 if an op is wrong. Shape letters: T frames, B
+batch, H hidden.
 """
 
 import argparse
@@ -128,9 +129,10 @@ def bench(work: Work, contenders: list[str]) -> list[Result]:
         for name, call in calls.items():
             timing: Timing = measure(call, work.device)
             row[f"{name}_us"] = [round(t * 1e6 / work.frames, 4) for t in timing]
+        products = 2 if contender == "nn.RNN" else 1  # its time holds the input projection, so its work does too
         for name, factor in (("forward", 1), ("both", 3)):  # the backward pass is two more products of this size
             time_us = (row.get(f"{name}_us") or row[f"projected_{name}_us"])[0]
-            row[f"{name}_tflops"] = round(factor * useful / (time_us * work.frames) * 1e-6, 4)
+            row[f"{name}_tflops"] = float(f"{products * factor * useful / (time_us * work.frames) * 1e-6:.4g}")
     return rows
 
 
