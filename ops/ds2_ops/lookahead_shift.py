@@ -48,18 +48,22 @@ def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) 
         grad_x (T, B, H), 0 at padding, and grad_weight (H, K).
     """
     grad_y, x = _masked(grad_y, lengths), _masked(x, lengths)
-    # Seen from the last frame, the transpose of looking ahead is looking ahead.
-    grad_x = _masked(forward(grad_y.flip(0), weight, None).flip(0), lengths)
+    grad_x = torch.empty_like(x)
+    taps = _accumulated(weight.t().contiguous())
     blocks = _blocks(x)
-    taps = weight.shape[1]
     # One running product per tap, as large as a block: half the memory traffic of a product and a sum for each block.
-    running = torch.zeros(taps, *x[: blocks[0][1] if blocks else 0].shape, dtype=_sum_dtype(x), device=x.device)
+    running = x.new_zeros(len(taps), *x[: blocks[0][1] if blocks else 0].shape, dtype=taps.dtype)
     for start, stop in blocks:
-        gradient, source = _accumulated(grad_y[start:stop]), _accumulated(x[start : stop + taps - 1])
-        for j in range(min(taps, len(source))):
-            ahead = source[j : j + stop - start]
-            running[j, : len(ahead)].addcmul_(gradient[: len(ahead)], ahead)
-    return grad_x, running.sum((1, 2)).t().contiguous().to(weight.dtype)
+        first = max(0, start - len(taps) + 1)
+        gradient, source = _accumulated(grad_y[first:stop]), _accumulated(x[start:stop])
+        total = torch.zeros_like(source)
+        for j in range(min(len(taps), stop)):
+            missing = max(0, j - start)  # frames of this block that have no frame j before them
+            behind = gradient[start - first - j + missing : stop - first - j]
+            total[missing:].addcmul_(behind, taps[j])
+            running[j, missing : stop - start].addcmul_(behind, source[missing:])
+        grad_x[start:stop] = total
+    return _masked(grad_x, lengths), running.sum((1, 2)).t().contiguous().to(weight.dtype)
 
 
 def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -72,9 +76,5 @@ def _blocks(x: Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + block, frames)) for start in range(0, frames, block)]
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _accumulated(x: Tensor) -> Tensor:
-    return x.to(_sum_dtype(x))
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)

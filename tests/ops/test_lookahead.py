@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops import lookahead, lookahead_stream
+from ds2_ops import lookahead, lookahead_shift, lookahead_stream
 from ds2_ops.lookahead import _backward, _forward
 from ds2_ops.reference import lookahead_reference
 from op_cases import (
@@ -102,6 +102,18 @@ def test_every_element_is_written_and_two_runs_agree(device: torch.device, backe
         with nan_filled_memory():
             second = outputs_and_gradients(bind(lengths, backend), [x, weight], [grad_y])
         assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("block_frames", [1, 4, 12])
+def test_blocks_of_time_do_not_show(block_frames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for taps in (1, 6, 20):
+        x, weight, grad_y = problem((30, 2, 8, taps), CPU, torch.float32)
+        whole = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
+        with monkeypatch.context() as patch:
+            patch.setattr(lookahead_shift, "_BLOCK_ELEMENTS", {"cpu": block_frames * 2 * 8})
+            cut = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
+        assert_same_bits(cut[:2], whole[:2])
+        assert relative_error(cut[2], whole[2]) < 1e-6
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)])
