@@ -129,6 +129,7 @@ def _report_errors(action: Callable[[], int]) -> int:
     from ds2.checkpoint import CheckpointError
     from ds2.config import ConfigError
     from ds2.corpus import CorpusError
+    from ds2.distributed import yield_to_rank_0
     from ds2.importers import ImporterError
     from ds2.manifest import ManifestError
     from ds2.trainer import TrainingError
@@ -147,6 +148,7 @@ def _report_errors(action: Callable[[], int]) -> int:
     try:
         return action()
     except known as error:
+        yield_to_rank_0()
         print(f"ds2: {error}", file=sys.stderr)
         return _USER_ERROR
     except KeyboardInterrupt:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds2.audio_cache import usable_cores
 from ds2.config import CommConfig, ConfigError
+from ds2.device import resolve_device
 from ds2.watchdog import Whereabouts
 
 log = logging.getLogger(__name__)
@@ -187,26 +188,10 @@ def launched_rank() -> int:
     return 0
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device that a rank uses: `auto` and `cuda` are the host's GPU number `local_rank`, counted round.
-
-    Raises:
-        ConfigError: an unknown name, or a GPU that is not there.
-    """
-    count = torch.cuda.device_count()
-    if name == "auto" and not count:
-        return torch.device("cpu")
-    try:
-        device = torch.device("cuda" if name == "auto" else name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N") from error
-    if device.type == "cuda":
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r}: torch sees {count} GPUs; set device=cpu or device=auto")
-        if device.index is None:
-            device = torch.device("cuda", local_rank % count)
-        torch.cuda.set_device(device)
-    return device
+def yield_to_rank_0() -> None:
+    """Wait, before telling of an error, for rank 0 to tell of the same one: its exit then ends this rank in silence."""
+    if launched_rank() != 0:
+        time.sleep(_YIELD_TO_RANK_0_S)
 
 
 def _share_cores(comm: Communicator) -> None:
@@ -238,9 +223,7 @@ def _end_job(comm: Communicator, error: BaseException) -> None:
     """Say on the terminal who failed where and why, and end every rank."""
     status = 130 if isinstance(error, KeyboardInterrupt) else 1
     expected = type(error).__module__.startswith("ds2.") or isinstance(error, OSError | KeyboardInterrupt)
-    log.error("%s", comm.whereabouts, exc_info=error)
-    if comm.rank != 0:
-        time.sleep(_YIELD_TO_RANK_0_S)
+    yield_to_rank_0()
     trace = "" if expected else "".join(traceback.format_exception(error))
     reason = f"{error}" if expected and str(error) else f"{type(error).__name__}: {error}"
     place = f"rank {comm.rank} on {comm.host} failed at {comm.whereabouts}"
@@ -264,6 +247,12 @@ def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
     root.addHandler(handler)
     try:
         yield
+    except BaseException:
+        change(
+            root.removeHandler, [h for h in root.handlers if h is not handler]
+        )  # the terminal hears of it in `connect`
+        log.exception("failed at %s", comm.whereabouts)
+        raise
     finally:
         root.removeHandler(handler)
         handler.close()

@@ -19,8 +19,11 @@ from ds2 import __version__
 from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
+from ds2.checkpoint import find_model, load_model
 from ds2.config import BatchingConfig, Config, ConfigError
+from ds2.corpus import scored_utterances
 from ds2.dataset import SpeechLoader
+from ds2.device import resolve_device, resolve_precision
 from ds2.distributed import Communicator
 from ds2.features import Features
 from ds2.manifest import Utterance
@@ -146,12 +149,6 @@ def evaluate(
         ConfigError: no manifest, two of one name, or an unknown device or precision.
         CheckpointError, ManifestError, AudioError, DecodeError: what cannot be read or decoded, by name.
     """
-    # Imported here: the trainer uses this module, and it owns the meaning of `device` and `precision`.
-    from ds2.checkpoint import find_model, load_model
-    from ds2.corpus import scored_utterances
-    from ds2.distributed import resolve_device
-    from ds2.trainer import resolve_precision
-
     file = find_model(model_path)
     chosen = resolve_device(device)
     loaded = load_model(file, chosen)

@@ -57,7 +57,7 @@ def open_world(launched: int) -> World:
     if found != launched:
         raise ConfigError(
             f"the launcher started {launched} ranks, but {library_version()} sees {found}: mpirun and the library that "
-            "mpi4py loads are of different MPIs; start with the mpirun of the environment that holds mpi4py (`which mpirun`)"
+            "mpi4py loads are of different MPIs; start with the mpirun beside the python that holds mpi4py"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ConfigError(f"{library_version()} gives no MPI_THREAD_MULTIPLE, which overlap and watchdog need")

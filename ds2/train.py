@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,11 @@ from types import FrameType, TracebackType
 from ds2.checkpoint import CheckpointError
 from ds2.compose import save_config
 from ds2.config import Config
-from ds2.distributed import connect, rank_log
+from ds2.distributed import Communicator, connect, rank_log
 from ds2.metrics import RunLog, git_commit, progress_bar
 from ds2.optim import learning_rate, set_learning_rate
-from ds2.trainer import Progress, Trainer
+from ds2.progress import Progress
+from ds2.trainer import Trainer
 
 log = logging.getLogger(__name__)
 _FREE_BYTES_AT_START = 256 * 2**20
@@ -97,31 +99,34 @@ def train(config: Config, run_dir: Path) -> int:
     Raises:
         ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
     """
-    with connect(config.comm, config.device) as comm, rank_log(comm, run_dir), Interrupts() as interrupts:
-        if comm.rank == 0:
-            probe_run_dir(run_dir)
-        trainer = Trainer(config, run_dir, comm)
-        progress = trainer.progress
-        board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
-        if comm.rank == 0:
-            save_config(config, run_dir / "config.yaml")
-        facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
-        board.event("resume" if progress.step else "start", progress.step, facts)
-        log.info("%s; run folder %s", trainer.describe(), run_dir)
-        while not (reason := finished(config, progress)):
-            complete = run_epoch(trainer, board, interrupts)
-            comm.whereabouts.enter("saving", limited=False)
-            if interrupts.agreed or not complete:
-                trainer.save()
-            if interrupts.agreed:
-                reason = signal.Signals(interrupts.agreed).name
-                break
-            trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
-            if complete:
-                progress.epoch, progress.batch = progress.epoch + 1, 0
-                trainer.save()
-        log.info("stopped after step %d: %s", progress.step, reason)
-        board.close()
+    with connect(config.comm, config.device) as comm:
+        probe_run_dir(run_dir)
+        with rank_log(comm, run_dir), Interrupts() as interrupts:
+            return _train(config, run_dir, comm, interrupts)
+
+
+def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
+    trainer = Trainer(config, run_dir, comm)
+    progress = trainer.progress
+    if comm.rank == 0:
+        save_config(config, run_dir / "config.yaml")
+    board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
+    facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
+    board.event("resume" if progress.step else "start", progress.step, facts)
+    log.info("%s; run folder %s", trainer.describe(), run_dir)
+    while not (reason := finished(config, progress)):
+        complete = run_epoch(trainer, board, interrupts)
+        if interrupts.agreed or not complete:
+            trainer.save()
+        if interrupts.agreed:
+            reason = signal.Signals(interrupts.agreed).name
+            break
+        trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
+        if complete:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+            trainer.save()
+    log.info("stopped after step %d: %s", progress.step, reason)
+    board.close()
     return 128 + interrupts.agreed if interrupts.agreed else 0
 
 
@@ -187,9 +192,8 @@ def probe_run_dir(run_dir: Path) -> None:
     """Find an unwritable folder or a full disk before the first step rather than after an epoch."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".write-probe"
-        probe.write_bytes(b"ds2")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"ds2")
     except OSError as error:
         raise CheckpointError(
             f"run folder {run_dir} cannot be written: {error}; give another with run_dir=..."

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,8 @@ from ds2.config import Config, ConfigError
 from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
 from ds2.ctc import ctc_losses
 from ds2.dataset import Batch, SpeechLoader
-from ds2.distributed import Communicator, resolve_device
+from ds2.device import resolve_device, resolve_precision
+from ds2.distributed import Communicator
 from ds2.evaluate import transcribe_utterances
 from ds2.features import Features
 from ds2.gradients import GradientReducer, NormStatistics
@@ -39,6 +39,7 @@ from ds2.metrics import RunLog, StepTimer, git_commit
 from ds2.model import AcousticModel
 from ds2.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
+from ds2.progress import Progress, StepReport, changed_keys
 from ds2.wer import corpus_report
 
 log = logging.getLogger(__name__)
@@ -49,32 +50,6 @@ _PARTS = ("model", "features", "optimizer", "average")
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says why and what to set."""
-
-
-@dataclass
-class Progress:
-    """How far a run is: everything that changes and is not a tensor."""
-
-    epoch: int = 1  # 1-based, the epoch that is running
-    batch: int = 0  # batches of it that are behind us
-    step: int = 0  # optimizer steps, skipped ones not counted
-    skipped: int = 0  # steps skipped for a loss or gradient that was not finite
-    infeasible: int = 0  # utterances left out of a loss because no alignment exists (after speed change)
-    best_wer: float = float("inf")
-    best_cer: float = float("inf")
-    best_epoch: int = 0
-    elapsed_s: float = 0.0
-    audio_s: float = 0.0
-
-
-@dataclass
-class StepReport:
-    """What a rank tells the others about its part of a step."""
-
-    loss: float = 0.0  # summed over its utterances, nats
-    infeasible: int = 0
-    audio_s: float = 0.0
-    bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
 
 
 class Trainer:
@@ -121,6 +96,7 @@ class Trainer:
                 parts = self._parts()
         parts = {part: self.comm.broadcast_tensors(tensors) for part, tensors in parts.items()}
         self.progress = Progress(**self.comm.broadcast(asdict(self.progress)))
+        self.comm.whereabouts.step = self.progress.step
         self.model.load_state_dict(parts["model"])
         self.features.load_state_dict(parts["features"])
         restore_optimizer(self.optimizer, parts["optimizer"])
@@ -255,6 +231,7 @@ class Trainer:
             if self.average is not None:
                 self.average.update(self.model)
         progress.step += 1
+        comm.whereabouts.step = progress.step
         return loss
 
     def _not_finite(self, seen: Sequence[tuple[Batch, Tensor]]) -> list[str]:
@@ -345,6 +322,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
+        self.comm.whereabouts.enter("saving", limited=False)
         if self.comm.rank == 0:
             save_trainer(self.run_dir / "trainer.safetensors", self._parts(), asdict(self.progress), self.config)
 
@@ -355,20 +333,3 @@ class Trainer:
             "optimizer": optimizer_tensors(self.optimizer),
             "average": self.average.model.state_dict() if self.average is not None else {},
         }
-
-
-def resolve_precision(name: str, device: torch.device) -> str:
-    """`auto` is bf16 on a GPU and fp32 on a CPU."""
-    return name if name != "auto" else ("bf16" if device.type == "cuda" else "fp32")
-
-
-def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two nested configurations."""
-    changed: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed += changed_keys(a, b, f"{prefix}{key}.")
-        elif a != b:
-            changed.append(prefix + key)
-    return changed

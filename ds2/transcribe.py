@@ -189,8 +189,7 @@ def _readable(name: str) -> Iterator[Path]:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 transcribe MODEL FILE...`: 1 where a file could not be transcribed, after all others are done."""
-    from ds2.distributed import resolve_device
-    from ds2.trainer import resolve_precision
+    from ds2.device import resolve_device, resolve_precision
 
     parser = argparse.ArgumentParser(prog="ds2 transcribe", description="audio files to text")
     parser.add_argument("model", type=Path, help="model file or run folder")

@@ -7,6 +7,9 @@ Three ways to hang are told apart (`judge`): a rank that stays in one phase, a p
 from __future__ import annotations
 
 import faulthandler
+import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -14,6 +17,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+_STOP = 255  # no signal's number
+_SETTLE_S = 0.2
 
 
 @dataclass
@@ -123,12 +129,17 @@ class Watchdog(threading.Thread):
         known = {channel.rank, *self.listeners}
         self.ranks = {rank: Seen(hosts[rank], Whereabouts(), now_s, now_s) for rank in sorted(known)}
         self.tick_s = min(1.0, timeout_s / 10)
-        self._stopping = threading.Event()
         self._gone: set[int] = set()
+        # Signals wake this thread even while the one that trains sits in MPI, where Python's handlers cannot run.
+        self._wake, self._signals = os.pipe()
+        os.set_blocking(self._signals, False)
+        self._former = signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)
 
     def run(self) -> None:
         """Tell, listen and judge until `stop`."""
-        while not self._stopping.wait(self.tick_s):
+        while (received := self._wait_for_signal()) != _STOP:
+            if received:
+                self._tell_of(received)
             for rank in self.listeners:
                 self.channel.send(replace(self.own), rank)
             self._listen()
@@ -142,6 +153,24 @@ class Watchdog(threading.Thread):
         while len(self._gone) < len(self.listeners) and time.monotonic() < until_s:
             self._listen()
             time.sleep(0.01)
+
+    def _wait_for_signal(self) -> int:
+        ready, _, _ = select.select([self._wake], [], [], self.tick_s)
+        return os.read(self._wake, 1)[0] if ready else 0
+
+    def _tell_of(self, received: int) -> None:
+        """Where a rank still waits for others a moment after a signal, one is likely gone: say what is known of all."""
+        moves = self.own.moves
+        time.sleep(_SETTLE_S)
+        self._listen()
+        if self.channel.rank <= 1 and self.own.waiting and self.own.moves == moves:
+            name = signal.Signals(received).name
+            places = "; ".join(f"rank {rank} on {seen.host}: {seen.at}" for rank, seen in self.ranks.items())
+            print(
+                f"ds2: rank {self.channel.rank} got {name} while it waited; last heard: {places}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _listen(self) -> None:
         now_s = time.monotonic()
@@ -161,5 +190,8 @@ class Watchdog(threading.Thread):
 
     def stop(self) -> None:
         """Stop, after a farewell in both directions; all ranks call it together."""
-        self._stopping.set()
+        os.write(self._signals, bytes([_STOP]))
         self.join()
+        signal.set_wakeup_fd(self._former)
+        os.close(self._wake)
+        os.close(self._signals)

@@ -1,0 +1,67 @@
+"""One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun.
+
+python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
+FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone)
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ds2.cli import main
+from ds2.distributed import launched_rank
+from ds2.trainer import Trainer
+
+
+def strike(fault: str, trainer: Trainer) -> None:
+    """Do what the fault is called."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "throw":
+        raise RuntimeError("thrown on purpose")
+    elif fault == "hang":
+        time.sleep(3600)
+    elif fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "poison":
+        healthy = trainer.losses
+
+        def poisoned(batch: Any) -> Any:
+            trainer.losses = healthy  # type: ignore[method-assign]
+            losses, feasible = healthy(batch)
+            return losses + torch.tensor([float("nan")] + [0.0] * (len(losses) - 1)), feasible
+
+        trainer.losses = poisoned  # type: ignore[method-assign]
+
+
+def run(fault: str, rank: str, step: str, *overrides: str) -> int:
+    """Train once; the fault strikes one rank before one step."""
+
+    def faulty_step(self: Trainer, *arguments: Any) -> float | None:
+        taken = self.progress.step + self.progress.skipped
+        if launched_rank() == int(rank) and taken == int(step):
+            strike(fault, self)
+        return HEALTHY_STEP(self, *arguments)
+
+    Trainer.step = faulty_step  # type: ignore[method-assign]
+    return main(["train", *overrides])
+
+
+HEALTHY_STEP = Trainer.step
+
+if __name__ == "__main__":
+    jobs: list[list[str]] = [[]]
+    for argument in sys.argv[1:]:
+        if argument == "--":
+            jobs.append([])
+        else:
+            jobs[-1].append(argument)
+    sys.exit(max(run(*job) for job in jobs))
