@@ -243,7 +243,11 @@ def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
         grad_x, previous = grad_x[1:], y[:-1]
     else:
         previous = torch.cat([h0[None], y])[:-1]
-    return grad_x.flatten(0, 1).t() @ previous.flatten(0, 1)
+    left, right = grad_x.flatten(0, 1).t(), previous.flatten(0, 1)
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        # cuBLAS may cut a sum over so many frames in parts and add these in the type of the output: ask for float32.
+        return torch.mm(left, right, out_dtype=torch.float32).to(left.dtype)
+    return left @ right
 
 
 @functools.cache
