@@ -93,7 +93,7 @@ class _CtcLoss(torch.autograd.Function):
         log_beta = mirrored_alpha.gather(1, time[:, :, None].expand_as(log_alpha))
         log_beta = log_beta.gather(2, position[:, None, :].expand_as(log_alpha))
         extended = targets.new_full(log_alpha[:, 0].shape, BLANK)  # a blank before, between and after the labels
-        extended[:, 1::2] = targets
+        extended[:, 1::2] = targets[:, : extended.shape[1] // 2]
         emitted = log_probs.transpose(0, 1).gather(2, extended[:, None, :].expand_as(log_alpha))
         # alpha and beta both hold the emission of their frame: one of them goes
         log_occupancy = log_alpha + log_beta - emitted + losses[:, None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import signal
@@ -218,6 +219,15 @@ def _padded(rows: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
 
 def _as_is(item: Any) -> Any:
     return item
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """End the loader's workers with the process: they ignore the SIGTERM with which multiprocessing would, and wait."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes their end for an accident
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _ignore_signals(worker: int) -> None:

@@ -114,3 +114,15 @@ def test_the_gradient_has_the_same_bits_twice_on_a_gpu() -> None:
     ctc_losses(on_cpu, frames, labels, lengths)[0].sum().backward()
     assert all(g is not None and torch.equal(g, gradients[0]) for g in gradients)
     torch.testing.assert_close(gradients[0].cpu(), on_cpu.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_labels_beyond_the_longest_scored_transcript_are_only_padding() -> None:
+    logits = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(6))
+    frames, lengths = torch.tensor([6, 6]), torch.tensor([2, 0])  # the second row was infeasible, with five labels
+    gradients = []
+    for labels in (torch.tensor([[1, 2, 0, 0, 0], [3, 3, 3, 3, 3]]), torch.tensor([[1, 2], [3, 3]])):
+        values = logits.clone().requires_grad_()
+        reproducible_ctc(values, labels, frames, lengths).sum().backward()
+        gradients.append(values.grad)
+    assert gradients[0] is not None and gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])

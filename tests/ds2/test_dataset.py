@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from ds2.alphabet import Alphabet, AlphabetError
 from ds2.audio import AudioError
 from ds2.config import AugmentConfig, Config, DataConfig
 from ds2.dataset import Batch, SpeechLoader, make_loader, worker_count
-from ds2.manifest import Utterance
+from ds2.manifest import Utterance, write_manifest
 
 RATE = 16000
 PLAN = [[3, 1, 0], [2], [5, 4], [7, 6], [8, 9, 10, 11]]
@@ -188,3 +190,24 @@ def test_batches_for_a_gpu_are_pinned(tmp_path: Path, utterances: list[Utterance
         moved = batch.to("cuda")
         assert moved.waveforms.is_cuda and moved.labels.is_cuda and not moved.sample_lengths.is_cuda
         assert torch.equal(moved.waveforms.cpu(), batch.waveforms)
+
+
+def test_a_program_that_fails_in_mid_epoch_ends_although_its_workers_ignore_sigterm(
+    tmp_path: Path, utterances: list[Utterance]
+) -> None:
+    write_manifest(tmp_path / "all.jsonl", utterances)
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from ds2.manifest import read_manifest
+from test_dataset import PLAN, alphabet, make_config
+from ds2.dataset import SpeechLoader
+config = make_config(Path({str(tmp_path)!r}), workers=2)
+loader = SpeechLoader(read_manifest({str(tmp_path / "all.jsonl")!r}), config, alphabet(config), training=True)
+running = loader.epoch(PLAN, 1)
+next(running)
+raise RuntimeError("on purpose")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "on purpose" in ended.stderr
