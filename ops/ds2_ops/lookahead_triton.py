@@ -28,9 +28,7 @@ def forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
         taps, turn = weight.shape[1], 8
-        grid, chunk, columns = _cut(
-            *x.shape, x.element_size(), turn, 2 * taps
-        )  # a column holds its taps and its window
+        grid, chunk, columns = _cut(*x.shape, x.element_size(), turn, 2 * taps, _FORWARD_WARPS)
         shape = (*x.shape, chunk, taps, turn, columns, lengths is not None)
         with torch.cuda.device(x.device):
             _forward_kernel[grid](x, weight, lengths, y, *shape, num_warps=1)
