@@ -38,6 +38,8 @@ def why_not(
         return f"the tensors are on {device}; the persistent kernels need a CUDA GPU: use backend='cpu' or 'gemm'"
     if frames == 0 or batch == 0 or hidden == 0:
         return f"there is nothing to launch for shape ({frames}, {batch}, {hidden}): use backend='gemm'"
+    if frames * batch >= 2**31:
+        return f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels index in 32 bits: use backend='gemm'"
     try:
         for backward in (False, True):
             problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
-CLUSTER_THREADS = 384  # and 4 warps that finish a step
+FINISHERS = 128  # and 4 warps for each group that finish a step
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
@@ -19,7 +19,7 @@ CELLS = {"relu": "Relu", "clipped_relu": "ClippedRelu", "tanh": "Tanh"}
 
 # The one signature of every design's kernel: struct Pass of recurrence.cuh, spread out.
 _ENTRY = """
-extern "C" __global__ void __launch_bounds__(ds2::CLUSTER_THREADS, 1) ds2_kernel(
+extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
     const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
     void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_matrix, float clip) {
     ds2::cluster_recurrence<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden,
@@ -170,15 +170,15 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
     tiles = -(-problem.batch // (samples * groups))
     grid = cluster * min(tiles, clusters)
     # Two stages of state and of partial sums, padded against bank conflicts, inputs and mbarriers: as in cluster.cuh.
-    state_bytes = MMA_SAMPLES * (4 * k_words + 64)
+    sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
+    state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    finishers = CLUSTER_THREADS - THREADS
-    rounds = -(-MMA_SAMPLES // (finishers // words))
-    input_bytes = STEPS_AHEAD * (2 if problem.backward else 1) * rounds * finishers * 4
-    smem_bytes = groups * (2 * state_bytes + 2 * partial_bytes + input_bytes + 2 * WARPS * 8 + MMA_SAMPLES * 4)
+    rounds = -(-MMA_SAMPLES // (FINISHERS // words))
+    input_bytes = (1 + STEPS_AHEAD * (2 if problem.backward else 1)) * rounds * FINISHERS * 4  # 1: lengths
+    smem_bytes = groups * (2 * state_bytes + 2 * partial_bytes + input_bytes + 2 * WARPS * 8)
     shape = (
         f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {rows}, {groups}, "
-        f"{'true' if problem.backward else 'false'}>"
+        f"{'true' if problem.backward else 'false'}, {'true' if problem.hidden % per_word == 0 else 'false'}>"
     )
     source = (
         '#include "cluster.cuh"\n'
@@ -192,7 +192,7 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
         source=source,
         grid=grid,
         cluster=cluster,
-        threads=CLUSTER_THREADS,
+        threads=THREADS + groups * FINISHERS,
         smem_bytes=smem_bytes,
         rows=rows,
         samples=samples,

@@ -45,6 +45,13 @@ struct Weights {
     unsigned a[M_TILES][K_TILES][4];
 
     __device__ void load(const Pass& pass, int first_row, int end_row, int first_word) {
+        load_permuted(pass, first_row, end_row, [=](int k, int q, int words) { return first_word + MMA_WORDS * k + words * q; });
+    }
+
+    // K in another order: word(k, q, words) is the first of the `words` (4, or 2 for a last odd instruction) that lane
+    // (g, q) holds from instruction k on.
+    template <class WordOf>
+    __device__ void load_permuted(const Pass& pass, int first_row, int end_row, WordOf word) {
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
@@ -55,7 +62,7 @@ struct Weights {
                 for (int k = 0; k < K_TILES; k += 2) {
                     unsigned w[4];
                     const int words = k + 1 < K_TILES ? 4 : 2;
-                    load_words(pass, row, row < end_row, first_word + MMA_WORDS * k + words * q, words, w);
+                    load_words(pass, row, row < end_row, word(k, q, words), words, w);
                     a[m][k][half] = w[0];
                     a[m][k][half + 2] = w[1];
                     if (k + 1 < K_TILES) {
@@ -91,25 +98,24 @@ struct Weights {
     }
 };
 
-// c = weights * state: `state` is the shared-memory address of this lane's 16 bytes of the first two instructions, that is
-// of its sample's row, at the warp's first word of K, plus 16 q bytes. An odd last instruction takes 8 bytes a lane.
-template <class Number, int M_TILES, int K_TILES>
-__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state) {
+// c = weights * state. This lane's 4 words for instructions k and k + 1 (k even) lie at the shared-memory address
+// state + k PITCH, its 2 words for a last odd one at tail.
+template <int PITCH, class Number, int M_TILES, int K_TILES>
+__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state, unsigned tail) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0.f;
 #pragma unroll
     for (int k = 0; k + 1 < K_TILES; k += 2) {
-        const uint4 b = load_shared_16(state + 4 * MMA_WORDS * k);
+        const uint4 b = load_shared_16(state + k * PITCH);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k], b.x, b.y);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k + 1], b.z, b.w);
     }
     if constexpr (K_TILES % 2 == 1) {
-        constexpr int k = K_TILES - 1;
-        const uint2 b = load_shared_8(state + 4 * MMA_WORDS * k - 8 * (threadIdx.x % 4));
+        const uint2 b = load_shared_8(tail);
 #pragma unroll
-        for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k], b.x, b.y);
+        for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][K_TILES - 1], b.x, b.y);
     }
 }
 
