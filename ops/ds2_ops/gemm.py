@@ -51,7 +51,7 @@ def forward(
 
 def backward_data(
     grad_y: Tensor,
-    grad_h_n: Tensor,
+    grad_h_n: Tensor | None,
     y: Tensor,
     h0: Tensor | None,
     weight_hh: Tensor,
@@ -64,7 +64,7 @@ def backward_data(
 
     Args:
         grad_y: (T, B, H); its padding is ignored, whatever it holds.
-        grad_h_n: (B, H).
+        grad_h_n: (B, H), or None for zeros.
         y: (T, B, H), output of :func:`forward`.
         h0, weight_hh, lengths, nonlinearity, clip: as given to :func:`forward`.
 
@@ -75,16 +75,18 @@ def backward_data(
     frames, batch, hidden = y.shape
     grad_x = _aligned(frames, batch, hidden, y).copy_(grad_y)
     grad_h0 = _aligned(1, batch, hidden, y)[0].zero_()
-    if not frames:
-        grad_h0.copy_(grad_h_n)
-    elif lengths is None:
-        grad_x[-1].add_(grad_h_n)
-    else:
+    if lengths is not None:
         # grad_x starts at 0 at padding, and the loop, which meets the padding first, keeps it there whatever f' is.
         grad_x.masked_fill_(_padding(lengths, frames), 0.0)
-        empty = (lengths == 0)[:, None]
-        grad_x[_last_frame(lengths)] += torch.where(empty, 0.0, grad_h_n)
-        grad_h0.copy_(torch.where(empty, grad_h_n, 0.0))
+    if grad_h_n is not None:
+        if not frames:
+            grad_h0.copy_(grad_h_n)
+        elif lengths is None:
+            grad_x[-1].add_(grad_h_n)
+        else:
+            empty = (lengths == 0)[:, None]
+            grad_x[_last_frame(lengths)] += torch.where(empty, 0.0, grad_h_n)
+            grad_h0.copy_(torch.where(empty, grad_h_n, 0.0))
     following: Tensor | None = None
     for grad, state in zip(reversed(grad_x.unbind(0)), reversed(y.unbind(0)), strict=True):
         if following is not None:

@@ -170,7 +170,7 @@ def _run_forward(
 
 def _run_backward_data(
     grad_y: Tensor,
-    grad_h_n: Tensor,
+    grad_h_n: Tensor | None,
     y: Tensor,
     h0: Tensor | None,
     weight_hh: Tensor,
@@ -182,7 +182,8 @@ def _run_backward_data(
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, y.shape[0], y.device)
     clip = _representable(clip, y.dtype)
-    grad_y, grad_h_n, weight_hh = grad_y.contiguous(), grad_h_n.contiguous(), weight_hh.contiguous()
+    grad_y, weight_hh = grad_y.contiguous(), weight_hh.contiguous()
+    grad_h_n = None if grad_h_n is None else grad_h_n.contiguous()
     h0 = None if h0 is None else h0.contiguous()
     if _resolve(backend, y, nonlinearity, max_sms) == "persistent":
         from ds2_ops import persistent
@@ -196,12 +197,14 @@ def _run_backward_data(
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, weight_hh, h0, lengths, *ctx.options = inputs
     ctx.save_for_backward(output[0], weight_hh, h0, lengths)
+    ctx.set_materialize_grads(False)  # most callers drop h_n: no zeros are made for it
 
 
 def _gradients(
-    backward_data: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_y: Tensor, grad_h_n: Tensor
+    backward_data: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     y, weight_hh, h0, lengths = ctx.saved_tensors
+    grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, *ctx.options)
     grad_weight_hh = _backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
@@ -217,7 +220,7 @@ class _EagerRecurrence(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("recurrence")
         return _gradients(_run_backward_data, ctx, *grads)
 
@@ -264,7 +267,7 @@ def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) ->
         if x.device.type != "cpu":
             raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
         return "cpu"
-    reason = _why_not_persistent(x, nonlinearity, max_sms)
+    reason = _why_not_persistent(*x.shape[1:], x.dtype, x.device, nonlinearity, max_sms)
     if backend == "auto":
         _log_choice(reason, x.shape[2], x.dtype, x.device, nonlinearity)
         return "gemm" if reason else "persistent"
@@ -273,15 +276,18 @@ def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) ->
     return backend
 
 
-def _why_not_persistent(x: Tensor, nonlinearity: str, max_sms: int | None) -> str | None:
-    if x.device.type != "cuda":
-        return f"x is on {x.device}, the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
+@functools.lru_cache(maxsize=1024)
+def _why_not_persistent(
+    batch: int, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str, max_sms: int | None
+) -> str | None:
+    if device.type != "cuda":
+        return f"x is on {device}, the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
     try:
         from ds2_ops import persistent
     except ImportError as error:
         return f"{error}: pip install 'ds2-speech[gpu]', or use backend='gemm'"
-    frames, batch, hidden = x.shape
-    return persistent.why_not(frames, batch, hidden, x.dtype, x.device, nonlinearity, max_sms)
+    any_frames = 1  # the weights stay, the frames pass: no plan depends on T
+    return persistent.why_not(any_frames, batch, hidden, dtype, device, nonlinearity, max_sms)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from ds2_ops.reference import recurrence_reference
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -25,6 +26,20 @@ def draw(seed: int, *shape: int, device: torch.device, dtype: torch.dtype, scale
     """Random normal numbers, the same on every device."""
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     return numbers.to(device=device, dtype=dtype)
+
+
+def away_from_kinks(x: Tensor, weight_hh: Tensor, h0: Tensor | None, nonlinearity: str, clip: float) -> Tensor:
+    """Push x where a pre-activation is near 0 or clip: there, rounding alone decides whether a gradient passes."""
+    margin = 0.1
+    state = torch.zeros_like(x[0]) if h0 is None else h0.double().cpu()
+    for t in range(len(x)):
+        recurrent = state @ weight_hh.double().cpu().T
+        for kink in (0.0, clip):
+            x[t] += torch.where((x[t] + recurrent - kink).abs() < margin, 2 * margin, 0.0)
+        _, state = recurrence_reference(
+            x[None, t], weight_hh.double().cpu(), state, nonlinearity=nonlinearity, clip=clip
+        )
+    return x
 
 
 def ragged_lengths(frames: int, batch: int) -> Tensor:

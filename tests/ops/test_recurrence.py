@@ -13,6 +13,7 @@ from op_cases import (
     CPU,
     CUDA,
     assert_same_bits,
+    away_from_kinks,
     draw,
     nan_filled_memory,
     on_cpu,
@@ -51,23 +52,9 @@ def problem(
     _, batch, hidden = shape
     weight_hh = draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5)
     h0 = draw(3, batch, hidden, device=device, dtype=dtype) if with_h0 else None
-    x = away_from_kinks(draw(1, *shape, device=CPU, dtype=torch.float64), weight_hh, h0, nonlinearity)
+    x = away_from_kinks(draw(1, *shape, device=CPU, dtype=torch.float64), weight_hh, h0, nonlinearity, CLIP)
     grad_y = draw(4, *shape, device=device, dtype=dtype)
     return [x.to(device, dtype), weight_hh, h0], [grad_y, draw(5, batch, hidden, device=device, dtype=dtype)]
-
-
-def away_from_kinks(x: Tensor, weight_hh: Tensor, h0: Tensor | None, nonlinearity: str) -> Tensor:
-    """Push x where a pre-activation is near 0 or CLIP: there, rounding alone decides whether a gradient passes."""
-    margin = 0.1
-    state = torch.zeros_like(x[0]) if h0 is None else h0.double().cpu()
-    for t in range(len(x)):
-        recurrent = state @ weight_hh.double().cpu().T
-        for kink in (0.0, CLIP):
-            x[t] += torch.where((x[t] + recurrent - kink).abs() < margin, 2 * margin, 0.0)
-        _, state = recurrence_reference(
-            x[None, t], weight_hh.double().cpu(), state, nonlinearity=nonlinearity, clip=CLIP
-        )
-    return x
 
 
 def bind(op: Callable[..., tuple[Tensor, Tensor]], lengths: Tensor | None, **options: object) -> Callable[..., object]:
@@ -191,6 +178,19 @@ def test_strides_do_not_matter(device: torch.device, backend: str) -> None:
     )
     strided[2], strided[3] = strided[2].transpose(0, 1), strided[3].t()
     assert_same_bits(strided, plain)
+
+
+@on_every_target
+def test_gradient_of_one_output_alone(device: torch.device, backend: str) -> None:
+    inputs, (grad_y, grad_h_n) = problem((5, 3, 16), device, torch.float32)
+    lengths = torch.tensor([5, 2, 0], device=device)
+    for index, cotangent in ((0, grad_y), (1, grad_h_n)):
+        zeros = [torch.zeros_like(grad_y), torch.zeros_like(grad_h_n)]
+        zeros[index] = cotangent
+        both = outputs_and_gradients(bind(recurrence, lengths, backend=backend), inputs, zeros)
+        leaves = [t.clone().requires_grad_() for t in inputs if t is not None]
+        alone = recurrence(*leaves, lengths, backend=backend)[index]
+        assert_same_bits(torch.autograd.grad(alone, leaves, cotangent), both[2:])
 
 
 def test_saturated_outputs_have_no_gradient_where_clip_is_rounded() -> None:
