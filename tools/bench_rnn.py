@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,8 @@ def main() -> int:
         sizes = [(hidden, batch, frames) for hidden in options.hidden for batch in options.batch]
     else:
         sizes = [(hidden, batch, frames) for hidden, batch in (STANDARD if gpu else STANDARD_CPU)]
+    # PyTorch packs the weights of a bfloat16 nn.RNN anew in every call, and says so; that is part of its time.
+    warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
     title = f"{options.nonlinearity} {dtype} on {machine(device)}"
     print(title)
     rows: list[Result] = []
