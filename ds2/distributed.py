@@ -248,9 +248,7 @@ def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        change(
-            root.removeHandler, [h for h in root.handlers if h is not handler]
-        )  # the terminal hears of it in `connect`
+        change(root.removeHandler, [h for h in root.handlers if h is not handler])  # `connect` tells the terminal
         log.exception("failed at %s", comm.whereabouts)
         raise
     finally:

@@ -121,7 +121,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         if interrupts.agreed:
             reason = signal.Signals(interrupts.agreed).name
             break
-        trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
+        with comm.whereabouts.slow("evaluation"):
+            trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
             trainer.save()

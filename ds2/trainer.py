@@ -269,7 +269,6 @@ class Trainer:
 
     def evaluate(self, board: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
-        self.comm.whereabouts.enter("evaluation", limited=False)
         model = self.average.model if self.average is not None else self.model
         hypotheses = transcribe_utterances(
             model.eval(),
@@ -322,9 +321,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
-        self.comm.whereabouts.enter("saving", limited=False)
         if self.comm.rank == 0:
-            save_trainer(self.run_dir / "trainer.safetensors", self._parts(), asdict(self.progress), self.config)
+            with self.comm.whereabouts.slow("saving"):
+                save_trainer(self.run_dir / "trainer.safetensors", self._parts(), asdict(self.progress), self.config)
 
     def _parts(self) -> dict[str, dict[str, Tensor]]:
         return {

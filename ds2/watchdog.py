@@ -7,6 +7,7 @@ Three ways to hang are told apart (`judge`): a rank that stays in one phase, a p
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from typing import Protocol
 
 _STOP = 255  # no signal's number
 _SETTLE_S = 0.2
+_SLOW = 10.0
 
 
 @dataclass
@@ -28,15 +30,22 @@ class Whereabouts:
 
     step: int = 0
     phase: str = "start-up"
-    limited: bool = False  # whether the watchdog's limit applies to this phase
+    patience: float = math.inf  # how often the watchdog's limit this phase may take
     waiting: str = ""  # the collective that it waits in, for others
     moves: int = 0  # changes so far: a number that stands still is a rank that stands still
 
-    def enter(self, phase: str, *, step: int | None = None, limited: bool = True) -> None:
-        """Note that a phase begins."""
-        self.phase, self.limited = phase, limited
-        self.step = self.step if step is None else step
+    def enter(self, phase: str) -> None:
+        """Note that a phase of a step begins."""
+        self.phase, self.patience = phase, 1.0
         self.moves += 1
+
+    @contextmanager
+    def slow(self, phase: str) -> Iterator[None]:
+        """Note that the block is no step and may take ten times as long as one."""
+        self.enter(phase)
+        self.patience = _SLOW
+        yield
+        self.enter("between steps")
 
     @contextmanager
     def wait_in(self, collective: str) -> Iterator[None]:
@@ -77,14 +86,14 @@ def judge(ranks: Mapping[int, Seen], world: int, now_s: float, timeout_s: float)
         ranks: what one rank knows: of itself and of those that report to it; rank 0 hears all.
         world: how many ranks there are; that all wait is seen only by who knows of all.
         now_s: the time.
-        timeout_s: how long a phase, a silence or a common wait may last.
+        timeout_s: how long a silence, a common wait or a phase of a step may last; other phases more (`patience`).
     """
     for rank, seen in ranks.items():
         if now_s - seen.heard_s > timeout_s:
             return (
                 f"rank {rank} on {seen.host} has been silent for {now_s - seen.heard_s:.0f} s, last heard at {seen.at}"
             )
-        if seen.at.limited and not seen.at.waiting and now_s - seen.moved_s > timeout_s:
+        if not seen.at.waiting and now_s - seen.moved_s > timeout_s * seen.at.patience:
             return f"rank {rank} on {seen.host} hangs: no progress for {now_s - seen.moved_s:.0f} s at {seen.at}"
     still_s = now_s - max(seen.moved_s for seen in ranks.values())
     if len(ranks) == world and all(seen.at.waiting for seen in ranks.values()) and still_s > timeout_s:
@@ -166,11 +175,8 @@ class Watchdog(threading.Thread):
         if self.channel.rank <= 1 and self.own.waiting and self.own.moves == moves:
             name = signal.Signals(received).name
             places = "; ".join(f"rank {rank} on {seen.host}: {seen.at}" for rank, seen in self.ranks.items())
-            print(
-                f"ds2: rank {self.channel.rank} got {name} while it waited; last heard: {places}",
-                file=sys.stderr,
-                flush=True,
-            )
+            me = f"rank {self.channel.rank} on {self.ranks[self.channel.rank].host}"
+            print(f"ds2: {me} got {name} while it waited; last heard: {places}", file=sys.stderr, flush=True)
 
     def _listen(self) -> None:
         now_s = time.monotonic()

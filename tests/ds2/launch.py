@@ -1,0 +1,25 @@
+"""Starts scripts under the mpirun of this Python's environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 150  # generous: the machine may be shared, and every rank imports torch
+
+
+def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.is_file() else shutil.which("mpirun")
+    assert launcher, "the tests of several ranks need mpirun: pip install -e '.[dev]'"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable, str(HERE / script), *arguments],
+        env={**os.environ, **root}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        encoding="utf-8", errors="replace", timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Training on 1, 2 and 4 ranks: one answer, the same bits twice, clean stops, faults told with rank and step."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds2.checkpoint import load
+from tests.ds2.launch import mpirun
+
+pytestmark = pytest.mark.slow
+STEPS = ("train.epochs=3", "optim.schedule=constant")  # 9 steps; every third batch has 2 utterances: ranks idle on 4
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
+    return {event["step"]: event["loss"] for event in lines if event["event"] == "train"}
+
+
+def scores(run_dir: Path) -> list[tuple[float, float]]:
+    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
+    return [(event["wer"], event["cer"]) for event in lines if event["event"] == "dev"]
+
+
+def state(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load(run_dir / "trainer.safetensors")[0]
+
+
+def same_bits(a: Path, b: Path) -> bool:
+    one, other = state(a), state(b)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train(ranks: int, *jobs: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Run jobs (fault, rank, step, override...) one after the other on the same ranks."""
+    arguments: list[str] = []
+    for number, job in enumerate(jobs):
+        arguments += [*(["--"] if number else []), *job]
+    return mpirun(ranks, "rank_job.py", *arguments)
+
+
+def clean(overrides: list[str], run_dir: Path, *extra: str) -> tuple[str, ...]:
+    return ("none", "0", "0", *overrides, *STEPS, *extra, f"run_dir={run_dir}")
+
+
+def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    folders = {
+        name: tmp_path / name for name in ("one", "two", "again", "plain", "four", "accumulated", "halves", "local")
+    }
+    run = train(1, clean(tiny_overrides, folders["one"]), clean(
+        tiny_overrides, folders["accumulated"], "train.accumulate=2", "batching.utterances=3"))  # fmt: skip
+    assert run.returncode == 0, run.stdout
+    run = train(
+        2,
+        clean(tiny_overrides, folders["two"]),
+        clean(tiny_overrides, folders["again"]),
+        clean(tiny_overrides, folders["plain"], "comm.overlap=false", "comm.bucket_mib=0.01"),
+        clean(tiny_overrides, folders["halves"], "train.accumulate=2", "batching.utterances=3"),
+        clean(tiny_overrides, folders["local"], "comm.batch_norm=local"),
+    )
+    assert run.returncode == 0, run.stdout
+    assert "2 ranks over mpi (comm=auto" in run.stdout and re.search(
+        r"rank +host +process +threads +device", run.stdout
+    )
+    assert run.stdout.count("epoch 1: dev WER") == 5  # five trainings, each told by rank 0 alone
+    run = train(4, clean(tiny_overrides, folders["four"]))
+    assert run.returncode == 0, run.stdout
+
+    curve = losses(folders["one"])
+    assert len(curve) == 9
+    for name in ("two", "four"):
+        assert losses(folders[name]) == pytest.approx(curve, rel=1e-4), name
+        assert scores(folders[name]) == scores(folders["one"]), name
+    assert losses(folders["halves"]) == pytest.approx(losses(folders["accumulated"]), rel=1e-4)
+    assert same_bits(folders["two"], folders["again"]) and losses(folders["two"]) == losses(folders["again"])
+    assert same_bits(folders["two"], folders["plain"])  # neither overlap nor bucket size changes a bit
+    assert losses(folders["local"]) != pytest.approx(curve, rel=1e-3)  # a choice that does change the answer
+    assert {p.name for p in (folders["four"] / "ranks").iterdir()} == {f"rank-000{rank}.log" for rank in range(4)}
+    assert {"allreduce_total_s", "allreduce_exposed_s", "data_s", "forward_s", "backward_s"} <= set(
+        json.loads((folders["four"] / "log.jsonl").read_text().splitlines()[1])
+    )
+
+
+def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tiny_overrides: list[str], tmp_path: Path) -> None:
+    run = train(2, ("poison", "1", "4", *tiny_overrides, *STEPS))
+    assert run.returncode == 0, run.stdout
+    assert len(re.findall(r"step skipped: loss nan, .*utterances: tones\d", run.stdout)) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [e["skipped_steps"] for e in lines if e["event"] == "train"][-1] == 1
+    assert max(losses(tmp_path / "run")) == 8
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state(tmp_path / "run").values())
+
+
+def test_sigterm_at_one_rank_saves_and_another_number_of_ranks_goes_on(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    job = ("signal", "1", "4", *tiny_overrides, *STEPS, f"run_dir={broken}")
+    run = train(2, clean(tiny_overrides, whole), job)
+    assert run.returncode == 128 + 15, run.stdout
+    assert "stopped after step 5: SIGTERM" in run.stdout
+    run = train(3, clean(tiny_overrides, broken))
+    assert run.returncode == 0, run.stdout
+    assert losses(broken) == pytest.approx(losses(whole), rel=1e-4)
+    assert len(losses(broken)) == 9 and scores(broken) == scores(whole)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "told"),
+    [
+        ("kill", 1, r"rank 1 .*exited on\s+signal 9[\s\S]*|got SIGTERM while it waited; last heard: .*step 5"),
+        ("throw", 0, r"ds2: rank 0 on \S+ failed at step 5, between steps: RuntimeError: thrown on purpose"),
+        ("hang", 1, r"ds2: rank 1 on \S+ hangs: no progress for \d+ s at step 5, .*comm.timeout_s=6"),
+        ("freeze", 0, r"ds2: rank 0 on \S+ has been silent for \d+ s, last heard at step \d, .*comm.timeout_s=6"),
+    ],
+)
+def test_a_fault_of_one_rank_ends_the_job_with_rank_step_and_reason(
+    tiny_overrides: list[str], tmp_path: Path, fault: str, rank: int, told: str
+) -> None:
+    job = (fault, str(rank), "5", *tiny_overrides, "checkpoint.every_steps=1", "comm.timeout_s=6")
+    began = time.monotonic()
+    run = train(2, job)
+    assert run.returncode != 0
+    assert re.search(told, run.stdout), run.stdout
+    assert time.monotonic() - began < 200  # far below the hour that the faults would take: the job was ended
+    if fault == "kill":
+        assert "got SIGTERM while it waited; last heard" in run.stdout and "step 5" in run.stdout
+    assert load(tmp_path / "run" / "trainer.safetensors")[1]["progress"]["step"] == 5
+
+
+def test_a_mistake_that_all_ranks_meet_is_told_once(tiny_overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    run = train(2, ("none", "0", "0", *tiny_overrides, f"run_dir={tmp_path / 'file' / 'run'}"))
+    assert run.returncode == 2, run.stdout
+    assert (
+        len(re.findall(r"ds2: rank 0 on \S+ failed at step 0, start-up: run folder .* cannot be written", run.stdout))
+        == 1
+    )
+    assert "rank 1 on" not in run.stdout and "Traceback" not in run.stdout
