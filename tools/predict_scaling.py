@@ -1,0 +1,173 @@
+"""Predict throughput on many ranks from one machine's measured steps and link, and check the model on measured rows.
+
+    python tools/bench_scaling.py --ranks 1 2 4 --per-rank 4 8 16 32 64 --model rnn_48_skip_4 --out measured
+    mpirun -n 4 python tools/bench_collectives.py --device cuda --out measured/collectives.json
+    python tools/predict_scaling.py measured/scaling.json measured/collectives.json --way "ours over NCCL" \\
+        --global-batch 512 --ranks 1 8 16 32 64 128 --ranks-per-host 8 --network-gb-per-s 25 --network-latency-us 20
+
+The model of one step on N ranks with b utterances each:
+  forward(b), backward(b), optimizer: the measured times on one rank, linear between measured b;
+  a sum of S bytes: latency x log2(N) + 2 (N - 1) / N x S / bandwidth, with the link's figures inside a host and the
+    network's beyond it;
+  gradients: equal buckets that are ready evenly over backward and travel one after the other; what ends after backward
+    is exposed (without overlap, all of it);
+  shared batch norm: one small sum a layer, forward and backward, each as long as its latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a sum takes: latency of one hop (s) and bus bandwidth (byte/s)."""
+
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured on one rank, and the links."""
+
+    batches: list[float]  # utterances a rank, ascending
+    forward_s: list[float]
+    backward_s: list[float]
+    optimizer_s: list[float]
+    gradient_bytes: float
+    norms: int
+    host: Link
+    network: Link
+    ranks_per_host: int
+
+    def compute_s(self, batch: float) -> tuple[float, float, float]:
+        """Forward, backward and optimizer at a batch a rank; beyond the largest measured one in proportion."""
+        beyond = max(1.0, batch / self.batches[-1])
+        parts = (self.forward_s, self.backward_s, self.optimizer_s)
+        forward, backward, optimizer = (float(np.interp(batch, self.batches, part)) for part in parts)
+        return forward * beyond, backward * beyond, optimizer
+
+    def sum_s(self, ranks: int, size: float) -> float:
+        """A sum of `size` bytes over ranks."""
+        link = self.host if ranks <= self.ranks_per_host else self.network
+        return link.latency_s * math.log2(ranks) + 2 * (ranks - 1) / ranks * size / link.bandwidth if ranks > 1 else 0.0
+
+
+def step_s(
+    machine: Machine, ranks: int, batch: float, *, bucket_bytes: float, overlap: bool, shared: bool
+) -> tuple[float, float]:
+    """Seconds of a step with `batch` utterances a rank, and those in which gradients alone are under way."""
+    forward, backward, optimizer = machine.compute_s(batch)
+    norm_s = machine.norms * machine.sum_s(ranks, 0) if shared else 0.0
+    forward, backward = forward + norm_s, backward + norm_s
+    buckets = max(1, math.ceil(machine.gradient_bytes / bucket_bytes))
+    each_s = machine.sum_s(ranks, machine.gradient_bytes / buckets)
+    end_s = 0.0
+    for number in range(1, buckets + 1):
+        ready_s = backward * number / buckets if overlap else backward
+        end_s = max(end_s, ready_s) + each_s
+    exposed_s = end_s - backward if ranks > 1 else 0.0
+    return forward + backward + exposed_s + optimizer, exposed_s
+
+
+def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], args: argparse.Namespace) -> Machine:
+    """Take the one-rank rows and the fitted link."""
+    alone = sorted({r["batch"]: r for r in scaling["rows"] if r["ranks"] == 1}.values(), key=lambda r: r["batch"])
+    if not alone:
+        raise SystemExit("the scaling file has no row of one rank: run bench_scaling.py with --ranks 1 ...")
+    if args.way not in collectives["fits"]:
+        raise SystemExit(f"--way {args.way!r} is not one of {', '.join(collectives['fits'])}")
+    latency_s, bandwidth = collectives["fits"][args.way]
+    host = Link(latency_s / max(1.0, math.log2(collectives["ranks"])), bandwidth)
+    network = host
+    if args.network_gb_per_s:
+        network = Link(args.network_latency_us * 1e-6, args.network_gb_per_s * 1e9)
+    rest = [r["step_ms"] - r["forward_ms"] - r["backward_ms"] for r in alone]
+    return Machine(
+        [r["batch"] for r in alone], [r["forward_ms"] / 1000 for r in alone], [r["backward_ms"] / 1000 for r in alone],
+        [max(0.0, ms) / 1000 for ms in rest], alone[0]["gradient_mib"] * 2**20, args.norms, host, network,
+        args.ranks_per_host,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Parse, check against the measured rows, predict, plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scaling", type=Path)
+    parser.add_argument("collectives", type=Path)
+    parser.add_argument("--way", default="ours over MPI", help="whose sums: a name in the collectives file")
+    parser.add_argument("--global-batch", type=int, default=512, help="utterances over all ranks (paper: 512)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--ranks-per-host", type=int, default=8)
+    parser.add_argument(
+        "--network-gb-per-s", type=float, default=0.0, help="bus bandwidth between hosts; 0: the host's"
+    )
+    parser.add_argument("--network-latency-us", type=float, default=20.0)
+    parser.add_argument(
+        "--norms", type=int, default=51, help="batch norm layers (48 recurrent, 2 convolutions, 1 last)"
+    )
+    parser.add_argument("--bucket-mib", type=float, default=25.0)
+    parser.add_argument("--plot", type=Path, help="write the curve as an image")
+    args = parser.parse_args()
+    scaling = json.loads(args.scaling.read_text())
+    machine = calibrate(scaling, json.loads(args.collectives.read_text()), args)
+    bucket = args.bucket_mib * 2**20
+
+    print(f"{'ranks':>6}{'batch':>7}{'overlap':>9}{'norm':>8}{'measured ms':>13}{'model ms':>10}{'error':>8}")
+    for row in scaling["rows"]:
+        batch, shared = row["batch"] / row["ranks"], row["batch_norm"] == "shared" and row["ranks"] > 1
+        seconds, _ = step_s(machine, row["ranks"], batch, bucket_bytes=bucket, overlap=row["overlap"], shared=shared)
+        print(
+            f"{row['ranks']:>6}{row['batch']:>7}{row['overlap']!s:>9}{row['batch_norm']:>8}"
+            f"{row['step_ms']:>13.1f}{1000 * seconds:>10.1f}{1000 * seconds / row['step_ms'] - 1:>+8.0%}"
+        )
+    curves: dict[str, list[float]] = {}
+    print(f"\npredicted, global batch {args.global_batch}\n{'ranks':>6}{'a rank':>8}{'step ms':>9}{'exposed':>9}"
+          f"{'audio s/s':>11}{'efficiency':>12}{'no overlap':>12}{'local norm':>12}")  # fmt: skip
+    for ranks in args.ranks:
+        batch = args.global_batch / ranks
+        base, _ = step_s(machine, 1, args.global_batch, bucket_bytes=bucket, overlap=True, shared=False)
+        ways = {"overlap": (True, True), "no overlap": (False, True), "local norm": (True, False)}
+        found = {
+            w: step_s(machine, ranks, batch, bucket_bytes=bucket, overlap=o, shared=s) for w, (o, s) in ways.items()
+        }
+        rates = {way: args.global_batch * scaling["duration_s"] / seconds for way, (seconds, _) in found.items()}
+        for way, rate in rates.items():
+            curves.setdefault(way, []).append(rate)
+        seconds, exposed = found["overlap"]
+        shares = [base / found[way][0] / ranks for way in ways]
+        print(
+            f"{ranks:>6}{batch:>8g}{1000 * seconds:>9.1f}{1000 * exposed:>9.2f}{rates['overlap']:>11.0f}"
+            f"{shares[0]:>12.1%}{shares[1]:>12.1%}{shares[2]:>12.1%}"
+        )
+    if args.plot:
+        plot(args, scaling, curves)
+
+
+def plot(args: argparse.Namespace, scaling: dict[str, Any], curves: dict[str, list[float]]) -> None:
+    """Predicted curves and the measured points of the same global batch."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for way, rates in curves.items():
+        axes.plot(args.ranks, rates, "-", label=f"model, {way}")
+    points = [r for r in scaling["rows"] if r["batch"] == args.global_batch and r["overlap"]]
+    axes.plot([r["ranks"] for r in points], [r["audio_s_per_s"] for r in points], "ko", label="measured")
+    linear = [curves["overlap"][0] * ranks / args.ranks[0] for ranks in args.ranks]
+    axes.plot(args.ranks, linear, "k--", lw=0.8, label="linear")
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="audio seconds a second")
+    axes.legend(fontsize=8)
+    figure.savefig(args.plot, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
