@@ -239,7 +239,7 @@ class AcousticModel(nn.Module):
             x = module.stream(x, module_state, final=final)
         return self._classify(x, None)
 
-    def _classify(self, x: Tensor, count: Tensor | None) -> Tensor:
+    def _classify(self, x: Tensor, count: int | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.classifier.weight.dtype)
             logits: Tensor = self.classifier(x if self.norm is None else self.norm(x, count))

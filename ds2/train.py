@@ -69,19 +69,28 @@ class Window:
         if loss is not None:
             self.losses.append(loss)
 
+    @property
+    def loss(self) -> float:
+        """Mean over the steps that were not skipped."""
+        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
+
+    @property
+    def audio_s_per_s(self) -> float:
+        """Seconds of training audio a second of wall time."""
+        return (self.progress.audio_s - self._audio_s) / max(time.monotonic() - self._began, 1e-9)
+
     def values(self, trainer: Trainer, rate: float) -> dict[str, float]:
         """The scalars of one log line."""
-        elapsed = time.monotonic() - self._began
         split = trainer.timer.means(self.steps)
         return {
-            "loss": sum(self.losses) / len(self.losses) if self.losses else float("nan"),
+            "loss": self.loss,
             "learning_rate": rate,
             "gradient_norm": trainer.grad_norm,
             "epoch": self.progress.epoch,
             "skipped_steps": self.progress.skipped,
             "infeasible_utterances": self.progress.infeasible,
-            "audio_s_per_s": (self.progress.audio_s - self._audio_s) / max(elapsed, 1e-9),
-            "step_s": elapsed / self.steps,
+            "audio_s_per_s": self.audio_s_per_s,
+            "step_s": (time.monotonic() - self._began) / self.steps,
             **{f"{name}_s": seconds for name, seconds in split.items()},
         }
 
@@ -137,7 +146,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     plan = trainer.plan()
     batches = trainer.epoch(plan)
     trainer.model.train()
-    window, clock, saved_at = Window(progress), time.monotonic(), time.monotonic()
+    epoch, window, clock, saved_at = Window(progress), Window(progress), time.monotonic(), time.monotonic()
     with progress_bar(
         len(plan), progress.epoch, config.train.epochs, progress.batch, shown=trainer.comm.rank == 0
     ) as bar:
@@ -146,7 +155,9 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             done = (progress.epoch - 1 + progress.batch / len(plan)) / config.train.epochs
             rate = learning_rate(config.optim, progress.step, progress.epoch, done)
             set_learning_rate(trainer.optimizer, rate)
-            window.add(trainer.step(batches, group))
+            loss = trainer.step(batches, group)
+            epoch.add(loss)
+            window.add(loss)
             now = time.monotonic()
             times_s, signals = zip(*trainer.comm.allgather((now - clock, interrupts.received)), strict=True)
             progress.elapsed_s, clock, interrupts.agreed = progress.elapsed_s + times_s[0], now, max(signals)
@@ -164,6 +175,10 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             if timed or stepped:
                 trainer.save()
                 saved_at = time.monotonic()
+    log.info(
+        "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step, epoch.loss,
+        epoch.audio_s_per_s,
+    )  # fmt: skip
     return progress.batch == len(plan)
 
 
