@@ -176,8 +176,8 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 trainer.save()
                 saved_at = time.monotonic()
     log.info(
-        "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step, epoch.loss,
-        epoch.audio_s_per_s,
+        "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
+        epoch.loss, epoch.audio_s_per_s,
     )  # fmt: skip
     return progress.batch == len(plan)
 
