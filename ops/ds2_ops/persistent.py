@@ -168,11 +168,11 @@ def _launch(
     )
     with torch.cuda.device(index):
         launch = plan_for(problem, index, max_sms)
-        tensors = (inputs, output_y, matrix, state, lengths, result, last_state)
+        tensors = [_on_words(t) for t in (inputs, output_y, matrix, state, lengths, result, last_state)]
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         row_bytes = hidden * inputs.element_size()
-        whole_words = row_bytes % 4 == 0 and all(pointer % 4 == 0 for pointer in pointers)
-        wide_matrix = row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+        whole_words = row_bytes % 4 == 0
+        wide_matrix = row_bytes % 16 == 0 and pointers[2] % 16 == 0
         numbers = (frames, batch, hidden, launch.samples, int(whole_words), int(wide_matrix))
         args = [*pointers, *map(ctypes.c_int, numbers), ctypes.c_float(clip)]
         try:
@@ -190,6 +190,11 @@ def _launch(
                 f"persistent recurrence {op} failed for (T, B, H) = {tuple(inputs.shape)}, {inputs.dtype}, "
                 f"{launch.explain()}, on {device_facts(index).name}: {error}"
             ) from error
+
+
+def _on_words(tensor: Tensor | None) -> Tensor | None:
+    """Copy a tensor that starts inside a 4-byte word, as a view of 16-bit numbers may; the kernels read words."""
+    return tensor.clone() if tensor is not None and tensor.data_ptr() % 4 else tensor
 
 
 @functools.lru_cache(maxsize=1024)

@@ -48,7 +48,7 @@ class DeviceFacts:
     capability: tuple[int, int] = (9, 0)
     sms: int = 132
     smem_bytes_per_block: int = 232_448
-    active_clusters: Mapping[int, int] = field(default_factory=lambda: {8: 16, 16: 7})
+    active_clusters: Mapping[int, int] = field(default_factory=lambda: {8: 15, 16: 7})
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,6 @@ def largest_cluster_hidden(dtype: str) -> int:
 def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, groups: int) -> Launch:
     number, per_word = NUMBERS[problem.dtype]
     words = rows // per_word
-    k_words = cluster * words
     m_tiles = -(-rows // MMA_ROWS)
     samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
     tiles = -(-problem.batch // (samples * groups))
@@ -186,7 +185,6 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "plan.py and cluster.cuh disagree on shared memory");'
         f"{_ENTRY}"
     )
-    instructions = m_tiles * k_words // MMA_WORDS / 4  # a sub-core
     return Launch(
         design="cluster",
         source=source,
@@ -197,16 +195,23 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
         rows=rows,
         samples=samples,
         groups=groups,
-        step_cycles=-(-tiles // clusters) * _step_cycles(instructions, cluster, 4 * words * samples, groups),
+        step_cycles=-(-tiles // clusters) * _cluster_step_cycles(m_tiles, words, cluster, samples, groups),
     )
 
 
-def _step_cycles(instructions: float, cluster: int, bytes_per_source: int, groups: int) -> float:
-    """Cycles of one time step of one tile: all groups' arithmetic, or one whole round trip if that is longer."""
-    multiply = 6.5 * instructions
-    finish = 200.0  # partial sums, block barrier, cell
-    exchange = (450 if cluster == 16 else 380) + bytes_per_source * cluster / 18.0
-    return max(groups * (multiply + finish), multiply + finish + exchange)
+def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int) -> float:
+    """Cycles of one time step of one tile, fitted to measurements of version 7 (ops/NOTES.md) on an H200.
+
+    One group: its products, then a fixed path through partial sums, cell and network, then a share for each 16 bytes
+    sent to each block, and for each further round in which the finishing threads take more utterances. Two groups: two
+    turns of the multiplying warps, each with a fixed loss and a smaller share for what is sent meanwhile.
+    """
+    multiply = 7.3 * m_tiles * (cluster * words // MMA_WORDS) / 4  # 4 sub-cores
+    sends = words // 4 * samples * cluster
+    rounds = -(-samples // (FINISHERS // words))
+    fixed, per_send, per_send_hidden = (710.0, 1.8, 0.77) if cluster == 16 else (790.0, 0.9, 0.6)
+    one_group = multiply + fixed + per_send * sends + 240.0 * (rounds - 1)
+    return one_group if groups == 1 else max(one_group, 2 * (multiply + 420.0 + per_send_hidden * sends))
 
 
 def _cluster_reason(problem: Problem, device: DeviceFacts, sms: int) -> str:

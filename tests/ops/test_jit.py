@@ -70,10 +70,10 @@ def test_many_processes_at_once_share_one_entry(cache: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     builders = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
+        for _ in range(2)
     ]
     hashes = {builder.communicate()[0] for builder in builders}
-    assert [builder.returncode for builder in builders] == [0, 0, 0]
+    assert [builder.returncode for builder in builders] == [0, 0]
     assert len(hashes) == 1
     assert [entry.suffix for entry in cache.iterdir()] == [".cubin"]
 

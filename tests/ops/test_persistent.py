@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
 ) -> list[Tensor]:
     x, weight_hh, h0, grad_y, grad_h_n = tensors
-    options = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
+    options: dict[str, Any] = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
     y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
     return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, **options)]
 
@@ -109,7 +110,7 @@ def test_every_tile_against_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
     x, weight_hh, h0, _, _ = inputs((11, 20, 700), dtype)
-    options = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
+    options: dict[str, Any] = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
     whole, last = persistent.forward(x, weight_hh, h0, None, **options)
     for cut in (1, 4, 10):
         head, state = persistent.forward(x[:cut], weight_hh, h0, None, **options)
@@ -121,10 +122,20 @@ def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_few_multiprocessors_give_the_same_bits() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 30, 1152), torch.bfloat16)
-    options = {"nonlinearity": "relu", "clip": CLIP}
+    options: dict[str, Any] = {"nonlinearity": "relu", "clip": CLIP}
     everything = persistent.forward(x, weight_hh, h0, None, max_sms=None, **options)
     one_cluster = persistent.forward(x, weight_hh, h0, None, max_sms=16, **options)
     assert all(torch.equal(a, b) for a, b in zip(everything, one_cluster, strict=True))
+
+
+@pytest.mark.gpu
+def test_views_that_start_inside_a_word_are_read_right() -> None:
+    x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
+    options: dict[str, Any] = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
+    shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+    assert shifted.data_ptr() % 4
+    y, h_n = persistent.forward(shifted, weight_hh, h0, None, **options)
+    assert all(map(torch.equal, (y, h_n), persistent.forward(x, weight_hh, h0, None, **options)))
 
 
 @pytest.mark.gpu
@@ -166,11 +177,19 @@ def test_without_a_gpu_the_reason_is_named() -> None:
     assert "need a CUDA GPU" in reason
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 64), (5, 0, 64), (5, 3, 0)])
-def test_nothing_to_launch_is_said(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((0, 3, 64), "nothing to launch"),
+        ((5, 0, 64), "nothing to launch"),
+        ((5, 3, 0), "nothing to launch"),
+        ((2**20, 2**11, 1), "beyond 2^31 rows"),
+    ],
+)
+def test_shapes_that_cannot_be_launched_are_named(shape: tuple[int, int, int], message: str) -> None:
     reason = persistent.why_not(*shape, torch.bfloat16, torch.device("cuda"), "relu", None)
     assert reason is not None
-    assert "nothing to launch" in reason
+    assert message in reason
 
 
 def test_wait_in_a_debug_build_is_bounded(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@
 // One step of one block, for one group of up to 8 utterances:
 //   1. 8 multiplying warps. Warp w owns K slice w, which 2 peers (cluster of 16) or 1 (cluster of 8) produced. It waits for
 //      these alone, multiplies all ROWS rows by its slice, leaves partial sums in shared memory and goes on.
-//   2. 4 finishing warps a group, which hold no weights. When all 8 partial sums of their group are there, a quad of lanes takes 16 bytes of one utterance's new state: adds up, applies the cell, sends them to all blocks;
-//      then stores and fetches.
+//   2. 4 finishing warps a group, which hold no weights. When all 8 partial sums of their group are there, a quad of lanes
+//      takes 16 bytes of one utterance's new state: adds up, applies the cell, sends them to all blocks; then stores y
+//      and fetches x.
 // So a second group's arithmetic runs while the first one's state is finished and travels.
 //
 // Why two buffers of everything, by iteration parity, and no other barrier are enough. "Iteration i" is of one group.
@@ -46,8 +47,9 @@ struct ClusterShape {
     static constexpr int ALL_THREADS = THREADS + GROUPS * FINISHERS;
     // Registers a thread: as many at launch for all, then moved from finishing to multiplying warps, which hold the weights.
     static constexpr int MULTIPLY_REGISTERS = GROUPS == 1 ? 224 : 216, FINISH_REGISTERS = GROUPS == 1 ? 56 : 40;
-    static_assert(THREADS * MULTIPLY_REGISTERS + GROUPS * FINISHERS * FINISH_REGISTERS <= 65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
-                  "the register file is shared out");
+    static constexpr int LAUNCH_REGISTERS = 65536 / ALL_THREADS / 8 * 8;
+    static_assert(THREADS * MULTIPLY_REGISTERS + GROUPS * FINISHERS * FINISH_REGISTERS <= LAUNCH_REGISTERS * ALL_THREADS,
+                  "what some warps gain, others have given");
     static constexpr int QUADS = FINISHERS / 4;
     static constexpr int ROUND_SAMPLES = QUADS / CHUNKS; // whose chunks the quads finish at the same time
     static constexpr int ROUNDS = (MMA_SAMPLES + ROUND_SAMPLES - 1) / ROUND_SAMPLES;
@@ -212,16 +214,16 @@ struct Finisher {
 
     const Pass& pass;
     // This thread finishes one word of utterances sample(), sample() + ROUND_SAMPLES, ... of one group.
-    unsigned place;              // row(), sample() and first_peer() in 16, 8, 8 bits: registers are scarce
+    unsigned place;  // row(), sample() and first_peer() in 16, 8, 8 bits: registers are scarce
     // Addresses of stage 0.
-    unsigned chunk, barrier;     // there, for what this quad sends of sample 0
-    unsigned partial;            // here, for this thread's word of sample 0
-    unsigned input;              // here, for what this thread reads of x and the like
+    unsigned chunk, barrier;  // at the peers, for what this quad sends of sample 0
+    unsigned partial;         // here, for this thread's word of sample 0
+    unsigned input;           // here, for what this thread reads of x, dy and y
 
     __device__ Finisher(const Pass& pass, char* smem) : pass(pass) {
         // Neighbours stay together: one instruction sends 128 bytes to each of 4 peers.
-        const int group = Tile<Shape>::own_group(), rank = cluster_rank(), thread = threadIdx.x % Shape::FINISHERS, quad = thread / 4, lane = thread % 4, own_chunk = quad % Shape::CHUNKS;
-        const int word = 4 * own_chunk + lane;
+        const int group = Tile<Shape>::own_group(), rank = cluster_rank(), thread = threadIdx.x % Shape::FINISHERS;
+        const int quad = thread / 4, lane = thread % 4, own_chunk = quad % Shape::CHUNKS, word = 4 * own_chunk + lane;
         // A quad too many never has an utterance; each block begins to send to another one, so that none is flooded.
         const int sample = quad / Shape::CHUNKS < Shape::ROUND_SAMPLES ? quad / Shape::CHUNKS : MMA_SAMPLES;
         place = pinned(rank * Shape::ROWS + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
@@ -231,9 +233,9 @@ struct Finisher {
         input = pinned(smem_address(smem + Shape::INPUT_AT) + group * Shape::INPUT_BYTES + 4 * thread);
     }
 
-    __device__ int row() const { return pinned(place) & 0xffff; }         // the word's first element in a row of H
-    __device__ int sample() const { return pinned(place) >> 16 & 0xff; }  // in the first round
-    __device__ unsigned first_peer() const { return pinned(place) >> 24; }    // the first of the blocks that this lane sends to
+    __device__ int row() const { return pinned(place) & 0xffff; }           // the word's first element in a row of H
+    __device__ int sample() const { return pinned(place) >> 16 & 0xff; }    // in the first round
+    __device__ unsigned first_peer() const { return pinned(place) >> 24; }  // of the blocks that this lane sends to
     __device__ int valid() const { return min(Shape::PER_WORD, pass.hidden - row()); }  // elements of the word that exist
     // This thread's own place for its word of round r of array a of iteration i.
     __device__ unsigned input_at(int i, int r, int a) const {
@@ -338,12 +340,14 @@ struct Finisher {
     __device__ void finish(const Tile<Shape>& tile, int i, int live) {
         const int stage = i & 1, t = frame(tile, i);
         copies_wait<Shape::AHEAD - 2>();
-        // First everything that peers wait for. A warp stays together, whether its utterances exist or not.
+        // First everything that peers wait for, and as much of it as can be done before the wait. A warp stays together,
+        // whether its lanes' utterances exist or not.
 #pragma unroll 1
         for (int first = 0; first == 0 || first < live; first += Shape::ROUND_SAMPLES) {
             const bool mine = first + sample() < live;
             const int s = min(first + sample(), MMA_SAMPLES - 1), r = first / Shape::ROUND_SAMPLES;
-            const unsigned from = pinned(partial + stage * Shape::GROUPS * Shape::PARTIAL_BYTES + 4 * s * Shape::PARTIAL_STRIDE);
+            const unsigned from =
+                pinned(partial + stage * Shape::GROUPS * Shape::PARTIAL_BYTES + 4 * s * Shape::PARTIAL_STRIDE);
             const unsigned input_word = load_shared_4(input_at(i, r, 0));
             const unsigned saved_word = Shape::BACKWARD ? load_shared_4(input_at(i, r, 1)) : 0;
             const int frames = mine ? int(load_shared_4(length_at(r))) : 0;

@@ -45,7 +45,8 @@ struct Weights {
     unsigned a[M_TILES][K_TILES][4];
 
     __device__ void load(const Pass& pass, int first_row, int end_row, int first_word) {
-        load_permuted(pass, first_row, end_row, [=](int k, int q, int words) { return first_word + MMA_WORDS * k + words * q; });
+        load_permuted(pass, first_row, end_row,
+                      [=](int k, int q, int words) { return first_word + MMA_WORDS * k + words * q; });
     }
 
     // K in another order: word(k, q, words) is the first of the `words` (4, or 2 for a last odd instruction) that lane
@@ -101,7 +102,8 @@ struct Weights {
 // c = weights * state. This lane's 4 words for instructions k and k + 1 (k even) lie at the shared-memory address
 // state + k PITCH, its 2 words for a last odd one at tail.
 template <int PITCH, class Number, int M_TILES, int K_TILES>
-__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state, unsigned tail) {
+__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state,
+                         unsigned tail) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0.f;
 #pragma unroll

@@ -14,7 +14,10 @@ __device__ inline unsigned pinned(unsigned value) {
 // Shared memory by address.
 __device__ inline uint4 load_shared_16(unsigned address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 __device__ inline uint2 load_shared_8(unsigned address) {
@@ -50,9 +53,11 @@ __device__ inline unsigned remote_address(unsigned local, unsigned rank) {
 }
 
 // 16 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
-__device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1, unsigned w2, unsigned w3) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];" ::"r"(remote),
-                 "r"(remote_barrier), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
+__device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1, unsigned w2,
+                                   unsigned w3) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];"
+                 :
+                 : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
                  : "memory");
 }
 
