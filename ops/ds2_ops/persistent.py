@@ -43,7 +43,7 @@ def why_not(
     try:
         for backward in (False, True):
             problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
-            choose(problem, device_facts(_index(device)), max_sms)
+            plan_for(problem, _index(device), max_sms)
     except (DoesNotFit, RuntimeError) as error:
         return str(error)
     return None
@@ -60,6 +60,10 @@ def forward(
     max_sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward time loop (Persistent RNNs, Diamos et al. 2016, sections 3 and 4).
+
+    Sums are fp32. Products of 16-bit numbers are exact; those of fp32 go through TF32 (10 explicit mantissa bits), as
+    torch's own do when ``torch.backends.cuda.matmul.allow_tf32`` is set. The bits are the same on every run and do not
+    depend on where T is cut.
 
     Args:
         x: (T, B, H) contiguous pre-activations on a CUDA device.
