@@ -38,9 +38,8 @@ def why_not(
         return f"the tensors are on {device}; the persistent kernels need a CUDA GPU: use backend='cpu' or 'gemm'"
     if frames == 0 or batch == 0 or hidden == 0:
         return f"there is nothing to launch for shape ({frames}, {batch}, {hidden}): use backend='gemm'"
-    if frames * batch >= 2**31:
-        return f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels index in 32 bits: use backend='gemm'"
     try:
+        _check_rows(frames, batch)
         for backward in (False, True):
             problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
             plan_for(problem, _index(device), max_sms)
@@ -147,6 +146,13 @@ def device_facts(index: int) -> DeviceFacts:
     return DeviceFacts(facts.name, facts.capability, facts.sms, facts.smem_bytes_per_block, active)
 
 
+def _check_rows(frames: int, batch: int) -> None:
+    if frames * batch >= 2**31:
+        raise DoesNotFit(
+            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
+        )
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -166,6 +172,7 @@ def _launch(
 ) -> None:
     """Plan, build and launch one pass; the tensors are struct Pass of csrc/recurrence.cuh, in its order."""
     frames, batch, hidden = inputs.shape
+    _check_rows(frames, batch)
     index = _index(inputs.device)
     problem = Problem(
         batch, hidden, str(inputs.dtype).removeprefix("torch."), nonlinearity, backward=output_y is not None
