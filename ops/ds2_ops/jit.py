@@ -90,6 +90,7 @@ def _headers() -> str:
 def _compiler_version() -> str:
     try:
         from cuda.bindings import nvrtc
+        from cuda.core import __version__ as core_version
     except ImportError as error:
         raise RuntimeError(
             "the persistent kernels need cuda-core, cuda-bindings and nvidia-cuda-nvrtc, which are not installed: "
@@ -99,7 +100,7 @@ def _compiler_version() -> str:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:
         raise RuntimeError(f"the NVRTC library does not load ({error}): pip install nvidia-cuda-nvrtc") from error
-    return f"nvrtc {major}.{minor} {status}"
+    return f"nvrtc {major}.{minor} {status} through cuda-core {core_version}"
 
 
 def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
@@ -204,7 +205,8 @@ def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
 
 
 def smem_bytes_per_block(device_index: int) -> int:
-    """The most dynamic shared memory that a block may have on this device."""
+    """The most dynamic shared memory that a block may have on this device; RuntimeError as ``build``."""
+    _compiler_version()  # says what to install where cuda-python is missing
     from cuda.bindings import driver
 
     status, device = driver.cuDeviceGet(device_index)

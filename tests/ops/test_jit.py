@@ -84,11 +84,13 @@ def test_source_that_does_not_compile_shows_the_log(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_missing_compiler_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    jit._compiler_version.cache_clear()
-    with pytest.raises(RuntimeError, match=r"nvidia-cuda-nvrtc.*backend='gemm'"):
-        jit.build(SOURCE)
+@pytest.mark.parametrize("package", ["cuda.bindings", "cuda.core"])
+def test_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    for needs_cuda in (lambda: jit.build(SOURCE), lambda: jit.smem_bytes_per_block(0)):
+        jit._compiler_version.cache_clear()
+        with pytest.raises(RuntimeError, match=r"cuda-core.*nvidia-cuda-nvrtc.*backend='gemm'"):
+            needs_cuda()
 
 
 def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
