@@ -66,8 +66,9 @@ def test_folder_that_cannot_be_written_costs_a_warning(cache: Path) -> None:
 
 
 def test_many_processes_at_once_share_one_entry(cache: Path) -> None:
-    program = f"from ds2_ops import jit; import hashlib; print(hashlib.sha256(jit.build({SOURCE!r}).code).hexdigest())"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # jit.py alone, as a top-level module: its package would import torch first.
+    program = f"import hashlib, jit; print(hashlib.sha256(jit.build({SOURCE!r}).code).hexdigest())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(jit.__file__).parent), *sys.path])}
     builders = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
