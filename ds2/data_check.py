@@ -23,7 +23,7 @@ from ds2.audio_cache import usable_cores
 from ds2.audio_probe import Probe, probe
 from ds2.config import Config
 from ds2.ctc import min_frames
-from ds2.manifest import Utterance, read_manifests
+from ds2.manifest import Utterance
 
 log = logging.getLogger(__name__)
 
@@ -152,36 +152,6 @@ def transcript_problems(
         reason = f"{frames} output frames suffice for {needed}, but no longer at speed {fastest:g} (augment.speed)"
         problems.append(("warning", "too_short_when_fast", reason))
     return problems
-
-
-def run_check(config: Config, json_path: Path | None = None) -> int:
-    """Check the manifests of a config, preparing them where missing; print the report; return 0 if training may start.
-
-    Args:
-        config: names the manifests, the alphabet and the model, of which only the striding is used.
-        json_path: also write the report there.
-    Returns:
-        0 or 1.
-    Raises:
-        ManifestError: a manifest cannot be read at all.
-    """
-    from ds2.corpus import ensure_manifests
-    from ds2.features import Features
-    from ds2.model import AcousticModel
-
-    ensure_manifests(config)
-    features = Features(config.features, config.data.sample_rate_hz)
-    with torch.device("meta"):
-        model = AcousticModel(
-            config.model, features.bins, len(Alphabet.from_config(config.alphabet)), config.features.step_s
-        )
-    named = {"train": config.data.train, "dev": config.data.dev, "test": config.data.test}
-    splits = {split: read_manifests([Path(p) for p in paths]) for split, paths in named.items() if paths}
-    report = check(splits, config, lambda samples: int(model.output_frames(int(features.frames(samples)))))
-    print(report.format())
-    if json_path is not None:
-        report.write_json(json_path)
-    return 0 if report.may_start else 1
 
 
 def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Probe]:
