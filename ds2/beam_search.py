@@ -5,6 +5,7 @@ Shapes: T' output frames, B batch, V labels (0 is the CTC blank).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from ds2.alphabet import Alphabet
 
 BLANK = 0
+WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
 
 
 class DecodeError(ValueError):
@@ -41,12 +43,18 @@ class Word:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What was recognised in one utterance; `score` is a natural logarithm, of a greedy one the best path's."""
+    """What was recognised in one utterance; scores are natural logarithms.
+
+    `score` is Q(y) = acoustic + alpha x lm + bonus, of a greedy one the best path's log-prob.
+    """
 
     text: str
     score: float
     labels: tuple[int, ...]
     words: tuple[Word, ...]
+    acoustic: float = 0.0  # log p_ctc(y|x), summed over the alignments that the search followed
+    lm: float = 0.0  # log p_lm(y), not weighted
+    bonus: float = 0.0  # beta x words + hot words
 
 
 def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -94,23 +102,41 @@ def collapse(
     """
     score = float(log_probs.sum(dtype=np.float64))
     if not len(labels):
-        return Hypothesis("", score, (), ())
+        return Hypothesis("", score, (), (), score)
     starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
     ends = np.concatenate([starts[1:], [len(labels)]])
     peaks = np.maximum.reduceat(log_probs, starts)
     kept = labels[starts] != BLANK
     runs = list(zip(*(column[kept].tolist() for column in (labels[starts], starts, ends, peaks)), strict=True))
-    words: list[Word] = []
-    spelled: list[tuple[int, int, int, float]] = []
-    for run in [*runs, None]:
-        if run is not None and not alphabet.symbols[run[0]].isspace():
-            spelled.append(run)
-        elif spelled:
-            text = alphabet.decode(label for label, *_ in spelled)
-            confidence = float(np.exp(sum(peak for *_, peak in spelled)))
-            words.append(Word(text, spelled[0][1] * frame_s, spelled[-1][2] * frame_s, confidence))
-            spelled = []
-    return Hypothesis(" ".join(word.text for word in words), score, tuple(run[0] for run in runs), tuple(words))
+    words = spell_words(runs, alphabet, frame_s)
+    return Hypothesis(" ".join(word.text for word in words), score, tuple(run[0] for run in runs), words, score)
+
+
+def spell_words(runs: Sequence[tuple[int, int, int, float]], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
+    """Gather labels into words, at white space or, in alphabets of pieces, before the word mark.
+
+    Args:
+        runs: label, first frame, frame after the last, highest log-prob; in order.
+        alphabet: symbols of the labels.
+        frame_s: seconds an output frame.
+    """
+    spelled: list[list[tuple[int, int, int, float]]] = [[]]
+    for run in runs:
+        symbol = alphabet.symbols[run[0]]
+        if symbol.isspace() or symbol.startswith(WORD_MARK):
+            spelled.append([])
+        if symbol.strip().removeprefix(WORD_MARK):
+            spelled[-1].append(run)
+    return tuple(
+        Word(
+            alphabet.decode(label for label, *_ in word).replace(WORD_MARK, ""),
+            word[0][1] * frame_s,
+            word[-1][2] * frame_s,
+            math.exp(sum(peak for *_, peak in word)),
+        )
+        for word in spelled
+        if word
+    )
 
 
 def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float) -> list[Hypothesis]:

@@ -170,9 +170,22 @@ class CommConfig:
 
 @dataclass
 class DecodeConfig:
-    """From log-probs to words."""
+    """From log-probs to words: Q(y) = log p_ctc(y|x) + alpha log p_lm(y) + beta words(y); scores in natural log."""
 
-    method: str = "greedy"
+    method: str = "greedy"  # greedy | beam (batched, on the model's device) | native (C++ on the CPU) | ctcdecode
+    beam: int = 64  # hypotheses kept at each frame; one that ends in a blank and one that does not count apart
+    lm: str = ""  # n-gram model (binary or ARPA) of words, characters or pieces; empty: none, alpha and beta rest
+    alpha: float = 0.5
+    beta: float = 1.5
+    unknown_score: float = -23.0  # added to log p_lm of a word that the model of words does not know
+    lexicon: bool = False  # only words of the model's vocabulary and hot words
+    hot_words: list[str] = field(default_factory=list)  # single words, as the network writes them
+    hot_word_bonus: float = 10.0
+    label_min_log_prob: float = -5.0  # a frame's less likely labels are not followed, but for its best
+    prune: float = 10.0  # hypotheses this far below the best are dropped at each frame
+    nbest: int = 1
+    threads: int = 0  # of native and ctcdecode; 0: one a core
+    times: bool = True  # word times and confidences, by aligning what was recognised
 
 
 @dataclass
@@ -199,6 +212,7 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
 
 
+DECODE_METHODS = ("greedy", "beam", "native", "ctcdecode")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_bad_utterance": ("stop", "skip"),
     "data.cache": ("none", "disk"),
@@ -215,7 +229,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "train.precision": ("auto", "fp32", "bf16"),
     "comm.backend": ("auto", "single", "mpi", "nccl"),
     "comm.batch_norm": ("shared", "local"),
-    "decode.method": ("greedy",),
+    "decode.method": DECODE_METHODS,
 }
 
 

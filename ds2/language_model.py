@@ -200,7 +200,7 @@ class NGram:
             return
         entries = [" " if token == SPACE and self.unit == "character" else token for token in self.vocabulary]
         entries = [token for token in entries if token not in (UNKNOWN, START, END)]
-        symbols = set(alphabet.symbols)
+        symbols = set("".join(alphabet.symbols))
         bad = [token for token in entries if not symbols.issuperset(token)]
         if not bad:
             return

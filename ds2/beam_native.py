@@ -1,0 +1,173 @@
+"""Beam search in C++ on the CPU by the package ctc-beam-decoder, many utterances at once; and ctcdecode's own package.
+
+ctc-beam-decoder follows pyctcdecode and so does our batched search: with equal settings both follow and drop the same
+prefixes. Where it differs: it reads models of words only and has no lexicon-bound mode; an utterance whose best prefix
+ends in a space may be charged an unknown empty word at the end, which our scores of its N best leave out; in
+alphabets of pieces it joins prefixes that spell one text in several ways, where ours joins them at the end only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.alphabet import Alphabet
+from ds2.arpa import write_arpa
+from ds2.beam_search import WORD_MARK, DecodeError, Hypothesis
+from ds2.config import DecodeConfig
+from ds2.language_model import END, START, UNKNOWN, NGram
+from ds2.lexicon import Spelling, build_trie
+
+
+def _package(name: str, project: str, method: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DecodeError(
+            f"decode.method={method} needs the package {project}: pip install {project}, or take decode.method=beam"
+        ) from error
+
+
+class _Rescorer:
+    """Splits the score of a text as Q(y) = acoustic + alpha x lm + bonus, so that all decoders report alike."""
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        self.alphabet, self.options, self.lm = alphabet, options, lm
+        self.beta = options.beta if lm is not None else 0.0
+        self._labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
+
+    def hypothesis(self, text: str, acoustic: float) -> Hypothesis:
+        """Return the hypothesis of a text, without word times."""
+        words, log_prob = text.split(), 0.0
+        if self.lm is not None:
+            state = self.lm.start()
+            for word in words:
+                score, state = self.lm.score(state, word)
+                log_prob += score + (0.0 if word in self.lm.ids else self.options.unknown_score)
+            log_prob += self.lm.finish(state)
+        hot = sum(word in self.options.hot_words for word in words) * self.options.hot_word_bonus
+        bonus = self.beta * len(words) + hot
+        score = acoustic + (self.options.alpha * log_prob if self.lm is not None else 0.0) + bonus
+        return Hypothesis(" ".join(words), score, self.labels(words), (), acoustic, log_prob, bonus)
+
+    def labels(self, words: Sequence[str]) -> tuple[int, ...]:
+        """Spell words: character by character, or by the longest pieces from the left."""
+        pieces = any(symbol.startswith(WORD_MARK) for symbol in self.alphabet.symbols)
+        text = "".join(WORD_MARK + word for word in words) if pieces else " ".join(words)
+        widest, labels, at = max(map(len, self.alphabet.symbols)), [], 0
+        while at < len(text):
+            width = next(w for w in range(widest, -1, -1) if text[at : at + w] in self._labels)
+            if not width:
+                raise DecodeError(f"the alphabet cannot spell {text[at:]!r}")
+            labels.append(self._labels[text[at : at + width]])
+            at += width
+        return tuple(labels)
+
+
+class NativeSearch:
+    """ctc-beam-decoder over the utterances of a batch, one thread a core: it works outside Python's lock."""
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        package = _package("ctc_beam_decoder", "ctc-beam-decoder", "native")
+        if lm is not None and lm.unit != "word":
+            raise DecodeError(f"decode.method=native reads models of words, not of {lm.unit}s: take decode.method=beam")
+        if options.lexicon:
+            raise DecodeError("decode.method=native has no lexicon-bound mode: take decode.method=beam")
+        if lm is not None:
+            lm.check_alphabet(alphabet)
+        build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that cannot be written
+        self.options, self.rescorer = options, _Rescorer(alphabet, options, lm)
+        self.threads = options.threads or len(os.sched_getaffinity(0))
+        settings: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory(prefix="ds2-lm-") as folder:
+            if lm is not None:
+                arpa = Path(options.lm)
+                if ".arpa" not in arpa.suffixes:
+                    arpa = Path(folder) / "model.arpa"
+                    write_arpa(lm, arpa)
+                settings = {
+                    "kenlm_model_path": str(arpa),
+                    "unigrams": [word for word in lm.vocabulary if word not in (UNKNOWN, START, END)],
+                    "alpha": options.alpha,
+                    "beta": options.beta,
+                    "unk_score_offset": options.unknown_score / math.log(10),
+                }
+            self.decoder = package.BeamSearchDecoder(list(alphabet.symbols), **settings)
+
+    def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        host = log_probs.transpose(0, 1).contiguous().cpu().numpy()
+        inputs = [row[:length] for row, length in zip(host, lengths.tolist(), strict=True)]
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(self._one, inputs))
+
+    def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
+        options = self.options
+        beams = self.decoder.decode_beams(
+            log_probs,
+            beam_width=options.beam,
+            beam_prune_logp=-options.prune,
+            token_min_logp=options.label_min_log_prob,
+            hotwords=options.hot_words,
+            hotword_weight=options.hot_word_bonus,
+        )
+        found = [self.rescorer.hypothesis(text, acoustic) for text, _, _, acoustic, _ in beams[: 2 * options.nbest]]
+        found = found or [self.rescorer.hypothesis("", float(log_probs[:, 0].sum()))]
+        return sorted(found, key=lambda h: -h.score)[: options.nbest]
+
+
+class CtcdecodeSearch:
+    """The package ctcdecode where a user has built it: its settings from ours, and its results in our form."""
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        package = _package("ctcdecode", "ctcdecode", "ctcdecode")
+        if lm is not None and lm.unit != "word":
+            raise DecodeError(
+                f"decode.method=ctcdecode reads models of words, not of {lm.unit}s: take decode.method=beam"
+            )
+        if options.hot_words or options.lexicon:
+            raise DecodeError(
+                "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"
+            )
+        if lm is not None and not options.lm:
+            raise DecodeError("decode.method=ctcdecode reads the model's file itself: set decode.lm")
+        self.rescorer = _Rescorer(alphabet, options, lm)
+        self.options = options
+        self.decoder = package.CTCBeamDecoder(
+            ["_", *alphabet.symbols[1:]],
+            model_path=options.lm or None,
+            alpha=options.alpha if lm is not None else 0.0,
+            beta=options.beta if lm is not None else 0.0,
+            cutoff_top_n=len(alphabet),
+            cutoff_prob=1.0,
+            beam_width=options.beam,
+            num_processes=options.threads or len(os.sched_getaffinity(0)),
+            blank_id=0,
+            log_probs_input=True,
+        )
+
+    def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        batch = log_probs.transpose(0, 1).contiguous().cpu()
+        labels, scores, _, sizes = self.decoder.decode(batch, lengths)
+        rows = []
+        for row in range(len(batch)):
+            found = []
+            for rank in range(min(self.options.nbest, labels.shape[1])):
+                text = self.rescorer.alphabet.decode(labels[row, rank, : int(sizes[row, rank])].tolist())
+                # The package's score is minus Q; what its language model and words gave is taken off again.
+                whole = self.rescorer.hypothesis(text, 0.0)
+                acoustic = -float(scores[row, rank]) - whole.score
+                found.append(self.rescorer.hypothesis(text, acoustic))
+            rows.append(found)
+        return rows

@@ -1,0 +1,187 @@
+"""One interface over all decoders: log-probs and lengths in, N-best hypotheses with split scores and word times out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds2.align import force_align
+from ds2.alphabet import Alphabet
+from ds2.beam_batched import BatchedBeamSearch
+from ds2.beam_native import CtcdecodeSearch, NativeSearch
+from ds2.beam_search import DecodeError, Hypothesis, greedy_decode, spell_words
+from ds2.config import DECODE_METHODS, DecodeConfig
+from ds2.fusion import Fusion
+from ds2.language_model import NGram
+from ds2.ngram_file import load_ngram
+
+Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times
+_SUM_TOLERANCE = 0.02  # of a frame's probabilities: what log-probs rounded to bfloat16 miss 1 by
+
+
+class Decoder(Protocol):
+    """What recognises a batch."""
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best hypotheses of each utterance, best first, at least one.
+
+        Args:
+            log_probs: (T', B, V) natural log-probs of any floating type on any device.
+            lengths: (B,) CPU int64, valid frames.
+
+        Raises:
+            DecodeError: NaN or infinite values, frames that do not sum to one, or utterances without frames.
+        """
+
+
+def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int) -> None:
+    """Raise what cannot be decoded; waits for the device once.
+
+    Raises:
+        DecodeError: NaN or +inf, frames whose probabilities do not sum to one, utterances of no frames; names rows.
+        ValueError: shapes or lengths that do not fit, or another number of labels.
+    """
+    if log_probs.dim() != 3 or log_probs.shape[2] != labels or lengths.shape != log_probs.shape[1:2]:
+        raise ValueError(
+            f"log-probs have shape {tuple(log_probs.shape)} and lengths {tuple(lengths.shape)}; expected (T', B, V), "
+            f"where V is the alphabet's {labels} labels with the blank, and B lengths"
+        )
+    counts = lengths.tolist()
+    if any(not 0 <= count <= len(log_probs) for count in counts):
+        raise ValueError(f"lengths {counts} must lie between 0 and the {len(log_probs)} frames of the log-probs")
+    empty = [row for row, count in enumerate(counts) if count == 0]
+    if empty:
+        raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
+    sums = log_probs.float().exp().sum(2)
+    ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
+    ok |= torch.arange(len(log_probs), device=sums.device)[:, None] >= lengths.to(sums.device)
+    bad = (~ok.all(0)).nonzero()[:, 0].tolist()
+    if bad:
+        values = sums[: counts[bad[0]], bad[0]].tolist()
+        frame, value = next((t, v) for t, v in enumerate(values) if not abs(v - 1) <= _SUM_TOLERANCE)
+        what = (
+            f"sum to {value:.4g}, not to one: apply log_softmax to logits first"
+            if math.isfinite(value)
+            else "are NaN or infinite: the model's weights are broken, or its input was"
+        )
+        raise DecodeError(f"log-probs of the utterances at {bad} in the batch {what} (first at frame {frame})", bad)
+
+
+class GreedyDecoder:
+    """The most probable label of every frame, collapsed."""
+
+    def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
+        self.alphabet, self.frame_s = alphabet, frame_s
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Decode as :class:`Decoder` says; one hypothesis each."""
+        check_log_probs(log_probs, lengths, len(self.alphabet))
+        return [[found] for found in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
+
+
+class SearchDecoder:
+    """A search with its settings, guarded against bad log-probs, and word times for what it finds."""
+
+    def __init__(self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, device: torch.device) -> None:
+        self.search, self.alphabet, self.frame_s, self.times, self.device = search, alphabet, frame_s, times, device
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Decode as :class:`Decoder` says; log-probs come to the decoder's device if they are elsewhere."""
+        check_log_probs(log_probs, lengths, len(self.alphabet))
+        log_probs = log_probs.float().to(self.device)
+        rows = self.search(log_probs, lengths)
+        return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
+
+
+def batched_search(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> Search:
+    """The batched prefix beam search in PyTorch; its results as hypotheses."""
+    beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
+
+    def hypothesis(labels: tuple[int, ...], parts: Sequence[float]) -> Hypothesis:
+        words = spell_words([(label, 0, 0, 0.0) for label in labels], alphabet, 0.0)
+        score, acoustic, log_prob, bonus = parts
+        return Hypothesis(" ".join(word.text for word in words), score, labels, (), acoustic, log_prob, bonus)
+
+    def search(log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        found = beams.search(log_probs, lengths)
+        return [
+            _distinct([hypothesis(*pair) for pair in zip(labels, scores, strict=True) if pair[1][0] > -torch.inf])
+            for labels, scores in zip(found.labels, found.scores.tolist(), strict=True)
+        ]
+
+    return search
+
+
+def _distinct(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """The best of each text (pieces spell a text in several ways); an empty one where the lexicon let none through."""
+    best = {h.text: h for h in reversed(hypotheses)}
+    kept = [h for h in hypotheses if best[h.text] is h]
+    return kept or [Hypothesis("", -torch.inf, (), (), -torch.inf)]
+
+
+def with_times(
+    rows: Sequence[Sequence[Hypothesis]], log_probs: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float
+) -> list[list[Hypothesis]]:
+    """Give words to the hypotheses, with times and confidences from their best paths through the log-probs."""
+    timed: list[list[Hypothesis]] = [[] for _ in rows]
+    for rank in range(max(map(len, rows), default=0)):
+        chosen = [index for index, row in enumerate(rows) if rank < len(row)]
+        targets = [rows[index][rank].labels for index in chosen]
+        at = torch.tensor(chosen)
+        some = log_probs if len(chosen) == len(rows) else log_probs[:, at.to(log_probs.device)]
+        for index, alignment in zip(chosen, force_align(some, lengths[at], targets), strict=True):
+            runs = (
+                []
+                if alignment is None
+                else list(
+                    zip(
+                        alignment.labels,
+                        alignment.starts.tolist(),
+                        alignment.ends.tolist(),
+                        alignment.peaks.tolist(),
+                        strict=True,
+                    )
+                )
+            )
+            timed[index].append(replace(rows[index][rank], words=spell_words(runs, alphabet, frame_s)))
+    return timed
+
+
+def check_options(options: DecodeConfig) -> None:
+    """Raise DecodeError for settings that no search can work with."""
+    if options.method not in DECODE_METHODS:
+        raise DecodeError(f"decode.method={options.method!r} is not one of {', '.join(DECODE_METHODS)}")
+    for key, least in (("beam", 1), ("nbest", 1), ("threads", 0)):
+        if getattr(options, key) < least:
+            raise DecodeError(f"decode.{key}={getattr(options, key)} must be at least {least}")
+    if not options.prune > 0:
+        raise DecodeError(f"decode.prune={options.prune} must be above 0: the distance to the best, natural log")
+    if not options.label_min_log_prob < 0:
+        raise DecodeError(f"decode.label_min_log_prob={options.label_min_log_prob} must be below 0")
+
+
+def make_decoder(
+    options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None = None
+) -> Decoder:
+    """Build the decoder that a configuration names; reads its language model unless `lm` is given.
+
+    Raises:
+        DecodeError: settings that cannot work, or a decoder package that is not installed.
+        LanguageModelError: a model that cannot be read or does not fit the alphabet.
+    """
+    check_options(options)
+    if options.method == "greedy":
+        return GreedyDecoder(alphabet, frame_s)
+    if lm is None and options.lm:
+        lm = load_ngram(Path(options.lm))
+    if options.method == "beam":
+        return SearchDecoder(batched_search(alphabet, options, lm, device), alphabet, frame_s, options.times, device)
+    package = NativeSearch if options.method == "native" else CtcdecodeSearch
+    search = package(alphabet, options, lm).search
+    return SearchDecoder(search, alphabet, frame_s, options.times, torch.device("cpu"))

@@ -1,0 +1,267 @@
+"""Decoders beside brute force over all alignments, beside each other, and on input that cannot be decoded."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds2.alphabet import Alphabet
+from ds2.arpa import read_arpa
+from ds2.beam_search import DecodeError, Hypothesis
+from ds2.config import DecodeConfig
+from ds2.decoding import make_decoder
+from ds2.language_model import LanguageModelError, NGram
+from ds2.lexicon import LexiconError
+
+CHARACTERS = Alphabet(("", " ", "a", "b"))
+PIECES = Alphabet(("", "\u2581a", "b", "\u2581b"))
+CPU = torch.device("cpu")
+WIDE = DecodeConfig(method="beam", beam=300, prune=1e9, label_min_log_prob=-1e9, alpha=0.7, beta=0.4, nbest=4)
+
+WORD_ARPA = """\\data\\
+ngram 1=6
+ngram 2=4
+
+\\1-grams:
+-1.0\t<unk>\t0
+-99\t<s>\t-0.3
+-0.9\t</s>\t0
+-0.6\ta\t-0.2
+-0.7\tab\t-0.4
+-1.1\tba\t-0.1
+
+\\2-grams:
+-0.2\t<s> ab
+-0.3\ta ab
+-0.5\tab ba
+-0.4\tba </s>
+
+\\end\\
+"""
+LABEL_ARPA = """\\data\\
+ngram 1=6
+ngram 2=3
+
+\\1-grams:
+-2.0\t<unk>\t0
+-99\t<s>\t-0.3
+-0.9\t</s>\t0
+-0.6\t{0}\t-0.2
+-0.7\t{1}\t-0.4
+-0.8\t{2}\t-0.1
+
+\\2-grams:
+-0.2\t<s> {1}
+-0.3\t{0} {1}
+-0.5\t{1} {2}
+
+\\end\\
+"""
+
+
+def language_model(folder: Path, unit: str) -> NGram:
+    tokens = ("<space>", "a", "b") if unit == "character" else PIECES.symbols[1:]
+    path = folder / f"{unit}.arpa"
+    path.write_text(WORD_ARPA if unit == "word" else LABEL_ARPA.format(*tokens), encoding="utf-8")
+    return replace(read_arpa(path), unit=unit)
+
+
+def random_log_probs(frames: int, batch: int, labels: int, seed: int = 0, scale: float = 1.5) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(frames, batch, labels, generator=generator) * scale).log_softmax(2)
+
+
+def spell(labels: tuple[int, ...], alphabet: Alphabet) -> str:
+    return " ".join(alphabet.decode(labels).replace("\u2581", " ").split())
+
+
+def brute_force(
+    log_probs: Tensor, alphabet: Alphabet, worth: Callable[[tuple[int, ...]], float]
+) -> list[tuple[str, float]]:
+    """Q of every label sequence, idle spaces taken out, from the sum over all its alignments."""
+    totals: dict[tuple[int, ...], float] = defaultdict(float)
+    for path in itertools.product(range(log_probs.shape[1]), repeat=len(log_probs)):
+        labels = tuple(label for label, _ in itertools.groupby(path) if label)
+        if alphabet is CHARACTERS:
+            labels = tuple(alphabet.encode(alphabet.decode(labels)))
+        totals[labels] += math.exp(sum(float(log_probs[t, label]) for t, label in enumerate(path)))
+    scored = [(spell(labels, alphabet), math.log(total) + worth(labels)) for labels, total in totals.items()]
+    return sorted(scored, key=lambda item: -item[1])
+
+
+def word_worth(lm: NGram | None, options: DecodeConfig, alphabet: Alphabet) -> Callable[[tuple[int, ...]], float]:
+    def worth(labels: tuple[int, ...]) -> float:
+        words = spell(labels, alphabet).split()
+        hot = options.hot_word_bonus * sum(word in options.hot_words for word in words)
+        if lm is None:
+            return hot
+        if options.lexicon and not all(word in lm.ids or word in options.hot_words for word in words):
+            return -math.inf
+        unknown = options.unknown_score * sum(word not in lm.ids for word in words)
+        return options.alpha * (sum(lm.sentence(words)) + unknown) + options.beta * len(words) + hot
+
+    return worth
+
+
+def label_worth(lm: NGram, options: DecodeConfig, alphabet: Alphabet) -> Callable[[tuple[int, ...]], float]:
+    def worth(labels: tuple[int, ...]) -> float:
+        tokens = [alphabet.symbols[label] for label in labels]
+        return options.alpha * sum(lm.sentence(tokens)) + options.beta * len(spell(labels, alphabet).split())
+
+    return worth
+
+
+def assert_best(found: list[Hypothesis], expected: list[tuple[str, float]], options: DecodeConfig) -> None:
+    best: dict[str, float] = {}
+    for text, score in expected:
+        best.setdefault(text, score)
+    wanted = list(best.items())[: len(found)]
+    assert [h.text for h in found] == [text for text, _ in wanted]
+    for hypothesis, (_, score) in zip(found, wanted, strict=True):
+        assert hypothesis.score == pytest.approx(score, abs=1e-5)
+        parts = hypothesis.acoustic + options.alpha * hypothesis.lm + hypothesis.bonus
+        assert hypothesis.score == pytest.approx(parts, abs=1e-6)
+
+
+@pytest.mark.parametrize("alphabet", [CHARACTERS, PIECES])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"unknown_score": -2.0}, {"lexicon": True}, {"hot_words": ["bb"], "hot_word_bonus": 3.0}],
+    ids=["far unknown", "open", "lexicon", "hot"],
+)
+@pytest.mark.parametrize("with_lm", [False, True])
+def test_a_wide_beam_equals_brute_force(
+    alphabet: Alphabet, changes: dict[str, object], with_lm: bool, tmp_path: Path
+) -> None:
+    lm = language_model(tmp_path, "word") if with_lm or "lexicon" in changes else None
+    options = replace(WIDE, **changes)  # type: ignore[arg-type]
+    log_probs, lengths = random_log_probs(5, 3, 4), torch.tensor([5, 3, 1])
+    rows = make_decoder(options, alphabet, 0.02, CPU, lm).decode(log_probs, lengths)
+    for row, found in enumerate(rows):
+        expected = brute_force(log_probs[: lengths[row], row], alphabet, word_worth(lm, options, alphabet))
+        assert_best(found, [item for item in expected if item[1] > -math.inf], options)
+
+
+@pytest.mark.parametrize(("alphabet", "unit"), [(CHARACTERS, "character"), (PIECES, "piece")])
+def test_models_of_labels_equal_brute_force(alphabet: Alphabet, unit: str, tmp_path: Path) -> None:
+    lm, options = language_model(tmp_path, unit), replace(WIDE, nbest=1)
+    log_probs, lengths = random_log_probs(5, 3, 4, seed=1), torch.tensor([5, 4, 2])
+    rows = make_decoder(options, alphabet, 0.02, CPU, lm).decode(log_probs, lengths)
+    for row, found in enumerate(rows):
+        expected = brute_force(log_probs[: lengths[row], row], alphabet, label_worth(lm, options, alphabet))
+        assert_best(found, expected, options)
+
+
+def speechlike(frames: int, batch: int, labels: int) -> Tensor:
+    """Peaky log-probs with runs of blank, uncertain labels between them, and no space near the end."""
+    generator = torch.Generator().manual_seed(4)
+    path = torch.randint(1, labels, (frames, batch), generator=generator)
+    path[torch.rand(frames, batch, generator=generator) < 0.6] = 0
+    logits = torch.randn(frames, batch, labels, generator=generator) * 2
+    logits.scatter_add_(2, path[..., None], torch.full((frames, batch, 1), 6.0))
+    logits[-12:, :, 1] = -20.0
+    logits[frames // 3 : frames // 2, :, 1:] -= 12.0
+    return logits.log_softmax(2)
+
+
+@pytest.mark.parametrize("beam", [4, 32])
+@pytest.mark.parametrize("with_lm", [False, True])
+def test_native_and_batched_search_agree_with_pruning(beam: int, with_lm: bool, tmp_path: Path) -> None:
+    pytest.importorskip("ctc_beam_decoder")
+    lm = language_model(tmp_path, "word") if with_lm else None
+    path = str(tmp_path / "word.arpa") if with_lm else ""
+    options = DecodeConfig(method="beam", beam=beam, lm=path, nbest=3, hot_words=["bab"], unknown_score=-3.0)
+    log_probs, lengths = speechlike(80, 6, 4), torch.full((6,), 80)
+    ours = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, lengths)
+    theirs = make_decoder(replace(options, method="native"), CHARACTERS, 0.02, CPU, lm).decode(log_probs, lengths)
+    for mine, native in zip(ours, theirs, strict=True):
+        assert mine[0].text == native[0].text
+        for a, b in zip(mine, native, strict=False):
+            assert (a.text, a.words, a.labels) == (b.text, b.words, b.labels)
+            assert a.score == pytest.approx(b.score, abs=1e-4)
+            assert a.acoustic == pytest.approx(b.acoustic, abs=1e-4)
+
+
+def test_batch_mates_and_padding_do_not_matter(tmp_path: Path) -> None:
+    lm = language_model(tmp_path, "word")
+    decoder = make_decoder(DecodeConfig(method="beam", beam=16, nbest=3), CHARACTERS, 0.02, CPU, lm)
+    log_probs, lengths = speechlike(60, 3, 4), torch.tensor([60, 17, 41])
+    log_probs[17:, 1], log_probs[41:, 2] = math.nan, math.inf
+    together = decoder.decode(log_probs, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        [alone] = decoder.decode(log_probs[:length, row : row + 1], lengths[row : row + 1])
+        assert alone == together[row]
+
+
+def test_words_carry_times_and_confidences() -> None:
+    path, sure = [0, 2, 2, 0, 3, 1, 0, 3], 0.94
+    log_probs = torch.full((8, 1, 4), math.log((1 - sure) / 3))
+    log_probs[range(8), 0, path] = math.log(sure)
+    [[found]] = make_decoder(DecodeConfig(method="beam"), CHARACTERS, 0.02, CPU).decode(log_probs, torch.tensor([8]))
+    first, second = found.words
+    assert (first.text, second.text) == ("ab", "b")
+    times_s = [first.start_s, first.end_s, second.start_s, second.end_s]
+    assert times_s == pytest.approx([0.02, 0.1, 0.14, 0.16])
+    assert first.confidence == pytest.approx(sure**2, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam", "native"])
+@pytest.mark.parametrize("case", ["nan", "unnormalised", "no frames"])
+def test_log_probs_that_cannot_be_decoded_are_named(method: str, case: str) -> None:
+    if method == "native":
+        pytest.importorskip("ctc_beam_decoder")
+    log_probs, lengths = random_log_probs(4, 3, 4), torch.tensor([4, 4, 4])
+    if case == "nan":
+        log_probs[1, 2, 0] = math.nan
+    elif case == "unnormalised":
+        log_probs[:, 2] += 1.0
+    else:
+        lengths[2] = 0
+    message = {"nan": "NaN", "unnormalised": "log_softmax", "no frames": "T = 0"}[case]
+    with pytest.raises(DecodeError, match=message) as caught:
+        make_decoder(DecodeConfig(method=method), CHARACTERS, 0.02, CPU).decode(log_probs, lengths)
+    assert caught.value.rows == [2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beam": 0}, "decode.beam=0"),
+        ({"nbest": 0}, "decode.nbest=0"),
+        ({"prune": 0.0}, "decode.prune"),
+        ({"label_min_log_prob": 0.0}, "label_min_log_prob"),
+        ({"method": "viterbi"}, "greedy, beam, native, ctcdecode"),
+        ({"method": "native", "lexicon": True}, "no lexicon-bound mode"),
+        ({"method": "ctcdecode"}, "pip install ctcdecode"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(changes: dict[str, object], message: str) -> None:
+    options = replace(DecodeConfig(method="beam"), **changes)  # type: ignore[arg-type]
+    with pytest.raises(DecodeError, match=message):
+        make_decoder(options, CHARACTERS, 0.02, CPU)
+
+
+def test_vocabulary_and_hot_words_must_fit_the_alphabet(tmp_path: Path) -> None:
+    lm = language_model(tmp_path, "word")
+    with pytest.raises(LanguageModelError, match="alphabet"):
+        make_decoder(WIDE, Alphabet(("", " ", "x", "y")), 0.02, CPU, lm)
+    with pytest.raises(LexiconError, match="hot words"):
+        make_decoder(replace(WIDE, hot_words=["a b"]), CHARACTERS, 0.02, CPU)
+    with pytest.raises(LexiconError, match="language model of words"):
+        make_decoder(replace(WIDE, lexicon=True), CHARACTERS, 0.02, CPU)
+
+
+def test_a_lexicon_that_lets_nothing_through_gives_an_empty_text(tmp_path: Path) -> None:
+    lm = language_model(tmp_path, "word")
+    decoder = make_decoder(replace(WIDE, lexicon=True, beam=1), CHARACTERS, 0.02, CPU, lm)
+    log_probs = torch.full((1, 1, 4), -30.0)
+    log_probs[0, 0, 3] = 0.0
+    assert decoder.decode(log_probs.log_softmax(2), torch.tensor([1]))[0][0].text == ""
