@@ -141,7 +141,7 @@ def device_facts(index: int) -> DeviceFacts:
             cluster: jit.max_active_clusters(
                 probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
             )
-            for cluster in (8, 16)
+            for cluster in (4, 8, 16)
         }
     return DeviceFacts(facts.name, facts.capability, facts.sms, facts.smem_bytes_per_block, active)
 
@@ -186,6 +186,9 @@ def _launch(
         wide_matrix = row_bytes % 16 == 0 and pointers[2] % 16 == 0
         numbers = (frames, batch, hidden, launch.samples, int(whole_words), int(wide_matrix))
         args = [*pointers, *map(ctypes.c_int, numbers), ctypes.c_float(clip)]
+        if launch.exchange_words:
+            exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32, device=inputs.device)
+            args.append(exchange.data_ptr())
         try:
             jit.launch(
                 jit.load(launch.source, index),

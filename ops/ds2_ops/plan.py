@@ -48,7 +48,7 @@ class DeviceFacts:
     capability: tuple[int, int] = (9, 0)
     sms: int = 132
     smem_bytes_per_block: int = 232_448
-    active_clusters: Mapping[int, int] = field(default_factory=lambda: {8: 15, 16: 7})
+    active_clusters: Mapping[int, int] = field(default_factory=lambda: {4: 30, 8: 15, 16: 7})
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Launch:
         samples: utterances of one tile, the columns of a matrix product.
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
         step_cycles: the cost model's estimate of one time step of the whole batch.
+        exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
 
     design: Literal["cluster", "grid"]
@@ -89,6 +90,7 @@ class Launch:
     samples: int
     groups: int
     step_cycles: float
+    exchange_words: int = 0
 
     def explain(self) -> str:
         """One line for logs and error messages."""
@@ -107,6 +109,9 @@ def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) ->
         device: where.
         max_sms: use at most this many multiprocessors; None for all.
 
+    Returns:
+        The cluster design where it fits: it is faster and its blocks need not all run at once. Else the whole chip.
+
     Raises:
         DoesNotFit: no design can; the message gives the reason and the way out.
     """
@@ -121,9 +126,11 @@ def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) ->
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
     sms = device.sms if max_sms is None else min(max_sms, device.sms)
-    launches = cluster_launches(problem, device, sms)
+    from ds2_ops.plan_grid import grid_launches, largest_grid_hidden  # they build on the types above
+
+    launches = cluster_launches(problem, device, sms) or grid_launches(problem, device, sms)
     if not launches:
-        raise DoesNotFit(_cluster_reason(problem, device, sms))
+        raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem.dtype, device, sms)))
     return min(launches, key=lambda launch: launch.step_cycles)
 
 
@@ -214,12 +221,14 @@ def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, g
     return one_group if groups == 1 else max(one_group, 2 * (multiply + 420.0 + per_send_hidden * sends))
 
 
-def _cluster_reason(problem: Problem, device: DeviceFacts, sms: int) -> str:
-    largest = largest_cluster_hidden(problem.dtype)
-    if problem.hidden > largest:
+def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
+    largest_cluster = largest_cluster_hidden(problem.dtype)
+    if problem.hidden > largest_cluster:
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "
-            f"most {largest} x {largest} weights in registers; use hidden <= {largest}, or backend='gemm'"
+            f"most {largest_cluster} x {largest_cluster} weights, and the {sms} multiprocessors that may be used on "
+            f"{device.name} ({device.sms} in all) at most {largest_grid} x {largest_grid}; use a smaller size, "
+            "or backend='gemm'"
         )
     return (
         f"hidden size {problem.hidden} in {problem.dtype} needs a cluster of 8 or 16 multiprocessors, "

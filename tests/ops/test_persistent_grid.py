@@ -1,0 +1,168 @@
+"""The whole-chip designs: their planner without a GPU; on one, float64, poisoned memory, same bits twice and split."""
+
+import pytest
+import torch
+from ds2_ops import jit, persistent
+from ds2_ops.plan import CELLS, DeviceFacts, DoesNotFit, Launch, Problem, choose
+from ds2_ops.plan_grid import grid_launches, largest_grid_hidden
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
+from test_persistent import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, run
+
+H200 = DeviceFacts()
+LARGEST = {"bfloat16": 4224, "float16": 4224, "float32": 2816}
+# frames, batch, hidden: one and two row tiles, weights in shared memory too, odd rows, several batch tiles
+SHAPES = [
+    (7, 4, 1760),
+    (5, 8, 2560),
+    (6, 3, 1761),
+    (4, 2, 3001),
+    (5, 11, 1301),
+    (5, 70, 1760),
+    (6, 23, 2558),
+    (1, 1, 1153),
+]
+
+
+def launches_of(
+    hidden: int,
+    batch: int,
+    dtype: str = "bfloat16",
+    sms: int = H200.sms,
+    *,
+    cell: str = "clipped_relu",
+    backward: bool = False,
+) -> list[Launch]:
+    return grid_launches(Problem(batch, hidden, dtype, cell, backward), H200, sms)
+
+
+@given(
+    hidden=st.integers(1, 4224),
+    batch=st.integers(1, 300),
+    dtype=st.sampled_from(list(LARGEST)),
+    sms=st.integers(1, 132),
+)
+def test_every_launch_fits_the_device_and_covers_the_problem(hidden: int, batch: int, dtype: str, sms: int) -> None:
+    for launch in launches_of(hidden, batch, dtype, sms):
+        assert launch.grid <= sms
+        assert launch.grid % launch.cluster == 0
+        assert launch.cluster == 1 or launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
+        assert launch.smem_bytes <= H200.smem_bytes_per_block
+        assert launch.rows * launch.grid >= hidden
+        assert launch.exchange_words * (2 if dtype != "float32" else 1) >= 4 * hidden * launch.samples
+
+
+@pytest.mark.parametrize(("dtype", "largest"), LARGEST.items())
+def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
+    assert largest_grid_hidden(dtype, H200, H200.sms) == largest
+    assert choose(Problem(4, largest, dtype, "relu", False), H200).design == "grid"
+    with pytest.raises(DoesNotFit, match=rf"hidden size {largest + 1} .* {largest} x {largest}; .*backend='gemm'"):
+        choose(Problem(4, largest + 1, dtype, "relu", False), H200)
+
+
+def test_fewer_multiprocessors_hold_less() -> None:
+    assert choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 100).grid <= 100
+    with pytest.raises(DoesNotFit, match=r"the 20 multiprocessors that may be used on NVIDIA H200 \(132 in all\)"):
+        choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 20)
+
+
+def test_small_batches_read_the_whole_state_and_large_ones_a_part() -> None:
+    assert choose(Problem(4, 2560, "bfloat16", "relu", False), H200).cluster == 1
+    assert choose(Problem(64, 2560, "bfloat16", "relu", False), H200).cluster == 4
+
+
+def test_a_new_batch_size_needs_no_new_kernel() -> None:
+    sources = {choose(Problem(batch, 1760, "bfloat16", "relu", False), H200).source for batch in range(1, 200)}
+    assert len(sources) == 2
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_largest_narrow_tile_compiles_without_spills(dtype: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    (launch,) = launches_of(LARGEST[dtype], 8, dtype, backward=True)
+    assert jit.build(launch.source).spill_bytes == 0, launch.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("hidden", [1160, 1760, 2048])
+def test_wide_tiles_compile_without_spills(hidden: int, cell: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for backward in (False, True):
+        _, wide = launches_of(hidden, 64, cell=cell, backward=backward)
+        assert jit.build(wide.source).spill_bytes == 0, wide.explain()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("nonlinearity", ["clipped_relu", "tanh"])
+def test_every_tile_against_float64(shape: tuple[int, int, int], dtype: torch.dtype, nonlinearity: str) -> None:
+    frames, batch, hidden = shape
+    if dtype == torch.float32 and hidden > LARGEST["float32"]:
+        pytest.skip("does not fit in fp32; the planner's test holds the message")
+    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
+    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, dtype)
+    poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
+    with nan_filled_memory():
+        ours = run(poisoned, lengths, nonlinearity)
+        again = run(poisoned, lengths, nonlinearity)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    truth = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, nonlinearity)
+    stock = forward_loop(x, weight_hh, h0, lengths, nonlinearity)
+    backward = (grad_y, grad_h_n, ours[0], weight_hh)
+    truth += backward_loop(*(tensor.double() for tensor in backward), lengths, nonlinearity)
+    stock += backward_loop(*backward, lengths, nonlinearity)
+    for name, our, true, other in zip(("y", "h_n", "grad_x", "grad_h0"), ours, truth, stock, strict=True):
+        allowed = TF32_ERROR if dtype == torch.float32 else 2 * relative_error(other, true) + 1e-9
+        assert relative_error(our, true) <= allowed, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "dtype"), [(4, torch.bfloat16), (20, torch.float16), (3, torch.float32)])
+def test_split_in_time_gives_the_same_bits(batch: int, dtype: torch.dtype) -> None:
+    x, weight_hh, h0, _, _ = inputs((11, batch, 1760), dtype)
+    options = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
+    whole, last = persistent.forward(x, weight_hh, h0, None, **options)
+    for cut in (1, 4, 10):
+        head, state = persistent.forward(x[:cut], weight_hh, h0, None, **options)
+        tail, end = persistent.forward(x[cut:], weight_hh, state, None, **options)
+        assert torch.equal(torch.cat([head, tail]), whole)
+        assert torch.equal(end, last)
+
+
+@pytest.mark.gpu
+def test_few_multiprocessors_give_the_same_bits() -> None:
+    x, weight_hh, h0, _, _ = inputs((6, 4, 1760), torch.bfloat16)
+    options = {"nonlinearity": "relu", "clip": CLIP}
+    everything = persistent.forward(x, weight_hh, h0, None, max_sms=None, **options)
+    fewer = persistent.forward(x, weight_hh, h0, None, max_sms=100, **options)
+    assert all(torch.equal(a, b) for a, b in zip(everything, fewer, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [5, 33])
+def test_nan_weights_and_states_show_in_the_output_and_do_not_hang(batch: int) -> None:
+    x, weight_hh, h0, _, _ = inputs((6, batch, 1300), torch.bfloat16)
+    options = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
+    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, **options)
+    assert y.isnan().all()
+    # Every bit set is the exchange's own "empty".
+    every_bit_set = torch.full(h0.shape, -1, dtype=torch.int16, device=CUDA).view(torch.bfloat16)
+    y, _ = persistent.forward(x, weight_hh, every_bit_set, None, **options)
+    assert y.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [4, 40])
+def test_graph_replay_reads_new_inputs(batch: int) -> None:
+    tensors = inputs((8, batch, 1760), torch.bfloat16)
+    run(tensors, None, "relu")  # builds the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(tensors, None, "relu")
+    tensors[0].copy_(draw(9, 8, batch, 1760, device=CUDA, dtype=torch.bfloat16))
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(tensors, None, "relu"), strict=True))
