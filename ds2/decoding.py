@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from ds2.align import force_align
 from ds2.alphabet import Alphabet
 from ds2.beam_batched import BatchedBeamSearch
 from ds2.beam_native import CtcdecodeSearch, NativeSearch
-from ds2.beam_search import DecodeError, Hypothesis, greedy_decode, spell_words
+from ds2.beam_search import BLANK, DecodeError, Hypothesis, Word, greedy_decode, spell_words
 from ds2.config import DECODE_METHODS, DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import NGram
@@ -185,3 +186,39 @@ def make_decoder(
     package = NativeSearch if options.method == "native" else CtcdecodeSearch
     search = package(alphabet, options, lm).search
     return SearchDecoder(search, alphabet, frame_s, options.times, torch.device("cpu"))
+
+
+def decode_long(
+    decoder: Decoder, log_probs: Tensor, alphabet: Alphabet, frame_s: float, piece_s: float = 20.0
+) -> Hypothesis:
+    """Decode a recording of any length in pieces, as searching and aligning take memory by the square of the length.
+
+    A piece ends amid the surest silence (blank over 0.2 s) of its last quarter; its language model starts a sentence.
+
+    Args:
+        decoder: any.
+        log_probs: (T, V) natural log-probs, T above 0.
+        alphabet, frame_s: of the decoder.
+        piece_s: the longest piece, seconds.
+    """
+    longest, cuts = max(4, round(piece_s / frame_s)), [0]
+    blanks = log_probs[:, BLANK].float().cpu()
+    width = round(0.1 / frame_s)
+    silence = torch.nn.functional.avg_pool1d(blanks[None], 2 * width + 1, 1, width, count_include_pad=False)[0]
+    while len(blanks) - cuts[-1] > longest:
+        first = cuts[-1] + longest * 3 // 4
+        cuts.append(first + int(silence[first : cuts[-1] + longest].argmax()))
+    pieces = [log_probs[a:b] for a, b in pairwise([*cuts, len(blanks)])]
+    lengths = torch.tensor([len(piece) for piece in pieces])
+    found = [row[0] for row in decoder.decode(torch.nn.utils.rnn.pad_sequence(pieces), lengths)]
+    separator = tuple(label for label, symbol in enumerate(alphabet.symbols) if symbol and symbol.isspace())
+    labels: tuple[int, ...] = ()
+    words: list[Word] = []
+    for piece, start in zip(found, cuts, strict=True):
+        parted = not labels or labels[-1:] == separator or not piece.labels
+        labels += (() if parted else separator) + piece.labels
+        shift_s = start * frame_s
+        words += [replace(w, start_s=w.start_s + shift_s, end_s=w.end_s + shift_s) for w in piece.words]
+    score, acoustic, lm, bonus = (sum(getattr(h, k) for h in found) for k in ("score", "acoustic", "lm", "bonus"))
+    text = " ".join(piece.text for piece in found if piece.text)
+    return Hypothesis(text, score, labels, tuple(words), acoustic, lm, bonus)

@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ds2 import __version__
 from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
-from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
+from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import find_model, load_model
-from ds2.config import BatchingConfig, Config, ConfigError
+from ds2.config import BatchingConfig, Config, ConfigError, DecodeConfig
 from ds2.corpus import scored_utterances
 from ds2.dataset import SpeechLoader
+from ds2.decode_options import resolve_options, split_overrides
+from ds2.decoding import Decoder, GreedyDecoder, make_decoder
 from ds2.device import resolve_device, resolve_precision
 from ds2.distributed import Communicator
 from ds2.features import Features
@@ -50,8 +53,9 @@ def transcribe_utterances(
     precision: str = "fp32",
     batch_audio_s: float | None = None,
     comm: Communicator | None = None,
+    decoder: Decoder | None = None,
 ) -> list[Hypothesis]:
-    """Recognise utterances greedily, in batches of like duration, longest first; their texts are not looked at.
+    """Recognise utterances, in batches of like duration, longest first; their texts are not looked at.
 
     Args:
         model: in evaluation mode, on `device`.
@@ -63,6 +67,7 @@ def transcribe_utterances(
         precision: fp32 or bf16.
         batch_audio_s: budget of padded audio a batch, seconds; None chooses by device.
         comm: ranks that share the batches out and all get all hypotheses; None is this process alone.
+        decoder: what turns log-probs to words; None is greedy.
 
     Returns:
         Hypotheses in the order of `utterances`.
@@ -81,20 +86,38 @@ def transcribe_utterances(
     if comm is not None:
         plan = plan[comm.rank :: comm.world]
     frame_s = features.step_s * model.time_stride
+    decoder = decoder or GreedyDecoder(alphabet, frame_s)
     found: dict[int, Hypothesis] = {}
     for batch in SpeechLoader(utterances, config, None, training=False).epoch(plan, epoch=1):
         indices = batch.indices.tolist()
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             logits, lengths = model(*features(batch.waveforms.to(device, non_blocking=True), batch.sample_lengths))
         try:
-            hypotheses = greedy_decode(logits, lengths, alphabet, frame_s)
+            rows = decode_batch(decoder, logits, lengths)
         except DecodeError as error:
             named = ", ".join(utterances[indices[row]].name for row in error.rows)
-            raise DecodeError(f"the model gives NaN or infinite logits for {named}: its weights are broken") from error
-        found.update(zip(indices, hypotheses, strict=True))
+            raise DecodeError(f"{named}: {error}" if named else str(error)) from error
+        found.update(zip(indices, rows, strict=True))
     if comm is not None:
         found = {index: hypothesis for part in comm.allgather(found) for index, hypothesis in part.items()}
     return [found[index] for index in range(len(utterances))]
+
+
+def decode_batch(decoder: Decoder, logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
+    """Return the best hypothesis of each utterance of logits (T', B, V); too short for a frame, it is empty."""
+    heard = lengths.nonzero()[:, 0]
+    best = [Hypothesis("", 0.0, (), ()) for _ in lengths]
+    if not len(heard):
+        return best
+    if len(heard) < len(best):
+        logits, lengths = logits[:, heard.to(logits.device)], lengths[heard]
+    try:
+        rows = decoder.decode(logits.float().log_softmax(2), lengths)
+    except DecodeError as error:
+        raise DecodeError(str(error), heard[error.rows].tolist()) from error
+    for row, found in zip(heard.tolist(), rows, strict=True):
+        best[row] = found[0]
+    return best
 
 
 def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet) -> Report:
@@ -117,6 +140,8 @@ def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: s
         "text": reference,
         "pred_text": hypothesis.text,
         "score": hypothesis.score,
+        "acoustic_score": hypothesis.acoustic,
+        "lm_score": hypothesis.lm,
         "words": [asdict(word) for word in hypothesis.words],
     }
 
@@ -130,6 +155,7 @@ def evaluate(
     precision: str = "fp32",
     batch_audio_s: float | None = None,
     workers: int = -1,
+    decode: Sequence[str] = (),
 ) -> dict[Path, Report]:
     """Evaluate a model on manifests, one report each.
 
@@ -144,9 +170,10 @@ def evaluate(
         precision: fp32, bf16 or auto (bf16 on a GPU).
         batch_audio_s: padded audio a batch, seconds; lower it where memory runs out. None chooses by device.
         workers: processes that read audio; -1 chooses.
+        decode: overrides `decode=NAME`, `decode.KEY=VALUE`; see `resolve_options` for what applies without them.
 
     Raises:
-        ConfigError: no manifest, two of one name, or an unknown device or precision.
+        ConfigError: no manifest, two of one name, an unknown device or precision, or decoder settings that cannot work.
         CheckpointError, ManifestError, AudioError, DecodeError: what cannot be read or decoded, by name.
     """
     file = find_model(model_path)
@@ -162,6 +189,9 @@ def evaluate(
         )
     data = replace(loaded.config.data, cache="none", workers=workers)
     config = replace(loaded.config, data=data, device=str(chosen))
+    options = resolve_options(decode, file, loaded.config)
+    frame_s = loaded.features.step_s * loaded.model.time_stride
+    decoder = make_decoder(options, loaded.alphabet, frame_s, chosen)
     reports = {}
     for path in paths:
         began = time.monotonic()
@@ -175,6 +205,7 @@ def evaluate(
             device=chosen,
             precision=resolve_precision(precision, chosen),
             batch_audio_s=batch_audio_s,
+            decoder=decoder,
         )
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
@@ -185,15 +216,28 @@ def evaluate(
             for u, h, aligned in zip(utterances, hypotheses, report.utterances, strict=True)
         )
         write_text(folder / "hypotheses.jsonl", "".join(line + "\n" for line in lines))
-        facts = {"model": str(file), "manifest": str(path), "decoder": "greedy", "ds2": __version__}
+        facts = {"model": str(file), "manifest": str(path), "decoder": describe(options), "ds2": __version__}
         write_report(report, folder, f"{path.stem} by {file}", facts)
         print(f"{path}\n\n{format_report(report)}\nreport: {folder}")
     return reports
 
 
+def describe(options: DecodeConfig) -> str:
+    """Return decoder settings in one line for a report."""
+    if options.method == "greedy":
+        return "greedy"
+    weights = f", {options.lm}, alpha {options.alpha:g}, beta {options.beta:g}" if options.lm else ", no language model"
+    return f"{options.method}, beam {options.beam}{weights}"
+
+
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 evaluate MODEL [MANIFEST...]`."""
-    parser = argparse.ArgumentParser(prog="ds2 evaluate", description="WER report of a model on manifests")
+    """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`."""
+    decode, arguments = split_overrides(arguments)
+    parser = argparse.ArgumentParser(
+        prog="ds2 evaluate",
+        usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
+    )
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", type=Path, nargs="*", help="default: data.test of the model's config")
     parser.add_argument(
@@ -214,5 +258,6 @@ def run(arguments: Sequence[str]) -> int:
         precision=given.precision,
         batch_audio_s=given.batch_audio_s,
         workers=given.workers,
+        decode=decode,
     )
     return 0

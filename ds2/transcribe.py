@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds2.alphabet import Alphabet
 from ds2.audio import AudioError, audio_blocks
 from ds2.beam_search import DecodeError, Hypothesis, best_path, collapse
-from ds2.checkpoint import LoadedModel, load_model
+from ds2.checkpoint import LoadedModel, find_model, load_model
+from ds2.decode_options import resolve_options, split_overrides
+from ds2.decoding import Decoder, decode_long, make_decoder
 from ds2.model import AcousticModel
 
 _BLOCK_S = 60.0
@@ -63,8 +66,9 @@ def transcribe_file(
     precision: str = "fp32",
     block_s: float = _BLOCK_S,
     context_s: float = _CONTEXT_S,
+    decoder: Decoder | None = None,
 ) -> Transcript:
-    """Transcribe one file greedily.
+    """Transcribe one file, greedily or by a decoder.
 
     Args:
         loaded: the model, on `device`.
@@ -73,6 +77,7 @@ def transcribe_file(
         precision: fp32 or bf16.
         block_s: audio given to the model at once, seconds.
         context_s: audio that a bidirectional model hears on each side of a block, at most `block_s`, seconds.
+        decoder: None is greedy; any other holds the file's log-probs, some kilobytes a second, until its end.
 
     Raises:
         AudioError: the file cannot be read.
@@ -87,22 +92,33 @@ def transcribe_file(
             f"block_s={block_s} and context_s={context_s}: need 0 <= context_s <= block_s, block_s above 0"
         )
     reader = _FeatureReader(loaded, path, torch.device(device), block_frames)
-    labels, log_probs = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
     pieces = (
         _windowed(model, reader.blocks(), context_frames)
         if model.config.bidirectional
         else _streamed(model, reader.blocks())
     )
     with torch.inference_mode(), torch.autocast(reader.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        for logits in pieces:
-            try:
-                [(path_labels, path_log_probs)] = best_path(logits, torch.tensor([len(logits)]))
-            except DecodeError as error:
-                raise DecodeError(f"{path}: the model gives NaN or infinite logits: its weights are broken") from error
-            labels.append(path_labels)
-            log_probs.append(path_log_probs)
-    hypothesis = collapse(np.concatenate(labels), np.concatenate(log_probs), loaded.alphabet, frame_s)
+        try:
+            hypothesis = _hear(pieces, loaded.alphabet, frame_s, decoder)
+        except DecodeError as error:
+            raise DecodeError(f"{path}: {error}") from error
     return Transcript(reader.samples / features.sample_rate_hz, hypothesis)
+
+
+def _hear(pieces: Iterable[Tensor], alphabet: Alphabet, frame_s: float, decoder: Decoder | None) -> Hypothesis:
+    """Words of logits (T', 1, V) that come piece by piece; greedy ones leave two numbers a frame behind."""
+    if decoder is not None:
+        heard = [logits[:, 0].float().log_softmax(1) for logits in pieces if len(logits)]
+        return decode_long(decoder, torch.cat(heard), alphabet, frame_s) if heard else Hypothesis("", 0.0, (), ())
+    labels, log_probs = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    for logits in pieces:
+        try:
+            [(path_labels, path_log_probs)] = best_path(logits, torch.tensor([len(logits)]))
+        except DecodeError as error:
+            raise DecodeError("the model gives NaN or infinite logits: its weights are broken") from error
+        labels.append(path_labels)
+        log_probs.append(path_log_probs)
+    return collapse(np.concatenate(labels), np.concatenate(log_probs), alphabet, frame_s)
 
 
 class _FeatureReader:
@@ -191,7 +207,12 @@ def run(arguments: Sequence[str]) -> int:
     """`ds2 transcribe MODEL FILE...`: 1 where a file could not be transcribed, after all others are done."""
     from ds2.device import resolve_device, resolve_precision
 
-    parser = argparse.ArgumentParser(prog="ds2 transcribe", description="audio files to text")
+    decode, arguments = split_overrides(arguments)
+    parser = argparse.ArgumentParser(
+        prog="ds2 transcribe",
+        usage="%(prog)s MODEL FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",
+    )
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("files", nargs="+", metavar="FILE", help="audio file, folder of them, or - for standard input")
     parser.add_argument(
@@ -207,11 +228,14 @@ def run(arguments: Sequence[str]) -> int:
     precision = resolve_precision(given.precision, device)
     files = list(audio_files(given.files))
     loaded = load_model(given.model, device)
+    options = resolve_options(decode, find_model(given.model), loaded.config)
+    frame_s = loaded.features.step_s * loaded.model.time_stride
+    decoder = None if options.method == "greedy" else make_decoder(options, loaded.alphabet, frame_s, device)
     failed = 0
     for name in files:
         try:
             with _readable(name) as path:
-                transcript = transcribe_file(loaded, path, device, precision=precision)
+                transcript = transcribe_file(loaded, path, device, precision=precision, decoder=decoder)
         except (AudioError, DecodeError) as error:
             print(f"ds2 transcribe: {error}", file=sys.stderr)
             failed += 1

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ds2.alphabet import Alphabet
 from ds2.arpa import read_arpa
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config import DecodeConfig
-from ds2.decoding import make_decoder
+from ds2.decoding import decode_long, make_decoder
 from ds2.language_model import LanguageModelError, NGram
 from ds2.lexicon import LexiconError
 
@@ -265,3 +266,18 @@ def test_a_lexicon_that_lets_nothing_through_gives_an_empty_text(tmp_path: Path)
     log_probs = torch.full((1, 1, 4), -30.0)
     log_probs[0, 0, 3] = 0.0
     assert decoder.decode(log_probs.log_softmax(2), torch.tensor([1]))[0][0].text == ""
+
+
+def test_a_long_recording_is_decoded_in_pieces_with_times_of_the_whole() -> None:
+    decoder = make_decoder(DecodeConfig(method="beam", beam=16), CHARACTERS, 0.02, CPU)
+    path = ([0, 2, 0, 3, 1] * 6 + [0] * 4) * 10
+    log_probs = torch.full((len(path), 4), math.log(0.02))
+    log_probs[range(len(path)), path] = math.log(0.94)
+    [[whole]] = decoder.decode(log_probs[:, None], torch.tensor([len(path)]))
+    cut = decode_long(decoder, log_probs, CHARACTERS, 0.02, piece_s=3.0)
+    assert len(whole.words) == 60
+    assert [w.text for w in cut.words] == [w.text for w in whole.words]
+    assert [w.start_s for w in cut.words] == pytest.approx([w.start_s for w in whole.words])
+    assert [w.end_s for w in cut.words] == pytest.approx([w.end_s for w in whole.words])
+    assert spell(cut.labels, CHARACTERS) == cut.text == whole.text
+    assert (1, 1) not in pairwise(cut.labels)

@@ -1,0 +1,57 @@
+"""Which decoder settings a command ends up with, and evaluation and transcription with a beam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds2.config import Config, ConfigError, DecodeConfig
+from ds2.decode_options import resolve_options, save_options, split_overrides, tuned_file
+
+
+def test_what_is_given_beats_what_was_tuned_which_beats_the_models_config(tmp_path: Path) -> None:
+    model, config = tmp_path / "best.safetensors", Config(run_dir="run")
+    assert resolve_options([], model, config).method == "greedy"
+    save_options(DecodeConfig(method="beam", lm="books.lm", alpha=0.9, hot_words=["ann"]), tuned_file(model))
+    assert resolve_options([], model, config) == DecodeConfig(
+        method="beam", lm="books.lm", alpha=0.9, hot_words=["ann"]
+    )
+    assert resolve_options(["decode.alpha=0.2"], model, config).alpha == 0.2
+    assert resolve_options(["decode.alpha=0.2"], model, config).lm == "books.lm"
+    assert resolve_options(["decode=native", "decode.beam=9"], model, config) == DecodeConfig(method="native", beam=9)
+    assert resolve_options(["decode=greedy"], model, config).method == "greedy"
+
+
+@pytest.mark.parametrize("override", ["decode.alhpa=1", "decode.beam=wide", "decode.method=viterbi", "decode=viterbi"])
+def test_mistakes_are_named(override: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"alhpa|beam|viterbi"):
+        resolve_options([override], tmp_path / "best.safetensors", Config(run_dir="run"))
+
+
+def test_arguments_part() -> None:
+    given = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
+    assert split_overrides(given) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
+
+
+def test_evaluate_and_transcribe_take_a_beam(
+    tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds2.cli import main
+    from ds2.manifest import read_manifest
+    from ds2.train import train
+
+    config = tiny_config("train.epochs=1")
+    train(config, Path(config.run_dir))
+    capsys.readouterr()
+    out = tmp_path / "report"
+    beam = ["decode=beam", "decode.beam=8"]
+    arguments = ["evaluate", config.run_dir, str(tone_manifest), "--out", str(out), "--device", "cpu", "--workers", "0"]
+    assert main([*arguments, *beam]) == 0
+    assert "beam, beam 8, no language model" in (out / tone_manifest.stem / "report.json").read_text()
+    audio = str(read_manifest(tone_manifest)[0].audio_filepath)
+    assert main(["transcribe", config.run_dir, audio, "--device", "cpu", "--format", "json", *beam]) == 0
+    assert '"words"' in capsys.readouterr().out
+    assert main([*arguments, "decode.method=beam", "decode.beam=0"]) == 2
+    assert "decode.beam=0" in capsys.readouterr().err
