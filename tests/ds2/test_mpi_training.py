@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from ds2.checkpoint import load
-from tests.ds2.launch import mpirun
+from tests.ds2.launch import HERE, TIMEOUT_S, mpirun
 
 pytestmark = pytest.mark.slow
 STEPS = ("train.epochs=3", "optim.schedule=constant")  # 9 steps; every third batch has 2 utterances: ranks idle on 4
@@ -145,3 +147,19 @@ def test_a_mistake_that_all_ranks_meet_is_told_once(tiny_overrides: list[str], t
         == 1
     )
     assert "rank 1 on" not in run.stdout and "Traceback" not in run.stdout
+
+
+def test_ranks_on_two_hosts_have_the_bits_of_ranks_on_one(tiny_overrides: list[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    command = [str(HERE.parent.parent / "tools" / "two_hosts.sh"), "2", "-n", "2", sys.executable]
+    command += [str(HERE / "rank_job.py"), *clean(tiny_overrides, two)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    said = run.stdout + run.stderr
+    if run.returncode == 77:
+        pytest.skip("network namespaces are not permitted here")
+    assert run.returncode == 0, said
+    assert re.search(r"0 +host1 .*\n +1 +host2 ", said), said
+    assert train(2, clean(tiny_overrides, one)).returncode == 0
+    assert losses(one) == losses(two) and same_bits(one, two)
