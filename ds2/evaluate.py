@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -77,21 +77,12 @@ def transcribe_utterances(
         AudioError: audio cannot be read.
         RuntimeError: the model is in training mode.
     """
-    if model.training:
-        raise RuntimeError("recognition needs running statistics: call model.eval() first")
-    if not utterances:
-        return []
-    budget = BatchingConfig(utterances=0, audio_s=batch_audio_s or _BATCH_AUDIO_S[device.type], sortagrad=True)
-    plan = plan_epoch(np.array([u.duration_s for u in utterances]), budget, epoch=1, seed=0)[::-1]
-    if comm is not None:
-        plan = plan[comm.rank :: comm.world]
-    frame_s = features.step_s * model.time_stride
-    decoder = decoder or GreedyDecoder(alphabet, frame_s)
+    decoder = decoder or GreedyDecoder(alphabet, features.step_s * model.time_stride)
     found: dict[int, Hypothesis] = {}
-    for batch in SpeechLoader(utterances, config, None, training=False).epoch(plan, epoch=1):
-        indices = batch.indices.tolist()
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            logits, lengths = model(*features(batch.waveforms.to(device, non_blocking=True), batch.sample_lengths))
+    batches = logit_batches(
+        model, features, utterances, config, device=device, precision=precision, batch_audio_s=batch_audio_s, comm=comm
+    )
+    for indices, logits, lengths in batches:
         try:
             rows = decode_batch(decoder, logits, lengths)
         except DecodeError as error:
@@ -101,6 +92,36 @@ def transcribe_utterances(
     if comm is not None:
         found = {index: hypothesis for part in comm.allgather(found) for index, hypothesis in part.items()}
     return [found[index] for index in range(len(utterances))]
+
+
+@torch.inference_mode()
+def logit_batches(
+    model: AcousticModel,
+    features: Features,
+    utterances: Sequence[Utterance],
+    config: Config,
+    *,
+    device: torch.device,
+    precision: str = "fp32",
+    batch_audio_s: float | None = None,
+    comm: Communicator | None = None,
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield what the model says of utterances: their places, logits (T', B, V), lengths (B,) on the CPU.
+
+    Arguments and errors are those of :func:`transcribe_utterances`; with `comm`, this rank's batches.
+    """
+    if model.training:
+        raise RuntimeError("recognition needs running statistics: call model.eval() first")
+    if not utterances:
+        return
+    budget = BatchingConfig(utterances=0, audio_s=batch_audio_s or _BATCH_AUDIO_S[device.type], sortagrad=True)
+    plan = plan_epoch(np.array([u.duration_s for u in utterances]), budget, epoch=1, seed=0)[::-1]
+    if comm is not None:
+        plan = plan[comm.rank :: comm.world]
+    for batch in SpeechLoader(utterances, config, None, training=False).epoch(plan, epoch=1):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            logits, lengths = model(*features(batch.waveforms.to(device, non_blocking=True), batch.sample_lengths))
+        yield batch.indices.tolist(), logits, lengths
 
 
 def decode_batch(decoder: Decoder, logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
