@@ -4,9 +4,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 AN4 ?=
 
-comma := ,
-EXTRAS := $(if $(shell command -v nvidia-smi 2>/dev/null),dev$(comma)gpu,dev)
-
 .PHONY: demo test lint wheel clean
 
 # torch first and by its pinned version: a later request for any torch would fetch another build of several gigabytes.
@@ -14,7 +11,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"ds2 needs Python 3.11 or later, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.11"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(VENV)/installed

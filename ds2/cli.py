@@ -22,6 +22,8 @@ usage: ds2 COMMAND [...]
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
+  lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
+  lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
   doctor                             what this machine has: versions, devices, backends
 
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
@@ -57,6 +59,7 @@ def _train(arguments: Sequence[str]) -> int:
     from ds2.config import register
 
     arguments = _with_search_path(arguments)
+    arguments.sort(key=lambda argument: argument in ("-m", "--multirun"))  # Hydra wants its overrides in one piece
     compose_config(first_of_sweep([a for a in arguments if not a.startswith("-")]))
     statuses: list[int] = []
 
@@ -66,6 +69,7 @@ def _train(arguments: Sequence[str]) -> int:
         config = to_config(composed)
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         run_dir = Path(HydraConfig.get().runtime.output_dir if sweep else config.run_dir)
+        config.run_dir = str(run_dir)
         statuses.append(_report_errors(lambda: train(config, run_dir)))
 
     register()
@@ -106,6 +110,12 @@ def _transcribe(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _lm(arguments: Sequence[str]) -> int:
+    from ds2.lm_commands import run
+
+    return run(arguments)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from ds2.doctor import run
 
@@ -118,6 +128,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": _evaluate,
     "transcribe": _transcribe,
     "data": _data,
+    "lm": _lm,
     "doctor": _doctor,
 }
 
@@ -131,6 +142,7 @@ def _report_errors(action: Callable[[], int]) -> int:
     from ds2.corpus import CorpusError
     from ds2.distributed import yield_to_rank_0
     from ds2.importers import ImporterError
+    from ds2.language_model import LanguageModelError
     from ds2.manifest import ManifestError
     from ds2.trainer import TrainingError
 
@@ -142,6 +154,7 @@ def _report_errors(action: Callable[[], int]) -> int:
         CheckpointError,
         TrainingError,
         DecodeError,
+        LanguageModelError,
         ImporterError,
         OSError,
     )

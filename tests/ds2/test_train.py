@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ds2.checkpoint import CheckpointError, load, load_model
+from ds2.cli import main
 from ds2.config import Config, ConfigError
 from ds2.corpus import CorpusError
 from ds2.train import train
@@ -216,3 +217,15 @@ def test_early_stop_ends_training_and_a_second_start_does_nothing(tiny_config: M
     assert done["epoch"] <= 5
     train(config, run_dir)
     assert load(run_dir / "trainer.safetensors")[1]["progress"] == done
+
+
+def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    sweep = ["--multirun", "model.hidden=32,48", "train.max_steps=1"]
+    assert main(["train", *tiny_overrides, *sweep]) == 0
+    folder = tmp_path / "run-sweep"
+    hidden = [load_model(folder / job).config.model.hidden for job in ("0", "1")]
+    assert hidden == [32, 48]
+    assert load_model(folder / "1").config.run_dir == str(folder / "1")
