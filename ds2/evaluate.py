@@ -21,13 +21,13 @@ from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import find_model, load_model
-from ds2.config import BatchingConfig, Config, ConfigError, DecodeConfig
+from ds2.config import BatchingConfig, CommConfig, Config, ConfigError, DecodeConfig
 from ds2.corpus import scored_utterances
 from ds2.dataset import SpeechLoader
 from ds2.decode_options import resolve_options, split_overrides
 from ds2.decoding import Decoder, GreedyDecoder, make_decoder
 from ds2.device import resolve_device, resolve_precision
-from ds2.distributed import Communicator
+from ds2.distributed import Communicator, connect
 from ds2.features import Features
 from ds2.manifest import Utterance
 from ds2.model import AcousticModel
@@ -177,6 +177,7 @@ def evaluate(
     batch_audio_s: float | None = None,
     workers: int = -1,
     decode: Sequence[str] = (),
+    comm: Communicator | None = None,
 ) -> dict[Path, Report]:
     """Evaluate a model on manifests, one report each.
 
@@ -192,13 +193,14 @@ def evaluate(
         batch_audio_s: padded audio a batch, seconds; lower it where memory runs out. None chooses by device.
         workers: processes that read audio; -1 chooses.
         decode: overrides `decode=NAME`, `decode.KEY=VALUE`; see `resolve_options` for what applies without them.
+        comm: ranks that share the batches out; rank 0 writes and prints. None is this process alone.
 
     Raises:
         ConfigError: no manifest, two of one name, an unknown device or precision, or decoder settings that cannot work.
         CheckpointError, ManifestError, AudioError, DecodeError: what cannot be read or decoded, by name.
     """
     file = find_model(model_path)
-    chosen = resolve_device(device)
+    chosen = resolve_device(device) if comm is None else comm.device
     loaded = load_model(file, chosen)
     paths = list(manifests) or [Path(p) for p in loaded.config.data.test]
     repeated = [name for name, times in Counter(p.stem for p in paths).items() if times > 1]
@@ -227,10 +229,13 @@ def evaluate(
             precision=resolve_precision(precision, chosen),
             batch_audio_s=batch_audio_s,
             decoder=decoder,
+            comm=comm,
         )
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
         report = reports[path] = score(utterances, hypotheses, loaded.alphabet)
+        if comm is not None and comm.rank != 0:
+            continue
         folder = (out or file.with_name(f"{file.stem}-evaluation")) / path.stem
         lines = (
             json.dumps(hypothesis_record(u, h, " ".join(aligned.reference)), ensure_ascii=False)
@@ -271,14 +276,17 @@ def run(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if given.batch_audio_s is not None and not given.batch_audio_s > 0:
         parser.error(f"--batch-audio-s {given.batch_audio_s} must be above 0")
-    evaluate(
-        given.model,
-        given.manifests,
-        given.out,
-        device=given.device,
-        precision=given.precision,
-        batch_audio_s=given.batch_audio_s,
-        workers=given.workers,
-        decode=decode,
-    )
+    with connect(CommConfig(), given.device) as comm:
+        if comm.rank != 0:
+            logging.disable(logging.WARNING)  # rank 0 says it
+        evaluate(
+            given.model,
+            given.manifests,
+            given.out,
+            precision=given.precision,
+            batch_audio_s=given.batch_audio_s,
+            workers=given.workers,
+            decode=decode,
+            comm=comm,
+        )
     return 0

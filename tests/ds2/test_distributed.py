@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds2.batching import deal
 from ds2.config import CommConfig, ConfigError
 from ds2.device import resolve_device
 from ds2.distributed import Communicator, connect, launched_rank, launched_world
@@ -63,6 +64,14 @@ def test_launchers_are_known_by_their_variables(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert (launched_world(), launched_rank()) == (world, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
+def test_a_batch_is_dealt_whole_and_ranks_without_a_part_repeat_one(size: int) -> None:
+    batch = list(range(10, 10 + size))
+    parts = [deal(batch, rank, 4) for rank in range(4)]
+    assert sorted(index for part in parts[:size] for index in part) == batch
+    assert all(part == [batch[-1]] for part in parts[size:])
 
 
 def test_single_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
