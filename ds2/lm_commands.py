@@ -1,4 +1,4 @@
-"""The command line of language models: `ds2 lm build`, `convert`, `ppl`, `query`."""
+"""The command line of language models: `ds2 lm build`, `convert`, `ppl`, `query`, `tune`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ds2.config import AlphabetConfig
 from ds2.language_model import END, UNITS, UNKNOWN, LanguageModelError, NGram
 from ds2.lm_build import DEFAULT_MEMORY_BYTES, estimate
 from ds2.lm_text import SentenceReader
+from ds2.lm_tune import add_arguments as add_tune_arguments
 from ds2.ngram_file import load_ngram, save_ngram
 
 _BATCH_SENTENCES = 4096
@@ -165,7 +166,7 @@ def _query(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     defaults = AlphabetConfig()
     parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question n-gram language models.")
-    commands = parser.add_subparsers(required=True, metavar="build | convert | ppl | query")
+    commands = parser.add_subparsers(required=True, metavar="build | convert | ppl | query | tune")
 
     build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
@@ -212,6 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     query = commands.add_parser("query", help="natural-log probability of each sentence on standard input, by token")
     query.add_argument("lm", type=Path, help="binary or ARPA")
     query.set_defaults(run=_query)
+
+    tune = commands.add_parser("tune", help="alpha, beta and beam of a model on a dev set")
+    add_tune_arguments(tune)
     return parser
 
 
