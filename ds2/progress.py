@@ -27,6 +27,7 @@ class StepReport:
     """What a rank tells the others about its part of a step."""
 
     loss: float = 0.0  # summed over its utterances, nats
+    gradient_norm: float = 0.0  # of all ranks' gradients, as this one sees it
     infeasible: int = 0
     audio_s: float = 0.0
     bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite

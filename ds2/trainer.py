@@ -215,14 +215,15 @@ class Trainer:
             norm = gradient_norm(parameters)
             total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
             with comm.whereabouts.wait_in("gradients"):
-                done.loss, self.grad_norm = torch.stack([total, norm.to(total)]).tolist()
+                done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()
             done.bad = [] if np.isfinite(done.loss) else self._not_finite(seen)
             reports = comm.allgather(done)
             progress.batch += len(group)
             progress.infeasible += sum(report.infeasible for report in reports)
             progress.audio_s += sum(report.audio_s for report in reports)
             loss = sum(report.loss for report in reports) / utterances
-            if not np.isfinite(loss) or not np.isfinite(self.grad_norm):
+            self.grad_norm = reports[0].gradient_norm
+            if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
                 self._skip([name for report in reports for name in report.bad], loss)
                 return None
             clip_gradients(parameters, norm, config.optim.clip_norm)
