@@ -18,6 +18,7 @@ usage: ds2 COMMAND [...]
   info [OVERRIDE...]                 layers, parameters, lookahead and memory: ds2 info model=rnn_48_skip_4
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   transcribe MODEL FILE...           audio files to text or JSON
+  align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
@@ -110,6 +111,12 @@ def _transcribe(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _align(arguments: Sequence[str]) -> int:
+    from ds2.align_command import run
+
+    return run(arguments)
+
+
 def _lm(arguments: Sequence[str]) -> int:
     from ds2.lm_commands import run
 
@@ -128,6 +135,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": _evaluate,
     "transcribe": _transcribe,
     "data": _data,
+    "align": _align,
     "lm": _lm,
     "doctor": _doctor,
 }
