@@ -19,7 +19,7 @@ from ds2.beam_search import Word, spell_words
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _DEVIATIONS = 6.0  # above the median: what is listed
-_LEAST_DEVIATION = 0.1  # nats a label: where nearly all transcripts are certain, small doubts are no news
+_LEAST_SURPRISE = 2.0  # nats a label: where nearly all transcripts are certain, small doubts are no news
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def _aligned(
 
 
 def suspicious(surprises: Iterable[float]) -> list[int]:
-    """Return the places of outliers, worst first: over six deviations above the median, by the median deviation."""
+    """Return the places of outliers, worst first: over two nats, and six (median absolute) deviations above the median."""
     values = list(surprises)
     finite = [value for value in values if math.isfinite(value)]
     limit = 0.0
     if finite:
         median = statistics.median(finite)
         deviation = _MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in finite)
-        limit = median + _DEVIATIONS * max(deviation, _LEAST_DEVIATION)
+        limit = max(_LEAST_SURPRISE, median + _DEVIATIONS * deviation)
     return sorted((i for i, value in enumerate(values) if value > limit), key=lambda i: -values[i])
 
 
