@@ -59,7 +59,7 @@ def _aligned(
 
 
 def suspicious(surprises: Iterable[float]) -> list[int]:
-    """Return the places of outliers, worst first: over two nats, and six (median absolute) deviations above the median."""
+    """Return the places of outliers, worst first: above two nats, and six median deviations above the median."""
     values = list(surprises)
     finite = [value for value in values if math.isfinite(value)]
     limit = 0.0

@@ -176,7 +176,7 @@ class _Run:
         kept.scatter_(1, chosen.clamp(max=2 * beam), alive)
         grown = chosen >= 2 * beam
         source = torch.where(grown, (chosen - 2 * beam) // labels, chosen % beam)
-        label = torch.where(grown, (chosen - 2 * beam) % labels, BLANK)
+        label = ((chosen - 2 * beam) % labels).masked_fill(~grown, BLANK)
         is_blank = chosen < beam
         blank_kept, label_kept = kept[:, :beam].gather(1, source), kept[:, beam : 2 * beam].gather(1, source)
         alive &= is_blank | grown | ~blank_kept  # the slot of the blank half holds both
@@ -191,7 +191,7 @@ class _Run:
         names = torch.stack(
             [
                 torch.where(alive, torch.where(grown, longer, hashes), _DEAD_HASH + self.slots),
-                torch.where(alive, torch.where(grown, hashes, parents), _DEAD_PARENT),
+                torch.where(grown, hashes, parents).masked_fill(~alive, _DEAD_PARENT),
                 torch.where(grown, label, last),
                 torch.where(grown, self.time * beam + self.slots + 1, entry),
             ],

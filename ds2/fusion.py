@@ -2,7 +2,8 @@
 
 Shapes: B utterances, K prefixes an utterance, V labels. A prefix carries four integers (language-model state, trie node
 of its unfinished word, characters of that word, words before it) and two float64 sums (language-model log-prob, hot
-word bonus). Nothing here waits for the device.
+word bonus). Nothing here waits for the device
+or copies from the host, so that a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class Fusion:
         base = self.alpha * floats[..., LM] + self.beta * words + floats[..., HOT]
         complete, word_score, word_state = self._complete(state, node)
         starts = self.spelling.starts_word
-        inside = torch.where(starts, ROOT, node[..., None])
+        inside = node[..., None].masked_fill(starts, ROOT)
         nodes = self.trie.walk(inside, self.spelling.characters.expand(*inside.shape, -1))
-        lengths = torch.where(starts, 0, length[..., None]) + self.spelling.counts
+        lengths = length[..., None].masked_fill(starts, 0) + self.spelling.counts
         extended = base[..., None] + self._unfinished(nodes, lengths)
-        extended += torch.where(starts & (length > 0)[..., None], complete[..., None], 0.0)
+        extended += complete[..., None].masked_fill(~(starts & (length > 0)[..., None]), 0.0)
         label_score = label_state = None
         if self.by_label:
             label_score, label_state = self._by_label(state, (length == 0) & (words > 0))
@@ -111,16 +112,16 @@ class Fusion:
         starts = self.spelling.starts_word[label]
         done = starts & (length > 0)
         if found.word_score is not None and found.word_state is not None:
-            log_prob = log_prob + torch.where(done, found.word_score.gather(1, source), 0.0)
+            log_prob = log_prob + found.word_score.gather(1, source).masked_fill(~done, 0.0)
             state = torch.where(done, found.word_state.gather(1, source), state)
         if found.label_score is not None and found.label_state is not None:
             at = source * self.spelling.counts.numel() + label
             grown = label > 0
-            log_prob = log_prob + torch.where(grown, found.label_score.flatten(1).gather(1, at), 0.0)
+            log_prob = log_prob + found.label_score.flatten(1).gather(1, at).masked_fill(~grown, 0.0)
             state = torch.where(grown, found.label_state.flatten(1).gather(1, at), state)
-        hot = hot + torch.where(done, self.hot_bonus * self.trie.hot[node], 0.0)
-        node = self.trie.walk(torch.where(starts, ROOT, node), self.spelling.characters[label])
-        length = torch.where(starts, 0, length) + self.spelling.counts[label]
+        hot = hot + self.hot_bonus * self.trie.hot[node] * done
+        node = self.trie.walk(node.masked_fill(starts, ROOT), self.spelling.characters[label])
+        length = length.masked_fill(starts, 0) + self.spelling.counts[label]
         return torch.stack([state, node, length, words + done], -1), torch.stack([log_prob, hot], -1)
 
     def finish(self, integers: Tensor, floats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,9 +150,9 @@ class Fusion:
             return gain, None, None
         word = self.trie.word[node]
         known = word >= 0
-        asked = torch.where(known, word, self._unknown_id)
+        asked = word.masked_fill(~known, self._unknown_id)
         scores, following = self.lm.score_batch(state.flatten(), asked.flatten())
-        word_score = scores.view_as(state).double() + torch.where(known, 0.0, self.unknown_score)
+        word_score = scores.view_as(state).double() + self.unknown_score * (~known).double()
         gain = gain + self.alpha * word_score
         if self.lexicon:
             gain = gain.masked_fill(~self.trie.is_word[node], -math.inf)
@@ -174,7 +175,7 @@ class Fusion:
         if space >= 0:
             ids = self._label_ids[space].expand_as(flat)
             space_score, space_state = self.lm.score_batch(flat, ids)
-            held = torch.where(after_space.flatten(), space_score.double(), 0.0)
+            held = space_score.double().masked_fill(~after_space.flatten(), 0.0)
             flat = torch.where(after_space.flatten(), space_state, flat)
         scores, following = self.lm.score_all(flat)
         scores = scores.index_select(1, self._label_ids).double() + held[:, None]

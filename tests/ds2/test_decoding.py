@@ -168,7 +168,7 @@ def speechlike(frames: int, batch: int, labels: int) -> Tensor:
     path[torch.rand(frames, batch, generator=generator) < 0.6] = 0
     logits = torch.randn(frames, batch, labels, generator=generator) * 2
     logits.scatter_add_(2, path[..., None], torch.full((frames, batch, 1), 6.0))
-    logits[-12:, :, 1] = -20.0
+    logits[-12:, :, 1] = -20.0  # the C++ package charges a space at the end as an unknown word
     logits[frames // 3 : frames // 2, :, 1:] -= 12.0
     return logits.log_softmax(2)
 
@@ -200,6 +200,20 @@ def test_batch_mates_and_padding_do_not_matter(tmp_path: Path) -> None:
     for row, length in enumerate(lengths.tolist()):
         [alone] = decoder.decode(log_probs[:length, row : row + 1], lengths[row : row + 1])
         assert alone == together[row]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unit", ["none", "word", "character"])
+def test_cpu_and_gpu_search_agree(unit: str, tmp_path: Path) -> None:
+    lm = None if unit == "none" else language_model(tmp_path, unit)
+    options = DecodeConfig(method="beam", beam=16, nbest=3, hot_words=["bab"], unknown_score=-3.0)
+    log_probs, lengths = speechlike(80, 6, 4), torch.tensor([80, 70, 33, 1, 80, 64])
+    here = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, lengths)
+    gpu = torch.device("cuda")
+    there = make_decoder(options, CHARACTERS, 0.02, gpu, lm).decode(log_probs.to(gpu), lengths)
+    for ours, theirs in zip(here, there, strict=True):
+        assert [(h.text, h.labels) for h in ours] == [(h.text, h.labels) for h in theirs]
+        assert [h.score for h in ours] == pytest.approx([h.score for h in theirs], abs=1e-4)
 
 
 def test_words_carry_times_and_confidences() -> None:
