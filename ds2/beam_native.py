@@ -1,9 +1,10 @@
 """Beam search in C++ on the CPU by the package ctc-beam-decoder, many utterances at once; and ctcdecode's own package.
 
 ctc-beam-decoder follows pyctcdecode and so does our batched search: with equal settings both follow and drop the same
-prefixes. Where it differs: it reads models of words only and has no lexicon-bound mode; an utterance whose best prefix
-ends in a space may be charged an unknown empty word at the end, which our scores of its N best leave out; in
-alphabets of pieces it joins prefixes that spell one text in several ways, where ours joins them at the end only.
+prefixes. Where it differs: it reads models of words only and has no lexicon-bound mode; in alphabets of pieces it joins
+prefixes that spell one text in several ways, where ours joins them at the end only; and it charges a hypothesis that
+ends in a space an unknown empty word. So with a language model we close every utterance with a frame that is a space
+for certain: all hypotheses are charged alike, and the best are ranked anew by their scores without that word.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from ds2.beam_search import WORD_MARK, DecodeError, Hypothesis
 from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling, build_trie
+
+_SPARE = 14  # more of the package's best that are scored anew
 
 
 def _package(name: str, project: str, method: str) -> Any:
@@ -87,6 +90,7 @@ class NativeSearch:
             lm.check_alphabet(alphabet)
         build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that cannot be written
         self.options, self.rescorer = options, _Rescorer(alphabet, options, lm)
+        self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
         self.threads = options.threads or len(os.sched_getaffinity(0))
         settings: dict[str, Any] = {}
         with tempfile.TemporaryDirectory(prefix="ds2-lm-") as folder:
@@ -113,6 +117,10 @@ class NativeSearch:
 
     def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
         options = self.options
+        if self.closing_space >= 0:
+            closing = np.full((1, log_probs.shape[1]), -np.inf, np.float32)
+            closing[0, self.closing_space] = 0.0
+            log_probs = np.concatenate([log_probs, closing])
         beams = self.decoder.decode_beams(
             log_probs,
             beam_width=options.beam,
@@ -121,7 +129,9 @@ class NativeSearch:
             hotwords=options.hot_words,
             hotword_weight=options.hot_word_bonus,
         )
-        found = [self.rescorer.hypothesis(text, acoustic) for text, _, _, acoustic, _ in beams[: 2 * options.nbest]]
+        found = [
+            self.rescorer.hypothesis(text, acoustic) for text, _, _, acoustic, _ in beams[: 2 * options.nbest + _SPARE]
+        ]
         found = found or [self.rescorer.hypothesis("", float(log_probs[:, 0].sum()))]
         return sorted(found, key=lambda h: -h.score)[: options.nbest]
 

@@ -105,6 +105,8 @@ def batched_search(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, 
     beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
 
     def hypothesis(labels: tuple[int, ...], parts: Sequence[float]) -> Hypothesis:
+        if labels and alphabet.symbols[labels[-1]].isspace():
+            labels = labels[:-1]
         words = spell_words([(label, 0, 0, 0.0) for label in labels], alphabet, 0.0)
         score, acoustic, log_prob, bonus = parts
         return Hypothesis(" ".join(word.text for word in words), score, labels, (), acoustic, log_prob, bonus)

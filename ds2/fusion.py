@@ -2,8 +2,7 @@
 
 Shapes: B utterances, K prefixes an utterance, V labels. A prefix carries four integers (language-model state, trie node
 of its unfinished word, characters of that word, words before it) and two float64 sums (language-model log-prob, hot
-word bonus). Nothing here waits for the device
-or copies from the host, so that a CUDA graph can capture it.
+word bonus). Nothing here waits for the device or copies from the host, so that a CUDA graph can capture it.
 """
 
 from __future__ import annotations
