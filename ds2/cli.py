@@ -1,4 +1,4 @@
-"""One command, `ds2`: train, info, evaluate, transcribe, data, doctor."""
+"""One command, `ds2`: every way in for people and CI."""
 
 from __future__ import annotations
 

@@ -114,19 +114,6 @@ class SpeechLoader:
             yield item
 
 
-def make_loader(
-    utterances: Sequence[Utterance],
-    batches: Sequence[Sequence[int]],
-    config: Config,
-    alphabet: Alphabet | None,
-    epoch: int = 1,
-    *,
-    training: bool,
-) -> Generator[Batch, None, None]:
-    """Yield given batches once; see `SpeechLoader`, which saves the start of workers where there are many epochs."""
-    return SpeechLoader(utterances, config, alphabet, training=training).epoch(batches, epoch)
-
-
 def worker_count(workers: int, *, on_gpu: bool) -> int:
     """Return the loader processes for `data.workers`.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.audio_cache import open_audio
+from ds2.audio_cache import AudioStore
 from ds2.augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
 from ds2.batching import deal, padded_durations_s, plan_epoch
@@ -32,7 +32,7 @@ from ds2.ctc import ctc_losses
 from ds2.dataset import Batch, SpeechLoader
 from ds2.device import resolve_device, resolve_precision
 from ds2.distributed import Communicator
-from ds2.evaluate import transcribe_utterances
+from ds2.evaluate import score, transcribe_utterances
 from ds2.features import Features
 from ds2.gradients import GradientReducer, NormStatistics
 from ds2.metrics import RunLog, StepTimer, git_commit
@@ -40,7 +40,6 @@ from ds2.model import AcousticModel
 from ds2.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
 from ds2.progress import Progress, StepReport, changed_keys
-from ds2.wer import corpus_report
 
 log = logging.getLogger(__name__)
 
@@ -282,12 +281,11 @@ class Trainer:
             precision=self.precision,
         )
         model.train(model is self.model)
-        references = [self.alphabet.normalise(u.text)[0] for u in self.dev]
-        report = corpus_report(references, [h.text for h in hypotheses])
+        report = score(self.dev, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
         progress = self.progress
         board.scalars("dev", progress.step, scores)
-        self._show_utterance(board, references[0], hypotheses[0].text)
+        self._show_first(board, hypotheses[0].text)
         better = (scores["wer"], scores["cer"]) < (progress.best_wer, progress.best_cer)
         if better:
             progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
@@ -298,8 +296,9 @@ class Trainer:
         )  # fmt: skip
         return scores
 
-    def _show_utterance(self, board: RunLog, reference: str, hypothesis: str) -> None:
-        waveform = torch.from_numpy(open_audio(self.dev[:1], self.config.data)[0])
+    def _show_first(self, board: RunLog, hypothesis: str) -> None:
+        reference, _ = self.alphabet.normalise(self.dev[0].text)
+        waveform = torch.from_numpy(AudioStore(self.dev[:1], self.config.data.sample_rate_hz)[0])
         features, _ = self.features(waveform[None].to(self.device), torch.tensor([len(waveform)]))
         board.utterance(self.progress.step, "dev", features[0], reference, hypothesis)
 

@@ -18,7 +18,7 @@ import torch
 from ds2.alphabet import Alphabet, AlphabetError
 from ds2.audio import AudioError
 from ds2.config import AugmentConfig, Config, DataConfig
-from ds2.dataset import Batch, SpeechLoader, make_loader, worker_count
+from ds2.dataset import Batch, SpeechLoader, worker_count
 from ds2.manifest import Utterance, write_manifest
 
 RATE = 16000
@@ -49,7 +49,7 @@ def alphabet(config: Config) -> Alphabet:
 
 
 def batches(utterances: list[Utterance], config: Config, epoch: int = 1, *, training: bool = True) -> list[Batch]:
-    return list(make_loader(utterances, PLAN, config, alphabet(config), epoch, training=training))
+    return list(SpeechLoader(utterances, config, alphabet(config), training=training).epoch(PLAN, epoch))
 
 
 def assert_same(first: list[Batch], second: list[Batch]) -> None:
@@ -130,7 +130,7 @@ def test_an_unreadable_utterance_reaches_the_trainer_by_name(
     config = make_config(tmp_path, workers, cache="none")
     seen, message = [], ""
     try:  # not pytest.raises, which keeps the workers alive through the traceback
-        for batch in make_loader(utterances, PLAN, config, alphabet(config), training=True):
+        for batch in SpeechLoader(utterances, config, alphabet(config), training=True).epoch(PLAN, 1):
             seen.append(batch.indices.tolist())
     except AudioError as error:
         message = str(error)
@@ -159,7 +159,7 @@ def test_labels_stop_at_unknown_characters_and_are_empty_without_an_alphabet(
     config = make_config(tmp_path)
     with pytest.raises(AlphabetError, match=r"utt4: .*ï"):
         SpeechLoader(utterances, config, alphabet(config), training=True)
-    for batch in make_loader(utterances, PLAN, config, None, training=False):
+    for batch in SpeechLoader(utterances, config, None, training=False).epoch(PLAN, 1):
         assert batch.labels.shape == (len(batch.indices), 0)
         assert not batch.label_lengths.any()
 
@@ -185,7 +185,7 @@ def test_worker_count_follows_the_cores() -> None:
 def test_batches_for_a_gpu_are_pinned(tmp_path: Path, utterances: list[Utterance]) -> None:
     config = make_config(tmp_path, workers=2)
     config.device = "cuda"
-    for batch in make_loader(utterances, PLAN, config, alphabet(config), training=True):
+    for batch in SpeechLoader(utterances, config, alphabet(config), training=True).epoch(PLAN, 1):
         assert batch.waveforms.is_pinned() and batch.labels.is_pinned()
         moved = batch.to("cuda")
         assert moved.waveforms.is_cuda and moved.labels.is_cuda and not moved.sample_lengths.is_cuda
