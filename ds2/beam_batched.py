@@ -133,7 +133,8 @@ class _Run:
         torch.cuda.current_stream(self.time.device).wait_stream(stream)
         if length > 1:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # Other threads may go on calling CUDA: a loader's, that pins the next batch, would else end the capture.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.step()
             for _ in range(length - 1):
                 graph.replay()

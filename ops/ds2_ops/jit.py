@@ -222,16 +222,14 @@ def _check(status: Any, call: str) -> None:
         raise RuntimeError(f"{call} failed: {status.name}")
 
 
-@dataclass(frozen=True)
-class _TorchStream:
-    """A raw stream handle in the protocol that cuda.core accepts."""
+@functools.lru_cache(maxsize=256)
+def _stream(handle: int) -> Any:
+    from cuda.core import Device, Stream
 
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.handle)
+    return Stream.from_handle(handle) if handle else Device().default_stream
 
 
+@functools.lru_cache(maxsize=1024)  # making one costs more than launching with it
 def _config(grid: int, block: int, cluster: int, smem_bytes: int) -> Any:
     from cuda.core import LaunchConfig
 
@@ -243,11 +241,8 @@ def _config(grid: int, block: int, cluster: int, smem_bytes: int) -> Any:
 
 def max_active_clusters(kernel: Any, *, block: int, cluster: int, smem_bytes: int, stream: int) -> int:
     """How many clusters of this kernel the current device can hold at once (0 if none fits)."""
-    from cuda.core import Device, Stream
-
-    wrapped = Stream.from_handle(stream) if stream else Device().default_stream
     config = _config(cluster, block, cluster, smem_bytes)
-    return int(kernel.occupancy.max_active_clusters(config, stream=wrapped))
+    return int(kernel.occupancy.max_active_clusters(config, stream=_stream(stream)))
 
 
 def launch(
@@ -270,7 +265,7 @@ def launch(
     from cuda.core import launch as cuda_launch
 
     try:
-        cuda_launch(_TorchStream(stream), _config(grid, block, cluster, smem_bytes), kernel, *args)
+        cuda_launch(_stream(stream), _config(grid, block, cluster, smem_bytes), kernel, *args)
     except Exception as error:
         raise RuntimeError(
             f"launch of {grid} blocks x {block} threads, cluster {cluster}, {smem_bytes} B shared memory: {error}"

@@ -58,6 +58,7 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "extra",
     [
@@ -68,9 +69,10 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     ids=["sgd", "adamw-averaged-augmented", "accumulated"],
 )
 def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(
-    tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...]
+    tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...], device: str
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    extra = (*extra, f"device={device}")
     train(tiny_config(*extra), whole)
     for steps in (1, 4, 5, 0):
         train(tiny_config(*extra, f"train.max_steps={steps}"), broken)
