@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,70 +15,168 @@ from ds2.distributed import Communicator, Moment, Pending
 from ds2.metrics import StepTimer
 from ds2.norm import SequenceBatchNorm
 
+Copies = Callable[[], tuple[Tensor, ...]]
+Collect = Callable[[Sequence[Tensor | None]], None]
+
+
+@dataclass
+class Slot:
+    """A parameter and where its module keeps it."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+class _Bucket:
+    """Some parameters' gradients in one flat tensor, and the copies of these parameters that a pass computes with."""
+
+    def __init__(self, slots: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype) -> None:
+        self.slots = slots
+        self.parameters: list[Tensor] = [slot.parameter for slot in slots]
+        self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
+        for parameter, part in zip(self.parameters, self._parts, strict=True):
+            parameter.grad = part
+        self._low = [parameter for parameter in self.parameters if parameter in low]
+        self._rounded = _flat_like(self._low, dtype)[1] if self._low else []
+        instead = dict(zip(self._low, self._rounded, strict=True))
+        self._sources = [instead.get(parameter, parameter) for parameter in self.parameters]
+        self.placed = False  # in the running forward pass
+        self.passes = 0  # backward passes of this step that have added to it
+
+    def copies(self) -> tuple[Tensor, ...]:
+        """The parameters, those of `low` rounded; one launch for all."""
+        if self._low:
+            torch._foreach_copy_(self._rounded, self._low)
+        return tuple(source.detach() for source in self._sources)
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """Give the modules these tensors in place of their parameters."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
+
+    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of one backward pass, those of the copies."""
+        came = [(part, grad) for part, grad in zip(self._parts, gradients, strict=True) if grad is not None]
+        if self.passes == 0:
+            if len(came) < len(self._parts):
+                self.flat.zero_()
+            torch._foreach_copy_([part for part, _ in came], [grad for _, grad in came])
+        else:
+            torch._foreach_add_([part for part, _ in came], [grad.to(part.dtype) for part, grad in came])
+        self.passes += 1
+
+
+def _flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """One tensor of zeros, and its parts in the shapes of the given ones, each on a boundary of 16 bytes."""
+    places = [-(-tensor.numel() // 8) * 8 for tensor in tensors]
+    flat = torch.zeros(sum(places), dtype=dtype, device=tensors[0].device)
+    cut = torch.split(flat, places)
+    return flat, [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(cut, tensors, strict=True)]
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of a bucket's parameters; backward runs once all their gradients are there, and hands them over."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Copies, collect: Collect, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.collect = collect
+        ctx.set_materialize_grads(False)
+        return copies()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.collect(gradients)
+        return (None,) * (2 + len(gradients))
+
 
 class GradientReducer:
-    """Sums gradients over ranks, bucket by bucket (Persistent RNN paper, section 5.1.3).
+    """Gathers gradients in buckets and sums these over ranks while back-propagation goes on.
 
-    Buckets follow the reverse order of the parameters, about the order in which back-propagation finishes them, and are
-    launched in that order on every rank. Each parameter's `grad` is a view into its bucket, so nothing is copied.
-    A single process keeps its gradients as torch makes them, and every method but `zero` does nothing.
+    (Persistent RNN paper, section 5.1.3.) Buckets follow the reverse order of the parameters, about the order in which
+    back-propagation finishes them, and are launched in that order on every rank. Within `passing`, modules compute with
+    copies of a bucket's parameters, made as the first of them is needed; so autograd itself knows when a bucket is
+    full, and rounding the weights, adding up and converting gradients take one launch a bucket instead of some a
+    parameter: at 4 utterances a GPU, launches are what a step waits for. A parameter's `grad` is a part of its bucket.
 
     Args:
-        parameters: in the order of their use, all on `comm.device`.
-        comm: the ranks.
+        model: whose modules are called in the order in which their parameters are defined.
+        comm: the ranks; a single process has nothing to sum, the rest is the same.
         bucket_bytes: a bucket is closed once it holds so much.
         overlap: launch during back-propagation; False waits for its end. Either way gives the same bits.
+        low: parameters whose copies have `dtype`, as autocast would round them; gradients keep the parameter's type.
+        dtype: see `low`.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], comm: Communicator, bucket_bytes: int, *, overlap: bool
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        bucket_bytes: int,
+        *,
+        overlap: bool,
+        low: Iterable[nn.Parameter] = (),
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.parameters, self.comm, self.overlap = parameters, comm, overlap
-        self.buckets: list[Tensor] = []
-        self._waiting_for: list[int] = []  # parameters of each bucket whose gradients are still to come
-        self._sizes: list[int] = []
+        self.comm, self.overlap = comm, overlap
+        rounded: set[Tensor] = set(low)
+        self._buckets = [_Bucket(group, rounded, dtype) for group in in_buckets(_slots(model), bucket_bytes)]
+        for bucket in self._buckets:
+            first = bucket.slots[-1].module  # to be called: the order is reversed
+            first.register_forward_pre_hook(functools.partial(_pre_hook, self._enter, bucket))
+        self._passing = False
         self._under_way: list[Pending] = []
         self._armed = False
-        if comm.world > 1:
-            for members in in_buckets(parameters, bucket_bytes):
-                self._add_bucket(members)
 
-    def _add_bucket(self, members: Sequence[nn.Parameter]) -> None:
-        number = len(self.buckets)
-        flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype, device=members[0].device)
-        for parameter, part in zip(members, torch.split(flat, [p.numel() for p in members]), strict=True):
-            parameter.grad = part.view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(lambda _: self._arrived(number))  # type: ignore[no-untyped-call]
-        self.buckets.append(flat)
-        self._sizes.append(len(members))
+    @property
+    def buckets(self) -> list[Tensor]:
+        """The flat gradients; zeros between the parts."""
+        return [bucket.flat for bucket in self._buckets]
 
-    def zero(self) -> None:
+    def begin(self) -> None:
         """Forget the gradients of the last step."""
-        if self.comm.world == 1:
-            for parameter in self.parameters:
-                parameter.grad = None
-        for flat in self.buckets:
-            flat.zero_()
+        self._armed = False
+        self._under_way = []
+        for bucket in self._buckets:
+            bucket.passes = 0
 
-    def arm(self) -> None:
-        """Say that the next backward pass is the step's last: its gradients are final as they arrive."""
-        self._armed = self.overlap
-        self._waiting_for = list(self._sizes)
+    @contextmanager
+    def passing(self, *, last: bool) -> Iterator[None]:
+        """The block is a forward pass, the step's last one if `last`: its gradients are then final as they arrive."""
+        self._armed = self.overlap and last and self.comm.world > 1
+        self._passing = True
+        try:
+            yield
+        finally:
+            self._passing = False
+            for bucket in self._buckets:
+                bucket.place(bucket.parameters)
+                bucket.placed = False
 
-    def _arrived(self, number: int) -> None:
-        if not self._armed:
+    def _enter(self, bucket: _Bucket) -> None:
+        if not self._passing or bucket.placed:
             return
-        self._waiting_for[number] -= 1
-        while len(self._under_way) < len(self.buckets) and self._waiting_for[len(self._under_way)] == 0:
+        collect = functools.partial(self._collect, bucket)
+        bucket.place(_Copies.apply(bucket.copies, collect, *bucket.parameters))  # type: ignore[no-untyped-call]
+        bucket.placed = True
+
+    def _collect(self, bucket: _Bucket, gradients: Sequence[Tensor | None]) -> None:
+        bucket.collect(gradients)
+        while self._armed and len(self._under_way) < len(self._buckets):
+            if self._buckets[len(self._under_way)].passes == 0:
+                break
             self._launch()
 
     def _launch(self) -> None:
-        self._under_way.append(self.comm.start_sum(self.buckets[len(self._under_way)]))
+        self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat))
 
     def finish(self, timer: StepTimer) -> None:
         """Launch what is left and wait for all; gives `timer` how long the sums took, as `allreduce_total`."""
         self._armed = False
-        while len(self._under_way) < len(self.buckets):
+        for bucket in self._buckets:
+            if bucket.passes == 0:
+                bucket.flat.zero_()
+        while self.comm.world > 1 and len(self._under_way) < len(self._buckets):
             self._launch()
         last: Moment | None = None
         for pending in self._under_way:
@@ -87,16 +188,30 @@ class GradientReducer:
         self._under_way = []
 
 
-def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+def _pre_hook(enter: Callable[[_Bucket], None], bucket: _Bucket, *_: Any) -> None:
+    enter(bucket)
+
+
+def _slots(model: nn.Module) -> list[Slot]:
+    """The parameters that are trained, in the order of their definition."""
+    return [
+        Slot(module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+
+
+def in_buckets(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     """Cut parameters, last first, into groups of one type that are closed once they hold `bucket_bytes`."""
-    groups: list[list[nn.Parameter]] = []
+    groups: list[list[Slot]] = []
     filled = bucket_bytes
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        if filled >= bucket_bytes or groups[-1][0].dtype != parameter.dtype:
+    for slot in reversed(slots):
+        if filled >= bucket_bytes or groups[-1][0].parameter.dtype != slot.parameter.dtype:
             groups.append([])
             filled = 0
-        groups[-1].append(parameter)
-        filled += parameter.numel() * parameter.element_size()
+        groups[-1].append(slot)
+        filled += slot.parameter.numel() * slot.parameter.element_size()
     return groups
 
 

@@ -156,6 +156,12 @@ class AcousticModel(nn.Module):
         """Trained numbers."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def low_precision_parameters(self) -> list[nn.Parameter]:
+        """What autocast rounds: kernels and matrices, but for the classifier's and those of torch's fused layers."""
+        apart = [self.classifier, *(module for module in self.modules() if isinstance(module, nn.RNNBase))]
+        kept = {parameter for module in apart for parameter in module.parameters()}
+        return [p for p in self.parameters() if p.ndim >= 2 and p not in kept]
+
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
         for conv in self.config.convs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +54,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """The 2-norm over all gradients, on their device (no host synchronisation)."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    return nn.utils.get_total_norm(gradients, foreach=True)
 
 
-def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
     """Rescale all gradients to `max_norm` where `norm` exceeds it (Pascanu et al. 2012); 0 leaves them alone."""
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm, foreach=True)
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))

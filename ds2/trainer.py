@@ -81,7 +81,11 @@ class Trainer:
         self._take_up(run_dir / "trainer.safetensors")
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = GradientReducer(
-            list(self.model.parameters()), self.comm, int(config.comm.bucket_mib * 2**20), overlap=config.comm.overlap
+            self.model,
+            self.comm,
+            int(config.comm.bucket_mib * 2**20),
+            overlap=config.comm.overlap,
+            low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
 
     def _take_up(self, state: Path) -> None:
@@ -185,9 +189,9 @@ class Trainer:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
         config, progress, comm = self.config, self.progress, self.comm
-        parameters = list(self.model.parameters())
+        gradients = self.gradients.buckets
         utterances = sum(map(len, group))
-        self.gradients.zero()
+        self.gradients.begin()
         done = StepReport()
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
@@ -195,10 +199,13 @@ class Trainer:
                 batch = next(batches)
             torch.manual_seed(hash((config.train.seed, progress.epoch, progress.batch + number, comm.rank)) % 2**63)
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
-            if number == len(group) - 1:
-                self.gradients.arm()
+            last = number == len(group) - 1
             try:
-                with self.timer.phase("forward"), self.statistics.passing(backward=False):
+                with (
+                    self.timer.phase("forward"),
+                    self.statistics.passing(backward=False),
+                    self.gradients.passing(last=last),
+                ):
                     losses, feasible = self.losses(batch)
                 with self.timer.phase("backward"), self.statistics.passing(backward=True):
                     torch.autograd.backward(losses.sum() * 0.0 if idle else losses.sum() / utterances)
@@ -211,7 +218,7 @@ class Trainer:
         with self.timer.phase("allreduce_exposed"):
             self.gradients.finish(self.timer)
         with self.timer.phase("optimizer"):
-            norm = gradient_norm(parameters)
+            norm = gradient_norm(gradients)
             total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
             with comm.whereabouts.wait_in("gradients"):
                 done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()
@@ -225,7 +232,7 @@ class Trainer:
             if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
                 self._skip([name for report in reports for name in report.bad], loss)
                 return None
-            clip_gradients(parameters, norm, config.optim.clip_norm)
+            clip_gradients(gradients, norm, config.optim.clip_norm)
             self.optimizer.step()
             self.statistics.end_step()
             if self.average is not None:

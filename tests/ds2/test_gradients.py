@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds2.distributed import Communicator, Moment
-from ds2.gradients import GradientReducer, NormStatistics, in_buckets
+from ds2.gradients import GradientReducer, NormStatistics, Slot, in_buckets
 from ds2.metrics import StepTimer
 from ds2.norm import SequenceBatchNorm
 
@@ -64,12 +65,21 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def test_buckets_start_at_the_last_parameter_and_hold_one_type() -> None:
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 1, 4, 2)]
-    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
-    assert [[len(p) for p in group] for group in in_buckets([*parameters, frozen], 20)] == [[2, 4], [1, 10]]
-    double = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    assert [len(group) for group in in_buckets([parameters[0], double, parameters[1]], 10**6)] == [1, 1, 1]
+    def slots(*tensors: Tensor) -> list[Slot]:
+        return [Slot(nn.Module(), "weight", nn.Parameter(tensor)) for tensor in tensors]
+
+    parameters = slots(*(torch.zeros(n) for n in (10, 1, 4, 2)))
+    assert [[len(s.parameter) for s in group] for group in in_buckets(parameters, 20)] == [[2, 4], [1, 10]]
+    double = slots(torch.zeros(2, dtype=torch.float64))
+    assert [len(group) for group in in_buckets([parameters[0], *double, parameters[1]], 10**6)] == [1, 1, 1]
     assert in_buckets([], 10) == []
+
+
+def test_what_is_not_trained_has_no_place() -> None:
+    model = network()
+    model[1].requires_grad_(False)
+    reducer = GradientReducer(model, Twins(), bucket_bytes=1, overlap=True)
+    assert sum(len(bucket.slots) for bucket in reducer._buckets) == 4
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -77,14 +87,15 @@ def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(o
     plain, model, x = network(), network(), torch.randn(6, 3)
     plain(x).square().sum().backward()
     comm = Twins()
-    reducer = GradientReducer(list(model.parameters()), comm, bucket_bytes=40, overlap=overlap)
+    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=overlap)
     timer = StepTimer(CPU)
     for _ in range(2):  # the second step starts from zero again
         comm.started.clear()
-        reducer.zero()
-        reducer.arm()
+        reducer.begin()
+        with reducer.passing(last=True):
+            loss = model(x).square().sum()
         with comm.backward():
-            model(x).square().sum().backward()
+            loss.backward()
         reducer.finish(timer)
         assert all(torch.equal(a, 2 * b) for a, b in zip(gradients(model), gradients(plain), strict=True))
         assert [n for n, _ in comm.started] == [flat.numel() for flat in reducer.buckets]
@@ -92,23 +103,38 @@ def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(o
     assert len(reducer.buckets) >= 3
 
 
+def test_a_bucket_starts_before_earlier_layers_go_back() -> None:
+    model, comm, order = network(), Twins(), list[str]()
+    comm.start_sum = lambda tensor: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
+    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
+    with reducer.passing(last=True):
+        x = torch.randn(2, 3, requires_grad=True)
+        y = model[1](model[0](x))
+        y.register_hook(lambda grad: order.append("earlier layers"))
+        loss = model[2](y).sum()
+    loss.backward()
+    assert order[0] == "sum" and order.count("sum") == len(reducer.buckets) > 1
+
+
 def test_time_that_sums_share_counts_once() -> None:
-    model = network()
-    reducer = GradientReducer(list(model.parameters()), Twins(), bucket_bytes=1, overlap=False)
+    reducer = GradientReducer(network(), Twins(), bucket_bytes=1, overlap=False)
     timer = StepTimer(CPU)
     reducer.finish(timer)
     assert timer.means(1)["allreduce_total"] == pytest.approx(len(reducer.buckets) + 0.5)
 
 
-def test_only_the_armed_pass_of_an_accumulated_step_starts_sums() -> None:
+def test_only_the_last_pass_of_an_accumulated_step_starts_sums() -> None:
     model, comm, x = network(), Twins(), torch.randn(4, 3)
-    reducer = GradientReducer(list(model.parameters()), comm, bucket_bytes=40, overlap=True)
-    reducer.zero()
-    model(x).sum().backward()
+    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
+    reducer.begin()
+    with reducer.passing(last=False):
+        loss = model(x).sum()
+    loss.backward()
     assert comm.started == []
     once = gradients(model)
-    reducer.arm()
-    model(x).sum().backward()
+    with reducer.passing(last=True):
+        loss = model(x).sum()
+    loss.backward()
     assert len(comm.started) == len(reducer.buckets)
     reducer.finish(StepTimer(CPU))
     assert all(torch.allclose(a, 4 * b) for a, b in zip(gradients(model), once, strict=True))
@@ -116,24 +142,52 @@ def test_only_the_armed_pass_of_an_accumulated_step_starts_sums() -> None:
 
 def test_a_parameter_without_gradient_holds_back_no_rank() -> None:
     model, comm, x = network(), Twins(), torch.randn(4, 3)
-    reducer = GradientReducer(list(model.parameters()), comm, bucket_bytes=1, overlap=True)
-    reducer.zero()
-    reducer.arm()
-    model[1](model[0](x)).sum().backward()  # the last layer is not used
+    reducer = GradientReducer(model, comm, bucket_bytes=1, overlap=True)
+    for flat in reducer.buckets:
+        flat.fill_(torch.nan)  # of a step before
+    reducer.begin()
+    with reducer.passing(last=True):
+        loss = model[1](model[0](x)).sum()  # the last layer is not used
+    loss.backward()
     assert comm.started == []  # its buckets come first, on every rank
     reducer.finish(StepTimer(CPU))
     assert len(comm.started) == len(reducer.buckets)
     assert all(bool((p.grad == 0).all()) for p in model[2].parameters() if p.grad is not None)
 
 
-def test_a_single_process_keeps_plain_gradients() -> None:
-    model = network()
-    reducer = GradientReducer(list(model.parameters()), Communicator(CPU), 40, overlap=True)
-    model(torch.randn(2, 3)).sum().backward()
+def test_rounded_copies_give_what_autocast_gives() -> None:
+    plain, model, x = network(), network(), torch.randn(6, 3)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    reducer = GradientReducer(model, Communicator(CPU), 40, overlap=True, low=matrices)
+    results = []
+    for net, passing in ((plain, contextlib.nullcontext()), (model, reducer.passing(last=True))):
+        with passing, torch.autocast("cpu", torch.bfloat16):
+            results.append(net(x).float().square().sum())
+        results[-1].backward()
     reducer.finish(StepTimer(CPU))
-    assert len(gradients(model)) == 6 and reducer.buckets == []
-    reducer.zero()
-    assert gradients(model) == []
+    assert torch.equal(*results)
+    assert all(p.dtype == torch.float32 and isinstance(p, nn.Parameter) for p in model.parameters())
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_parameters_are_back_after_a_pass_that_failed() -> None:
+    model = network()
+    reducer = GradientReducer(model, Twins(), 40, overlap=True)
+    with pytest.raises(RuntimeError), reducer.passing(last=True):
+        model(torch.randn(2, 7))
+    assert all(isinstance(layer.weight, nn.Parameter) for layer in model)
+
+
+def test_a_single_process_sums_nothing() -> None:
+    plain, model, x = network(), network(), torch.randn(6, 3)
+    plain(x).sum().backward()
+    reducer = GradientReducer(model, Communicator(CPU), 40, overlap=True)
+    with reducer.passing(last=True):
+        loss = model(x).sum()
+    loss.backward()
+    reducer.finish(StepTimer(CPU))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
 
 
 def test_an_idle_rank_adds_nothing_to_statistics_and_gets_no_gradient() -> None:
