@@ -3,6 +3,7 @@
 Shape letters: T frames, B batch, C channels, F bins, H features; N positions, all axes but the channels taken together.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,17 +99,20 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
-        ratio = x.numel() / x.shape[1] / count
-        squares = torch.addcmul(var, mean, mean) * ratio
-        mean = mean * ratio
-        total = torch.full((1,), count, dtype=torch.int32, device=x.device)
-        if reduce is not None:  # in float64: the difference of large sums is the variance
-            packed = torch.cat([mean.double() * count, squares.double() * count, total.double()])
+        positions = x.numel() // x.shape[1]
+        if reduce is None:
+            total = _count(count, x.device, torch.int32)
+            ratio = positions / count
+            mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean, mean, value=1.0 - ratio)], ratio)
+        else:  # in float64: the difference of large sums is the variance
+            valid = _count(count, x.device, torch.float64)  # which makes all of it float64
+            packed = torch.cat([mean, torch.addcmul(var, mean, mean), valid])
+            packed[:-1] *= positions
             reduce(packed)
-            mean, squares = (packed[:-1] / packed[-1]).to(weight.dtype).chunk(2)
+            mean, squares = (packed[:-1] / packed[-1]).chunk(2)
+            mean, var = mean.to(weight.dtype), torch.addcmul(squares, mean, mean, value=-1.0).to(weight.dtype)
             total = packed[-1:].to(torch.int32)
-        var = torch.addcmul(squares, mean, mean, value=-1.0).clamp_min_(0.0)
-        inverse = torch.rsqrt(var + eps)
+        inverse = torch.rsqrt(var.clamp_min_(0.0) + eps)
         ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.eps, ctx.reduce = eps, reduce
         ctx.mark_non_differentiable(mean, var)
@@ -146,6 +150,12 @@ class _Normalise(torch.autograd.Function):
             shape = (1, -1) + (1,) * (x.dim() - 2)
             grad_x = torch.addcmul(shift.view(shape), x, slope.view(shape)).addcmul_(grad_y, scale.view(shape))
         return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
+
+
+@functools.lru_cache(maxsize=64)
+def _count(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The count on the device, for all layers of a batch; nobody writes to it."""
+    return torch.full((1,), count, dtype=dtype, device=device)
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
