@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -69,14 +70,29 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
-    """Replace every sweep (`a=1,2`) by its first value, so that a multirun can be checked before it starts."""
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    """Replace every sweep (`a=1,2`) by its first value, so that a multirun can be checked before it starts.
+
+    Raises:
+        ConfigError: an override is not in Hydra's grammar.
+    """
+    parsed = [_parse(override) for override in overrides]
     return [
         f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
         if override.is_sweep_override()
         else cast(str, override.input_line)
         for override in parsed
     ]
+
+
+def _parse(override: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        reason = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(
+            f"{override!r} is no override ({reason}): write key=value, and quote a value with blanks or brackets in it "
+            "twice, once for the shell: \"alphabet.symbols='abc '\""
+        ) from error
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -218,6 +218,6 @@ def _kill_workers() -> None:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave Ctrl-C and SIGTERM, which are sent to the whole group, to the trainer: it saves first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Leave the signals that launchers send to the whole group to the trainer: it saves first."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -25,9 +25,10 @@ _FREE_BYTES_AT_START = 256 * 2**20
 
 
 class Interrupts:
-    """Turns the first SIGINT, SIGTERM or SIGUSR1 into a flag that ranks agree on between steps; one more stops at once.
+    """Turns SIGINT, SIGTERM or SIGUSR1 into a flag that ranks agree on between steps; a second SIGINT stops at once.
 
-    SIGUSR1 is the one that mpirun passes on to its ranks.
+    SIGUSR1 is the one that mpirun passes on to its ranks. Slurm sends SIGTERM twice, to the ranks and through srun:
+    only Ctrl-C, which a person repeats, means haste.
     """
 
     received: int = 0  # by this process
@@ -45,10 +46,12 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not self.received:
+            name = signal.Signals(number).name
+            log.warning("%s: saving after this step, then stopping; Ctrl-C twice stops at once", name)
         self.received = number
-        log.warning("%s: saving after this step, then stopping; once more stops at once", signal.Signals(number).name)
 
 
 @dataclass
@@ -125,13 +128,14 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     while not (reason := finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
-        if interrupts.agreed or not complete:
+        due = evaluation_due(trainer, complete)
+        if interrupts.agreed or not complete or due:  # an evaluation may be long: who is killed in it loses no step
             trainer.save()
         if interrupts.agreed:
             reason = signal.Signals(interrupts.agreed).name
             break
         with comm.whereabouts.slow("evaluation"):
-            trainer.keep_last(trainer.evaluate(board) if evaluation_due(trainer, complete) else {})
+            trainer.keep_last(trainer.evaluate(board) if due else {})
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
             trainer.save()
@@ -175,10 +179,11 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             if timed or stepped:
                 trainer.save()
                 saved_at = time.monotonic()
-    log.info(
-        "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
-        epoch.loss, epoch.audio_s_per_s,
-    )  # fmt: skip
+    if epoch.steps:  # none where the run goes on from the end of an epoch
+        log.info(
+            "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
+            epoch.loss, epoch.audio_s_per_s,
+        )  # fmt: skip
     return progress.batch == len(plan)
 
 

@@ -62,6 +62,13 @@ def test_first_of_sweep_keeps_single_values() -> None:
     assert first_of_sweep(["model.depth=2,4", "recipe=an4_demo"]) == ["model.depth=2", "recipe=an4_demo"]
 
 
+@pytest.mark.parametrize("override", ["alphabet.symbols='abc", "train.epochs", "a=[1"])
+def test_what_is_no_override_is_named_with_the_way_out(override: str) -> None:
+    with pytest.raises(ConfigError, match="quote a value") as caught:
+        first_of_sweep(["recipe=an4_demo", override])
+    assert repr(override) in str(caught.value)
+
+
 def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
     config = compose_config(["recipe=an4_demo"])
     assert config_from_dict(config_to_dict(config)) == config

@@ -116,8 +116,8 @@ def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, ut
     assert len(workers) == 2
     for worker in workers:
         assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGINT)
-        os.kill(worker.pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker.pid, number)
     seen += running
     assert_same(batches(utterances, make_config(tmp_path)), seen)
 
