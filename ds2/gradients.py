@@ -29,25 +29,31 @@ class Slot:
 
 
 class _Bucket:
-    """Some parameters' gradients in one flat tensor, and the copies of these parameters that a pass computes with."""
+    """Some parameters' gradients in one flat tensor, and the copies of these parameters that a pass computes with.
 
-    def __init__(self, slots: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype) -> None:
-        self.slots = slots
-        self.parameters: list[Tensor] = [slot.parameter for slot in slots]
+    Parameters of `low` come first in it, so that one concatenation and one conversion serve all of them, both ways.
+    """
+
+    def __init__(self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype) -> None:
+        self.first = group[-1].module  # to be called: the order is reversed
+        self.slots = sorted(group, key=lambda slot: slot.parameter not in low)
+        self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
         self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
         for parameter, part in zip(self.parameters, self._parts, strict=True):
             parameter.grad = part
         self._low = [parameter for parameter in self.parameters if parameter in low]
-        self._rounded = _flat_like(self._low, dtype)[1] if self._low else []
-        instead = dict(zip(self._low, self._rounded, strict=True))
-        self._sources = [instead.get(parameter, parameter) for parameter in self.parameters]
+        self._rounded: Tensor | None = None
+        self._sources = self.parameters
+        if self._low:
+            self._rounded, copies = _flat_like(self._low, dtype)
+            self._sources = copies + self.parameters[len(copies) :]
         self.placed = False  # in the running forward pass
         self.passes = 0  # backward passes of this step that have added to it
 
     def copies(self) -> tuple[Tensor, ...]:
-        """The parameters, those of `low` rounded; one launch for all."""
-        if self._low:
-            torch._foreach_copy_(self._rounded, self._low)
+        """The parameters, those of `low` rounded."""
+        if self._rounded is not None:
+            self._rounded.copy_(_concatenated(self._low))
         return tuple(source.detach() for source in self._sources)
 
     def place(self, tensors: Sequence[Tensor]) -> None:
@@ -58,21 +64,38 @@ class _Bucket:
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of one backward pass, those of the copies."""
         came = [(part, grad) for part, grad in zip(self._parts, gradients, strict=True) if grad is not None]
-        if self.passes == 0:
-            if len(came) < len(self._parts):
-                self.flat.zero_()
+        if self.passes > 0:
+            torch._foreach_add_([part for part, _ in came], [grad.to(part.dtype) for part, grad in came])
+        elif len(came) < len(self._parts):
+            self.flat.zero_()
             torch._foreach_copy_([part for part, _ in came], [grad for _, grad in came])
         else:
-            torch._foreach_add_([part for part, _ in came], [grad.to(part.dtype) for part, grad in came])
+            if self._rounded is not None:
+                self.flat[: len(self._rounded)] = _concatenated([grad for _, grad in came[: len(self._low)]])
+            if rest := came[len(self._low) :]:
+                torch._foreach_copy_([part for part, _ in rest], [grad for _, grad in rest])
         self.passes += 1
+
+
+_ALIGNED = 8  # elements: 16 bytes, which kernels and matrix products like, in 16-bit types
 
 
 def _flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """One tensor of zeros, and its parts in the shapes of the given ones, each on a boundary of 16 bytes."""
-    places = [-(-tensor.numel() // 8) * 8 for tensor in tensors]
+    places = [tensor.numel() + -tensor.numel() % _ALIGNED for tensor in tensors]
     flat = torch.zeros(sum(places), dtype=dtype, device=tensors[0].device)
     cut = torch.split(flat, places)
     return flat, [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(cut, tensors, strict=True)]
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one after the other, placed as `_flat_like` places them."""
+    pieces = []
+    for tensor in tensors:
+        pieces.append(tensor.reshape(-1))
+        if gap := -tensor.numel() % _ALIGNED:
+            pieces.append(tensor.new_zeros(gap))
+    return torch.cat(pieces)
 
 
 class _Copies(torch.autograd.Function):
@@ -122,8 +145,7 @@ class GradientReducer:
         rounded: set[Tensor] = set(low)
         self._buckets = [_Bucket(group, rounded, dtype) for group in in_buckets(_slots(model), bucket_bytes)]
         for bucket in self._buckets:
-            first = bucket.slots[-1].module  # to be called: the order is reversed
-            first.register_forward_pre_hook(functools.partial(_pre_hook, self._enter, bucket))
+            bucket.first.register_forward_pre_hook(functools.partial(_pre_hook, self._enter, bucket))
         self._passing = False
         self._under_way: list[Pending] = []
         self._armed = False
