@@ -62,6 +62,8 @@ def pack_frames(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> Fr
     valid = torch.arange(frames, device=device)[:, None] < lengths.to(device)
     best = log_probs.argmax(2, keepdim=True)
     followed = (log_probs >= options.label_min_log_prob).scatter_(2, best, True)
+    if options.lexicon:
+        followed[:, :, BLANK] = True  # a way on for prefixes that no word goes on from by the labels followed
     silent = ~followed[:, :, BLANK + 1 :].any(2)
     kept = valid.clone()
     kept[1:] &= ~(silent[1:] & silent[:-1])
@@ -208,9 +210,9 @@ class _Run:
 
     def finish(self, nbest: int) -> Found:
         """End all prefixes, join those that differ in a last space only, and read the best ones out."""
-        log_prob, bonus, fused = self.fusion.finish(self.integers, self.floats)
-        hashes, parents, _, entry = self.names.unbind(-1)
         acoustic = torch.logaddexp(*self.halves)
+        log_prob, bonus, fused = self.fusion.finish(self.integers, self.floats, acoustic > _NONE)
+        hashes, parents, _, entry = self.names.unbind(-1)
         preferred = self.slots.expand_as(hashes)
         if self.fusion.spelling.space >= 0:
             ends_in_space = (self.integers[..., LENGTH] == 0) & (hashes != 0)

@@ -1,10 +1,11 @@
 """Beam search in C++ on the CPU by the package ctc-beam-decoder, many utterances at once; and ctcdecode's own package.
 
 ctc-beam-decoder follows pyctcdecode and so does our batched search: with equal settings both follow and drop the same
-prefixes. Where it differs: it reads models of words only and has no lexicon-bound mode; in alphabets of pieces it joins
-prefixes that spell one text in several ways, where ours joins them at the end only; and it charges a hypothesis that
-ends in a space an unknown empty word. So with a language model we close every utterance with a frame that is a space
-for certain: all hypotheses are charged alike, and the best are ranked anew by their scores without that word.
+prefixes. Where it differs: it reads models of words only and knows no lexicon (`LexiconSearch` does); in alphabets of
+pieces it joins prefixes that spell one text in several ways, where ours joins them at the end only; and it charges a
+hypothesis that ends in a space an unknown empty word. So with a language model we close every utterance with a frame
+that is a space for certain: all hypotheses are charged alike, and the best are ranked anew by their scores without that
+word.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import importlib
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,18 @@ from torch import Tensor
 
 from ds2.alphabet import Alphabet
 from ds2.arpa import write_arpa
+from ds2.beam_batched import pack_frames
 from ds2.beam_search import WORD_MARK, DecodeError, Hypothesis
 from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling, build_trie
 
 _SPARE = 14  # more of the package's best that are scored anew
+_LEAST_LABEL = -34.0  # ctc-beam-decoder takes all probabilities below 1e-15 for 1e-15: those are never followed
 
 
-def _package(name: str, project: str, method: str) -> Any:
+def find_package(name: str, project: str, method: str) -> Any:
+    """Import what a decode method needs; a DecodeError names the package where it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -41,7 +46,31 @@ def _package(name: str, project: str, method: str) -> Any:
         ) from error
 
 
-class _Rescorer:
+def thread_count(options: DecodeConfig) -> int:
+    """Return how many utterances are searched at once."""
+    return options.threads or len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
+    """The model as a file that KenLM reads: the given one if it is ARPA, else one written for as long as this lasts."""
+    if ".arpa" in Path(given).suffixes:
+        yield Path(given)
+        return
+    with tempfile.TemporaryDirectory(prefix="ds2-lm-") as folder:
+        write_arpa(lm, Path(folder) / "model.arpa")
+        yield Path(folder) / "model.arpa"
+
+
+def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
+    """Return (T'', V) of each utterance as `pack_frames` gives them: less frames to search, the same result."""
+    packed = pack_frames(log_probs.cpu(), lengths, options)
+    counts = packed.prune.isfinite().sum(0).tolist()
+    rows = packed.log_probs.transpose(0, 1).contiguous().numpy()
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+class Rescorer:
     """Splits the score of a text as Q(y) = acoustic + alpha x lm + bonus, so that all decoders report alike."""
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
@@ -63,6 +92,10 @@ class _Rescorer:
         score = acoustic + (self.options.alpha * log_prob if self.lm is not None else 0.0) + bonus
         return Hypothesis(" ".join(words), score, self.labels(words), (), acoustic, log_prob, bonus)
 
+    def split(self, text: str, score: float) -> Hypothesis:
+        """Return the hypothesis of a text whose whole Q(y) is `score`."""
+        return self.hypothesis(text, score - self.hypothesis(text, 0.0).score)
+
     def labels(self, words: Sequence[str]) -> tuple[int, ...]:
         """Spell words: character by character, or by the longest pieces from the left."""
         pieces = any(symbol.startswith(WORD_MARK) for symbol in self.alphabet.symbols)
@@ -81,42 +114,39 @@ class NativeSearch:
     """ctc-beam-decoder over the utterances of a batch, one thread a core: it works outside Python's lock."""
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
-        package = _package("ctc_beam_decoder", "ctc-beam-decoder", "native")
+        package = find_package("ctc_beam_decoder", "ctc-beam-decoder", "native")
         if lm is not None and lm.unit != "word":
             raise DecodeError(f"decode.method=native reads models of words, not of {lm.unit}s: take decode.method=beam")
-        if options.lexicon:
-            raise DecodeError("decode.method=native has no lexicon-bound mode: take decode.method=beam")
         if lm is not None:
             lm.check_alphabet(alphabet)
         build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that cannot be written
-        self.options, self.rescorer = options, _Rescorer(alphabet, options, lm)
+        self.options, self.rescorer = options, Rescorer(alphabet, options, lm)
         self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
-        self.threads = options.threads or len(os.sched_getaffinity(0))
-        settings: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory(prefix="ds2-lm-") as folder:
-            if lm is not None:
-                arpa = Path(options.lm)
-                if ".arpa" not in arpa.suffixes:
-                    arpa = Path(folder) / "model.arpa"
-                    write_arpa(lm, arpa)
-                settings = {
-                    "kenlm_model_path": str(arpa),
-                    "unigrams": [word for word in lm.vocabulary if word not in (UNKNOWN, START, END)],
-                    "alpha": options.alpha,
-                    "beta": options.beta,
-                    "unk_score_offset": options.unknown_score / math.log(10),
-                }
-            self.decoder = package.BeamSearchDecoder(list(alphabet.symbols), **settings)
+        self.threads = thread_count(options)
+        if lm is None:
+            self.decoder = package.BeamSearchDecoder(list(alphabet.symbols))
+            return
+        with arpa_file(lm, options.lm) as arpa:
+            self.decoder = package.BeamSearchDecoder(
+                list(alphabet.symbols),
+                kenlm_model_path=str(arpa),
+                unigrams=[word for word in lm.vocabulary if word not in (UNKNOWN, START, END)],
+                alpha=options.alpha,
+                beta=options.beta,
+                unk_score_offset=options.unknown_score / math.log(10),
+            )
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
-        host = log_probs.transpose(0, 1).contiguous().cpu().numpy()
-        inputs = [row[:length] for row, length in zip(host, lengths.tolist(), strict=True)]
         with ThreadPoolExecutor(self.threads) as pool:
-            return list(pool.map(self._one, inputs))
+            return list(pool.map(self._one, packed_rows(log_probs, lengths, self.options)))
 
     def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
         options = self.options
+        best = log_probs.max(1).astype(np.float64)
+        rest = float(
+            (best + np.log(np.exp(log_probs - best[:, None]).sum(1))).sum()
+        )  # the package makes frames sum to 1
         if self.closing_space >= 0:
             closing = np.full((1, log_probs.shape[1]), -np.inf, np.float32)
             closing[0, self.closing_space] = 0.0
@@ -125,14 +155,14 @@ class NativeSearch:
             log_probs,
             beam_width=options.beam,
             beam_prune_logp=-options.prune,
-            token_min_logp=options.label_min_log_prob,
+            token_min_logp=max(options.label_min_log_prob, _LEAST_LABEL),
             hotwords=options.hot_words,
             hotword_weight=options.hot_word_bonus,
         )
         found = [
-            self.rescorer.hypothesis(text, acoustic) for text, _, _, acoustic, _ in beams[: 2 * options.nbest + _SPARE]
+            self.rescorer.hypothesis(text, acoustic + rest)
+            for text, _, _, acoustic, _ in beams[: 2 * options.nbest + _SPARE]
         ]
-        found = found or [self.rescorer.hypothesis("", float(log_probs[:, 0].sum()))]
         return sorted(found, key=lambda h: -h.score)[: options.nbest]
 
 
@@ -140,7 +170,7 @@ class CtcdecodeSearch:
     """The package ctcdecode where a user has built it: its settings from ours, and its results in our form."""
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
-        package = _package("ctcdecode", "ctcdecode", "ctcdecode")
+        package = find_package("ctcdecode", "ctcdecode", "ctcdecode")
         if lm is not None and lm.unit != "word":
             raise DecodeError(
                 f"decode.method=ctcdecode reads models of words, not of {lm.unit}s: take decode.method=beam"
@@ -151,7 +181,7 @@ class CtcdecodeSearch:
             )
         if lm is not None and not options.lm:
             raise DecodeError("decode.method=ctcdecode reads the model's file itself: set decode.lm")
-        self.rescorer = _Rescorer(alphabet, options, lm)
+        self.rescorer = Rescorer(alphabet, options, lm)
         self.options = options
         self.decoder = package.CTCBeamDecoder(
             ["_", *alphabet.symbols[1:]],
@@ -175,9 +205,6 @@ class CtcdecodeSearch:
             found = []
             for rank in range(min(self.options.nbest, labels.shape[1])):
                 text = self.rescorer.alphabet.decode(labels[row, rank, : int(sizes[row, rank])].tolist())
-                # The package's score is minus Q; what its language model and words gave is taken off again.
-                whole = self.rescorer.hypothesis(text, 0.0)
-                acoustic = -float(scores[row, rank]) - whole.score
-                found.append(self.rescorer.hypothesis(text, acoustic))
+                found.append(self.rescorer.split(text, -float(scores[row, rank])))  # the package's score is minus Q
             rows.append(found)
         return rows

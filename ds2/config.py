@@ -178,7 +178,7 @@ class DecodeConfig:
     alpha: float = 0.5
     beta: float = 1.5
     unknown_score: float = -23.0  # added to log p_lm of a word that the model of words does not know
-    lexicon: bool = False  # only words of the model's vocabulary and hot words
+    lexicon: bool = False  # only words of the model's vocabulary and hot words (native: flashlight-text does it)
     hot_words: list[str] = field(default_factory=list)  # single words, as the network writes them
     hot_word_bonus: float = 10.0
     label_min_log_prob: float = -5.0  # a frame's less likely labels are not followed, but for its best

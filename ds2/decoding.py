@@ -15,6 +15,7 @@ from torch import Tensor
 from ds2.align import force_align
 from ds2.alphabet import Alphabet
 from ds2.beam_batched import BatchedBeamSearch
+from ds2.beam_lexicon import LexiconSearch
 from ds2.beam_native import CtcdecodeSearch, NativeSearch
 from ds2.beam_search import BLANK, DecodeError, Hypothesis, Word, greedy_decode, spell_words
 from ds2.config import DECODE_METHODS, DecodeConfig
@@ -103,11 +104,14 @@ class SearchDecoder:
 def batched_search(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> Search:
     """The batched prefix beam search in PyTorch; its results as hypotheses."""
     beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
+    lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 
     def hypothesis(labels: tuple[int, ...], parts: Sequence[float]) -> Hypothesis:
+        words = spell_words([(label, at, 0, 0.0) for at, label in enumerate(labels)], alphabet, 1.0)
+        if lexicon is not None and words and words[-1].text not in lexicon:  # no prefix ended with a whole word
+            labels, words = labels[: int(words[-1].start_s)], words[:-1]
         if labels and alphabet.symbols[labels[-1]].isspace():
             labels = labels[:-1]
-        words = spell_words([(label, 0, 0, 0.0) for label in labels], alphabet, 0.0)
         score, acoustic, log_prob, bonus = parts
         return Hypothesis(" ".join(word.text for word in words), score, labels, (), acoustic, log_prob, bonus)
 
@@ -163,7 +167,7 @@ def check_options(options: DecodeConfig) -> None:
     for key, least in (("beam", 1), ("nbest", 1), ("threads", 0)):
         if getattr(options, key) < least:
             raise DecodeError(f"decode.{key}={getattr(options, key)} must be at least {least}")
-    if not options.prune > 0:
+    if not 0 < options.prune < math.inf:
         raise DecodeError(f"decode.prune={options.prune} must be above 0: the distance to the best, natural log")
     if not options.label_min_log_prob < 0:
         raise DecodeError(f"decode.label_min_log_prob={options.label_min_log_prob} must be below 0")
@@ -185,8 +189,8 @@ def make_decoder(
         lm = load_ngram(Path(options.lm))
     if options.method == "beam":
         return SearchDecoder(batched_search(alphabet, options, lm, device), alphabet, frame_s, options.times, device)
-    package = NativeSearch if options.method == "native" else CtcdecodeSearch
-    search = package(alphabet, options, lm).search
+    native = LexiconSearch if options.lexicon else NativeSearch
+    search = (native if options.method == "native" else CtcdecodeSearch)(alphabet, options, lm).search
     return SearchDecoder(search, alphabet, frame_s, options.times, torch.device("cpu"))
 
 

@@ -123,8 +123,11 @@ class Fusion:
         length = length.masked_fill(starts, 0) + self.spelling.counts[label]
         return torch.stack([state, node, length, words + done], -1), torch.stack([log_prob, hot], -1)
 
-    def finish(self, integers: Tensor, floats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """End every prefix: (B, K) language-model log-prob, bonus of words and hot words, and their weighted sum."""
+    def finish(self, integers: Tensor, floats: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """End every prefix: (B, K) language-model log-prob, bonus of words and hot words, and their weighted sum.
+
+        Bound to a lexicon, prefixes that end inside a word are out, unless all that are `alive` (B, K) do.
+        """
         state, node, length, words = integers.unbind(-1)
         log_prob, hot = floats.unbind(-1)
         open_word = length > 0
@@ -139,7 +142,8 @@ class Fusion:
         bonus = self.beta * (words + open_word) + hot
         total = self.alpha * log_prob + bonus
         if self.lexicon:
-            total = total.masked_fill(open_word & ~self.trie.is_word[node], -math.inf)
+            inside = open_word & ~self.trie.is_word[node]
+            total = total.masked_fill(inside & ~(inside | ~alive).all(1, keepdim=True), -math.inf)
         return log_prob, bonus, total
 
     def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

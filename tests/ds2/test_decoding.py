@@ -253,7 +253,7 @@ def test_log_probs_that_cannot_be_decoded_are_named(method: str, case: str) -> N
         ({"prune": 0.0}, "decode.prune"),
         ({"label_min_log_prob": 0.0}, "label_min_log_prob"),
         ({"method": "viterbi"}, "greedy, beam, native, ctcdecode"),
-        ({"method": "native", "lexicon": True}, "no lexicon-bound mode"),
+        ({"prune": math.inf}, "decode.prune"),
         ({"method": "ctcdecode"}, "pip install ctcdecode"),
     ],
 )

@@ -1,0 +1,95 @@
+"""Lexicon-bound decoding on real paths: dead ends, endings inside words, and the C++ search beside brute force."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_decoding import CHARACTERS, CPU, PIECES, WIDE, brute_force, random_log_probs, speechlike, word_worth
+from torch import Tensor
+
+from ds2.arpa import write_arpa
+from ds2.beam_search import DecodeError
+from ds2.config import DecodeConfig
+from ds2.decoding import make_decoder
+from ds2.language_model import NGram
+from ds2.lexicon import LexiconError
+from ds2.lm_build import estimate
+
+NATIVE = replace(WIDE, method="native", lexicon=True, beam=500, nbest=3, threads=1)
+
+
+@pytest.fixture(scope="module")
+def lm() -> NGram:
+    """A model in which every short history is a state of its own, so that a search joins no two texts."""
+    words = ("a", "ab", "ba")
+    return estimate([list(s) for n in (1, 2, 3, 3) for s in itertools.product(words, repeat=n)], 5).model
+
+
+def arpa(lm: NGram, folder: Path) -> str:
+    write_arpa(lm, folder / "words.arpa")
+    return str(folder / "words.arpa")
+
+
+def path_log_probs(path: list[int], sure: float = 0.99999) -> Tensor:
+    log_probs = torch.full((len(path), 1, 4), (1 - sure) / 3)
+    log_probs[range(len(path)), 0, path] = sure
+    return log_probs.log()
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["binary", "ARPA"])
+def test_native_search_equals_brute_force(lm: NGram, written: bool, tmp_path: Path) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    options = replace(NATIVE, lm=arpa(lm, tmp_path) if written else "")
+    log_probs, lengths = random_log_probs(5, 3, 4), torch.tensor([5, 4, 3])
+    rows = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, lengths)
+    for row, found in enumerate(rows):
+        expected = brute_force(log_probs[: lengths[row], row], CHARACTERS, word_worth(lm, options, CHARACTERS))
+        texts = [h.text for h in found]
+        assert texts == [text for text, _ in expected[: len(found)]]
+        assert [h.score for h in found] == pytest.approx([score for _, score in expected[: len(found)]], abs=1e-4)
+        assert found[0].score == pytest.approx(
+            found[0].acoustic + options.alpha * found[0].lm + found[0].bonus, abs=1e-6
+        )
+
+
+def test_processes_change_nothing(lm: NGram) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    log_probs, lengths = speechlike(80, 6, 4), torch.tensor([80, 70, 33, 1, 80, 64])
+    options = replace(NATIVE, beam=16, prune=10.0, label_min_log_prob=-5.0)
+    alone = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, lengths)
+    together = make_decoder(replace(options, threads=2), CHARACTERS, 0.02, CPU, lm)
+    assert together.decode(log_probs, lengths) == alone
+    assert together.decode(log_probs, lengths) == alone  # the same workers, again
+
+
+@pytest.mark.parametrize("method", ["beam", "native"])
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ([2, 3, 1, 3, 3, 0, 3, 1, 2], "ab ba"),  # "bb" and "b " begin no word: blanks lead on
+        ([2, 1, 3], "a"),  # ends inside "ba"
+        ([3], ""),
+    ],
+)
+def test_a_path_outside_the_lexicon_leaves_the_words_around_it(
+    method: str, path: list[int], text: str, lm: NGram
+) -> None:
+    if method == "native":
+        pytest.importorskip("flashlight.lib.text")
+    options = DecodeConfig(method=method, lexicon=True, beam=32, label_min_log_prob=-2.0, threads=1)
+    [[found]] = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(path_log_probs(path), torch.tensor([len(path)]))
+    assert found.text == text == CHARACTERS.decode(found.labels) == " ".join(word.text for word in found.words)
+
+
+def test_what_the_native_search_cannot_do_is_named(lm: NGram) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    with pytest.raises(LexiconError, match="language model of words"):
+        make_decoder(NATIVE, CHARACTERS, 0.02, CPU)
+    with pytest.raises(DecodeError, match=r"hot words.*decode\.method=beam"):
+        make_decoder(replace(NATIVE, hot_words=["ab"]), CHARACTERS, 0.02, CPU, lm)
+    with pytest.raises(DecodeError, match="characters"):
+        make_decoder(NATIVE, PIECES, 0.02, CPU, lm)
