@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,19 @@ def test_a_run_killed_in_its_evaluation_has_lost_no_step(
         assert train(config, broken) == 0
     assert losses(broken) == losses(whole)
     assert "loss nan" not in caplog.text and "epoch 1: dev WER" in caplog.text
+
+
+@pytest.mark.parametrize(("status", "asks"), [(143, "requeue 77\n"), (0, ""), (1, ""), (137, "")])
+def test_the_slurm_script_requeues_a_job_that_saved_and_no_other(status: int, asks: str, tmp_path: Path) -> None:
+    for name, body in (("srun", f'echo "$@" > srun.txt; exit {status}'), ("scontrol", 'echo "$@" > scontrol.txt')):
+        stand_in = tmp_path / name
+        stand_in.write_text(f"#!/bin/bash\n{body}\n")
+        stand_in.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    environment["SLURM_CPUS_PER_TASK"] = "3"
+    command = ["bash", str(Path(__file__).parents[2] / "recipes" / "slurm.sbatch"), "train", "a='b c'"]
+    assert subprocess.run(command, env=environment, cwd=tmp_path, check=False).returncode == status
+    started = (tmp_path / "srun.txt").read_text()
+    assert "--mpi=pmix" in started and "--cpus-per-task=3 ds2 train a='b c'\n" in started
+    asked = tmp_path / "scontrol.txt"
+    assert (asked.read_text() if asked.is_file() else "") == asks
