@@ -107,7 +107,7 @@ class _Normalise(torch.autograd.Function):
         else:  # in float64: the difference of large sums is the variance
             valid = _count(count, x.device, torch.float64)  # which makes all of it float64
             packed = torch.cat([mean, torch.addcmul(var, mean, mean), valid])
-            packed[:-1] *= positions
+            packed[:-1].mul_(positions)
             reduce(packed)
             mean, squares = (packed[:-1] / packed[-1]).chunk(2)
             mean, var = mean.to(weight.dtype), torch.addcmul(squares, mean, mean, value=-1.0).to(weight.dtype)

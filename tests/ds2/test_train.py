@@ -65,8 +65,9 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
         ("optim=sgd", "optim.learning_rate=1e-3"),
         ("train.average_decay=0.9", "model.dropout=0.2", "augment.speed=[0.9,1.0]", "augment.time_masks=1"),
         ("train.accumulate=2", "batching.utterances=2", "augment.noise_probability=0.5", "augment.gain_db=[-6,6]"),
+        ("model.cell=lstm", "train.epochs=3"),
     ],
-    ids=["sgd", "adamw-averaged-augmented", "accumulated"],
+    ids=["sgd", "adamw-averaged-augmented", "accumulated", "lstm"],
 )
 def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(
     tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...], device: str
