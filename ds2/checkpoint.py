@@ -51,8 +51,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any])
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
         raise CheckpointError(
-            f"{path} could not be written ({error}); {free / 2**20:.0f} MiB are free there and about "
-            f"{sum(t.nbytes for t in contiguous.values()) / 2**20:.0f} are needed. The previous file is untouched; "
+            f"{path} could not be written ({error}); {free / 2**20:.1f} MiB are free there and about "
+            f"{sum(t.nbytes for t in contiguous.values()) / 2**20:.1f} are needed. The previous file is untouched; "
             "free some space and start the same command again, it resumes"
         ) from error
     finally:

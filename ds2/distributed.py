@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ds2.agreement import program
 from ds2.audio_cache import usable_cores
 from ds2.config import CommConfig, ConfigError
 from ds2.device import resolve_device
@@ -30,6 +31,10 @@ Moment = float | torch.cuda.Event  # seconds of `time.perf_counter`, or an event
 _YIELD_TO_RANK_0_S = (
     1.0  # an error that all ranks meet is told once, by rank 0, whose exit ends the others in this time
 )
+
+
+class DisagreementError(RuntimeError):
+    """A rank runs or sees something else than rank 0; the message names it."""
 
 
 class Pending(Protocol):
@@ -95,6 +100,23 @@ class Communicator:
             self.broadcast_(tensors[name])
         return tensors
 
+    def agree(self, facts: Mapping[str, object], remedy: str) -> None:
+        """Check that every rank holds the facts, by name, that rank 0 holds.
+
+        Raises:
+            DisagreementError: on all ranks; names the first that differs, with its host, what differs, and the remedy.
+        """
+        host, expected = self.broadcast((self.host, dict(facts)))
+        differing = ", ".join(
+            f"{name}: {facts.get(name)} instead of {value}"
+            for name, value in expected.items()
+            if facts.get(name) != value
+        )
+        mine = f"rank {self.rank} on {self.host} differs from rank 0 on {host}: {differing}" if differing else ""
+        first = next((text for text in self.allgather(mine) if text), "")
+        if first:
+            raise DisagreementError(f"{first}; {remedy}")
+
     def abort(self, status: int) -> None:
         """End all ranks at once with an exit status."""
         sys.exit(status)
@@ -127,6 +149,7 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
     try:
         _share_cores(comm)
         _show(comm, reason)
+        comm.agree(program(), "install the same on all hosts")
         yield comm
     except BaseException as error:
         _end_job(comm, error)

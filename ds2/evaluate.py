@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ds2 import __version__
+from ds2.agreement import corpus, weights
 from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis
@@ -75,8 +76,12 @@ def transcribe_utterances(
     Raises:
         DecodeError: the model gives NaN or infinity; names the utterances.
         AudioError: audio cannot be read.
+        DisagreementError: a rank has other utterances or weights.
         RuntimeError: the model is in training mode.
     """
+    if comm is not None:
+        comm.agree(corpus("to recognise", utterances), "give all hosts the same manifests")
+        comm.agree(weights(model), "give all hosts the same model; in training, run on GPUs of one kind")
     decoder = decoder or GreedyDecoder(alphabet, features.step_s * model.time_stride)
     found: dict[int, Hypothesis] = {}
     batches = logit_batches(

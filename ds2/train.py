@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -113,8 +117,34 @@ def train(config: Config, run_dir: Path) -> int:
     """
     with connect(config.comm, config.device) as comm:
         probe_run_dir(run_dir)
-        with rank_log(comm, run_dir), Interrupts() as interrupts:
+        with sole_use(run_dir, comm), rank_log(comm, run_dir), Interrupts() as interrupts:
             return _train(config, run_dir, comm, interrupts)
+
+
+@contextmanager
+def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
+    """Let one job at a time write a run folder: rank 0 locks a file in it, and the system unlocks what a job leaves.
+
+    Raises:
+        CheckpointError: another process holds the lock; names it.
+    """
+    if comm.rank != 0:
+        yield
+        return
+    with (run_dir / "lock").open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise CheckpointError(
+                f"run folder {run_dir} is being written by {file.read()}: end that run or give another run_dir=..."
+            ) from error
+        except OSError as error:
+            log.warning("%s has no file locks (%s): start no second run there", run_dir, error)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {comm.host}")
+        file.flush()
+        yield
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds2.agreement import corpus, settings
 from ds2.alphabet import Alphabet
 from ds2.audio_cache import AudioStore
 from ds2.augment import apply_masks, spectrogram_masks
@@ -60,6 +61,7 @@ class Trainer:
         self.comm = comm or Communicator(resolve_device(config.device))
         self.device = self.comm.device
         self.precision = resolve_precision(config.train.precision, self.device)
+        self.comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
         torch.manual_seed(config.train.seed)
         torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit
         torch.backends.cudnn.benchmark = False
@@ -71,6 +73,8 @@ class Trainer:
             self.utterances = training_utterances(config, self.alphabet, self.output_frames)
             self.dev = scored_utterances(config.data.dev, self.alphabet)
             self.loader = SpeechLoader(self.utterances, config, self.alphabet, training=True)
+        seen = corpus("training", self.utterances) | corpus("dev", self.dev)
+        self.comm.agree(seen, "give all hosts the same manifests")
         self.progress = Progress()
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
         self.grad_norm = 0.0

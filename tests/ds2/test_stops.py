@@ -1,4 +1,4 @@
-"""Signals: saved once and agreed on however often they come, hasty only for Ctrl-C twice; an evaluation cut short."""
+"""How runs stop and start again: signals, a kill in an evaluation, Slurm's requeue, a folder that is in use."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds2.checkpoint import load
+from ds2.checkpoint import CheckpointError, load
 from ds2.config import Config
 from ds2.train import Interrupts, train
 from ds2.trainer import Trainer
@@ -85,3 +86,22 @@ def test_the_slurm_script_requeues_a_job_that_saved_and_no_other(status: int, as
     assert "--mpi=pmix" in started and "--cpus-per-task=3 ds2 train a='b c'\n" in started
     asked = tmp_path / "scontrol.txt"
     assert (asked.read_text() if asked.is_file() else "") == asks
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nimport torch\nfrom ds2.distributed import Communicator\n"
+        "from ds2.train import sole_use\n"
+        "with sole_use(Path(sys.argv[1]), Communicator(torch.device('cpu'))):\n    print('held', flush=True)\n"
+        "    time.sleep(3600)"
+    )
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"being written by process {other.pid} on .*run_dir="):
+            train(tiny_config("train.epochs=1"), run_dir)
+        other.kill()
+    assert train(tiny_config("train.epochs=1"), run_dir) == 0

@@ -1,0 +1,63 @@
+"""What all ranks must have in common for their sum to mean anything, as facts that `Communicator.agree` compares."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ds2_ops
+import torch
+from torch import nn
+
+from ds2 import __version__
+from ds2.compose import config_to_dict
+from ds2.config import Config
+from ds2.manifest import Utterance
+
+_A_HOSTS_OWN = {
+    "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
+    "data.cache", "augment.noise",
+}  # fmt: skip
+
+
+@cache
+def program() -> dict[str, object]:
+    """The versions that run: of ds2 with a digest of its sources, and of torch."""
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parent, Path(str(ds2_ops.__file__)).parent):
+        for file in sorted(package.rglob("*")):
+            if file.suffix in (".py", ".cuh", ".h"):
+                digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return {"ds2": f"{__version__} ({digest.hexdigest()[:12]})", "torch": torch.__version__}
+
+
+def settings(config: Config) -> dict[str, object]:
+    """Every setting by its dotted key, without paths and devices: those may be a host's own."""
+    return {key: value for key, value in _flat(config_to_dict(config), "") if key not in _A_HOSTS_OWN}
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
+    """How many utterances there are and a digest of file names, times and texts; folders may be a host's own."""
+    digest, count = hashlib.sha256(), 0
+    for u in utterances:
+        digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
+        count += 1
+    return {name: f"{count} utterances ({digest.hexdigest()[:12]})"}
+
+
+def weights(model: nn.Module) -> dict[str, object]:
+    """A sum over the bits of all float32 parameters and buffers, exact in any order: equal weights give equal sums."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
+    sums = [t.contiguous().view(torch.int32).sum(dtype=torch.int64) for t in tensors if t.numel()]
+    return {"weights": f"sum {int(torch.stack(sums).sum()) if sums else 0}"}
