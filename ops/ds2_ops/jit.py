@@ -230,23 +230,37 @@ def _stream(handle: int) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)  # making one costs more than launching with it
-def _config(grid: int, block: int, cluster: int, smem_bytes: int) -> Any:
+def _config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: bool) -> Any:
     from cuda.core import LaunchConfig
 
     # With a cluster, cuda.core counts its grid in clusters; ours is in blocks everywhere.
     if cluster > 1:
-        return LaunchConfig(grid=grid // cluster, cluster=cluster, block=block, shmem_size=smem_bytes)
-    return LaunchConfig(grid=grid, block=block, shmem_size=smem_bytes)
+        grid //= cluster
+    return LaunchConfig(
+        grid=grid,
+        cluster=cluster if cluster > 1 else None,
+        block=block,
+        shmem_size=smem_bytes,
+        is_cooperative=cooperative,
+    )
 
 
 def max_active_clusters(kernel: Any, *, block: int, cluster: int, smem_bytes: int, stream: int) -> int:
     """How many clusters of this kernel the current device can hold at once (0 if none fits)."""
-    config = _config(cluster, block, cluster, smem_bytes)
+    config = _config(cluster, block, cluster, smem_bytes, False)
     return int(kernel.occupancy.max_active_clusters(config, stream=_stream(stream)))
 
 
 def launch(
-    kernel: Any, args: Sequence[Any], *, grid: int, block: int, cluster: int = 1, smem_bytes: int = 0, stream: int
+    kernel: Any,
+    args: Sequence[Any],
+    *,
+    grid: int,
+    block: int,
+    cluster: int = 1,
+    smem_bytes: int = 0,
+    cooperative: bool = False,
+    stream: int,
 ) -> None:
     """Launch on a CUDA stream handle (``torch.cuda.current_stream().cuda_stream``), asynchronously.
 
@@ -257,6 +271,7 @@ def launch(
         block: threads a block.
         cluster: blocks a cluster.
         smem_bytes: dynamic shared memory a block.
+        cooperative: start all blocks at once or none, because they wait for each other.
         stream: stream handle.
 
     Raises:
@@ -265,7 +280,7 @@ def launch(
     from cuda.core import launch as cuda_launch
 
     try:
-        cuda_launch(_stream(stream), _config(grid, block, cluster, smem_bytes), kernel, *args)
+        cuda_launch(_stream(stream), _config(grid, block, cluster, smem_bytes, cooperative), kernel, *args)
     except Exception as error:
         raise RuntimeError(
             f"launch of {grid} blocks x {block} threads, cluster {cluster}, {smem_bytes} B shared memory: {error}"

@@ -152,7 +152,7 @@ def device_facts(index: int) -> DeviceFacts:
             cluster: jit.max_active_clusters(
                 probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
             )
-            for cluster in (4, 8, 16)
+            for cluster in (2, 4, 8, 16)
         }
     return DeviceFacts(facts.name, facts.capability, facts.sms, facts.smem_bytes_per_block, active)
 
@@ -208,6 +208,7 @@ def _launch(
                 block=launch.threads,
                 cluster=launch.cluster,
                 smem_bytes=launch.smem_bytes,
+                cooperative=launch.design == "grid",
                 stream=torch.cuda.current_stream(index).cuda_stream,
             )
         except RuntimeError as error:
