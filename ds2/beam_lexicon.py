@@ -28,8 +28,8 @@ from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import LexiconError, Spelling
 
-Decoded = list[tuple[list[int], float]]  # words and score of each hypothesis, best first
-_decode_here: Callable[[NDArray[np.float32]], Decoded]  # of a worker process
+One = Callable[[NDArray[np.float32]], list[Hypothesis]]
+_search_here: One  # of a worker process
 
 
 class LexiconSearch:
@@ -44,7 +44,7 @@ class LexiconSearch:
                 "decode.method=native with decode.lexicon=true takes no hot words, and alphabets of characters with a "
                 "space only: take decode.method=beam"
             )
-        decoding, kenlm, dictionary = (
+        self.decoding, kenlm, dictionary = (
             find_package(f"flashlight.lib.text.{name}", "ufal-flashlight-text", "native with decode.lexicon=true")
             for name in ("decoder", "decoder.kenlm", "dictionary")
         )
@@ -55,43 +55,44 @@ class LexiconSearch:
         known = dictionary.Dictionary([*self.words, UNKNOWN])
         with arpa_file(lm, options.lm) as arpa:
             self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
-        trie, start = decoding.Trie(len(alphabet), self.space), self.model.start(False)
+        self.trie, start = self.decoding.Trie(len(alphabet), self.space), self.model.start(False)
         for index, word in enumerate(self.words):
             _, score = self.model.score(start, index)
-            trie.insert([*map(labels.__getitem__, word), self.space], index, score)
-        trie.smear(decoding.SmearingMode.MAX)
-
-        def decode(log_probs: NDArray[np.float32]) -> Decoded:
-            followed = int((log_probs >= options.label_min_log_prob).sum(1).max())
-            settings = decoding.LexiconDecoderOptions(
-                beam_size=options.beam,
-                beam_size_token=followed,
-                beam_threshold=options.prune,
-                lm_weight=options.alpha * math.log(10),
-                word_score=options.beta,
-                unk_score=-math.inf,
-                sil_score=0.0,
-                log_add=True,
-                criterion_type=decoding.CriterionType.CTC,
-            )
-            searcher = decoding.LexiconDecoder(settings, trie, self.model, self.space, 0, len(self.words), [], False)
-            found = searcher.decode(log_probs.ctypes.data, *log_probs.shape)
-            return [([w for w in f.words if w >= 0], f.score) for f in found[: 2 * options.nbest]]
-
-        self.decode = decode
+            self.trie.insert([*map(labels.__getitem__, word), self.space], index, score)
+        self.trie.smear(self.decoding.SmearingMode.MAX)
         self.workers = thread_count(options)
         self.pool: ProcessPoolExecutor | None = None
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
         rows = zip(log_probs.transpose(0, 1).cpu().numpy(), lengths.tolist(), strict=True)
-        inputs = [self._prepared(row[:length]) for row, length in rows]
+        inputs = [row[:length] for row, length in rows]
         if self.workers == 1:
-            return list(map(self._hypotheses, map(self.decode, inputs)))
+            return list(map(self._one, inputs))
         if self.pool is None:  # forked: the workers inherit the decoder, which cannot be sent
             context = multiprocessing.get_context("fork")
-            self.pool = ProcessPoolExecutor(self.workers, context, initializer=_adopt, initargs=(self.decode,))
-        return list(map(self._hypotheses, self.pool.map(_decode, inputs)))
+            self.pool = ProcessPoolExecutor(self.workers, context, initializer=_adopt, initargs=(self._one,))
+        return list(self.pool.map(_search, inputs))
+
+    def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
+        options, decoding = self.options, self.decoding
+        log_probs = self._prepared(log_probs)
+        settings = decoding.LexiconDecoderOptions(
+            beam_size=options.beam,
+            beam_size_token=int((log_probs >= options.label_min_log_prob).sum(1).max()),
+            beam_threshold=options.prune,
+            lm_weight=options.alpha * math.log(10),
+            word_score=options.beta,
+            unk_score=-math.inf,
+            sil_score=0.0,
+            log_add=True,
+            criterion_type=decoding.CriterionType.CTC,
+        )
+        searcher = decoding.LexiconDecoder(settings, self.trie, self.model, self.space, 0, len(self.words), [], False)
+        best: dict[str, float] = {}
+        for found in searcher.decode(log_probs.ctypes.data, *log_probs.shape)[: 2 * options.nbest]:
+            best.setdefault(" ".join(self.words[word] for word in found.words if word >= 0), found.score)
+        return list(starmap(self.rescorer.split, best.items()))[: options.nbest]
 
     def _prepared(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Join runs of frames in which only the blank is followed; end with a space, so that the last word is done."""
@@ -101,17 +102,11 @@ class LexiconSearch:
         closing[0, self.space] = 0.0
         return np.concatenate([np.add.reduceat(log_probs, first), closing])
 
-    def _hypotheses(self, decoded: Decoded) -> list[Hypothesis]:
-        best: dict[str, float] = {}
-        for words, score in decoded:
-            best.setdefault(" ".join(self.words[word] for word in words), score)
-        return list(starmap(self.rescorer.split, best.items()))[: self.options.nbest]
+
+def _adopt(search: One) -> None:
+    global _search_here  # noqa: PLW0603 (one decoder a process)
+    _search_here = search
 
 
-def _adopt(decode: Callable[[NDArray[np.float32]], Decoded]) -> None:
-    global _decode_here  # noqa: PLW0603 (one decoder a process)
-    _decode_here = decode
-
-
-def _decode(log_probs: NDArray[np.float32]) -> Decoded:
-    return _decode_here(log_probs)
+def _search(log_probs: NDArray[np.float32]) -> list[Hypothesis]:
+    return _search_here(log_probs)

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class Rescorer:
 
     def split(self, text: str, score: float) -> Hypothesis:
         """Return the hypothesis of a text whose whole Q(y) is `score`."""
-        return self.hypothesis(text, score - self.hypothesis(text, 0.0).score)
+        found = self.hypothesis(text, 0.0)
+        return replace(found, score=score, acoustic=score - found.score)
 
     def labels(self, words: Sequence[str]) -> tuple[int, ...]:
         """Spell words: character by character, or by the longest pieces from the left."""

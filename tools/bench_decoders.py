@@ -1,23 +1,36 @@
 """Utterances a second and WER of the decoders on one set of log-probs, and of whole recognitions beside greedy.
 
-    python tools/bench_decoders.py MODEL MANIFEST --lm books.lm --beams 128 512 --methods native beam
+    python tools/bench_decoders.py MODEL MANIFEST --lm books.lm --beams 128 512 \\
+        --methods native:lexicon=true native flashlight:tokens=6 pyctcdecode
     python tools/bench_decoders.py MODEL MANIFEST --lm books.lm --beams 32 --methods beam native --whole --device cuda
 
-The first takes log-probs computed once, on the CPU unless --device says otherwise. --whole times recognition from
-audio to text: features, model and search, after a warm-up on the same utterances, --repeat times in turn.
+The first takes log-probs computed once, on the CPU unless --device says otherwise, and runs the decoders in turn, round
+after round: it prints the fastest round of each by the clock, the least CPU time, and the clock's ratio to the first
+method. A method is one of decode.method or of `decoder_peers.py`, with settings of its own where some follow a colon.
+--whole times recognition from audio to text: features, model and search, after a warm-up on the same utterances,
+--repeat times in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
+from typing import cast
 
 import torch
+from decoder_peers import PEERS, PeerDecoder, Setup
+from omegaconf import OmegaConf
 
+from ds2.arpa import write_arpa
+from ds2.beam_native import thread_count
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, load_model
 from ds2.config import DecodeConfig
@@ -29,6 +42,8 @@ from ds2.lm_tune import DevSet
 from ds2.manifest import Utterance
 from ds2.ngram_file import load_ngram
 from ds2.wer import ErrorCounts, word_errors
+
+_TOKENS = 29  # flashlight's labels a frame, unless a method says
 
 
 def timed_s(action: Callable[[], object], device: torch.device, repeat: int) -> float:
@@ -49,31 +64,60 @@ def wer(references: Sequence[str], hypotheses: Sequence[Hypothesis]) -> float:
     return sum((word_errors(r, h.text) for r, h in pairs), ErrorCounts()).rate
 
 
+def cpu_s() -> float:
+    """Return the processor seconds that this process and its living workers have used."""
+    spent = time.process_time()
+    for child in active_children():
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        spent += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
+def settings(method: str, beam: int, arguments: argparse.Namespace) -> tuple[DecodeConfig, int]:
+    """Return the settings of NAME[:KEY=VALUE,...] and how many labels flashlight follows in a frame."""
+    name, _, given = method.partition(":")
+    pairs = dict(pair.split("=", 1) for pair in given.split(",") if pair)
+    tokens = int(pairs.pop("tokens", _TOKENS))
+    base = DecodeConfig(
+        method=name,
+        beam=beam,
+        lm=str(arguments.lm or ""),
+        alpha=arguments.alpha,
+        beta=arguments.beta,
+        threads=arguments.threads,
+        times=False,
+    )
+    merged = OmegaConf.merge(OmegaConf.structured(base), OmegaConf.create(pairs))
+    return cast(DecodeConfig, OmegaConf.to_object(merged)), tokens
+
+
 def decoders(loaded: LoadedModel, arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, Decoder]]:
     """Return greedy and every asked method at every beam; those that are not installed are named and left out."""
     frame_s = loaded.features.step_s * loaded.model.time_stride
     found: list[tuple[str, Decoder]] = [("greedy", GreedyDecoder(loaded.alphabet, frame_s))]
     lm = load_ngram(arguments.lm) if arguments.lm else None
-    for method in arguments.methods:
+    with tempfile.TemporaryDirectory(prefix="ds2-bench-") as folder:
+        arpa = Path(folder) / "model.arpa"
+        if lm is not None and any(method.partition(":")[0] in PEERS for method in arguments.methods):
+            write_arpa(lm, arpa)
         for beam in arguments.beams:
-            options = DecodeConfig(
-                method=method,
-                beam=beam,
-                lm=str(arguments.lm or ""),
-                alpha=arguments.alpha,
-                beta=arguments.beta,
-                threads=arguments.threads,
-                times=False,
-            )
-            try:
-                found.append((f"{method} {beam}", make_decoder(options, loaded.alphabet, frame_s, device, lm)))
-            except DecodeError as error:
-                print(f"{method} {beam}: {error}")
+            for method in arguments.methods:
+                options, tokens = settings(method, beam, arguments)
+                try:
+                    if lm is not None and options.method in PEERS:
+                        one = PEERS[options.method](Setup(loaded.alphabet, lm, arpa, options, tokens))
+                        decoder: Decoder = PeerDecoder(one, thread_count(options))
+                    else:
+                        decoder = make_decoder(options, loaded.alphabet, frame_s, device, lm)
+                except (DecodeError, OSError) as error:
+                    print(f"{method} {beam}: {error}")
+                    continue
+                found.append((f"{method} {beam}", decoder))
     return found
 
 
 def bench_search(loaded: LoadedModel, utterances: list[Utterance], arguments: argparse.Namespace) -> None:
-    """Time the decoders alone."""
+    """Time the decoders alone, in turn."""
     device = resolve_device(arguments.device)
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
     config = replace(loaded.config, data=replace(loaded.config.data, cache="none"))
@@ -81,15 +125,27 @@ def bench_search(loaded: LoadedModel, utterances: list[Utterance], arguments: ar
         loaded.model, loaded.features, utterances, config, device=device, batch_audio_s=arguments.batch_audio_s
     )
     dev = DevSet.of(batches, texts)
-    count = sum(map(len, dev.references))
     references = [reference for batch in dev.references for reference in batch]
-    for name, decoder in decoders(loaded, arguments, device):
-
-        def everything(decoder: Decoder = decoder) -> list[Hypothesis]:
-            return [row[0] for batch in dev.batches for row in decoder.decode(*batch)]
-
-        rate = count / timed_s(everything, device, arguments.repeat)
-        print(f"{name:14s} {rate:9.1f} utterances/s  WER {100 * wer(references, everything()):.2f} %", flush=True)
+    contenders = decoders(loaded, arguments, device)
+    best_s: dict[str, tuple[float, float]] = {}
+    rates: dict[str, float] = {}
+    for turn in range(arguments.repeat + 1):
+        for name, decoder in contenders:
+            began_s, cpu_began_s = time.perf_counter(), cpu_s()
+            hypotheses = [row[0] for batch in dev.batches for row in decoder.decode(*batch)]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent_s = (time.perf_counter() - began_s, cpu_s() - cpu_began_s)
+            rates[name] = wer(references, hypotheses)
+            if turn:
+                best_s[name] = cast(tuple[float, float], tuple(map(min, spent_s, best_s.get(name, spent_s))))
+    first_s = best_s[contenders[min(1, len(contenders) - 1)][0]][0]
+    for name, (wall_s, used_s) in best_s.items():
+        print(
+            f"{name:48s} {len(references) / wall_s:8.1f} utterances/s  x {first_s / wall_s:5.2f}  "
+            f"{1000 * used_s / len(references):7.2f} ms of CPU each  WER {100 * rates[name]:.2f} %",
+            flush=True,
+        )
 
 
 def bench_whole(loaded: LoadedModel, utterances: list[Utterance], arguments: argparse.Namespace) -> None:
@@ -136,7 +192,7 @@ def main() -> None:
     parser.add_argument("--beta", type=float, default=1.5)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--utterances", type=int, default=0, help="the first so many; 0: all")
+    parser.add_argument("--utterances", type=int, default=0, help="so many, drawn by seed 0; 0: all")
     parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--whole", action="store_true", help="from audio to text, beside greedy")
@@ -144,7 +200,8 @@ def main() -> None:
     device = resolve_device(arguments.device)
     loaded = load_model(arguments.model, device)
     utterances = scored_utterances([arguments.manifest], loaded.alphabet)
-    utterances = utterances[: arguments.utterances or None]
+    if arguments.utterances:
+        utterances = random.Random(0).sample(utterances, arguments.utterances)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{len(utterances)} utterances, {sum(u.duration_s for u in utterances):.0f} s of audio; {where}")
     (bench_whole if arguments.whole else bench_search)(loaded, utterances, arguments)
