@@ -7,10 +7,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ds2.config import AlphabetConfig
 
+WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
 _CASE: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "keep": str}
 
 
@@ -20,13 +22,19 @@ class AlphabetError(ValueError):
 
 @dataclass(frozen=True)
 class Alphabet:
-    """The labels of a network: label 0 is the CTC blank, label i writes symbols[i]; V = len(alphabet)."""
+    """The labels of a network: label 0 is the CTC blank, label i writes symbols[i]; V = len(alphabet).
+
+    Symbols are characters, or the pieces of a byte-pair encoding in the order in which they were merged (Sennrich et
+    al. 2016, "Neural machine translation of rare words with subword units"); words of those start with WORD_MARK.
+    """
 
     symbols: tuple[str, ...]  # symbols[0] is "", the blank
     case: str = "lower"
     replace: tuple[tuple[str, str], ...] = ()
     unknown: str = "stop"
     _labels: dict[str, int] = field(init=False, repr=False, compare=False)
+    _characters: frozenset[str] = field(init=False, repr=False, compare=False)
+    _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # words in pieces, once each
     _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -37,7 +45,7 @@ class Alphabet:
             )
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
-            raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct characters")
+            raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct ones")
         unreachable = [s for s in self.symbols if _nfc(_CASE[self.case](s)) != s]
         if unreachable:
             raise AlphabetError(
@@ -47,25 +55,39 @@ class Alphabet:
         if any(not key for key, _ in self.replace):
             raise AlphabetError("alphabet.replace has an empty key")
         keys = sorted((_nfc(key) for key, _ in self.replace), key=len, reverse=True)
+        characters = set("".join(self.symbols))
+        if self.has_pieces:
+            characters = characters - {WORD_MARK} | {" "}
         object.__setattr__(self, "_labels", labels)
+        object.__setattr__(self, "_characters", frozenset(characters))
+        object.__setattr__(self, "_spelled", {})
         object.__setattr__(self, "_replacement", re.compile("|".join(map(re.escape, keys))) if keys else None)
 
     @classmethod
     def from_config(cls, config: AlphabetConfig) -> Alphabet:
         """Build the alphabet that a config describes; raises AlphabetError where it cannot work."""
-        return cls(("", *config.symbols), config.case, tuple(sorted(config.replace.items())), config.unknown)
+        missing = sorted({WORD_MARK, *config.symbols} - {" "} - set(config.pieces)) if config.pieces else []
+        if missing:
+            raise AlphabetError(
+                f"alphabet.pieces lacks single characters {missing} of alphabet.symbols and the word mark: every word "
+                "must have a spelling. `ds2 data pieces` adds them"
+            )
+        symbols = ("", *(config.pieces or config.symbols))
+        return cls(symbols, config.case, tuple(sorted(config.replace.items())), config.unknown)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
         """Restore what `to_dict` gave."""
-        return cls(
-            ("", *stored["symbols"]), stored["case"], tuple(sorted(stored["replace"].items())), stored["unknown"]
-        )
+        symbols = stored["pieces"] if "pieces" in stored else stored["symbols"]
+        return cls(("", *symbols), stored["case"], tuple(sorted(stored["replace"].items())), stored["unknown"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the alphabet as plain containers for checkpoints; `symbols` is one string, without the blank."""
+        """Return the alphabet as plain containers for checkpoints, without the blank.
+
+        Characters are one string, `symbols`; pieces are a list, `pieces`.
+        """
         return {
-            "symbols": "".join(self.symbols),
+            **({"pieces": list(self.symbols[1:])} if self.has_pieces else {"symbols": "".join(self.symbols)}),
             "case": self.case,
             "replace": dict(self.replace),
             "unknown": self.unknown,
@@ -73,6 +95,11 @@ class Alphabet:
 
     def __len__(self) -> int:
         return len(self.symbols)
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether symbols are pieces of words."""
+        return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
 
     def normalise(self, text: str) -> tuple[str, Counter[str]]:
         """Return the transcript as the network should write it, and the count of each character that it cannot write.
@@ -86,7 +113,7 @@ class Alphabet:
             table = {_nfc(key): value for key, value in self.replace}
             text = self._replacement.sub(lambda match: table[match.group()], text)
         text = " ".join(_nfc(_CASE[self.case](text)).split())
-        return text, Counter(character for character in text if character not in self._labels)
+        return text, Counter(character for character in text if character not in self._characters)
 
     def encode(self, text: str) -> list[int]:
         """Return the labels of a transcript, normalised first; unknown characters are dropped where `unknown` is drop.
@@ -102,7 +129,26 @@ class Alphabet:
                     "with alphabet.replace, or leave them out with alphabet.unknown=drop"
                 )
             text = " ".join("".join(c for c in text if c not in unknown).split())
-        return [self._labels[character] for character in text]
+        return self.spell(text)
+
+    def spell(self, text: str) -> list[int]:
+        """Return the labels of a normalised text without unknown characters."""
+        if not self.has_pieces:
+            return [self._labels[character] for character in text]
+        return [label for word in text.split() for label in self._pieces(word)]
+
+    def _pieces(self, word: str) -> list[int]:
+        """Merge the characters of a word as the encoding was learnt: earliest pieces first, from the left."""
+        if word not in self._spelled:
+            parts, worst = [WORD_MARK, *word], len(self.symbols)
+            while True:
+                ranks = [self._labels.get(a + b, worst) for a, b in pairwise(parts)]
+                if min(ranks, default=worst) == worst:
+                    break
+                at = ranks.index(min(ranks))
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            self._spelled[word] = [self._labels[part] for part in parts]
+        return self._spelled[word]
 
     def decode(self, labels: Iterable[int]) -> str:
         """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""

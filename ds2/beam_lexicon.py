@@ -3,8 +3,8 @@
 It follows the words of a trie, whose nodes look ahead to the most probable word below them, and joins prefixes that the
 language model cannot tell apart, summing their alignments. So it reaches a WER with a narrower beam than decode=beam
 does, but a score may hold alignments of texts that were joined. In each frame it follows as many labels as the
-utterance's least certain frame has above `label_min_log_prob`. A hypothesis that ends inside a word, where none ends
-with one, loses that part and pays `prune`.
+utterance's least certain frame has above `label_min_log_prob`, five at most. A hypothesis that ends inside a word,
+where none ends with one, loses that part and pays `prune`.
 
 The package works inside Python's lock, hence the processes; they share the model's memory.
 """
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from ds2.alphabet import Alphabet
 from ds2.beam_native import Rescorer, arpa_file, find_package, thread_count
-from ds2.beam_search import WORD_MARK, DecodeError, Hypothesis
+from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import LexiconError, Spelling
 
+_MOST_LABELS = 5  # in a frame: more cost time and take no errors away, even of a network that errs in every other word
 One = Callable[[NDArray[np.float32]], list[Hypothesis]]
 _search_here: One  # of a worker process
 
@@ -39,7 +40,7 @@ class LexiconSearch:
         spelling = Spelling.of(alphabet)
         if lm is None or lm.unit != "word":
             raise LexiconError("decode.lexicon=true needs a language model of words: its vocabulary is the lexicon")
-        if options.hot_words or spelling.space < 0 or any(s.startswith(WORD_MARK) for s in alphabet.symbols):
+        if options.hot_words or spelling.space < 0 or alphabet.has_pieces:
             raise DecodeError(
                 "decode.method=native with decode.lexicon=true takes no hot words, and alphabets of characters with a "
                 "space only: take decode.method=beam"
@@ -79,7 +80,7 @@ class LexiconSearch:
         log_probs = self._prepared(log_probs)
         settings = decoding.LexiconDecoderOptions(
             beam_size=options.beam,
-            beam_size_token=int((log_probs >= options.label_min_log_prob).sum(1).max()),
+            beam_size_token=min(_MOST_LABELS, int((log_probs >= options.label_min_log_prob).sum(1).max())),
             beam_threshold=options.prune,
             lm_weight=options.alpha * math.log(10),
             word_score=options.beta,

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
+from ds2.alphabet import WORD_MARK, Alphabet
 from ds2.arpa import write_arpa
 from ds2.beam_batched import pack_frames
-from ds2.beam_search import WORD_MARK, DecodeError, Hypothesis
+from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling, build_trie
@@ -100,8 +100,7 @@ class Rescorer:
 
     def labels(self, words: Sequence[str]) -> tuple[int, ...]:
         """Spell words: character by character, or by the longest pieces from the left."""
-        pieces = any(symbol.startswith(WORD_MARK) for symbol in self.alphabet.symbols)
-        text = "".join(WORD_MARK + word for word in words) if pieces else " ".join(words)
+        text = "".join(WORD_MARK + word for word in words) if self.alphabet.has_pieces else " ".join(words)
         widest, labels, at = max(map(len, self.alphabet.symbols)), [], 0
         while at < len(text):
             width = next(w for w in range(widest, -1, -1) if text[at : at + w] in self._labels)

@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
+from ds2.alphabet import WORD_MARK, Alphabet
 
 BLANK = 0
-WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
 
 
 class DecodeError(ValueError):

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config import Config, ConfigError, check, register
+from ds2.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
 _FREE_FORM = ("alphabet.replace",)  # mappings whose keys are the user's
@@ -56,6 +57,7 @@ def to_config(composed: DictConfig) -> Config:
 
     Raises:
         ConfigError: an unknown key (Hydra's `+key=value` adds one), a wrong type, or values that cannot work together.
+        AlphabetError: `alphabet.pieces_file` cannot be read.
     """
     known = {*_keys(OmegaConf.structured(Config))}
     for key in _keys(composed):
@@ -66,6 +68,8 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         _explain(error)
     check(config)
+    if config.alphabet.pieces_file and not config.alphabet.pieces:
+        config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
     return config
 
 

@@ -39,6 +39,8 @@ class AlphabetConfig:
     case: str = "lower"  # lower | upper | keep
     replace: dict[str, str] = field(default_factory=dict)  # applied first, longest key first
     unknown: str = "stop"  # stop | drop: a character outside the alphabet; drop is counted and logged
+    pieces: list[str] = field(default_factory=list)  # byte-pair pieces of the symbols, as merged: then the labels
+    pieces_file: str = ""  # where `pieces` are read from, unless given: what `ds2 data pieces` wrote
 
 
 @dataclass

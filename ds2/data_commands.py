@@ -1,9 +1,10 @@
-"""`ds2 data check | prepare | import | export-kaldi`."""
+"""`ds2 data check | prepare | import | pieces | export-kaldi`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from ds2.features import Features
 from ds2.importers import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.manifest import read_manifest, read_manifests, write_manifest
 from ds2.model import AcousticModel
+from ds2.pieces import learn_pieces
+from ds2.wer_report import write_text
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -40,6 +43,13 @@ def run(arguments: Sequence[str]) -> int:
     imported.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
     imported.add_argument("--skip-bad", action="store_true", help="name, count and leave out what has no usable audio")
 
+    pieces = commands.add_parser(
+        "pieces", help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file"
+    )
+    pieces.add_argument("output", type=Path, help="text file to write, one piece a line")
+    pieces.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
+    pieces.add_argument("--count", type=int, required=True, help="labels of the network without the blank")
+
     exported = commands.add_parser("export-kaldi", help="manifest to Kaldi data folder")
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
@@ -51,6 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         data = compose_config(given.overrides).data
         for part, path in prepare(data.prepare, data.corpus, data.work_dir).items():
             print(f"{part}: {path}")
+    elif given.command == "pieces":
+        learn(compose_config(given.overrides), given.count, given.output)
     elif given.command == "import":
         utterances = import_corpus(given.format, given.folder, given.split, skip_bad=given.skip_bad)
         write_manifest(given.manifest, utterances)
@@ -85,3 +97,24 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
     if json_path is not None:
         report.write_json(json_path)
     return 0 if report.may_start else 1
+
+
+def learn(config: Config, count: int, output: Path) -> None:
+    """Write pieces learnt from the training transcripts of a config, preparing them where missing; say how they cut.
+
+    Args:
+        config: names the training manifests and the alphabet of characters.
+        count: pieces in all.
+        output: text file, one piece a line.
+
+    Raises:
+        AlphabetError: no text, a count too small, or sentencepiece is not installed.
+    """
+    ensure_manifests(config)
+    texts = [u.text for u in read_manifests([Path(p) for p in config.data.train])]
+    characters = replace(config.alphabet, pieces=[], unknown="drop")
+    found = learn_pieces(texts, Alphabet.from_config(characters), count)
+    write_text(output, "".join(piece + "\n" for piece in found))
+    cut = Alphabet.from_config(replace(characters, pieces=found))
+    labels, words = sum(len(cut.encode(text)) for text in texts), sum(len(text.split()) for text in texts)
+    print(f"wrote {output}: {len(found)} pieces, {labels / max(1, words):.2f} a word of the training transcripts")

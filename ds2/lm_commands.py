@@ -17,7 +17,7 @@ from ds2.arpa import write_arpa
 from ds2.config import AlphabetConfig
 from ds2.language_model import END, UNITS, UNKNOWN, LanguageModelError, NGram
 from ds2.lm_build import DEFAULT_MEMORY_BYTES, estimate
-from ds2.lm_text import SentenceReader
+from ds2.lm_text import SentenceReader, cut
 from ds2.lm_tune import add_arguments as add_tune_arguments
 from ds2.ngram_file import load_ngram, save_ngram
 
@@ -90,7 +90,9 @@ def _stored_alphabet(model: NGram) -> Alphabet | None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    alphabet = None if arguments.unit == "piece" else _alphabet(arguments)
+    alphabet = None if arguments.unit == "piece" and not arguments.model else _alphabet(arguments)
+    if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
+        raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters, not pieces")
     output = arguments.output
     missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
     if missing or arguments.memory_mib < 1:
@@ -152,7 +154,7 @@ def _query(arguments: argparse.Namespace) -> int:
     alphabet = _stored_alphabet(model)
     for line in sys.stdin:
         text = line if alphabet is None else alphabet.normalise(line)[0]
-        tokens = list(text.strip()) if model.unit == "character" else text.split()
+        tokens = list(text.strip()) if model.unit == "character" else cut(text, model.unit, alphabet)
         scores = model.sentence(tokens)
         known = ["" if token in model.ids or token == " " else " OOV" for token in tokens]
         parts: Iterator[str] = (
@@ -177,7 +179,10 @@ def _parser() -> argparse.ArgumentParser:
                        help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
                             "seen once (default: keep all)")  # fmt: skip
     build.add_argument(
-        "--unit", choices=UNITS, default="word", help="token: what spaces part, a character, or a piece (as is)"
+        "--unit",
+        choices=UNITS,
+        default="word",
+        help="token: what spaces part, a character, or a piece (of --model's alphabet; without --model as is)",
     )
     build.add_argument(
         "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"

@@ -47,13 +47,22 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise LanguageModelError(f"{path} cannot be read after line {number}: {error}") from error
 
 
+def cut(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
+    """Return the tokens of a normalised line."""
+    if unit == "character":
+        return [SPACE if character == " " else character for character in line.strip()]
+    if unit == "piece" and alphabet is not None:
+        return [alphabet.symbols[label] for label in alphabet.spell(line)]
+    return line.split()
+
+
 @dataclass
 class SentenceReader:
     """The sentences of texts as tokens, one a line, normalised by the alphabet; what was left out is counted.
 
-    `unit` "word" splits on white space; "character" writes a space as <space>; "piece" splits on white space and takes
-    the tokens as they are. Where the alphabet cannot write a character, `unknown` decides: "skip" the line, "drop" the
-    character or "stop".
+    `unit` "word" splits on white space; "character" writes a space as <space>; "piece" cuts words as an alphabet of
+    pieces does, without one it splits on white space and takes the tokens as they are. Where the alphabet cannot write
+    a character, `unknown` decides: "skip" the line, "drop" the character or "stop".
     """
 
     paths: Sequence[Path]
@@ -67,6 +76,8 @@ class SentenceReader:
     characters: Counter[str] = field(default_factory=Counter)  # outside the alphabet
 
     def __post_init__(self) -> None:
+        if self.unit == "piece" and self.alphabet is not None and not self.alphabet.has_pieces:
+            self.alphabet = None
         if self.unit not in UNITS or self.unknown not in ("skip", "drop", "stop"):
             raise LanguageModelError(
                 f"unit={self.unit!r} must be {', '.join(UNITS)}; unknown={self.unknown!r} must be skip, drop or stop"
@@ -83,7 +94,7 @@ class SentenceReader:
                     yield tokens
 
     def _tokens(self, line: str, where: str) -> list[str]:
-        if self.unit != "piece" and self.alphabet is not None:
+        if self.alphabet is not None:
             line, unknown = self.alphabet.normalise(line)
             if unknown:
                 self.characters.update(unknown)
@@ -96,7 +107,7 @@ class SentenceReader:
                     self.skipped_lines += 1
                     return []
                 line = " ".join("".join(c for c in line if c not in unknown).split())
-        tokens = [SPACE if c == " " else c for c in line.strip()] if self.unit == "character" else line.split()
+        tokens = cut(line, self.unit, self.alphabet)
         if not tokens:
             self.empty_lines += 1
         elif reserved := {UNKNOWN, START, END}.intersection(tokens):
