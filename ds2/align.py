@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from ds2_ops import align as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,6 +46,8 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
     device, longest = log_probs.device, max(map(len, targets), default=0)
     if not batch:
         return []
+    if log_probs.is_cuda and kernel.why_not(longest, device) is None:
+        return _by_kernel(log_probs, lengths, targets)
     states = torch.zeros(batch, 2 * longest + 1, dtype=torch.int64)
     for row, target in zip(states, targets, strict=True):
         row[1 : 2 * len(target) : 2] = torch.tensor(list(target), dtype=torch.int64)
@@ -70,6 +73,29 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
         here = torch.stack([score[rows, ends], score[rows, (ends - 1).clamp(min=0)]])
         finals = torch.where(last_frames == frame, here, finals)
     return _trace(moves.cpu().numpy(), finals.cpu().numpy(), emitted, lengths.numpy(), targets)
+
+
+def _by_kernel(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
+    """Align in one launch; two copies to the device and one back."""
+    device, sizes = log_probs.device, [len(target) for target in targets]
+    longest = max(sizes)
+    table = np.zeros((len(targets), longest + 1), np.int32)
+    table[:, 0] = sizes
+    table[:, 1:][np.arange(longest) < table[:, :1]] = [label for target in targets for label in target]
+    given = torch.from_numpy(table).to(device)
+    labels, counts = given[:, 1:].contiguous(), given[:, 0].contiguous()
+    found = kernel.align(log_probs.contiguous(), lengths.to(device), labels, counts)
+    columns = [found.log_prob[:, None].view(torch.int32), found.spans.flatten(1), found.peaks.view(torch.int32)]
+    packed = torch.cat(columns, 1)
+    host = packed.cpu().numpy()
+    log_prob, peaks = host[:, 0].view(np.float32), host[:, 1 + 2 * longest :].view(np.float32)
+    starts, ends = host[:, 1 : 1 + longest].astype(np.int64), host[:, 1 + longest : 1 + 2 * longest].astype(np.int64)
+    return [
+        Alignment(tuple(target), starts[row, :size], ends[row, :size], peaks[row, :size], float(log_prob[row]))
+        if math.isfinite(log_prob[row])
+        else None
+        for row, (target, size) in enumerate(zip(targets, sizes, strict=True))
+    ]
 
 
 def _trace(

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from ds2_ops.beam import trace
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds2.beam_kernel import KernelSearch, Prefixes, read_labels
 from ds2.beam_search import BLANK
 from ds2.config import DecodeConfig
 from ds2.fusion import LENGTH, Fusion
@@ -57,9 +59,20 @@ def pack_frames(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> Fr
         log_probs: (T, B, V) float32.
         lengths: (B,) CPU int64.
     """
+    packed, counts = _pack(log_probs, lengths, options)
+    longest = int(counts.max()) if len(log_probs) else 0
+    live = torch.arange(longest, device=log_probs.device)[:, None] < counts
+    packed = packed[:longest]
+    packed[:, :, BLANK + 1 :].masked_fill_(~live[..., None], _NONE)
+    prune = torch.where(live, options.prune, math.inf)
+    return Frames(packed, prune.double())
+
+
+def _pack(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> tuple[Tensor, Tensor]:
+    """Return (T + 1, B, V) packed frames and (B,) int64 how many each utterance has, past which they are 0."""
     frames, batch, _ = log_probs.shape
     device = log_probs.device
-    valid = torch.arange(frames, device=device)[:, None] < lengths.to(device)
+    valid = torch.arange(frames, device=device)[:, None] < lengths.to(device, non_blocking=True)
     best = log_probs.argmax(2, keepdim=True)
     followed = (log_probs >= options.label_min_log_prob).scatter_(2, best, True)
     if options.lexicon:
@@ -71,13 +84,7 @@ def pack_frames(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> Fr
     place = torch.where(valid, place, frames)  # frames past the end land on a row that is cut off
     packed = torch.zeros(frames + 1, batch, log_probs.shape[2], device=device)
     packed.scatter_add_(0, place[..., None].expand_as(log_probs), log_probs.masked_fill(~followed, _NONE))
-    counts = kept.sum(0)
-    longest = int(counts.max()) if frames else 0
-    live = torch.arange(longest, device=device)[:, None] < counts
-    packed = packed[:longest]
-    packed[:, :, BLANK + 1 :].masked_fill_(~live[..., None], _NONE)
-    prune = torch.where(live, options.prune, math.inf)
-    return Frames(packed, prune.double())
+    return packed, kept.sum(0)
 
 
 class BatchedBeamSearch:
@@ -85,6 +92,7 @@ class BatchedBeamSearch:
 
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.fusion, self.options = fusion, options
+        self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" else None
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> Found:
         """Find the best label sequences.
@@ -93,6 +101,11 @@ class BatchedBeamSearch:
             log_probs: (T, B, V) float32 on the fusion's device, finite or -inf, checked by the caller.
             lengths: (B,) CPU int64, at least 1.
         """
+        if self.kernel is not None and self.kernel.fits(log_probs):
+            packed, counts = _pack(log_probs, lengths, self.options)
+            end, grown = self.kernel.search(packed, counts)
+            table, entries = _rank(self.fusion, end, self.options.nbest)
+            return Found(read_labels(trace(entries, grown)), table.cpu().numpy())
         frames = pack_frames(log_probs, lengths, self.options)
         run = _Run(self.fusion, frames, self.options.beam)
         if log_probs.is_cuda:
@@ -210,22 +223,30 @@ class _Run:
 
     def finish(self, nbest: int) -> Found:
         """End all prefixes, join those that differ in a last space only, and read the best ones out."""
-        acoustic = torch.logaddexp(*self.halves)
-        log_prob, bonus, fused = self.fusion.finish(self.integers, self.floats, acoustic > _NONE)
-        hashes, parents, _, entry = self.names.unbind(-1)
-        preferred = self.slots.expand_as(hashes)
-        if self.fusion.spelling.space >= 0:
-            ends_in_space = (self.integers[..., LENGTH] == 0) & (hashes != 0)
-            hashes = torch.where(ends_in_space, parents, hashes)
-            preferred = preferred + self.beam * ends_in_space
-        same = hashes[:, None, :] == hashes[..., None]
-        joined = torch.where(same, acoustic[:, None, :], _NONE).logsumexp(2)
-        first = torch.where(same, preferred[:, None, :], 2 * self.beam).amin(2) == preferred
-        total = torch.where(first, joined + fused, _NONE)
-        _, slots = total.topk(min(nbest, self.beam), 1)
-        table = torch.stack([total, joined, log_prob, bonus], -1).gather(1, slots[..., None].expand(-1, -1, 4))
-        labels = _read_out(entry.gather(1, slots).cpu().numpy(), self.grown_from, self.grown_by, self.beam)
+        end = Prefixes(self.halves, self.names, self.integers, self.floats)
+        table, entries = _rank(self.fusion, end, nbest)
+        labels = _read_out(entries.cpu().numpy(), self.grown_from, self.grown_by, self.beam)
         return Found(labels, table.cpu().numpy())
+
+
+def _rank(fusion: Fusion, end: Prefixes, nbest: int) -> tuple[Tensor, Tensor]:
+    """Join prefixes that differ in a last space only: scores (B, N, 4) as in `Found` and entries (B, N) of the best."""
+    acoustic = torch.logaddexp(*end.halves)
+    log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > _NONE)
+    hashes, parents, _, entry = end.names.unbind(-1)
+    beam = hashes.shape[1]
+    preferred = torch.arange(beam, device=hashes.device).expand_as(hashes)
+    if fusion.spelling.space >= 0:
+        ends_in_space = (end.integers[..., LENGTH] == 0) & (hashes != 0)
+        hashes = torch.where(ends_in_space, parents, hashes)
+        preferred = preferred + beam * ends_in_space
+    same = hashes[:, None, :] == hashes[..., None]
+    joined = torch.where(same, acoustic[:, None, :], _NONE).logsumexp(2)
+    first = torch.where(same, preferred[:, None, :], 2 * beam).amin(2) == preferred
+    total = torch.where(first, joined + fused, _NONE)
+    _, slots = total.topk(min(nbest, beam), 1)
+    table = torch.stack([total, joined, log_prob, bonus], -1).gather(1, slots[..., None].expand(-1, -1, 4))
+    return table, entry.gather(1, slots)
 
 
 def _read_out(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds2.align import force_align
-from ds2.alphabet import Alphabet
+from ds2.alphabet import WORD_MARK, Alphabet
 from ds2.beam_batched import BatchedBeamSearch
 from ds2.beam_lexicon import LexiconSearch
 from ds2.beam_native import CtcdecodeSearch, NativeSearch
@@ -107,13 +107,15 @@ def batched_search(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, 
     lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 
     def hypothesis(labels: tuple[int, ...], parts: Sequence[float]) -> Hypothesis:
-        words = spell_words([(label, at, 0, 0.0) for at, label in enumerate(labels)], alphabet, 1.0)
-        if lexicon is not None and words and words[-1].text not in lexicon:  # no prefix ended with a whole word
-            labels, words = labels[: int(words[-1].start_s)], words[:-1]
+        if lexicon is not None:
+            words = spell_words([(label, at, 0, 0.0) for at, label in enumerate(labels)], alphabet, 1.0)
+            if words and words[-1].text not in lexicon:  # no prefix ended with a whole word
+                labels = labels[: int(words[-1].start_s)]
         if labels and alphabet.symbols[labels[-1]].isspace():
             labels = labels[:-1]
+        text = " ".join(alphabet.decode(labels).replace(WORD_MARK, " ").split())
         score, acoustic, log_prob, bonus = parts
-        return Hypothesis(" ".join(word.text for word in words), score, labels, (), acoustic, log_prob, bonus)
+        return Hypothesis(text, score, labels, (), acoustic, log_prob, bonus)
 
     def search(log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         found = beams.search(log_probs, lengths)

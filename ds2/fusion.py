@@ -66,7 +66,7 @@ class Fusion:
             (lm.ids[UNKNOWN], lm.ids[END], lm.start()) if lm is not None else (0, 0, 0)
         )
         if lm is not None and self.by_label:
-            self._label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
+            self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
 
     def start(self, batch: int, beam: int) -> tuple[Tensor, Tensor]:
         """Return (B, K, 4) int64 and (B, K, 2) float64 of empty prefixes."""
@@ -176,13 +176,13 @@ class Fusion:
         flat, space = state.flatten(), self.spelling.space
         held = torch.zeros_like(flat, dtype=torch.float64)
         if space >= 0:
-            ids = self._label_ids[space].expand_as(flat)
+            ids = self.label_ids[space].expand_as(flat)
             space_score, space_state = self.lm.score_batch(flat, ids)
             held = space_score.double().masked_fill(~after_space.flatten(), 0.0)
             flat = torch.where(after_space.flatten(), space_state, flat)
         scores, following = self.lm.score_all(flat)
-        scores = scores.index_select(1, self._label_ids).double() + held[:, None]
-        following = following.index_select(1, self._label_ids)
+        scores = scores.index_select(1, self.label_ids).double() + held[:, None]
+        following = following.index_select(1, self.label_ids)
         if space >= 0:
             scores[:, space] = 0.0
             following[:, space] = state.flatten()
