@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
-FINISHERS = 128  # and 4 warps for each group that finish a step
+FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
@@ -76,6 +76,7 @@ class Launch:
         rows: rows of the recurrent matrix that a block keeps.
         samples: utterances of one tile, the columns of a matrix product.
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
+        parts: of a block's rows, finished and sent one after the other, to the same end.
         step_cycles: the cost model's estimate of one time step of the whole batch.
         exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
@@ -90,13 +91,15 @@ class Launch:
     samples: int
     groups: int
     step_cycles: float
+    parts: int = 1
     exchange_words: int = 0
 
     def explain(self) -> str:
         """One line for logs and error messages."""
         return (
             f"{self.design} design: {self.grid} blocks of {self.threads} threads in clusters of {self.cluster}, "
-            f"{self.rows} rows a block, {self.groups} x {self.samples} utterances in flight a cluster, "
+            f"{self.rows} rows a block in {self.parts} part{'s'[: self.parts - 1]}, "
+            f"{self.groups} x {self.samples} utterances in flight a cluster, "
             f"{self.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
         )
 
@@ -142,8 +145,10 @@ def cluster_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[La
         rows = cluster_rows(problem.hidden, problem.dtype, cluster)
         if clusters == 0 or rows is None:
             continue
-        for groups in (1, 2):
-            launch = _cluster_launch(problem, cluster, clusters, rows, groups)
+        for groups, parts in ((1, 1), (2, 1), (1, 2)):
+            if parts == 2 and rows <= MMA_ROWS:
+                continue  # one row tile cannot be shared out
+            launch = _cluster_launch(problem, cluster, clusters, rows, groups, parts)
             if launch.smem_bytes <= device.smem_bytes_per_block:
                 found.append(launch)
     return found
@@ -168,7 +173,7 @@ def largest_cluster_hidden(dtype: str) -> int:
     return hidden
 
 
-def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, groups: int) -> Launch:
+def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, groups: int, parts: int) -> Launch:
     number, per_word = NUMBERS[problem.dtype]
     words = rows // per_word
     m_tiles = -(-rows // MMA_ROWS)
@@ -179,13 +184,15 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    rounds = -(-MMA_SAMPLES // (FINISHERS // words))
+    head_tiles = -(-m_tiles // parts)  # row tiles of the first part
+    head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
+    rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
+    units = groups * parts
     input_bytes = (1 + STEPS_AHEAD * (2 if problem.backward else 1)) * rounds * FINISHERS * 4  # 1: lengths
-    smem_bytes = groups * (2 * state_bytes + 2 * partial_bytes + input_bytes + 2 * WARPS * 8)
-    shape = (
-        f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {rows}, {groups}, "
-        f"{'true' if problem.backward else 'false'}, {'true' if problem.hidden % per_word == 0 else 'false'}>"
-    )
+    smem_bytes = 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
+    flags = (problem.backward, problem.hidden % per_word == 0)
+    numbers = (cluster, rows, groups, head_tiles, *(str(flag).lower() for flag in flags))
+    shape = f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
     source = (
         '#include "cluster.cuh"\n'
         f"using Shape = {shape};\n"
@@ -197,28 +204,32 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
         source=source,
         grid=grid,
         cluster=cluster,
-        threads=THREADS + groups * FINISHERS,
+        threads=THREADS + units * FINISHERS,
         smem_bytes=smem_bytes,
         rows=rows,
         samples=samples,
         groups=groups,
-        step_cycles=-(-tiles // clusters) * _cluster_step_cycles(m_tiles, words, cluster, samples, groups),
+        parts=parts,
+        step_cycles=-(-tiles // clusters) * _cluster_step_cycles(m_tiles, words, cluster, samples, groups, head_words),
     )
 
 
-def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int) -> float:
-    """Cycles of one time step of one tile, fitted to measurements of version 7 (ops/NOTES.md) on an H200.
+def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int) -> float:
+    """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/NOTES.md) on an H200.
 
     One group: its products, then a fixed path through partial sums, cell and network, then a share for each 16 bytes
-    sent to each block, and for each further round in which the finishing threads take more utterances. Two groups: two
-    turns of the multiplying warps, each with a fixed loss and a smaller share for what is sent meanwhile.
+    sent to each block, and for each further round in which the finishing threads take more utterances. Two parts: a
+    longer fixed path, but sends mostly hide behind products; what is left is counted for each piece of the first part.
+    Two groups: two turns of the multiplying warps, each with a fixed loss and a smaller share of its sends.
     """
     multiply = 7.3 * m_tiles * (cluster * words // MMA_WORDS) / 4  # 4 sub-cores
-    sends = words // 4 * samples * cluster
-    rounds = -(-samples // (FINISHERS // words))
-    fixed, per_send, per_send_hidden = (710.0, 1.8, 0.77) if cluster == 16 else (790.0, 0.9, 0.6)
-    one_group = multiply + fixed + per_send * sends + 240.0 * (rounds - 1)
-    return one_group if groups == 1 else max(one_group, 2 * (multiply + 420.0 + per_send_hidden * sends))
+    pieces = samples * cluster  # the network carries each utterance's share of the state to each block
+    rounds = -(-samples // (FINISHERS // head_words))
+    if head_words < words:
+        return multiply + 880.0 + (4.0 + 0.15 * head_words) * pieces + 620.0 * (rounds - 1)
+    fixed, per_word = (660.0, 0.4) if cluster == 16 else (690.0, 0.26)
+    one_group = multiply + fixed + per_word * words * pieces + 350.0 * (rounds - 1)
+    return one_group if groups == 1 else max(one_group, 2 * (multiply + 405.0 + 0.18 * words * pieces))
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:

@@ -269,7 +269,7 @@ def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) ->
             raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
         return "cpu"
     problem = (*x.shape[1:], x.dtype, x.device, nonlinearity, max_sms)
-    reason = _why_not_persistent(*problem)
+    reason = _why_not_persistent(x.shape[0], *problem)
     if backend == "auto":
         reason = reason or _why_not_unasked(*problem, torch.get_float32_matmul_precision())
         _log_choice(reason, x.shape[2], x.dtype, x.device, nonlinearity)
@@ -281,7 +281,13 @@ def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) ->
 
 @functools.lru_cache(maxsize=1024)
 def _why_not_persistent(
-    batch: int, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str, max_sms: int | None
+    frames: int,
+    batch: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    nonlinearity: str,
+    max_sms: int | None,
 ) -> str | None:
     if device.type != "cuda":
         return f"x is on {device}, the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
@@ -289,8 +295,7 @@ def _why_not_persistent(
         from ds2_ops import persistent
     except ImportError as error:
         return f"{error}: pip install 'ds2-speech[gpu]', or use backend='gemm'"
-    any_frames = 1  # the weights stay, the frames pass: no plan depends on T
-    return persistent.why_not(any_frames, batch, hidden, dtype, device, nonlinearity, max_sms)
+    return persistent.why_not(frames, batch, hidden, dtype, device, nonlinearity, max_sms)
 
 
 @functools.lru_cache(maxsize=1024)

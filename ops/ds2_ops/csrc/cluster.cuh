@@ -5,16 +5,18 @@
 // One step of one block, for one group of up to 8 utterances:
 //   1. 8 multiplying warps. Warp w owns K slice w, which 2 peers (cluster of 16) or 1 (cluster of 8) produced. It waits for
 //      these alone, multiplies all ROWS rows by its slice, leaves partial sums in shared memory and goes on.
-//   2. 4 finishing warps a group, which hold no weights. When all 8 partial sums of their group are there, a quad of lanes
+//   2. 4 finishing warps a unit, which hold no weights. When all 8 partial sums of their unit are there, a quad of lanes
 //      takes 16 bytes of one utterance's new state: adds up, applies the cell, sends them to all blocks; then stores y
 //      and fetches x.
-// So a second group's arithmetic runs while the first one's state is finished and travels.
+// A unit is a group, or one of two parts of the only group's rows. With two groups, the second one's arithmetic runs while
+// the first one's state is finished and travels. With two parts, so does the second part's arithmetic, and the product with
+// what the first part sends begins before the second part arrives.
 //
 // Why two buffers of everything, by iteration parity, and no other barrier are enough. "Iteration i" is of one group.
-//   (a) A block finishes iteration i only after all its multiplying warps took part in it, that is after they together
-//       received what every block, mine too, sent at i - 1.
-//   (b) State: a peer writes my buffer at i that I read at i - 1. By (a) my sends of i - 1 came before; these came after
-//       my multiplying warps reported partial sums of i - 1, so after they had read that buffer.
+//   (a) A block finishes any part of iteration i only after all its multiplying warps reported partial sums of it, that is
+//       after they together received every part of what every block, mine too, sent at i - 1.
+//   (b) State: a peer writes my buffer at i that I read at i - 1. By (a) my last part's sends of i - 1 came before; these
+//       came after my multiplying warps reported its partial sums of i - 1, so after they had read that buffer.
 //   (c) Partial sums: my multiplying warps overwrite at i those of i - 2. They first waited for state of i - 1 from some
 //       peer, which by (a) had received my sends of i - 2, which came after my finishing warps read those sums.
 //   (d) An mbarrier is armed for iteration i + 1 during i, after its phase of i - 1 ended. Bytes that land earlier are
@@ -28,7 +30,8 @@
 
 namespace ds2 {
 
-template <class Number_, class Cell_, int CLUSTER_, int ROWS_, int GROUPS_, bool BACKWARD_, bool WHOLE_WORDS_>
+template <class Number_, class Cell_, int CLUSTER_, int ROWS_, int GROUPS_, int HEAD_TILES_, bool BACKWARD_,
+          bool WHOLE_WORDS_>
 struct ClusterShape {
     using Number = Number_;
     using Cell = Cell_;
@@ -43,15 +46,20 @@ struct ClusterShape {
     static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
     static constexpr int K_TILES = K_WORDS / MMA_WORDS / WARPS;
     static constexpr int SOURCES = CLUSTER / WARPS; // blocks that feed one warp
-    static constexpr int FINISHERS = 128;  // threads of one group: a warpgroup, the unit of register reallocation
-    static constexpr int ALL_THREADS = THREADS + GROUPS * FINISHERS;
+    // The first part: as many of the rows, of the chunks that a block sends, and of a warp's K that consists of such chunks.
+    static constexpr int HEAD_TILES = HEAD_TILES_, PARTS = HEAD_TILES < M_TILES ? 2 : 1;
+    static constexpr int HEAD_CHUNKS = PARTS == 1 ? CHUNKS : HEAD_TILES * MMA_ROWS / PER_WORD / 4;
+    static constexpr int HEAD_K_TILES = PARTS == 1 ? K_TILES : HEAD_CHUNKS * SOURCES / 4 * 2;
+    static constexpr int UNITS = GROUPS * PARTS;
+    static constexpr int FINISHERS = 128;  // threads of one unit: a warpgroup, which registers are reallocated by
+    static constexpr int ALL_THREADS = THREADS + UNITS * FINISHERS;
     // Registers a thread: as many at launch for all, then moved from finishing to multiplying warps, which hold the weights.
-    static constexpr int MULTIPLY_REGISTERS = GROUPS == 1 ? 224 : 216, FINISH_REGISTERS = GROUPS == 1 ? 56 : 40;
+    static constexpr int MULTIPLY_REGISTERS = UNITS == 1 ? 224 : 216, FINISH_REGISTERS = UNITS == 1 ? 56 : 40;
     static constexpr int LAUNCH_REGISTERS = 65536 / ALL_THREADS / 8 * 8;
-    static_assert(THREADS * MULTIPLY_REGISTERS + GROUPS * FINISHERS * FINISH_REGISTERS <= LAUNCH_REGISTERS * ALL_THREADS,
+    static_assert(THREADS * MULTIPLY_REGISTERS + UNITS * FINISHERS * FINISH_REGISTERS <= LAUNCH_REGISTERS * ALL_THREADS,
                   "what some warps gain, others have given");
     static constexpr int QUADS = FINISHERS / 4;
-    static constexpr int ROUND_SAMPLES = QUADS / CHUNKS; // whose chunks the quads finish at the same time
+    static constexpr int ROUND_SAMPLES = QUADS / HEAD_CHUNKS; // whose chunks the quads finish at the same time
     static constexpr int ROUNDS = (MMA_SAMPLES + ROUND_SAMPLES - 1) / ROUND_SAMPLES;
 
     // State: [source block][sample][words], so that what a block sends is nearly contiguous (the network carries 32-byte
@@ -66,27 +74,29 @@ struct ClusterShape {
     static constexpr int PARTIAL_BYTES = WARPS * MMA_SAMPLES * PARTIAL_STRIDE * 4;
     static constexpr int INPUTS = BACKWARD ? 2 : 1;                                 // arrays read every step
     static constexpr int AHEAD = 4;                                                 // steps that inputs are fetched early
-    // One group: a word a thread and round for each step and array, and one for the utterance's frames.
+    // One unit: a word a thread and round for each step and array, and one for the utterance's frames.
     static constexpr int INPUT_BYTES = (AHEAD * INPUTS + 1) * ROUNDS * FINISHERS * 4;
     static constexpr int PARTIAL_AT = 2 * GROUPS * STATE_BYTES;
     static constexpr int INPUT_AT = PARTIAL_AT + 2 * GROUPS * PARTIAL_BYTES;
-    static constexpr int BARRIER_AT = INPUT_AT + GROUPS * INPUT_BYTES;
-    static constexpr int SMEM_BYTES = BARRIER_AT + 2 * GROUPS * WARPS * 8;
+    static constexpr int BARRIER_AT = INPUT_AT + UNITS * INPUT_BYTES;
+    static constexpr int SMEM_BYTES = BARRIER_AT + 2 * UNITS * WARPS * 8;
 
+    static_assert(UNITS <= 2, "two groups or two parts: registers for two finishing warpgroups, not more");
+    static_assert(HEAD_CHUNKS <= CHUNKS && CHUNKS <= 2 * HEAD_CHUNKS, "the first part is not the smaller one");
     static_assert(Cell::GATES == 1, "a block's rows are its units: cells with gates need their own pointwise end");
     static_assert(SOURCES == 1 || SOURCES == 2, "each warp's K slice is what one or two whole blocks produced");
     static_assert(WORDS % 4 == 0, "blocks exchange units of 16 bytes");
-    static_assert(ROUND_SAMPLES >= 1, "the finishing threads cover one utterance's words");
+    static_assert(ROUND_SAMPLES >= 1, "the finishing threads cover one utterance's words of a part");
     static_assert(K_WORDS % (MMA_WORDS * WARPS) == 0, "each warp's K slice is whole matrix instructions");
     static_assert(SAMPLE_PITCH >= 4 * WORDS, "a sample's words fit its pitch");
 
     static __device__ int state_at(int stage, int g) { return (stage * GROUPS + g) * STATE_BYTES; }
     static __device__ int partial_at(int stage, int g) { return PARTIAL_AT + (stage * GROUPS + g) * PARTIAL_BYTES; }
-    static __device__ int barrier_at(int stage, int g, int warp) {
-        return BARRIER_AT + 8 * ((stage * GROUPS + g) * WARPS + warp);
+    static __device__ int barrier_at(int stage, int unit, int warp) {
+        return BARRIER_AT + 8 * ((stage * UNITS + unit) * WARPS + warp);
     }
-    // Named barrier of a group's finishers and all multipliers; 0 is __syncthreads.
-    static __device__ int partials_ready(int stage, int g) { return 1 + stage * GROUPS + g; }
+    // Named barrier of a unit's finishers and all multipliers; 0 is __syncthreads.
+    static __device__ int partials_ready(int stage, int unit) { return 1 + stage * UNITS + unit; }
     static constexpr int PARTIALS_THREADS = THREADS + FINISHERS;
 };
 
@@ -98,9 +108,10 @@ struct Tile {
     int first;  // utterance of the thread's own group: of the one that it finishes, or of group 0 if it multiplies
     int steps;  // frames of the longest
 
-    static __device__ int own_group() {
-        return Shape::GROUPS == 1 || threadIdx.x < THREADS ? 0 : (threadIdx.x - THREADS) / Shape::FINISHERS;
+    static __device__ int own_unit() {
+        return Shape::UNITS == 1 || threadIdx.x < THREADS ? 0 : (threadIdx.x - THREADS) / Shape::FINISHERS;
     }
+    static __device__ int own_group() { return Shape::GROUPS == 1 ? 0 : own_unit(); }
     __device__ int begin(int g) const { return first + (g - own_group()) * pass.samples; }
     __device__ int live(int g) const { return max(0, min(pass.samples, pass.batch - begin(g))); }
     __device__ int length(int utterance) const {
@@ -113,27 +124,14 @@ struct Tile {
     __device__ bool exists() const { return begin(0) < pass.batch; }
     __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
 
-    // All threads of the cluster: waits until no block uses the previous tile, then fills stage 0 with the first state.
-    __device__ void open(char* smem) {
-        steps = 0;
+    // All threads of the cluster: waits until no block uses the previous tile.
+    __device__ void open() {
         cluster_barrier();
+        steps = 0;
 #pragma unroll 1
-        for (int g = 0; g < Shape::GROUPS; g++) {
+        for (int g = 0; g < Shape::GROUPS; g++)
 #pragma unroll 1
             for (int s = 0; s < live(g); s++) steps = max(steps, length(begin(g) + s));
-#pragma unroll 1
-            for (int i = threadIdx.x; i < live(g) * Shape::K_WORDS; i += Shape::ALL_THREADS) {
-                const int s = i / Shape::K_WORDS, word = i % Shape::K_WORDS, column = word * Shape::PER_WORD;
-                unsigned value = 0;
-                if (!Shape::BACKWARD && pass.state)
-                    value = load_word<Number>(pass.state, size_t(begin(g) + s) * pass.hidden + column, pass.hidden - column,
-                                              Shape::WHOLE_WORDS);
-                const int source = word / Shape::WORDS;
-                *reinterpret_cast<unsigned*>(smem + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
-                                             s * Shape::SAMPLE_PITCH + word % Shape::WORDS * 4) = Number::operand(value);
-            }
-        }
-        __syncthreads();
     }
 };
 
@@ -154,7 +152,30 @@ struct Multiplier {
         });
     }
 
+    // The warp's own K slice of the first state, which no other warp reads.
+    static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {
+        constexpr int SLICE = Shape::SOURCES * Shape::WORDS;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const Pass& pass = tile.pass;
+#pragma unroll 1
+        for (int g = 0; g < Shape::GROUPS; g++)
+#pragma unroll 1
+            for (int i = lane; i < tile.live(g) * SLICE; i += 32) {
+                const int s = i / SLICE, source = Shape::SOURCES * warp + i % SLICE / Shape::WORDS, word = i % Shape::WORDS;
+                const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
+                unsigned value = 0;
+                if (!Shape::BACKWARD && pass.state)
+                    value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
+                                              pass.hidden - column, Shape::WHOLE_WORDS);
+                store_shared_4(smem_address(smem + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
+                                            s * Shape::SAMPLE_PITCH + 4 * word),
+                               Number::operand(value));
+            }
+        __syncwarp();
+    }
+
     __device__ void run(const Tile<Shape>& tile, char* smem) {
+        take_first_state(tile, smem);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, quad_lane = lane % 4;
         const int iterations = tile.iterations();
         // Addresses of stage 0, group 0.
@@ -176,33 +197,60 @@ struct Multiplier {
             const int stage = i & 1;
 #pragma unroll
             for (int g = 0; g < Shape::GROUPS; g++) {
-                const unsigned there = stage * Shape::GROUPS + g;
-                if (i > 0) barrier_wait(barrier + there * 8 * WARPS, parity >> stage & 1, "its peers' state", i);
-                float c[Shape::M_TILES][4];
+                const int first_unit = g * Shape::PARTS, live = tile.live(g);
+                if (i + 1 < iterations && lane < Shape::PARTS)
+                    barrier_expect(barrier + ((stage ^ 1) * Shape::UNITS + first_unit + lane) * 8 * WARPS,
+                                   live * Shape::SOURCES * 16 *
+                                       (lane == 0 ? Shape::HEAD_CHUNKS : Shape::CHUNKS - Shape::HEAD_CHUNKS));
+                const auto await = [&](int part) {
+                    if (i > 0)
+                        barrier_wait(barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS, parity >> stage & 1,
+                                     "its peers' state", i);
+                };
                 const unsigned from = state[g] + stage * Shape::GROUPS * Shape::STATE_BYTES;
-                multiply<PITCH>(c, weights, from, from + tail);
-                if (i + 1 < iterations && lane == 0)
-                    barrier_expect(barrier + ((stage ^ 1) * Shape::GROUPS + g) * 8 * WARPS,
-                                   tile.live(g) * Shape::SOURCES * Shape::WORDS * 4);
-                store_partial(c, partial + there * Shape::PARTIAL_BYTES, columns >> 8 * g & 0xff);
-                block_arrive(Shape::partials_ready(stage, g), Shape::PARTIALS_THREADS);
+                float c[Shape::HEAD_TILES][4] = {};
+                await(0);
+                multiply_add<PITCH, 0, 0, Shape::HEAD_K_TILES>(c, weights, from, from + tail);
+                if constexpr (Shape::PARTS == 2) {
+                    await(1);
+                    multiply_add<PITCH, 0, Shape::HEAD_K_TILES, Shape::K_TILES>(c, weights, from, from + tail);
+                }
+                report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
+                if constexpr (Shape::PARTS == 2) {
+                    float rest[Shape::M_TILES - Shape::HEAD_TILES][4] = {};
+                    multiply_add<PITCH, Shape::HEAD_TILES, 0, Shape::K_TILES>(rest, weights, from, from + tail);
+                    report<1>(rest, i, g, live, partial, columns >> 8 * g & 0xff);
+                }
             }
             if (i > 0) parity ^= 1u << stage;
         }
     }
 
-    static __device__ void store_partial(const float (&c)[Shape::M_TILES][4], unsigned to, int columns) {
+    // Hands partial sums c of one part, the first `columns` of this lane's two columns, to the finishing warps.
+    template <int PART, int TILES>
+    static __device__ void report(const float (&c)[TILES][4], int i, int g, int live, unsigned partial, int columns) {
+        const int stage = i & 1, unit = g * Shape::PARTS + PART;
+        // The finishers of a group without utterances take no part: nothing would hold the multiplying warps at their pace.
+        const int threads = Shape::GROUPS == 1 || live > 0 ? Shape::PARTIALS_THREADS : THREADS;
+        const unsigned to = partial + (stage * Shape::GROUPS + g) * Shape::PARTIAL_BYTES;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             if (n >= columns) break;
 #pragma unroll
-            for (int m = 0; m < Shape::M_TILES; m++)
+            for (int m = 0; m < TILES; m++)
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    if (MMA_ROWS * m + 8 * half < Shape::ROWS)
-                        store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + MMA_ROWS * m + 8 * half),
-                                       __float_as_uint(c[m][2 * half + n]));
+                for (int half = 0; half < 2; half++) {
+                    const int row = MMA_ROWS * (PART * Shape::HEAD_TILES + m) + 8 * half;
+                    if (row < Shape::ROWS)
+                        store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + row), __float_as_uint(c[m][2 * half + n]));
+                }
         }
+        // What (c) at the top of this file rests on lies in other blocks, where race checkers do not look. In debug builds
+        // the multiplying warps wait too: then a checker sees that the sums two iterations ago were read.
+        if (DEBUG_WAITS)
+            block_wait(Shape::partials_ready(stage, unit), threads);
+        else
+            block_arrive(Shape::partials_ready(stage, unit), threads);
     }
 };
 
@@ -213,7 +261,7 @@ struct Finisher {
     static constexpr int PEERS = Shape::CLUSTER / 4;  // that one lane of a quad sends to
 
     const Pass& pass;
-    // This thread finishes one word of utterances sample(), sample() + ROUND_SAMPLES, ... of one group.
+    // This thread finishes one word of utterances sample(), sample() + ROUND_SAMPLES, ... of one unit.
     unsigned place;  // row(), sample() and first_peer() in 16, 8, 8 bits: registers are scarce
     // Addresses of stage 0.
     unsigned chunk, barrier;  // at the peers, for what this quad sends of sample 0
@@ -222,15 +270,18 @@ struct Finisher {
 
     __device__ Finisher(const Pass& pass, char* smem) : pass(pass) {
         // Neighbours stay together: one instruction sends 128 bytes to each of 4 peers.
-        const int group = Tile<Shape>::own_group(), rank = cluster_rank(), thread = threadIdx.x % Shape::FINISHERS;
-        const int quad = thread / 4, lane = thread % 4, own_chunk = quad % Shape::CHUNKS, word = 4 * own_chunk + lane;
+        const int unit = Tile<Shape>::own_unit(), group = unit / Shape::PARTS, part = unit % Shape::PARTS;
+        const int rank = cluster_rank(), thread = threadIdx.x % Shape::FINISHERS, quad = thread / 4, lane = thread % 4;
+        const int part_chunk = quad % Shape::HEAD_CHUNKS, own_chunk = part * Shape::HEAD_CHUNKS + part_chunk;
         // A quad too many never has an utterance; each block begins to send to another one, so that none is flooded.
-        const int sample = quad / Shape::CHUNKS < Shape::ROUND_SAMPLES ? quad / Shape::CHUNKS : MMA_SAMPLES;
+        const bool needed = quad / Shape::HEAD_CHUNKS < Shape::ROUND_SAMPLES && own_chunk < Shape::CHUNKS;
+        const int sample = needed ? quad / Shape::HEAD_CHUNKS : MMA_SAMPLES;
+        const int word = 4 * (needed ? own_chunk : 0) + lane;
         place = pinned(rank * Shape::ROWS + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
         chunk = pinned(smem_address(smem) + Shape::state_at(0, group) + rank * Shape::SOURCE_PITCH + 16 * own_chunk);
-        barrier = pinned(smem_address(smem + Shape::barrier_at(0, group, rank / Shape::SOURCES)));
+        barrier = pinned(smem_address(smem + Shape::barrier_at(0, unit, rank / Shape::SOURCES)));
         partial = pinned(smem_address(smem + Shape::partial_at(0, group)) + 4 * word * Shape::PER_WORD);
-        input = pinned(smem_address(smem + Shape::INPUT_AT) + group * Shape::INPUT_BYTES + 4 * thread);
+        input = pinned(smem_address(smem + Shape::INPUT_AT) + unit * Shape::INPUT_BYTES + 4 * thread);
     }
 
     __device__ int row() const { return pinned(place) & 0xffff; }           // the word's first element in a row of H
@@ -269,7 +320,7 @@ struct Finisher {
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(tile, i, live);
 #pragma unroll 1
-        for (int i = 0; i < tile.iterations(); i++) {
+        for (int i = 0; i < (live ? tile.iterations() : 0); i++) {
             finish(tile, i, live);
             fetch_inputs(tile, i + Shape::AHEAD - 1, live);
         }
@@ -324,7 +375,7 @@ struct Finisher {
         for (int j = 0; j < 4; j++) w[j] = __shfl_sync(0xffffffffu, operand, j, 4);
         if (!mine) return;
         const unsigned to = chunk + stage * Shape::GROUPS * Shape::STATE_BYTES + s * Shape::SAMPLE_PITCH;
-        const unsigned to_barrier = barrier + stage * Shape::GROUPS * 8 * WARPS;
+        const unsigned to_barrier = barrier + stage * Shape::UNITS * 8 * WARPS;
         const unsigned first = first_peer();
         unsigned address[PEERS][2];  // all before the first store: a register is busy until its store has left
 #pragma unroll
@@ -351,7 +402,7 @@ struct Finisher {
             const unsigned input_word = load_shared_4(input_at(i, r, 0));
             const unsigned saved_word = Shape::BACKWARD ? load_shared_4(input_at(i, r, 1)) : 0;
             const int frames = mine ? int(load_shared_4(length_at(r))) : 0;
-            if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_group()), Shape::PARTIALS_THREADS);
+            if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
             if (!__any_sync(0xffffffffu, mine)) continue;
             float value[Shape::PER_WORD], in[Shape::PER_WORD], y[Shape::PER_WORD], last[Shape::PER_WORD] = {};
             sum_partials(value, from);
@@ -383,7 +434,7 @@ struct Finisher {
 template <class Shape>
 __device__ void cluster_recurrence(const Pass& pass) {
     extern __shared__ __align__(128) char smem[];
-    if (threadIdx.x < 2 * Shape::GROUPS * WARPS) barrier_init(smem_address(smem + Shape::barrier_at(0, 0, threadIdx.x)), 1);
+    if (threadIdx.x < 2 * Shape::UNITS * WARPS) barrier_init(smem_address(smem + Shape::barrier_at(0, 0, threadIdx.x)), 1);
     barrier_init_fence();
     if (threadIdx.x < THREADS) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
@@ -391,7 +442,7 @@ __device__ void cluster_recurrence(const Pass& pass) {
         multiplier.load_weights(pass);
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
-            tile.open(smem);
+            tile.open();
             multiplier.run(tile, smem);
         }
     } else {
@@ -399,10 +450,11 @@ __device__ void cluster_recurrence(const Pass& pass) {
         Finisher<Shape> finisher(pass, smem);
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
-            tile.open(smem);
+            tile.open();
             finisher.run(tile);
         }
     }
+    __syncthreads();  // nobody leaves while others wait where it has arrived
 }
 
 }  // namespace ds2

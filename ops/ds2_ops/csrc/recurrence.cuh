@@ -99,25 +99,25 @@ struct Weights {
     }
 };
 
-// c = weights * state. This lane's 4 words for instructions k and k + 1 (k even) lie at the shared-memory address
-// state + k PITCH, its 2 words for a last odd one at tail.
-template <int PITCH, class Number, int M_TILES, int K_TILES>
-__device__ void multiply(float (&c)[M_TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state,
-                         unsigned tail) {
+// c += weights * state, for row tiles FIRST .. + TILES - 1 of the weights and instructions BEGIN .. END - 1 of K. This lane's
+// 4 words for instructions k and k + 1 (k even) lie at the shared-memory address state + k PITCH, its 2 words for a last odd
+// one at tail.
+template <int PITCH, int FIRST, int BEGIN, int END, class Number, int TILES, int M_TILES, int K_TILES>
+__device__ void multiply_add(float (&c)[TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state,
+                             unsigned tail) {
+    static_assert(BEGIN % 2 == 0 && (END % 2 == 0 || END == K_TILES), "words of two instructions are loaded together");
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0.f;
-#pragma unroll
-    for (int k = 0; k + 1 < K_TILES; k += 2) {
+    for (int k = BEGIN; k + 1 < END; k += 2) {
         const uint4 b = load_shared_16(state + k * PITCH);
 #pragma unroll
-        for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k], b.x, b.y);
+        for (int m = 0; m < TILES; m++) Number::multiply_add(c[m], weights.a[FIRST + m][k], b.x, b.y);
 #pragma unroll
-        for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][k + 1], b.z, b.w);
+        for (int m = 0; m < TILES; m++) Number::multiply_add(c[m], weights.a[FIRST + m][k + 1], b.z, b.w);
     }
-    if constexpr (K_TILES % 2 == 1) {
+    if constexpr (END % 2 == 1) {
         const uint2 b = load_shared_8(tail);
 #pragma unroll
-        for (int m = 0; m < M_TILES; m++) Number::multiply_add(c[m], weights.a[m][K_TILES - 1], b.x, b.y);
+        for (int m = 0; m < TILES; m++) Number::multiply_add(c[m], weights.a[FIRST + m][END - 1], b.x, b.y);
     }
 }
 

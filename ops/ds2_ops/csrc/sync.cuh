@@ -42,6 +42,7 @@ __device__ inline unsigned cluster_rank() {
 
 // Every thread of every block of the cluster arrives, then every one goes on.
 __device__ inline void cluster_barrier() {
+    __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
@@ -79,7 +80,7 @@ __device__ inline bool barrier_try(unsigned barrier, unsigned parity) {
     unsigned done;
     asm volatile(
         "{.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
@@ -97,12 +98,16 @@ __device__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Named barriers of one block: `threads` counts those that arrive without waiting and those that wait.
+// Named barriers of one block: `threads` counts those that arrive without waiting and those that wait. Not bar.arrive and
+// bar.sync, which promise that all threads of the block execute the same instruction: here each role has its own. A warp
+// does it as one: its lanes come together first.
 __device__ inline void block_arrive(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    __syncwarp();
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 __device__ inline void block_wait(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    __syncwarp();
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Copies 4 bytes of global memory to shared memory, or zeros if not `wanted`, behind the thread's back.
@@ -122,6 +127,11 @@ __device__ inline unsigned long long now_ns() {
     return t;
 }
 
+#ifdef DS2_DEBUG_WAIT
+constexpr bool DEBUG_WAITS = true;
+#else
+constexpr bool DEBUG_WAITS = false;
+#endif
 constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
 
 // Waits for the end of the phase of this parity. In debug builds a wait of more than MAX_WAIT_NS names itself and traps:
