@@ -31,7 +31,8 @@ class DecodeError(ValueError):
 class Word:
     """A word and where it was heard.
 
-    `confidence` is the product of its labels' probabilities, each at its most certain frame: 0 to 1, not calibrated.
+    `confidence`, 0 to 1, is the product of its labels' probabilities, each at its most certain frame; where
+    `decode.confidence` was fitted on a dev set, the share of such words that were right there.
     """
 
     text: str

@@ -188,6 +188,7 @@ class DecodeConfig:
     nbest: int = 1
     threads: int = 0  # of native and ctcdecode; 0: one a core
     times: bool = True  # word times and confidences, by aligning what was recognised
+    confidence: list[float] = field(default_factory=lambda: [1.0, 0.0])  # calibration: slope, offset of the logit
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ds2.beam_batched import BatchedBeamSearch
 from ds2.beam_lexicon import LexiconSearch
 from ds2.beam_native import CtcdecodeSearch, NativeSearch
 from ds2.beam_search import BLANK, DecodeError, Hypothesis, Word, greedy_decode, spell_words
+from ds2.confidence import AS_IT_IS, CalibratedDecoder
 from ds2.config import DECODE_METHODS, DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import NGram
@@ -171,6 +172,10 @@ def check_options(options: DecodeConfig) -> None:
             raise DecodeError(f"decode.{key}={getattr(options, key)} must be at least {least}")
     if not 0 < options.prune < math.inf:
         raise DecodeError(f"decode.prune={options.prune} must be above 0: the distance to the best, natural log")
+    if len(options.confidence) != 2 or not all(map(math.isfinite, options.confidence)):
+        raise DecodeError(
+            f"decode.confidence={options.confidence} must be a slope and an offset: [1,0] changes nothing"
+        )
     if not options.label_min_log_prob < 0:
         raise DecodeError(f"decode.label_min_log_prob={options.label_min_log_prob} must be below 0")
 
@@ -185,6 +190,13 @@ def make_decoder(
         LanguageModelError: a model that cannot be read or does not fit the alphabet.
     """
     check_options(options)
+    decoder = _uncalibrated(options, alphabet, frame_s, device, lm)
+    return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)
+
+
+def _uncalibrated(
+    options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+) -> Decoder:
     if options.method == "greedy":
         return GreedyDecoder(alphabet, frame_s)
     if lm is None and options.lm:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds2.alphabet import Alphabet
 from ds2.beam_search import DecodeError
+from ds2.confidence import AS_IT_IS, fit_calibration, judge
 from ds2.config import DecodeConfig
 from ds2.decoding import make_decoder
 from ds2.language_model import NGram
@@ -114,6 +115,21 @@ def _try(
     return Trial(alpha, beta, beam, errors)
 
 
+def tune_confidence(
+    dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
+) -> tuple[float, float]:
+    """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
+    plain = replace(options, method="beam", nbest=1, times=True, confidence=list(AS_IT_IS))
+    decoder = make_decoder(plain, alphabet, 1.0, device, lm)
+    confidences: list[float] = []
+    right: list[bool] = []
+    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
+        for [found], reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
+            confidences += [word.confidence for word in found.words]
+            right += judge(reference.split(), found.text.split())
+    return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else AS_IT_IS
+
+
 def draw(trials: Sequence[Trial], chosen: Trial, path: Path) -> None:
     """Draw the WER surface over alpha and beta, at the beam that most points have, as a picture.
 
@@ -196,9 +212,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     best = choose(trials)
     target = tuned_file(file)
-    save_options(replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam), target)
+    tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
+    slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
+    save_options(replace(tuned, confidence=[round(slope, 4), round(offset, 4)]), target)
     picture = arguments.picture or target.with_suffix(".png")
-    print(f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}; evaluate and transcribe use it")
+    print(
+        f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
+        f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"
+    )
     draw(trials, best, picture)
     print(f"wrote {picture}")
     return 0

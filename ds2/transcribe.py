@@ -25,6 +25,7 @@ from ds2.alphabet import Alphabet
 from ds2.audio import AudioError, audio_blocks
 from ds2.beam_search import DecodeError, Hypothesis, best_path, collapse
 from ds2.checkpoint import LoadedModel, find_model, load_model
+from ds2.confidence import calibrated
 from ds2.decode_options import resolve_options, split_overrides
 from ds2.decoding import Decoder, decode_long, make_decoder
 from ds2.model import AcousticModel
@@ -241,6 +242,8 @@ def run(arguments: Sequence[str]) -> int:
             failed += 1
             continue
         hypothesis = transcript.hypothesis
+        if decoder is None:
+            hypothesis = calibrated(hypothesis, options.confidence)
         if given.format == "json":
             words = [asdict(word) for word in hypothesis.words]
             record = {"audio_filepath": name, "duration": transcript.duration_s, "text": hypothesis.text}

@@ -1,6 +1,10 @@
 """Reliability of word confidences: how often words of each confidence are right, as a picture and one figure.
 
     python tools/plot_confidence.py RUN/best-evaluation/dev/hypotheses.jsonl --picture confidence.png
+    python tools/plot_confidence.py RUN/best-evaluation/tune/hypotheses.jsonl --fit
+
+--fit prints the calibration, `decode.confidence`, that suits these hypotheses, of an evaluation without one: fit it on
+other utterances than those it is judged on. `ds2 lm tune` does so for its winner.
 
 The expected calibration error is the mean distance between confidence and accuracy over bins of equal width, weighted
 by words (Guo et al. 2017, "On calibration of modern neural networks", equation 3).
@@ -16,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.wer import CORRECT, DELETION, align
+from ds2.confidence import fit_calibration, judge
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Reliability:
         return float((gaps * self.words).sum() / max(1, self.words.sum()))
 
 
-def judge(path: Path) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+def read(path: Path) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Return the confidence of every recognised word of a hypotheses.jsonl, and whether the alignment has it right.
 
     Raises:
@@ -47,7 +51,7 @@ def judge(path: Path) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         said = [word["text"] for word in record["words"]]
         if said != record["pred_text"].split():
             raise ValueError(f"{path}:{number}: the words differ from pred_text: evaluate with decode.times=true")
-        right += [edit == CORRECT for edit in align(record["text"].split(), said) if edit != DELETION]
+        right += judge(record["text"].split(), said)
         confidences += [word["confidence"] for word in record["words"]]
     if not confidences:
         raise ValueError(f"{path} holds no recognised words")
@@ -84,15 +88,20 @@ def main() -> None:
     parser.add_argument("hypotheses", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--bins", type=int, default=10)
+    parser.add_argument("--fit", action="store_true", help="also print the decode.confidence that suits them")
     arguments = parser.parse_args()
     try:
-        found = reliability(*judge(arguments.hypotheses), arguments.bins)
+        words = read(arguments.hypotheses)
+        found = reliability(*words, arguments.bins)
+        fitted = fit_calibration(*words) if arguments.fit else None
     except ValueError as error:
         parser.exit(2, f"plot_confidence.py: {error}\n")
     print("confidence  right  words")
-    for confidence, accuracy, words in zip(found.confidence, found.accuracy, found.words, strict=True):
-        print(f"{confidence:10.3f}  {accuracy:5.3f}  {words:5d}")
+    for confidence, accuracy, count in zip(found.confidence, found.accuracy, found.words, strict=True):
+        print(f"{confidence:10.3f}  {accuracy:5.3f}  {count:5d}")
     print(f"expected calibration error {found.calibration_error:.4f} over {found.words.sum()} words")
+    if fitted is not None:
+        print(f"decode.confidence=[{fitted[0]:.3f},{fitted[1]:.3f}]")
     if arguments.picture:
         draw(found, arguments.picture)
 

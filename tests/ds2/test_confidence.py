@@ -1,4 +1,4 @@
-"""Words are right or wrong by alignment, and the calibration error is that of hand-worked bins."""
+"""Words are right or wrong by alignment, calibration errors are those of hand-worked bins, calibrations are found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
+from ds2.alphabet import Alphabet
+from ds2.beam_search import DecodeError
+from ds2.confidence import calibrate, fit_calibration
+from ds2.config import DecodeConfig
+from ds2.decoding import make_decoder
 
 TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "plot_confidence.py"))
 
@@ -18,7 +25,7 @@ def test_words_are_judged_by_alignment(tmp_path: Path) -> None:
     ]
     record = {"text": "the hat sat", "pred_text": "the cat sat o", "words": words}
     (tmp_path / "h.jsonl").write_text(json.dumps(record) + "\n")
-    confidences, right = TOOL["judge"](tmp_path / "h.jsonl")
+    confidences, right = TOOL["read"](tmp_path / "h.jsonl")
     assert confidences.tolist() == [0.9, 0.4, 0.8, 0.1]
     assert right.tolist() == [True, False, True, False]
     found = TOOL["reliability"](confidences, right, bins=2)
@@ -37,4 +44,38 @@ def test_empty_bins_and_certain_words_have_their_place() -> None:
 def test_hypotheses_without_words_are_named(tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").write_text(json.dumps({"text": "a", "pred_text": "a", "words": []}) + "\n")
     with pytest.raises(ValueError, match=r"decode\.times=true"):
-        TOOL["judge"](tmp_path / "h.jsonl")
+        TOOL["read"](tmp_path / "h.jsonl")
+
+
+def test_the_calibration_that_made_the_words_is_found() -> None:
+    draw = np.random.default_rng(2)
+    confidences = draw.uniform(0.01, 0.99, 40_000)
+    right = draw.uniform(size=len(confidences)) < calibrate(confidences, (0.5, -1.0))
+    assert fit_calibration(confidences, right) == pytest.approx((0.5, -1.0), abs=0.05)
+    before, after = (
+        TOOL["reliability"](values, right).calibration_error
+        for values in (confidences, calibrate(confidences, fit_calibration(confidences, right)))
+    )
+    assert after < 0.02
+    assert before > 0.1
+    with pytest.raises(ValueError, match="2 words, 2 of them right"):
+        fit_calibration([0.5, 0.6], [True, True])
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_decoders_calibrate_their_words(method: str) -> None:
+    log_probs = torch.tensor([[0.1, 0.8, 0.1], [0.9, 0.05, 0.05]]).log()[:, None]
+
+    def confidence(**settings: list[float]) -> float:
+        decoder = make_decoder(
+            DecodeConfig(method=method, **settings),  # type: ignore[arg-type]
+            Alphabet(("", "a", " ")),
+            0.02,
+            torch.device("cpu"),
+        )
+        return decoder.decode(log_probs, torch.tensor([2]))[0][0].words[0].confidence
+
+    assert confidence() == pytest.approx(0.8)
+    assert confidence(confidence=[0.5, 0.0]) == pytest.approx(2 / 3)  # odds of 4 become odds of 2
+    with pytest.raises(DecodeError, match=r"decode\.confidence=\[1\.0\]"):
+        confidence(confidence=[1.0])

@@ -13,7 +13,7 @@ from ds2.config import DecodeConfig
 from ds2.language_model import NGram
 from ds2.lm_build import estimate
 from ds2.lm_text import SentenceReader
-from ds2.lm_tune import DevSet, Trial, choose, draw, search
+from ds2.lm_tune import DevSet, Trial, choose, draw, search, tune_confidence
 from ds2.wer import ErrorCounts
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
@@ -62,3 +62,13 @@ def test_a_narrower_beam_is_taken_where_it_costs_little(narrow_errors: int, beam
     ]
     assert choose(trials).beam == beam
     assert math.isclose(choose(trials).alpha, 0.5)
+
+
+def test_confidences_are_calibrated_on_what_was_decoded(tmp_path: Path) -> None:
+    dev, lm = misheard(TEXTS), model_of(TEXTS, tmp_path)
+    device = torch.device("cpu")
+    mended = DecodeConfig(method="beam", beam=32, alpha=1.0, beta=0.0, unknown_score=-0.1)
+    assert tune_confidence(dev, ALPHABET, lm, mended, device) == (1.0, 0.0)  # all words are right: nothing to learn
+    half_wrong = DecodeConfig(method="beam", beam=32, alpha=0.0, beta=0.0, unknown_score=-0.1)
+    slope, offset = tune_confidence(dev, ALPHABET, lm, half_wrong, device)
+    assert slope > 1 and math.isfinite(offset)  # the misheard words are the doubtful ones

@@ -1,0 +1,88 @@
+"""Words' confidences that mean what they say: a logistic calibration of the recogniser's own, fitted on a dev set.
+
+A confidence p becomes sigmoid(slope x logit(p) + offset) (Platt 1999, "Probabilistic outputs for support vector
+machines"). Slope 1 and offset 0 leave it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.beam_search import Hypothesis
+from ds2.wer import CORRECT, DELETION, align
+
+AS_IT_IS = (1.0, 0.0)
+_LEAST = 1e-3  # nearer to 0 or 1 a confidence tells no more
+_NEWTON_STEPS = 30
+_RIDGE = 1e-3
+
+
+class _Decoder(Protocol):
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]: ...
+
+
+class CalibratedDecoder:
+    """A decoder whose words carry calibrated confidences."""
+
+    def __init__(self, decoder: _Decoder, calibration: Sequence[float]) -> None:
+        self.decoder, self.calibration = decoder, calibration
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Decode as the decoder does."""
+        return [[calibrated(h, self.calibration) for h in row] for row in self.decoder.decode(log_probs, lengths)]
+
+
+def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothesis:
+    """Return the hypothesis with its words' confidences calibrated."""
+    if not hypothesis.words or tuple(calibration) == AS_IT_IS:
+        return hypothesis
+    values = calibrate(np.array([word.confidence for word in hypothesis.words]), calibration).tolist()
+    words = (replace(word, confidence=value) for word, value in zip(hypothesis.words, values, strict=True))
+    return replace(hypothesis, words=tuple(words))
+
+
+def calibrate(confidences: NDArray[np.float64], calibration: Sequence[float]) -> NDArray[np.float64]:
+    """Apply a (slope, offset) to confidences (N,) of 0 to 1."""
+    slope, offset = calibration
+    calibrated: NDArray[np.float64] = 1 / (1 + np.exp(-(slope * _logit(confidences) + offset)))
+    return calibrated
+
+
+def judge(reference: Sequence[str], words: Sequence[str]) -> list[bool]:
+    """Return whether each recognised word is right, by its alignment to the reference."""
+    return [edit == CORRECT for edit in align(reference, words) if edit != DELETION]
+
+
+def fit_calibration(confidences: Iterable[float], right: Iterable[bool]) -> tuple[float, float]:
+    """Return the (slope, offset) under which words were most probably right or wrong as they were.
+
+    Args:
+        confidences: of recognised words, 0 to 1, as a decoder without calibration gives them.
+        right: whether each is right.
+
+    Raises:
+        ValueError: no words, or all of them right or all wrong: nothing to fit.
+    """
+    inputs = _logit(np.fromiter(confidences, np.float64))
+    targets = np.fromiter(right, np.float64)
+    if not 0 < targets.sum() < len(targets):
+        raise ValueError(f"{len(targets)} words, {int(targets.sum())} of them right: a calibration needs some of both")
+    design, weights = np.stack([inputs, np.ones_like(inputs)], 1), np.array(AS_IT_IS)
+    for _ in range(_NEWTON_STEPS):
+        predicted = 1 / (1 + np.exp(-design @ weights))
+        slopes = design.T @ (targets - predicted) - _RIDGE * weights
+        curvature = (design * (predicted * (1 - predicted))[:, None]).T @ design + _RIDGE * np.eye(2)
+        weights = weights + np.linalg.solve(curvature, slopes)
+    return float(weights[0]), float(weights[1])
+
+
+def _logit(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    held = np.clip(values, _LEAST, 1 - _LEAST)
+    odds: NDArray[np.float64] = np.log(held / (1 - held))
+    return odds
