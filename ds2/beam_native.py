@@ -180,22 +180,24 @@ class CtcdecodeSearch:
             raise DecodeError(
                 "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"
             )
-        if lm is not None and not options.lm:
-            raise DecodeError("decode.method=ctcdecode reads the model's file itself: set decode.lm")
         self.rescorer = Rescorer(alphabet, options, lm)
         self.options = options
-        self.decoder = package.CTCBeamDecoder(
-            ["_", *alphabet.symbols[1:]],
-            model_path=options.lm or None,
-            alpha=options.alpha if lm is not None else 0.0,
-            beta=options.beta if lm is not None else 0.0,
-            cutoff_top_n=len(alphabet),
-            cutoff_prob=1.0,
-            beam_width=options.beam,
-            num_processes=options.threads or len(os.sched_getaffinity(0)),
-            blank_id=0,
-            log_probs_input=True,
-        )
+        settings = {
+            "beam_width": options.beam,
+            "cutoff_top_n": len(alphabet),
+            "cutoff_prob": 1.0,
+            "num_processes": thread_count(options),
+            "blank_id": 0,
+            "log_probs_input": True,
+        }
+        labels = ["_", *alphabet.symbols[1:]]
+        if lm is None:
+            self.decoder = package.CTCBeamDecoder(labels, **settings)
+            return
+        with arpa_file(lm, options.lm) as arpa:  # its KenLM does not read our binary
+            self.decoder = package.CTCBeamDecoder(
+                labels, model_path=str(arpa), alpha=options.alpha, beta=options.beta, **settings
+            )
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""

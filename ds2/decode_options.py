@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.compose import compose_config, to_config
+from ds2.compose import compose_config, nearest_key, to_config
 from ds2.config import Config, ConfigError, DecodeConfig
 
 
@@ -43,7 +43,10 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config) 
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
     except OmegaConfBaseException as error:
         place = f"{file}, {' '.join(overrides)}" if file.is_file() else " ".join(overrides)
-        raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from error
+        unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)
+        near = nearest_key(str(error.full_key)) if unknown else None
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(f"{place}: {str(error).splitlines()[0]}{hint}") from error
     return to_config(cast(DictConfig, merged)).decode
 
 

@@ -97,6 +97,8 @@ class SearchDecoder:
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode as :class:`Decoder` says; log-probs come to the decoder's device if they are elsewhere."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
+        if not len(lengths):
+            return []
         log_probs = log_probs.float().to(self.device)
         rows = self.search(log_probs, lengths)
         return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows

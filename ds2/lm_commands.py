@@ -219,7 +219,12 @@ def _parser() -> argparse.ArgumentParser:
     query.add_argument("lm", type=Path, help="binary or ARPA")
     query.set_defaults(run=_query)
 
-    tune = commands.add_parser("tune", help="alpha, beta and beam of a model on a dev set")
+    tune = commands.add_parser(
+        "tune",
+        help="alpha, beta and beam of a model on a dev set",
+        description="Find alpha, beta and the beam on a dev set; decode.prune, decode.label_min_log_prob and "
+        "decode.unknown_score stay as the model's config has them.",
+    )
     add_tune_arguments(tune)
     return parser
 

@@ -30,6 +30,15 @@ def test_mistakes_are_named(override: str, tmp_path: Path) -> None:
         resolve_options([override], tmp_path / "best.safetensors", Config(run_dir="run"))
 
 
+def test_the_nearest_key_is_named(tmp_path: Path) -> None:
+    model, config = tmp_path / "best.safetensors", Config(run_dir="run")
+    with pytest.raises(ConfigError, match=r"did you mean 'decode\.alpha'"):
+        resolve_options(["decode.alhpa=1"], model, config)
+    tuned_file(model).write_text("beem: 8\n")
+    with pytest.raises(ConfigError, match=r"best-decode\.yaml.*did you mean 'decode\.beam'"):
+        resolve_options([], model, config)
+
+
 def test_arguments_part() -> None:
     given = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
     assert split_overrides(given) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])

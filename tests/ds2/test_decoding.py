@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,9 +242,38 @@ def test_log_probs_that_cannot_be_decoded_are_named(method: str, case: str) -> N
     else:
         lengths[2] = 0
     message = {"nan": "NaN", "unnormalised": "log_softmax", "no frames": "T = 0"}[case]
+    decoder = make_decoder(DecodeConfig(method=method), CHARACTERS, 0.02, CPU)
     with pytest.raises(DecodeError, match=message) as caught:
-        make_decoder(DecodeConfig(method=method), CHARACTERS, 0.02, CPU).decode(log_probs, lengths)
+        decoder.decode(log_probs, lengths)
     assert caught.value.rows == [2]
+    assert decoder.decode(log_probs[:, :0], lengths[:0]) == []
+
+
+class Ctcdecode:
+    """The package's decoder as far as the adapter calls it: finds "ab", worth -2.5."""
+
+    def __init__(self, labels: list[str], model_path: str, **settings: object) -> None:
+        assert labels == ["_", " ", "a", "b"]
+        assert read_arpa(Path(model_path)).order == 2
+        self.settings = settings
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        assert log_probs.shape == (3, 4, 4) and lengths.tolist() == [4, 4, 2]
+        found = torch.tensor([2, 3, 0, 0]).repeat(3, 1, 1)
+        return found, torch.full((3, 1), 2.5), torch.zeros_like(found), torch.full((3, 1), 2)
+
+
+def test_ctcdecode_gets_a_model_that_it_can_read_and_its_scores_are_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ctcdecode", SimpleNamespace(CTCBeamDecoder=Ctcdecode))
+    lm = language_model(tmp_path, "word")
+    options = DecodeConfig(method="ctcdecode", lm="model.lm", alpha=0.7, beta=0.4)
+    rows = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(random_log_probs(4, 3, 4), torch.tensor([4, 4, 2]))
+    for [found] in rows:
+        assert (found.text, found.labels, found.score) == ("ab", (2, 3), -2.5)
+        assert found.lm == pytest.approx(sum(lm.sentence(["ab"])))
+        assert found.acoustic + 0.7 * found.lm + found.bonus == pytest.approx(-2.5)
 
 
 @pytest.mark.parametrize(
