@@ -100,7 +100,7 @@ class SpeechLoader:
         """Yield the batches of one epoch in order; start one epoch only after the last one's iterator is done with.
 
         Args:
-            batches: positions of utterances, such as `plan_epoch(...)[step:]`, sharded where there are ranks.
+            batches: positions of utterances, such as `plan_epoch(...)[step:]`, dealt where there are ranks.
             epoch: 1-based; selects the augmentation draws.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
