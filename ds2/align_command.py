@@ -16,6 +16,8 @@ from torch import Tensor
 from ds2.align import Alignment, force_align
 from ds2.alphabet import Alphabet
 from ds2.beam_search import Word, spell_words
+from ds2.checkpoint import LoadedModel, load_model
+from ds2.manifest import Utterance
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _DEVIATIONS = 6.0  # above the median: what is listed
@@ -70,12 +72,34 @@ def suspicious(surprises: Iterable[float]) -> list[int]:
     return sorted((i for i, value in enumerate(values) if value > limit), key=lambda i: -values[i])
 
 
+def align_utterances(
+    loaded: LoadedModel, utterances: Sequence[Utterance], device: torch.device
+) -> list[AlignedTranscript]:
+    """Align the transcripts of utterances to their audio, in order; characters outside the alphabet are left out.
+
+    Args:
+        loaded: the model, on `device`.
+        utterances: any number.
+        device: where the model runs.
+    """
+    from ds2.evaluate import logit_batches
+
+    alphabet, frame_s = loaded.alphabet, loaded.features.step_s * loaded.model.time_stride
+    forgiving = replace(alphabet, unknown="drop")
+    targets = [forgiving.encode(u.text) for u in utterances]
+    config = replace(loaded.config, data=replace(loaded.config.data, cache="none"))
+    aligned: dict[int, AlignedTranscript] = {}
+    batches = logit_batches(loaded.model, loaded.features, utterances, config, device=device)
+    for indices, logits, lengths in batches:
+        found = align_batch(logits.float().log_softmax(2), lengths, [targets[i] for i in indices], alphabet, frame_s)
+        aligned.update(zip(indices, found, strict=True))
+    return [aligned[i] for i in range(len(utterances))]
+
+
 def run(arguments: Sequence[str]) -> int:
     """`ds2 align MODEL MANIFEST...`: times as JSON lines, suspicious transcripts on standard output; 0."""
-    from ds2.checkpoint import load_model
     from ds2.corpus import scored_utterances
     from ds2.device import resolve_device
-    from ds2.evaluate import logit_batches
     from ds2.wer_report import write_text
 
     parser = argparse.ArgumentParser(
@@ -88,17 +112,8 @@ def run(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     device = resolve_device(given.device)
     loaded = load_model(given.model, device)
-    alphabet, frame_s = loaded.alphabet, loaded.features.step_s * loaded.model.time_stride
-    utterances = scored_utterances(given.manifests, alphabet)
-    forgiving = replace(alphabet, unknown="drop")  # what the network cannot write cannot be aligned
-    targets = [forgiving.encode(u.text) for u in utterances]
-    config = replace(loaded.config, data=replace(loaded.config.data, cache="none"))
-    aligned: dict[int, AlignedTranscript] = {}
-    batches = logit_batches(loaded.model, loaded.features, utterances, config, device=device)
-    for indices, logits, lengths in batches:
-        found = align_batch(logits.float().log_softmax(2), lengths, [targets[i] for i in indices], alphabet, frame_s)
-        aligned.update(zip(indices, found, strict=True))
-    order = [aligned[i] for i in range(len(utterances))]
+    utterances = scored_utterances(given.manifests, loaded.alphabet)
+    order = align_utterances(loaded, utterances, device)
     if given.out:
         records = (
             {

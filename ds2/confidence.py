@@ -50,8 +50,7 @@ def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothes
 def calibrate(confidences: NDArray[np.float64], calibration: Sequence[float]) -> NDArray[np.float64]:
     """Apply a (slope, offset) to confidences (N,) of 0 to 1."""
     slope, offset = calibration
-    calibrated: NDArray[np.float64] = 1 / (1 + np.exp(-(slope * _logit(confidences) + offset)))
-    return calibrated
+    return _sigmoid(slope * _logit(confidences) + offset)
 
 
 def judge(reference: Sequence[str], words: Sequence[str]) -> list[bool]:
@@ -73,13 +72,25 @@ def fit_calibration(confidences: Iterable[float], right: Iterable[bool]) -> tupl
     targets = np.fromiter(right, np.float64)
     if not 0 < targets.sum() < len(targets):
         raise ValueError(f"{len(targets)} words, {int(targets.sum())} of them right: a calibration needs some of both")
-    design, weights = np.stack([inputs, np.ones_like(inputs)], 1), np.array(AS_IT_IS)
+    design, weights = np.stack([inputs, np.ones_like(inputs)], 1), np.zeros(2)
+
+    def loss(weights: NDArray[np.float64]) -> float:
+        return float(np.logaddexp(0, (1 - 2 * targets) * (design @ weights)).sum() + _RIDGE / 2 * weights @ weights)
+
     for _ in range(_NEWTON_STEPS):
-        predicted = 1 / (1 + np.exp(-design @ weights))
-        slopes = design.T @ (targets - predicted) - _RIDGE * weights
+        predicted = _sigmoid(design @ weights)
+        downhill = design.T @ (targets - predicted) - _RIDGE * weights
         curvature = (design * (predicted * (1 - predicted))[:, None]).T @ design + _RIDGE * np.eye(2)
-        weights = weights + np.linalg.solve(curvature, slopes)
+        step = np.linalg.solve(curvature, downhill)
+        while loss(weights + step) > loss(weights) and np.abs(step).max() > _LEAST:  # Newton's step may go too far
+            step = step / 2
+        weights = weights + step
     return float(weights[0]), float(weights[1])
+
+
+def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = 0.5 * (1 + np.tanh(values / 2))  # does not overflow
+    return found
 
 
 def _logit(values: NDArray[np.float64]) -> NDArray[np.float64]:
