@@ -160,7 +160,8 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
 def _join(config: CommConfig, device: str, launched: int) -> tuple[Communicator, str]:
     """Make the MPI or NCCL member; returns it and why it was chosen."""
     try:
-        from ds2.mpi import MpiCommunicator, open_world
+        from ds2.mpi import MpiCommunicator
+        from ds2.mpi_world import open_world
     except ImportError as error:
         raise ConfigError(
             f"{launched} ranks were started, but MPI cannot be loaded ({error}): pip install 'ds2-speech[mpi]' for "
@@ -226,7 +227,7 @@ def _share_cores(comm: Communicator) -> None:
 
 
 def _show(comm: Communicator, reason: str) -> None:
-    from ds2.mpi import library_version
+    from ds2.mpi_world import library_version
 
     rows = comm.allgather((comm.host, os.getpid(), _device_name(comm.device), torch.get_num_threads()))
     if comm.rank == 0:

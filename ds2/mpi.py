@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -17,65 +14,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ds2.config import ConfigError
 from ds2.distributed import Communicator, Moment, Pending
+from ds2.mpi_world import World, reads_device_memory
 from ds2.watchdog import Watchdog, Whereabouts
 
 T = TypeVar("T")
 _POLL_S = 20e-6  # between tests of what is under way: non-blocking collectives move only while someone asks
-
-
-class World:
-    """All ranks, before a member of the communicator is chosen."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
-        self.host = platform.node()
-        self.hosts: list[str] = comm.allgather(self.host)
-        self.local_rank = self.hosts[: comm.rank].count(self.host)
-
-    def first(self, value: str) -> str:
-        """The first value of any rank that is not empty."""
-        return next((v for v in self.comm.allgather(value) if v), "")
-
-    def share_a_gpu(self, device: torch.device) -> bool:
-        """Whether two ranks have chosen the same GPU."""
-        on_gpu = device.type == "cuda"
-        chosen = self.comm.allgather(
-            str(torch.cuda.get_device_properties(device).uuid) if on_gpu else f"rank {self.comm.rank}"
-        )
-        return len(set(chosen)) < len(chosen)
-
-
-def open_world(launched: int) -> World:
-    """Check that the MPI library loaded is the launcher's.
-
-    Raises:
-        ConfigError: it sees another number of ranks than were launched, or cannot serve several threads.
-    """
-    found = MPI.COMM_WORLD.size
-    if found != launched:
-        raise ConfigError(
-            f"the launcher started {launched} ranks, but {library_version()} sees {found}: mpirun and the library that "
-            "mpi4py loads are of different MPIs; start with the mpirun beside the python that holds mpi4py"
-        )
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ConfigError(f"{library_version()} gives no MPI_THREAD_MULTIPLE, which overlap and watchdog need")
-    return World(MPI.COMM_WORLD)
-
-
-def library_version() -> str:
-    """The MPI library's name and version."""
-    return MPI.Get_library_version().split(",")[0].strip("\0 \n")
-
-
-@cache
-def reads_device_memory() -> bool:
-    """Whether this MPI says that it takes pointers to GPU memory (`MPIX_Query_cuda_support`)."""
-    try:
-        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
-    except (OSError, AttributeError):
-        return False
 
 
 class MpiCommunicator(Communicator):

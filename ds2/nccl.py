@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ds2.distributed import Moment, Pending
-from ds2.mpi import MpiCommunicator, World
+from ds2.mpi import MpiCommunicator
+from ds2.mpi_world import World
 
 _UNIQUE_ID_BYTES = 128
 _SUM = 0  # ncclRedOp_t

@@ -1,10 +1,9 @@
-"""One run's state on one device: what happens to it in a step, an evaluation, a save and a resume."""
+"""One run's state on one device: what happens to it in a step, an evaluation and a save."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,8 @@ from ds2.audio_cache import AudioStore
 from ds2.augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
 from ds2.batching import deal, padded_durations_s, plan_epoch
-from ds2.checkpoint import (
-    CheckpointError,
-    load_model,
-    load_trainer,
-    optimizer_tensors,
-    restore_optimizer,
-    save_model,
-    save_trainer,
-)
-from ds2.compose import config_to_dict
-from ds2.config import Config, ConfigError
+from ds2.checkpoint import save_model
+from ds2.config import Config
 from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
 from ds2.ctc import ctc_losses
 from ds2.dataset import Batch, SpeechLoader
@@ -40,12 +30,10 @@ from ds2.metrics import RunLog, StepTimer, git_commit
 from ds2.model import AcousticModel
 from ds2.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
-from ds2.progress import Progress, StepReport, changed_keys
+from ds2.progress import Progress, StepReport
+from ds2.resume import save_state, take_up
 
 log = logging.getLogger(__name__)
-
-
-_PARTS = ("model", "features", "optimizer", "average")
 
 
 class TrainingError(RuntimeError):
@@ -82,7 +70,7 @@ class Trainer:
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.average: WeightAverage[AcousticModel] | None = None
-        self._take_up(run_dir / "trainer.safetensors")
+        take_up(self)
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = GradientReducer(
             self.model,
@@ -91,60 +79,6 @@ class Trainer:
             overlap=config.comm.overlap,
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
-
-    def _take_up(self, state: Path) -> None:
-        """Give all ranks the state that rank 0 reads from a file, or that it starts from where there is none."""
-        parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
-        if self.comm.rank == 0:
-            if self.config.checkpoint.resume and state.is_file():
-                parts = self._read(state)
-            else:
-                self._start()
-                parts = self._parts()
-        parts = {part: self.comm.broadcast_tensors(tensors) for part, tensors in parts.items()}
-        self.progress = Progress(**self.comm.broadcast(asdict(self.progress)))
-        self.comm.whereabouts.step = self.progress.step
-        self.model.load_state_dict(parts["model"])
-        self.features.load_state_dict(parts["features"])
-        restore_optimizer(self.optimizer, parts["optimizer"])
-        if self.config.train.average_decay:
-            self.average = WeightAverage(self.model, self.config.train.average_decay)
-            if parts["average"]:
-                self.average.model.load_state_dict(parts["average"])
-                self.average.updates = self.progress.step
-
-    def _start(self) -> None:
-        if any(self.run_dir.glob("*.safetensors")):
-            raise CheckpointError(
-                f"{self.run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "
-                "give another run_dir, or move the folder away"
-            )
-        if self.config.checkpoint.init_from:
-            loaded = load_model(self.config.checkpoint.init_from, self.device)
-            if loaded.alphabet != self.alphabet:
-                raise ConfigError(f"checkpoint.init_from={self.config.checkpoint.init_from} has another alphabet")
-            self.model.load_state_dict(loaded.model.state_dict())
-            self.features.load_state_dict(loaded.features.state_dict())
-        elif self.config.features.normalise == "corpus":
-            chosen = np.random.default_rng(self.config.train.seed).permutation(len(self.utterances))
-            drawn = chosen[: self.config.features.statistics_utterances]
-            self.features.estimate(torch.from_numpy(self.loader.audio[int(i)]) for i in drawn)
-
-    def _read(self, path: Path) -> dict[str, dict[str, Tensor]]:
-        parts, metadata = load_trainer(path, _PARTS)
-        changed = changed_keys(metadata["config"], config_to_dict(self.config))
-        fixed = [key for key in changed if key.split(".")[0] in ("model", "features", "alphabet")]
-        if fixed:
-            raise ConfigError(
-                f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
-                "or start from its weights with checkpoint.init_from"
-            )
-        self.progress = Progress(**metadata["progress"])
-        log.info(
-            "resumed %s: epoch %d, batch %d, step %d%s", path, self.progress.epoch, self.progress.batch,
-            self.progress.step, f"; changed: {', '.join(changed)}" if changed else "",
-        )  # fmt: skip
-        return parts
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -334,12 +268,4 @@ class Trainer:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
         if self.comm.rank == 0:
             with self.comm.whereabouts.slow("saving"):
-                save_trainer(self.run_dir / "trainer.safetensors", self._parts(), asdict(self.progress), self.config)
-
-    def _parts(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            "model": self.model.state_dict(),
-            "features": self.features.state_dict(),
-            "optimizer": optimizer_tensors(self.optimizer),
-            "average": self.average.model.state_dict() if self.average is not None else {},
-        }
+                save_state(self)

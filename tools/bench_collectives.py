@@ -27,7 +27,7 @@ from ds2.config import CommConfig
 from ds2.device import resolve_device
 from ds2.distributed import Communicator, connect
 from ds2.metrics import git_commit
-from ds2.mpi import library_version
+from ds2.mpi_world import library_version
 
 Sum = Callable[[Tensor], object]
 

@@ -47,7 +47,7 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     train(config, run_dir)
     names = {p.name for p in run_dir.iterdir()}
     assert names == {
-        "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors",
+        "lock", "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors",
         "trainer.safetensors", "config.yaml", "log.jsonl", "tensorboard",
     }  # fmt: skip
     loaded = load_model(run_dir / "last.safetensors")
