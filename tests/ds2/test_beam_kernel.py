@@ -6,6 +6,7 @@ Without a GPU the kernel's own source runs through a host compiler; with one the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +32,12 @@ WIDE = replace(OPEN, beam=300, prune=1e9, label_min_log_prob=-1e9)
 MANY = Alphabet(("", *(f"{mark}{a}{b}" for a in "abcdefghij" for b in "abcdefghij" for mark in ("\u2581", ""))))
 
 
+def nearly_tied(frames: int, batch: int, labels: int) -> Tensor:
+    """Log-probs whose sums differ in their last digits only."""
+    noise = torch.randn(frames, batch, labels, generator=torch.Generator().manual_seed(2))
+    return (torch.tensor([0.0, -1.0, -2.0, -2.0]) + 1e-5 * noise).log_softmax(2)
+
+
 @dataclass(frozen=True)
 class Case:
     """A search: its settings, and log-probs of `frames` for utterances of `lengths`."""
@@ -40,7 +47,7 @@ class Case:
     alphabet: Alphabet = CHARACTERS
     unit: str = "word"
     lengths: list[int] = field(default_factory=lambda: [40, 29, 1, 11])
-    flat: bool = False
+    make: Callable[[int, int, int], Tensor] = speechlike
 
 
 CASES = [
@@ -55,8 +62,10 @@ CASES = [
     Case("pieces", OPEN, PIECES, "piece"),
     Case("one hypothesis", replace(OPEN, beam=1)),
     Case("beam off the shapes", replace(OPEN, beam=77, label_min_log_prob=-20.0, prune=30.0)),
-    Case("more beam than there is", WIDE, lengths=[5, 3, 1], flat=True),
-    Case("more beam than there is, lexicon", replace(WIDE, lexicon=True), lengths=[5, 3, 1], flat=True),
+    Case("more beam than there is", WIDE, lengths=[5, 3, 1], make=random_log_probs),
+    Case("more beam than there is, lexicon", replace(WIDE, lexicon=True), lengths=[5, 3, 1], make=random_log_probs),
+    Case("near ties", replace(OPEN, beam=24, prune=4.0, nbest=24), unit="none", make=nearly_tied),
+    Case("more near ties", replace(OPEN, beam=100, prune=6.0, nbest=100), unit="none", make=nearly_tied),
     Case("many labels", replace(OPEN, beam=40, label_min_log_prob=-30.0), MANY, lengths=[12, 5]),
     Case("first frames", OPEN, lengths=[1, 1, 2, 3]),
 ]
@@ -64,8 +73,7 @@ CASES = [
 
 def log_probs_of(case: Case) -> tuple[Tensor, Tensor]:
     lengths = torch.tensor(case.lengths)
-    make = random_log_probs if case.flat else speechlike
-    log_probs = make(int(lengths.max()), len(lengths), len(case.alphabet))
+    log_probs = case.make(int(lengths.max()), len(lengths), len(case.alphabet))
     for row, length in enumerate(case.lengths):
         log_probs[length:, row] = math.nan
     return log_probs, lengths

@@ -68,7 +68,7 @@ struct Selection {
             for (int place = thread; place < count; place += THREADS) {
                 const long long key = keys.of(scores[place]);
                 if (key < 0 || key >> shift >> DIGIT_BITS != prefix) continue;
-                const int bin = int(key >> shift) % BINS;
+                const int bin = int(key >> shift & (BINS - 1));
                 atomicAdd(memory.histogram + bin % (BINS / 32) * 32 + bin / (BINS / 32), 1);
             }
             __syncthreads();
