@@ -14,7 +14,7 @@ import importlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,7 +77,6 @@ class Rescorer:
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
         self.alphabet, self.options, self.lm = alphabet, options, lm
         self.beta = options.beta if lm is not None else 0.0
-        self._labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
 
     def hypothesis(self, text: str, acoustic: float) -> Hypothesis:
         """Return the hypothesis of a text, without word times."""
@@ -90,25 +89,14 @@ class Rescorer:
             log_prob += self.lm.finish(state)
         hot = sum(word in self.options.hot_words for word in words) * self.options.hot_word_bonus
         bonus = self.beta * len(words) + hot
+        labels = tuple(self.alphabet.spell(" ".join(words)))
         score = acoustic + (self.options.alpha * log_prob if self.lm is not None else 0.0) + bonus
-        return Hypothesis(" ".join(words), score, self.labels(words), (), acoustic, log_prob, bonus)
+        return Hypothesis(" ".join(words), score, labels, (), acoustic, log_prob, bonus)
 
     def split(self, text: str, score: float) -> Hypothesis:
         """Return the hypothesis of a text whose whole Q(y) is `score`."""
         found = self.hypothesis(text, 0.0)
         return replace(found, score=score, acoustic=score - found.score)
-
-    def labels(self, words: Sequence[str]) -> tuple[int, ...]:
-        """Spell words: character by character, or by the longest pieces from the left."""
-        text = "".join(WORD_MARK + word for word in words) if self.alphabet.has_pieces else " ".join(words)
-        widest, labels, at = max(map(len, self.alphabet.symbols)), [], 0
-        while at < len(text):
-            width = next(w for w in range(widest, -1, -1) if text[at : at + w] in self._labels)
-            if not width:
-                raise DecodeError(f"the alphabet cannot spell {text[at:]!r}")
-            labels.append(self._labels[text[at : at + width]])
-            at += width
-        return tuple(labels)
 
 
 class NativeSearch:
@@ -208,6 +196,7 @@ class CtcdecodeSearch:
             found = []
             for rank in range(min(self.options.nbest, labels.shape[1])):
                 text = self.rescorer.alphabet.decode(labels[row, rank, : int(sizes[row, rank])].tolist())
+                text = text.replace(WORD_MARK, " ")
                 found.append(self.rescorer.split(text, -float(scores[row, rank])))  # the package's score is minus Q
             rows.append(found)
         return rows
