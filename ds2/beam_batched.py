@@ -5,8 +5,8 @@ repeats, in which spaces at the start and repeated spaces count as none. Its pro
 alignments that end in a blank, and those that end in its last label (Hannun et al. 2014, "First-pass large vocabulary
 continuous speech recognition using bi-directional recurrent DNNs", algorithm 1), ranked and pruned apart.
 
-No Python loop runs over utterances or prefixes, and nothing waits for the device but once a batch. On a GPU a frame is
-one CUDA graph launch.
+No Python loop runs over utterances or prefixes, and nothing waits for the device but once a batch. On a GPU all frames
+are one launch of the kernel of `beam_kernel`; what it does not take runs as on the CPU, a frame a CUDA graph launch.
 """
 
 from __future__ import annotations

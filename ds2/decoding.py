@@ -105,7 +105,7 @@ class SearchDecoder:
 
 
 def batched_search(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> Search:
-    """The batched prefix beam search in PyTorch; its results as hypotheses."""
+    """The batched prefix beam search on the model's device; its results as hypotheses."""
     beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
     lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 

@@ -65,7 +65,7 @@ CASES = [
     Case("more beam than there is", WIDE, lengths=[5, 3, 1], make=random_log_probs),
     Case("more beam than there is, lexicon", replace(WIDE, lexicon=True), lengths=[5, 3, 1], make=random_log_probs),
     Case("near ties", replace(OPEN, beam=24, prune=4.0, nbest=24), unit="none", make=nearly_tied),
-    Case("more near ties", replace(OPEN, beam=100, prune=6.0, nbest=100), unit="none", make=nearly_tied),
+    Case("more near ties", replace(OPEN, beam=40, prune=8.0, nbest=40), unit="none", make=nearly_tied),
     Case("many labels", replace(OPEN, beam=40, label_min_log_prob=-30.0), MANY, lengths=[12, 5]),
     Case("first frames", OPEN, lengths=[1, 1, 2, 3]),
 ]

@@ -200,12 +200,15 @@ struct BeamSearch {
         if (UNIT == Unit::LABEL) {
             int after = slots.state[k];
             const bool after_space = lexicon.space >= 0 && slots.length[k] == 0 && slots.words[k] > 0;
-            slots.word_score[k] = after_space ? double(read_word(grams, after, __ldg(grams.label_ids + lexicon.space), after)) : 0.0;
+            slots.word_score[k] = 0.0;
+            if (after_space) slots.word_score[k] = read_word(grams, after, __ldg(grams.label_ids + lexicon.space), after);
             slots.word_state[k] = after;
         }
     }
 
-    __device__ double hot_bonus(int node) const { return lexicon.has_hot ? search.hot_bonus * __ldg(lexicon.hot + node) : 0.0; }
+    __device__ double hot_bonus(int node) const {
+        return lexicon.has_hot ? search.hot_bonus * __ldg(lexicon.hot + node) : 0.0;
+    }
 
     __device__ double unfinished(int node, int length) const {
         if (UNIT == Unit::WORD && node == OFF) {
@@ -258,7 +261,8 @@ struct BeamSearch {
         float penalty = 0.0f;
         for (; entries[level] < 0; level += beam) penalty += backoffs[level];
         const bool known = __ldg(lexicon.word + slots.node[k]) >= 0;
-        const double score = double(__ldg(grams.log_prob + entries[level]) + penalty) + (known ? 0.0 : search.unknown_score);
+        const float read = __ldg(grams.log_prob + entries[level]) + penalty;
+        const double score = double(read) + (known ? 0.0 : search.unknown_score);
         const bool barred = search.closed && !__ldg(lexicon.is_word + slots.node[k]);
         slots.word_score[k] = score;
         slots.word_state[k] = __ldg(grams.next_state + entries[level]);
@@ -327,7 +331,8 @@ struct BeamSearch {
     // Lists the candidates of the next beam in memory.chosen, -1 where there are no more.
     __device__ void choose(int which) {
         if (thread < beam) memory.chosen[thread] = -1;
-        selection.choose(table, beam * (2 + memory.followed_count[which]), beam, search.prune, [this](int rank, int candidate) {
+        const int count = beam * (2 + memory.followed_count[which]);
+        selection.choose(table, count, beam, search.prune, [this](int rank, int candidate) {
             memory.chosen[rank] = candidate;
             if (candidate < 2 * beam) memory.kept[candidate] = 1;
         });
@@ -354,7 +359,8 @@ struct BeamSearch {
         next.parent[slot] = alive ? now.parent[k] : DEAD_PARENT;
         next.lm[slot] = now.lm[k], next.hot[slot] = now.hot[k];
         next.base[slot] = now.base[k], next.stay[slot] = now.stay[k], next.gain[slot] = now.gain[k];
-        next.word_score[slot] = now.word_score[k], next.word_state[slot] = now.word_state[k], next.asked[slot] = now.asked[k];
+        next.word_score[slot] = now.word_score[k], next.word_state[slot] = now.word_state[k];
+        next.asked[slot] = now.asked[k];
         next.last[slot] = now.last[k], next.entry[slot] = now.entry[k];
         next.state[slot] = now.state[k], next.node[slot] = now.node[k];
         next.length[slot] = now.length[k], next.words[slot] = now.words[k];
@@ -366,11 +372,12 @@ struct BeamSearch {
         double lm = now.lm[k];
         if (UNIT == Unit::LABEL) lm += read_label(now, k, label, state);
         if (UNIT == Unit::WORD && done) lm += now.word_score[k], state = now.word_state[k];
-        const auto hash = (unsigned long long)(now.hash[k]);
+        const long long hash = now.hash[k];
+        const auto mixed = ((unsigned long long)(hash) ^ (label + 1ull) * 0x9E3779B97F4A7C15ull) * 6364136223846793005ull;
         next.in_blank[slot] = none();
         next.in_label[slot] = grow(now, rows + t % 2 * labels, k, label);
-        next.hash[slot] = (long long)((hash ^ (label + 1ull) * 0x9E3779B97F4A7C15ull) * 6364136223846793005ull) ^ now.hash[k] >> 29;
-        next.parent[slot] = now.hash[k];
+        next.hash[slot] = (long long)(mixed) ^ hash >> 29;
+        next.parent[slot] = hash;
         next.lm[slot] = lm;
         next.hot[slot] = now.hot[k] + (done ? hot_bonus(now.node[k]) : 0.0);
         next.asked[slot] = 0;

@@ -118,7 +118,8 @@ struct Selection {
 
     // Those above the cut in the order of their places, then `wanted` of those level with it.
     template <class Take>
-    __device__ void list(const double* scores, int count, const Keys& keys, long long prefix, int shift, int wanted, Take take) {
+    __device__ void list(const double* scores, int count, const Keys& keys, long long prefix, int shift, int wanted,
+                         Take take) {
         const int chunk = (count + THREADS - 1) / THREADS * 32, first = warp * chunk;
         const int end = first + chunk < count ? first + chunk : count;
         int above = 0, level = 0;
