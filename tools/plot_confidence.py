@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.confidence import fit_calibration, judge
+from ds2.confidence import calibrate, fit_calibration, judge
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,19 @@ def main() -> None:
     parser.add_argument("hypotheses", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--bins", type=int, default=10)
+    parser.add_argument(
+        "--calibration",
+        nargs=2,
+        type=float,
+        metavar=("SLOPE", "OFFSET"),
+        help="as decode.confidence=[SLOPE,OFFSET] would",
+    )
     parser.add_argument("--fit", action="store_true", help="also print the decode.confidence that suits them")
     arguments = parser.parse_args()
     try:
         words = read(arguments.hypotheses)
+        if arguments.calibration:
+            words = calibrate(words[0], arguments.calibration), words[1]
         found = reliability(*words, arguments.bins)
         fitted = fit_calibration(*words) if arguments.fit else None
     except ValueError as error:
