@@ -48,7 +48,7 @@ class DeviceFacts:
     capability: tuple[int, int] = (9, 0)
     sms: int = 132
     smem_bytes_per_block: int = 232_448
-    active_clusters: Mapping[int, int] = field(default_factory=lambda: {4: 30, 8: 15, 16: 7})
+    active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 8: 15, 16: 7})
 
 
 @dataclass(frozen=True)
@@ -217,19 +217,23 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
 def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int) -> float:
     """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/NOTES.md) on an H200.
 
-    One group: its products, then a fixed path through partial sums, cell and network, then a share for each 16 bytes
-    sent to each block, and for each further round in which the finishing threads take more utterances. Two parts: a
-    longer fixed path, but sends mostly hide behind products; what is left is counted for each piece of the first part.
-    Two groups: two turns of the multiplying warps, each with a fixed loss and a smaller share of its sends.
+    One group: its products, then a fixed path through partial sums, cell and network, then a share for each word sent
+    to each block, and for each further round in which the finishing threads take more utterances. Two parts: a longer
+    fixed path, but only the first part's sends count, and mostly by the piece. Two groups: two turns of the multiplying
+    warps, each with a fixed loss and a share of its sends. Within 13 % of all 86 tiles measured.
     """
     multiply = 7.3 * m_tiles * (cluster * words // MMA_WORDS) / 4  # 4 sub-cores
     pieces = samples * cluster  # the network carries each utterance's share of the state to each block
     rounds = -(-samples // (FINISHERS // head_words))
     if head_words < words:
-        return multiply + 880.0 + (4.0 + 0.15 * head_words) * pieces + 620.0 * (rounds - 1)
-    fixed, per_word = (660.0, 0.4) if cluster == 16 else (690.0, 0.26)
-    one_group = multiply + fixed + per_word * words * pieces + 350.0 * (rounds - 1)
-    return one_group if groups == 1 else max(one_group, 2 * (multiply + 405.0 + 0.18 * words * pieces))
+        per_piece = 5.0 + 0.066 * head_words if cluster == 16 else 0.85 + 0.38 * head_words
+        return multiply + 880.0 + per_piece * pieces + 720.0 * (rounds - 1)
+    fixed, per_word = (770.0, 0.30) if cluster == 16 else (740.0, 0.244)
+    one_group = multiply + fixed + per_word * words * pieces + 380.0 * (rounds - 1)
+    if groups == 1:
+        return one_group
+    per_word = 0.195 if cluster == 16 else 0.25
+    return max(one_group, 2 * (multiply + 380.0 + per_word * words * pieces))
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:

@@ -67,6 +67,27 @@ def test_small_batches_spread_over_clusters_before_they_fill_a_tile() -> None:
         assert (launch.samples, launch.groups, launch.grid) == (1, 1, 16 * batch)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "batch", "tile"),
+    [
+        (1152, 4, (16, 1, 1)),
+        (1152, 16, (16, 1, 2)),
+        (1152, 32, (16, 1, 2)),
+        (1152, 48, (16, 2, 1)),
+        (1152, 64, (16, 2, 1)),
+        (1024, 32, (16, 1, 2)),
+        (768, 16, (16, 1, 1)),
+        (768, 64, (8, 1, 2)),
+        (512, 4, (16, 1, 1)),
+        (512, 32, (8, 1, 1)),
+        (512, 64, (8, 1, 2)),
+    ],
+)
+def test_the_tile_that_was_measured_fastest_is_chosen(hidden: int, batch: int, tile: tuple[int, int, int]) -> None:
+    launch = choose(problem(hidden, batch), H200)
+    assert (launch.cluster, launch.groups, launch.parts) == tile
+
+
 def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
     sources = {choose(problem(1152, batch), H200).source for batch in range(1, 200)}
     assert len(sources) <= 3

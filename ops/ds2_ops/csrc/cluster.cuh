@@ -95,9 +95,13 @@ struct ClusterShape {
     static __device__ int barrier_at(int stage, int unit, int warp) {
         return BARRIER_AT + 8 * ((stage * UNITS + unit) * WARPS + warp);
     }
-    // Named barrier of a unit's finishers and all multipliers; 0 is __syncthreads.
+    // Named barrier of a unit's finishers and all multipliers; 0 is __syncthreads. In debug builds everybody waits at all of
+    // them: race checkers do not look into other blocks, where what (c) rests on lies, and follow no barrier of a part of a
+    // block, but see then that partial sums are read after they were written and before they are overwritten.
     static __device__ int partials_ready(int stage, int unit) { return 1 + stage * UNITS + unit; }
-    static constexpr int PARTIALS_THREADS = THREADS + FINISHERS;
+    // The finishers of a group without utterances rest: nothing would hold the multiplying warps at their pace.
+    static __device__ bool takes_part(int live) { return GROUPS == 1 || DEBUG_WAITS || live > 0; }
+    static constexpr int PARTIALS_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + FINISHERS;
 };
 
 // One tile: the utterances that a cluster runs together, in groups.
@@ -154,23 +158,24 @@ struct Multiplier {
 
     // The warp's own K slice of the first state, which no other warp reads.
     static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {
-        constexpr int SLICE = Shape::SOURCES * Shape::WORDS;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const Pass& pass = tile.pass;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
         for (int g = 0; g < Shape::GROUPS; g++)
 #pragma unroll 1
-            for (int i = lane; i < tile.live(g) * SLICE; i += 32) {
-                const int s = i / SLICE, source = Shape::SOURCES * warp + i % SLICE / Shape::WORDS, word = i % Shape::WORDS;
-                const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
-                unsigned value = 0;
-                if (!Shape::BACKWARD && pass.state)
-                    value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
-                                              pass.hidden - column, Shape::WHOLE_WORDS);
-                store_shared_4(smem_address(smem + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
-                                            s * Shape::SAMPLE_PITCH + 4 * word),
-                               Number::operand(value));
-            }
+            for (int s = 0; s < tile.live(g); s++)
+#pragma unroll 1
+                for (int i = lane; i < Shape::SOURCES * Shape::WORDS; i += 32) {
+                    const int source = Shape::SOURCES * warp + i / Shape::WORDS, word = i % Shape::WORDS;
+                    const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
+                    unsigned value = 0;
+                    if (!Shape::BACKWARD && pass.state)
+                        value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
+                                                  pass.hidden - column, Shape::WHOLE_WORDS);
+                    store_shared_4(smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
+                                       s * Shape::SAMPLE_PITCH + 4 * word,
+                                   Number::operand(value));
+                }
         __syncwarp();
     }
 
@@ -230,8 +235,7 @@ struct Multiplier {
     template <int PART, int TILES>
     static __device__ void report(const float (&c)[TILES][4], int i, int g, int live, unsigned partial, int columns) {
         const int stage = i & 1, unit = g * Shape::PARTS + PART;
-        // The finishers of a group without utterances take no part: nothing would hold the multiplying warps at their pace.
-        const int threads = Shape::GROUPS == 1 || live > 0 ? Shape::PARTIALS_THREADS : THREADS;
+        const int threads = Shape::takes_part(live) ? Shape::PARTIALS_THREADS : THREADS;
         const unsigned to = partial + (stage * Shape::GROUPS + g) * Shape::PARTIAL_BYTES;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
@@ -245,8 +249,6 @@ struct Multiplier {
                         store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + row), __float_as_uint(c[m][2 * half + n]));
                 }
         }
-        // What (c) at the top of this file rests on lies in other blocks, where race checkers do not look. In debug builds
-        // the multiplying warps wait too: then a checker sees that the sums two iterations ago were read.
         if (DEBUG_WAITS)
             block_wait(Shape::partials_ready(stage, unit), threads);
         else
@@ -320,7 +322,7 @@ struct Finisher {
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(tile, i, live);
 #pragma unroll 1
-        for (int i = 0; i < (live ? tile.iterations() : 0); i++) {
+        for (int i = 0; i < (Shape::takes_part(live) ? tile.iterations() : 0); i++) {
             finish(tile, i, live);
             fetch_inputs(tile, i + Shape::AHEAD - 1, live);
         }
@@ -388,6 +390,11 @@ struct Finisher {
         for (int j = 0; j < PEERS; j++) store_async(address[j][0], address[j][1], w[0], w[1], w[2], w[3]);
     }
 
+    static __device__ void wait_with_units(int stage, int first_unit, int end_unit) {
+        for (int unit = first_unit; unit < end_unit; unit++)
+            block_wait(Shape::partials_ready(stage, unit), Shape::PARTIALS_THREADS);
+    }
+
     __device__ void finish(const Tile<Shape>& tile, int i, int live) {
         const int stage = i & 1, t = frame(tile, i);
         copies_wait<Shape::AHEAD - 2>();
@@ -402,6 +409,7 @@ struct Finisher {
             const unsigned input_word = load_shared_4(input_at(i, r, 0));
             const unsigned saved_word = Shape::BACKWARD ? load_shared_4(input_at(i, r, 1)) : 0;
             const int frames = mine ? int(load_shared_4(length_at(r))) : 0;
+            if (DEBUG_WAITS && first == 0) wait_with_units(stage, 0, tile.own_unit());
             if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
             if (!__any_sync(0xffffffffu, mine)) continue;
             float value[Shape::PER_WORD], in[Shape::PER_WORD], y[Shape::PER_WORD], last[Shape::PER_WORD] = {};
@@ -421,6 +429,7 @@ struct Finisher {
             if (i + 1 < tile.iterations()) send(result, stage ^ 1, s, mine);
             store_shared_4(input_at(i, r, 0), result);
         }
+        if (DEBUG_WAITS) wait_with_units(stage, tile.own_unit() + 1, Shape::UNITS);
         if (Shape::BACKWARD && t < 0) return;
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
