@@ -15,14 +15,13 @@ import math
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from itertools import starmap
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.beam_native import Rescorer, arpa_file, find_package, thread_count
+from ds2.beam_native import arpa_file, find_package, thread_count
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
@@ -50,7 +49,7 @@ class LexiconSearch:
             for name in ("decoder", "decoder.kenlm", "dictionary")
         )
         lm.check_alphabet(alphabet)
-        self.options, self.rescorer, self.space = options, Rescorer(alphabet, options, lm), spelling.space
+        self.options, self.alphabet, self.space = options, alphabet, spelling.space
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         self.words = [w for w in lm.vocabulary if w not in (UNKNOWN, START, END) and labels.keys() >= set(w)]
         known = dictionary.Dictionary([*self.words, UNKNOWN])
@@ -90,10 +89,14 @@ class LexiconSearch:
             criterion_type=decoding.CriterionType.CTC,
         )
         searcher = decoding.LexiconDecoder(settings, self.trie, self.model, self.space, 0, len(self.words), [], False)
-        best: dict[str, float] = {}
+        best: dict[str, Hypothesis] = {}
         for found in searcher.decode(log_probs.ctypes.data, *log_probs.shape)[: 2 * options.nbest]:
-            best.setdefault(" ".join(self.words[word] for word in found.words if word >= 0), found.score)
-        return list(starmap(self.rescorer.split, best.items()))[: options.nbest]
+            words = [self.words[word] for word in found.words if word >= 0]
+            text, lm, bonus = " ".join(words), found.lmScore * math.log(10), options.beta * len(words)
+            acoustic = found.score - options.alpha * lm - bonus
+            spelled = tuple(self.alphabet.spell(text))
+            best.setdefault(text, Hypothesis(text, found.score, spelled, (), acoustic, lm, bonus))
+        return list(best.values())[: options.nbest]
 
     def _prepared(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
         """Join runs of frames in which only the blank is followed; end with a space, so that the last word is done."""

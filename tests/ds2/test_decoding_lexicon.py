@@ -51,6 +51,7 @@ def test_native_search_equals_brute_force(lm: NGram, written: bool, tmp_path: Pa
         texts = [h.text for h in found]
         assert texts == [text for text, _ in expected[: len(found)]]
         assert [h.score for h in found] == pytest.approx([score for _, score in expected[: len(found)]], abs=1e-4)
+        assert [h.lm for h in found] == pytest.approx([sum(lm.sentence(h.text.split())) for h in found], abs=1e-4)
         assert found[0].score == pytest.approx(
             found[0].acoustic + options.alpha * found[0].lm + found[0].bonus, abs=1e-6
         )
