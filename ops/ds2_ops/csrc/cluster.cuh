@@ -322,7 +322,7 @@ struct Finisher {
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(tile, i, live);
 #pragma unroll 1
-        for (int i = 0; i < (Shape::takes_part(live) ? tile.iterations() : 0); i++) {
+        for (int i = 0; i < (live || DEBUG_WAITS ? tile.iterations() : 0); i++) {
             finish(tile, i, live);
             fetch_inputs(tile, i + Shape::AHEAD - 1, live);
         }
