@@ -158,7 +158,7 @@ def _wide(problem: Problem, clusters: int) -> Launch | None:
         samples=samples,
         groups=1,
         tiles=-(-problem.batch // samples),
-        tile_words=words * 8 * min(8, -(-samples // 4)),
+        tile_words=words * WIDE_SAMPLES,
         tile_us=2.4 + 0.001 * problem.hidden,  # an upper estimate (ops/NOTES.md, Grid 7)
     )
 

@@ -61,16 +61,15 @@ struct WideLoop {
 
     const Pass& pass;
     char* const smem;
-    // SLOTS of (state_words / 2, 4 warps, lanes_used) units of 2 words of utterance s and 2 of s + 32, interleaved: what one
-    // lane needs for one instruction, in the order of its registers.
+    // SLOTS of (state_words / 2, 4 warps, 8 lane / 4) units of 2 words of utterance s and 2 of s + 32, interleaved: what one
+    // lane needs for one instruction, in the order of its registers. Utterance s < 32 of a tile is the (s / 4)th of warp s % 4.
     unsigned* const exchange;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / WARP_GROUP;
     const int rank = cluster_rank();
     const int state_words = (pass.hidden + 7) / 8 * 4;  // whole 16-byte units
     const int first_word = blockIdx.x / CLUSTER * (ROWS / 2);
     const int slice_word = (rank * Shape::GROUPS + group) * 16 * K_PAIRS;
-    const int lanes_used = min(8, (pass.samples + 3) / 4);  // utterance s < 32 of a tile is the (s / 4)th of warp s % 4
-    const int slot_words = state_words * 8 * lanes_used;
+    const int slot_words = state_words * 64;
 
     // Of the current tile; per unit of this thread and utterance of the unit.
     int first, live;
@@ -123,7 +122,7 @@ struct WideLoop {
     }
     __device__ unsigned* mine(int i, int epoch) const {
         const Unit u = unit(i);
-        const int word = word_of(u), position = (word / 2 * 4 + u.warp) * lanes_used + u.lane / 4;
+        const int word = word_of(u), position = (word / 2 * 4 + u.warp) * 8 + u.lane / 4;
         return exchange + unsigned(epoch) % SLOTS * slot_words + position * 4 + word % 2 * 2;
     }
     __device__ int valid(int i) const { return min(2, pass.hidden - 2 * word_of(unit(i))); }
@@ -195,10 +194,10 @@ struct WideLoop {
     // Asks for all units that are not there.
     __device__ void ask(Wave& wave, int w, int epoch) const {
         const uint4* from = reinterpret_cast<const uint4*>(exchange + unsigned(epoch) % SLOTS * slot_words) +
-                            ((slice_word / 2 + lane % 4) * 4 + warp) * lanes_used + lane / 4;
+                            ((slice_word / 2 + lane % 4) * 4 + warp) * 8 + lane / 4;
 #pragma unroll
         for (int k = 0; k < WAVE; k++)
-            load_relaxed_if(has_empty(wave.a[k]), wave.a[k], from + (w * WAVE + k) * 16 * lanes_used);
+            load_relaxed_if(has_empty(wave.a[k]), wave.a[k], from + (w * WAVE + k) * 128);
     }
     static __device__ bool waits(const Wave& wave) {
         bool any = false;
