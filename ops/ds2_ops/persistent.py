@@ -48,17 +48,6 @@ def why_not(
     return None
 
 
-def spans_chip(
-    batch: int, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str, max_sms: int | None
-) -> bool:
-    """Say whether a recurrence that can run takes blocks that wait for each other all over the chip.
-
-    Arguments are those of ``why_not``.
-    """
-    problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward=False)
-    return plan_for(problem, _index(device), max_sms).design == "grid"
-
-
 def forward(
     x: Tensor,
     weight_hh: Tensor,

@@ -60,7 +60,7 @@ def recurrence(
         clip: upper bound of "clipped_relu", rounded to the dtype of ``x``.
         backend: "persistent" (Hopper kernels), "gemm" (one matrix product a step), "reference" (plain autograd loop),
             "cpu", or "auto": "cpu" on a CPU, else "persistent" if it can run and "gemm" if not, logged once. "auto"
-            leaves TF32 products to those who allow them, and whole-chip kernels to those who name them.
+            leaves TF32 products to those who allow them.
         max_sms: most streaming multiprocessors that the persistent kernels may occupy; all when None.
 
     Returns:
@@ -271,7 +271,7 @@ def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) ->
     problem = (*x.shape[1:], x.dtype, x.device, nonlinearity, max_sms)
     reason = _why_not_persistent(x.shape[0], *problem)
     if backend == "auto":
-        reason = reason or _why_not_unasked(*problem, torch.get_float32_matmul_precision())
+        reason = reason or _why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
         _log_choice(reason, x.shape[2], x.dtype, x.device, nonlinearity)
         return "gemm" if reason else "persistent"
     if reason:
@@ -298,28 +298,12 @@ def _why_not_persistent(
     return persistent.why_not(frames, batch, hidden, dtype, device, nonlinearity, max_sms)
 
 
-@functools.lru_cache(maxsize=1024)
-def _why_not_unasked(
-    batch: int,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    nonlinearity: str,
-    max_sms: int | None,
-    float32_precision: str,
-) -> str | None:
+def _why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:
     """Why "auto" leaves a persistent kernel that could run to those who ask for it by name; None if it takes it."""
-    from ds2_ops import persistent
-
     if dtype == torch.float32 and float32_precision == "highest":
         return (
             "its products are TF32, and torch.get_float32_matmul_precision() is 'highest': "
             "torch.set_float32_matmul_precision('high') or backend='persistent' allows them"
-        )
-    if persistent.spans_chip(batch, hidden, dtype, device, nonlinearity, max_sms):
-        return (
-            f"H {hidden} needs the whole chip, and two such kernels on two streams at once could wait for each other "
-            "for ever: backend='persistent' where the program uses one stream"
         )
     return None
 
