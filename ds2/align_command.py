@@ -84,7 +84,7 @@ def align_utterances(
     """
     from ds2.evaluate import logit_batches
 
-    alphabet, frame_s = loaded.alphabet, loaded.features.step_s * loaded.model.time_stride
+    alphabet, frame_s = loaded.alphabet, loaded.frame_s
     forgiving = replace(alphabet, unknown="drop")
     targets = [forgiving.encode(u.text) for u in utterances]
     config = replace(loaded.config, data=replace(loaded.config.data, cache="none"))

@@ -102,6 +102,11 @@ class LoadedModel:
     config: Config
     metadata: dict[str, Any]
 
+    @property
+    def frame_s(self) -> float:
+        """Seconds from one output frame to the next."""
+        return self.features.step_s * self.model.time_stride
+
 
 def save_model(
     path: Path, model: AcousticModel, features: Features, alphabet: Alphabet, config: Config, metrics: Mapping[str, Any]

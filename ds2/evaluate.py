@@ -218,8 +218,7 @@ def evaluate(
     data = replace(loaded.config.data, cache="none", workers=workers)
     config = replace(loaded.config, data=data, device=str(chosen))
     options = resolve_options(decode, file, loaded.config)
-    frame_s = loaded.features.step_s * loaded.model.time_stride
-    decoder = make_decoder(options, loaded.alphabet, frame_s, chosen)
+    decoder = make_decoder(options, loaded.alphabet, loaded.frame_s, chosen)
     reports = {}
     for path in paths:
         began = time.monotonic()

@@ -85,8 +85,7 @@ def transcribe_file(
         DecodeError: the model gives NaN or infinity.
         ValueError: a block or context out of range.
     """
-    model, features = loaded.model, loaded.features
-    frame_s = features.step_s * model.time_stride
+    model, features, frame_s = loaded.model, loaded.features, loaded.frame_s
     block_frames, context_frames = (model.time_stride * round(seconds / frame_s) for seconds in (block_s, context_s))
     if not 0 <= context_frames <= block_frames or not block_frames:
         raise ValueError(
@@ -230,8 +229,7 @@ def run(arguments: Sequence[str]) -> int:
     files = list(audio_files(given.files))
     loaded = load_model(given.model, device)
     options = resolve_options(decode, find_model(given.model), loaded.config)
-    frame_s = loaded.features.step_s * loaded.model.time_stride
-    decoder = None if options.method == "greedy" else make_decoder(options, loaded.alphabet, frame_s, device)
+    decoder = None if options.method == "greedy" else make_decoder(options, loaded.alphabet, loaded.frame_s, device)
     failed = 0
     for name in files:
         try:

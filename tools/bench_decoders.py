@@ -93,8 +93,7 @@ def settings(method: str, beam: int, arguments: argparse.Namespace) -> tuple[Dec
 
 def decoders(loaded: LoadedModel, arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, Decoder]]:
     """Return greedy and every asked method at every beam; those that are not installed are named and left out."""
-    frame_s = loaded.features.step_s * loaded.model.time_stride
-    found: list[tuple[str, Decoder]] = [("greedy", GreedyDecoder(loaded.alphabet, frame_s))]
+    found: list[tuple[str, Decoder]] = [("greedy", GreedyDecoder(loaded.alphabet, loaded.frame_s))]
     lm = load_ngram(arguments.lm) if arguments.lm else None
     with tempfile.TemporaryDirectory(prefix="ds2-bench-") as folder:
         arpa = Path(folder) / "model.arpa"
@@ -108,7 +107,7 @@ def decoders(loaded: LoadedModel, arguments: argparse.Namespace, device: torch.d
                         one = PEERS[options.method](Setup(loaded.alphabet, lm, arpa, options, tokens))
                         decoder: Decoder = PeerDecoder(one, thread_count(options))
                     else:
-                        decoder = make_decoder(options, loaded.alphabet, frame_s, device, lm)
+                        decoder = make_decoder(options, loaded.alphabet, loaded.frame_s, device, lm)
                 except (DecodeError, OSError) as error:
                     print(f"{method} {beam}: {error}")
                     continue
