@@ -145,7 +145,7 @@ class GradientReducer:
         rounded: set[Tensor] = set(low)
         self._buckets = [_Bucket(group, rounded, dtype) for group in in_buckets(_slots(model), bucket_bytes)]
         for bucket in self._buckets:
-            bucket.first.register_forward_pre_hook(functools.partial(_pre_hook, self._enter, bucket))
+            bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
         self._under_way: list[Pending] = []
         self._armed = False
@@ -175,7 +175,7 @@ class GradientReducer:
                 bucket.place(bucket.parameters)
                 bucket.placed = False
 
-    def _enter(self, bucket: _Bucket) -> None:
+    def _enter(self, bucket: _Bucket, *_: Any) -> None:
         if not self._passing or bucket.placed:
             return
         collect = functools.partial(self._collect, bucket)
@@ -208,10 +208,6 @@ class GradientReducer:
             timer.add("allreduce_total", began, ended)
             last = ended
         self._under_way = []
-
-
-def _pre_hook(enter: Callable[[_Bucket], None], bucket: _Bucket, *_: Any) -> None:
-    enter(bucket)
 
 
 def _slots(model: nn.Module) -> list[Slot]:
