@@ -3,21 +3,36 @@
 Shape letters: B batch, H hidden.
 """
 
-from ds2_ops.plan import CELLS, MMA_ROWS, MMA_SAMPLES, NUMBERS, THREADS, WARPS, DeviceFacts, Launch, Problem
+from ds2_ops.plan import (
+    CELLS,
+    FINISHERS,
+    MMA_ROWS,
+    MMA_SAMPLES,
+    NUMBERS,
+    THREADS,
+    WARPS,
+    DeviceFacts,
+    Launch,
+    Problem,
+)
 
-SLOTS = 4  # of the exchange
+SLOTS = 16  # of the exchange
 PAIR_WORDS = 16  # words of K in two matrix instructions
-MOST_M_TILES = 2
-WEIGHT_PAIRS = 20  # instruction pairs x tiles of 16 rows with weights in registers: 160 of a thread's 255
-MIXED_WEIGHT_PAIRS = 18  # where others lie in shared memory, on their way through registers
-WIDE_CLUSTER = 4  # blocks that split K between them
+MOST_WAVE = 6  # 16-byte loads that a lane has under way together
+REGISTERS = 208  # of a multiplying thread
+OTHER_REGISTERS = 28  # of these, neither weights nor sums nor chunks of the state
+PASSING_REGISTERS = 16  # and more where weights or chunks come in turns
+CLUSTERS = (2, 4)  # blocks that split K between them
+MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
+INPUTS_AHEAD = 8  # turns
+WIDE_CLUSTER = 4
 WIDE_SAMPLES = 64  # utterances in one warp-group instruction
 WIDE_MOST_ROWS = 128  # of a cluster
-GROUPS = 2  # warp groups of a block
+WIDE_WARP_GROUPS = 2  # of a block, that split its part of K
 
-# The signature of the cluster design's kernel and the exchange, SLOTS states that are all EMPTY.
+# The signature of the cluster design's kernel and the exchange, whose words are all EMPTY.
 _ENTRY = """
-extern "C" __global__ void __launch_bounds__(ds2::THREADS, 1) ds2_kernel(
+extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
     const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
     void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_matrix, float clip,
     unsigned* exchange) {
@@ -28,15 +43,25 @@ extern "C" __global__ void __launch_bounds__(ds2::THREADS, 1) ds2_kernel(
 
 
 def grid_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
-    """Every whole-chip design that can run this problem on ``sms`` multiprocessors, one block on each."""
-    found = [_narrow(problem, sms), _wide(problem, device, sms)]
-    return [launch for launch in found if launch is not None and launch.smem_bytes <= device.smem_bytes_per_block]
+    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each."""
+    found = []
+    for cluster in CLUSTERS:
+        clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
+        for most_groups in MOST_GROUPS if clusters else ():
+            launch = _narrow(problem, cluster, clusters, most_groups)
+            if launch is not None and launch.smem_bytes <= device.smem_bytes_per_block:
+                found.append(launch)
+                break  # fewer groups are never faster
+    wide = _wide(problem, min(device.active_clusters.get(WIDE_CLUSTER, 0), sms // WIDE_CLUSTER))
+    if wide is not None and wide.smem_bytes <= device.smem_bytes_per_block:
+        found.append(wide)
+    return found
 
 
 def largest_grid_hidden(dtype: str, device: DeviceFacts, sms: int) -> int:
     """The largest hidden size that the whole-chip designs can keep on ``sms`` multiprocessors."""
-    hidden = MOST_M_TILES * MMA_ROWS * sms
-    while hidden > 0 and not grid_launches(Problem(1, hidden, dtype, "relu", False), device, sms):
+    hidden = 64 * sms  # more than registers and shared memory hold
+    while hidden > 0 and not grid_launches(Problem(1, hidden, dtype, "relu", True), device, sms):
         hidden -= 1
     return hidden
 
@@ -46,47 +71,78 @@ def _state_words(problem: Problem) -> int:
     return -(-problem.hidden // (4 * NUMBERS[problem.dtype][1])) * 4
 
 
-def _narrow(problem: Problem, sms: int) -> Launch | None:
-    """Up to 8 utterances at a time, every block reading the whole state: grid.cuh."""
+def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Launch | None:
+    """grid.cuh; None where some warp would have no part of K or a thread more than one word to finish."""
     number, per_word = NUMBERS[problem.dtype]
     words = _state_words(problem)
-    block_words = -(-words // sms)
-    m_tiles = -(-block_words * per_word // MMA_ROWS)
-    if m_tiles > MOST_M_TILES:
+    splits = cluster * WARPS
+    if words <= (splits - 1) * PAIR_WORDS:
         return None
-    k_pairs = -(-words // (PAIR_WORDS * WARPS))
-    in_registers = k_pairs if k_pairs * m_tiles <= WEIGHT_PAIRS else MIXED_WEIGHT_PAIRS // m_tiles
-    samples = min(problem.batch, MMA_SAMPLES)
-    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
-    step_us = 0.55 + 0.00045 * problem.hidden + words * samples * 4 / 60_000  # fitted to H 1760 and 2560, B 1 to 8
+    block_words = -(-words // (clusters * cluster))
+    if block_words > FINISHERS:
+        return None
+    m_tiles = -(-block_words * cluster * per_word // MMA_ROWS)
+    k_pairs = -(-words // (splits * PAIR_WORDS))
+    smem_pairs = k_pairs - _register_pairs(m_tiles, k_pairs)
+    # As many groups as 8 utterances each need, of the same size but the last, in tiles of the same number of groups.
+    all_groups = -(-problem.batch // min(MMA_SAMPLES, FINISHERS // block_words))
+    samples = -(-problem.batch // all_groups)
+    all_groups = -(-problem.batch // samples)
+    tiles = -(-all_groups // most_groups)
+    groups = -(-all_groups // tiles)
+    # Two buffers of partial sums, two of received ones for each group, utterances' frames, inputs, mbarriers, weights:
+    # as in grid.cuh.
+    partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
+    received_bytes = cluster * block_words * per_word * MMA_SAMPLES * 4
+    own_bytes = (most_groups + INPUTS_AHEAD * (2 if problem.backward else 1)) * FINISHERS * 4
+    # Fitted to H 1760 and 2560, B 1 to 64 (ops/NOTES.md): a turn is a chain of latencies, those of others hide in part.
+    read_bytes = words * samples * 4 / cluster
+    chain_us = 0.5 + 0.00028 * problem.hidden + 7.5e-5 * read_bytes + (0.45 if groups > 1 else 0.0)
+    turns_us = groups * (0.1 + 1e-4 * read_bytes)
     return _launch(
         problem,
         header="grid.cuh",
         function="grid_recurrence",
-        shape=f"GridShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {m_tiles}, {k_pairs}, {in_registers}",
-        grid=-(-words // block_words),
-        cluster=1,
-        smem_bytes=2 * partial_bytes + THREADS * (k_pairs - in_registers) * m_tiles * 32,
+        shape=f"GridShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {block_words}, {k_pairs}, "
+        f"{smem_pairs}, {most_groups}",
+        grid=-(-words // (block_words * cluster)) * cluster,
+        cluster=cluster,
+        threads=THREADS + 2 * FINISHERS,  # the others add
+        smem_bytes=2 * partial_bytes
+        + 2 * most_groups * (received_bytes + 8)
+        + own_bytes
+        + THREADS * smem_pairs * m_tiles * 32,
         rows=block_words * per_word,
         samples=samples,
-        exchange_words=SLOTS * words * samples,
-        step_us=step_us,
+        groups=groups,
+        tiles=tiles,
+        tile_words=groups * words * samples,
+        tile_us=max(chain_us, turns_us),
     )
 
 
-def _wide(problem: Problem, device: DeviceFacts, sms: int) -> Launch | None:
-    """Up to 64 utterances at a time, K split over clusters: grid_wide.cuh."""
+def _register_pairs(m_tiles: int, k_pairs: int) -> int:
+    """Pairs of matrix instructions along K whose weights a multiplying thread can keep in registers."""
+    waves = -(-k_pairs // MOST_WAVE)
+    spare = REGISTERS - OTHER_REGISTERS - 4 * -(-k_pairs // waves) - 4 * m_tiles  # chunks of the state, sums
+    pair = 8 * m_tiles
+    if waves > 1 or k_pairs * pair > spare:
+        spare -= PASSING_REGISTERS
+    return min(k_pairs, spare // pair)
+
+
+def _wide(problem: Problem, clusters: int) -> Launch | None:
+    """grid_wide.cuh, for 16-bit numbers; None where the rows of a cluster are too many."""
     number, per_word = NUMBERS[problem.dtype]
-    clusters = min(device.active_clusters.get(WIDE_CLUSTER, 0), sms // WIDE_CLUSTER)
     if per_word != 2 or clusters == 0:
         return None
     words = _state_words(problem)
     rows = -(-2 * words // (clusters * MMA_ROWS)) * MMA_ROWS
     if rows > WIDE_MOST_ROWS:
         return None
-    k_pairs = -(-words // (WIDE_CLUSTER * GROUPS * PAIR_WORDS))
+    k_pairs = -(-words // (WIDE_CLUSTER * WIDE_WARP_GROUPS * PAIR_WORDS))
     samples = min(problem.batch, WIDE_SAMPLES)
-    weight_bytes = GROUPS * 2 * k_pairs * rows * 32
+    weight_bytes = WIDE_WARP_GROUPS * 2 * k_pairs * rows * 32
     local_bytes = rows // 8 * 128 * 16
     receive_bytes = WIDE_CLUSTER * rows // 8 * 32 * 16
     return _launch(
@@ -96,11 +152,15 @@ def _wide(problem: Problem, device: DeviceFacts, sms: int) -> Launch | None:
         shape=f"WideShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {WIDE_CLUSTER}, {rows}, {k_pairs}",
         grid=-(-2 * words // rows) * WIDE_CLUSTER,
         cluster=WIDE_CLUSTER,
+        threads=THREADS,
         smem_bytes=weight_bytes + local_bytes + 2 * receive_bytes + 16,
         rows=rows // WIDE_CLUSTER,
         samples=samples,
-        exchange_words=SLOTS * words * 4 * -(-samples // 4),
-        step_us=0.1 + 0.0015 * problem.hidden + 1e-5 * problem.hidden * samples,  # fitted to H 1760 and 2560, B 4 to 64
+        groups=1,
+        tiles=-(-problem.batch // samples),
+        tile_words=words * WIDE_SAMPLES,
+        # Fitted to H 1760 and 2560, B 4 to 64 (ops/NOTES.md): what 32 utterances take, 64 take.
+        tile_us=0.4 + 0.00104 * problem.hidden + min(samples, 32) / 32 * (0.14 + 0.00056 * problem.hidden),
     )
 
 
@@ -112,11 +172,14 @@ def _launch(
     shape: str,
     grid: int,
     cluster: int,
+    threads: int,
     smem_bytes: int,
     rows: int,
     samples: int,
-    exchange_words: int,
-    step_us: float,
+    groups: int,
+    tiles: int,
+    tile_words: int,
+    tile_us: float,
 ) -> Launch:
     source = (
         f'#include "{header}"\n'
@@ -129,11 +192,11 @@ def _launch(
         source=source,
         grid=grid,
         cluster=cluster,
-        threads=THREADS,
+        threads=threads,
         smem_bytes=smem_bytes,
         rows=rows,
         samples=samples,
-        groups=1,
-        step_cycles=-(-problem.batch // samples) * step_us * 1980,
-        exchange_words=exchange_words,
+        groups=groups,
+        step_cycles=tiles * tile_us * 1980,
+        exchange_words=SLOTS * tile_words,
     )

@@ -4,11 +4,14 @@
 // has stored it. Readers poll the very words that the matrix unit wants, straight into registers, so that a step pays one
 // trip to L2 and one back: no flag, and no barrier over the grid.
 //
-// State number e (an epoch) lies in slot e % SLOTS. Why that is safe:
-//   - A block that publishes e has read all of e - 1, so every block has published e - 1, so every block has read e - 2:
-//     right after publishing e, each thread empties its word of e - 2, that is the slot of e + 2.
-//   - A block polls e + 2 only after it has read all of e + 1, each word of which its owner published after its emptying
-//     of the slot of e + 2 had reached L2. So it finds EMPTY or the new word, never the old one.
+// State number e (an epoch) lies in slot e % SLOTS. A thread that owns words stores each of them once a state, and at every
+// EMPTY_EVERYth state, right after publishing e, empties what it stored for the EMPTY_EVERY states up to e - 2, all at
+// once, and fences before it publishes again: a fence takes longer than half a step. Why that is safe:
+//   - The cluster of a block that publishes e has read all of e - 1, so every block has published e - 1, so every cluster
+//     has read e - 2.
+//   - State k is emptied after publishing e <= k + 1 + EMPTY_EVERY; the fence puts this before e + 1 <= k + SLOTS - 1. A
+//     warp polls words of k + SLOTS only after it has read the words of k + SLOTS - 1 that the same threads own. So it
+//     finds EMPTY or the new word, never the old one.
 //   - Every 32-bit word is compared with EMPTY: nothing is assumed about the order in which the words that a wide load
 //     covers were stored.
 // All slots must be EMPTY when the kernel starts.
@@ -20,25 +23,59 @@
 namespace ds2 {
 
 constexpr unsigned EMPTY = 0xffffffffu;  // a NaN in every number type
-constexpr int SLOTS = 4;
+constexpr int SLOTS = 16;
+constexpr int EMPTY_EVERY = 8;
+static_assert(EMPTY_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
 
-__device__ inline uint4 load_relaxed(const uint4* at) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at)
-                 : "memory");
-    return v;
+// Loads if `wanted`, under a predicate: a branch would part the lanes of a warp, which the matrix unit needs together.
+__device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
+    asm volatile(
+        "{.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %5, 0;\n"
+        "@wanted ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(at), "r"(unsigned(wanted))
+        : "memory");
 }
 
 __device__ inline void store_relaxed(unsigned* at, unsigned word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
 }
 
+// What a lane starts to poll with: it asks for what is EMPTY.
+__device__ inline uint4 unread(bool wanted) {
+    const unsigned word = wanted ? EMPTY : 0;
+    return make_uint4(word, word, word, word);
+}
+
 __device__ inline bool has_empty(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY; }
+
+// 8 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
+__device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2,%3}, [%1];"
+                 :
+                 : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1)
+                 : "memory");
+}
+
+__device__ inline void store_shared_8(unsigned address, unsigned w0, unsigned w1) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(w0), "r"(w1) : "memory");
+}
+
+__device__ inline void store_relaxed(unsigned* at, unsigned word0, unsigned word1) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(word0), "r"(word1) : "memory");
+}
+
+// Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
+__device__ inline void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // A state word that holds NaN in EMPTY's pattern is published as another NaN.
 __device__ inline unsigned publishable(unsigned word) { return word == EMPTY ? EMPTY ^ 0x80008000u : word; }
+
+__device__ inline unsigned* pinned(unsigned* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
 
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
 struct WaitLimit {

@@ -3,8 +3,8 @@
 // rank r the r-th slice of K, kept in shared memory for all time steps. All blocks must run at the same time.
 //
 // One step of one block, 2 warp groups that split its slice of K:
-//   1. Each warp polls its 16 utterances' words of its group's slice (exchange.cuh) into the registers that the warp-group
-//      matrix unit reads, and the group multiplies 64 utterances by ROWS rows as the chunks come.
+//   1. Each warp polls its 16 utterances' words of its group's slice (exchange.cuh), all at once and right into the
+//      registers that the warp-group matrix unit reads; the group multiplies 64 utterances by ROWS rows, in two halves of K.
 //   2. The groups add their sums through shared memory and send them, utterance by utterance, to the block of the cluster
 //      that finishes it.
 //   3. That block adds the cluster's sums and the input, applies the cell, and publishes the words.
@@ -28,6 +28,7 @@ struct WideShape {
     using Cell = Cell_;
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr int CLUSTER = CLUSTER_;
+    static constexpr int ALL_THREADS = THREADS;
     static constexpr int ROWS = ROWS_;                            // of a cluster
     static constexpr int K_PAIRS = K_PAIRS_;                      // pairs of matrix instructions along K, one warp group
     static constexpr int GROUPS = THREADS / WARP_GROUP;
@@ -56,27 +57,29 @@ struct WideLoop {
     using Cell = typename Shape::Cell;
     static constexpr int ROWS = Shape::ROWS, CLUSTER = Shape::CLUSTER, K_PAIRS = Shape::K_PAIRS;
     static constexpr int PREFETCH_STEPS = 8;
+    static constexpr int WAVE = K_PAIRS;  // instructions of one half
 
     const Pass& pass;
     char* const smem;
-    unsigned* const exchange;  // SLOTS of (state_words / 4, 4 warps, per_warp) units of 4 words
+    // SLOTS of (state_words / 2, 4 warps, 8 lane / 4) units of 2 words of utterance s and 2 of s + 32, interleaved: what one
+    // lane needs for one instruction, in the order of its registers. Utterance s < 32 of a tile is the (s / 4)th of warp s % 4.
+    unsigned* const exchange;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / WARP_GROUP;
     const int rank = cluster_rank();
     const int state_words = (pass.hidden + 7) / 8 * 4;  // whole 16-byte units
     const int first_word = blockIdx.x / CLUSTER * (ROWS / 2);
     const int slice_word = (rank * Shape::GROUPS + group) * 16 * K_PAIRS;
-    const int per_warp = (pass.samples + 3) / 4;  // utterance s of a tile is the (s / 4)th of warp s % 4
-    const int slot_words = state_words * 4 * per_warp;
+    const int slot_words = state_words * 64;
 
     // Of the current tile; per unit of this thread and utterance of the unit.
     int first, live;
     int length[Shape::THREAD_UNITS][2];
     int element[Shape::THREAD_UNITS][2];  // within (B, H)
     unsigned input[Shape::THREAD_UNITS][2], output_y[Shape::THREAD_UNITS][2];
-    unsigned emptied[Shape::THREAD_UNITS][2] = {};  // what the last emptied word held
 
     __device__ WideLoop(const Pass& pass, unsigned* exchange, char* smem) : pass(pass), smem(smem), exchange(exchange) {
-        // A thread moves 16 words of one row, permuted as the state's fragments are (recurrence.cuh).
+        // A thread moves 16 words of one row, permuted as the state's fragments are: the quad's lane q has words 2 q and
+        // 2 q + 1 of 8, the first in the first half of K.
         for (int i = threadIdx.x; i < Shape::GROUPS * K_PAIRS * ROWS; i += THREADS) {
             const int local_row = i % ROWS, pair = i / ROWS, row = 2 * first_word + local_row;
             const int k = 2 * (rank * Shape::GROUPS * 16 * K_PAIRS + 16 * pair);
@@ -92,7 +95,7 @@ struct WideLoop {
                 for (int half = 0; half < 2; half++)
                     *reinterpret_cast<uint4*>(smem + (2 * pair + s) * Shape::INSTRUCTION_BYTES + half * ROWS * 16 +
                                               local_row * 16) =
-                        make_uint4(w[2 * s + half], w[4 + 2 * s + half], w[8 + 2 * s + half], w[12 + 2 * s + half]);
+                        make_uint4(w[8 * s + half], w[8 * s + 2 + half], w[8 * s + 4 + half], w[8 * s + 6 + half]);
         }
         if (threadIdx.x < 2) barrier_init(barrier(threadIdx.x), 1);
         barrier_init_fence();
@@ -117,10 +120,10 @@ struct WideLoop {
         const Unit u = unit(i);
         return u.index < Shape::UNITS && sample_of(u, half) < live && word_of(u) < state_words;
     }
-    __device__ unsigned* mine(int i, int half, int epoch) const {
+    __device__ unsigned* mine(int i, int epoch) const {
         const Unit u = unit(i);
-        const int position = u.warp * per_warp + u.lane / 4 + 8 * half, word = word_of(u);
-        return exchange + epoch % SLOTS * slot_words + (word / 4 * 4 * per_warp + position) * 4 + word % 4;
+        const int word = word_of(u), position = (word / 2 * 4 + u.warp) * 8 + u.lane / 4;
+        return exchange + unsigned(epoch) % SLOTS * slot_words + position * 4 + word % 2 * 2;
     }
     __device__ int valid(int i) const { return min(2, pass.hidden - 2 * word_of(unit(i))); }
 
@@ -166,60 +169,68 @@ struct WideLoop {
             }
     }
 
-    // An exchange returns only when it is done, so waiting for what the last one returned puts it before the new word. From
-    // state 3 on, the emptied slot held a state; the comparison is there to be waited for.
-    __device__ void publish(int i, int h, unsigned value, int epoch) {
-        if (epoch >= 3 && emptied[i][h] == EMPTY) __trap();
-        store_relaxed(mine(i, h, epoch), publishable(value));
+    __device__ void publish(int i, unsigned value0, unsigned value1, int epoch) const {
+        store_relaxed(mine(i, epoch), publishable(value0), publishable(value1));
     }
-    __device__ void empty(int i, int h, int epoch) {
-        asm volatile("atom.relaxed.gpu.global.exch.b32 %0, [%1], %2;"
-                     : "=r"(emptied[i][h])
-                     : "l"(mine(i, h, epoch)), "r"(EMPTY)
-                     : "memory");
+    // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
+    // published state `epoch`.
+    __device__ void empty_slots(int epoch) const {
+        if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
+        for (int i = 0; i < Shape::THREAD_UNITS; i++)
+            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2 && wanted(i, 0); k++)
+                store_relaxed(mine(i, k), EMPTY, EMPTY);
+        fence_stores();
     }
 
-    // Polls this warp's words and multiplies. The first chunk is polled alone, as in grid.cuh.
-    __device__ void receive_and_multiply(float (&c)[ROWS / 2], int epoch) {
-        const int unit = slice_word / 4 + lane % 4;
-        const uint4* from = reinterpret_cast<const uint4*>(exchange + epoch % SLOTS * slot_words) + unit * 4 * per_warp +
-                            warp * per_warp + lane / 4;
-        const int units = state_words / 4 - unit;  // of this lane, before the state ends
-        const int pitch = 16 * per_warp;
-        const int units0 = 4 * (lane / 4) + warp < live ? units : 0, units1 = 4 * (lane / 4 + 8) + warp < live ? units : 0;
-        WaitLimit limit;
-        uint4 b[K_PAIRS][2];
-        b[0][0] = b[0][1] = make_uint4(0, 0, 0, 0);
-        if (units0 > 0) b[0][0] = load_relaxed(from);
-        while (__any_sync(0xffffffffu, has_empty(b[0][0]))) {
-            if (has_empty(b[0][0])) b[0][0] = load_relaxed(from);
-            limit.check(epoch);
-        }
-        if (units1 > 0) b[0][1] = load_relaxed(from + 8);
+    // What this lane has for one half of the instructions, or still waits for.
+    struct Wave {
+        uint4 a[WAVE];
+    };
+    __device__ void expect(Wave& wave, int w) const {
+        const int left = state_words / 2 - slice_word / 2 - lane % 4;  // units from this lane's first on
 #pragma unroll
-        for (int p = 1; p < K_PAIRS; p++) {
-            b[p][0] = b[p][1] = make_uint4(0, 0, 0, 0);
-            if (4 * p < units0) b[p][0] = load_relaxed(from + p * pitch);
-            if (4 * p < units1) b[p][1] = load_relaxed(from + p * pitch + 8);
+        for (int k = 0; k < WAVE; k++) wave.a[k] = unread(4 * (w * WAVE + k) < left && lane / 4 * 4 + warp < live);
+    }
+    // Asks for all units that are not there.
+    __device__ void ask(Wave& wave, int w, int epoch) const {
+        const uint4* from = reinterpret_cast<const uint4*>(exchange + unsigned(epoch) % SLOTS * slot_words) +
+                            ((slice_word / 2 + lane % 4) * 4 + warp) * 8 + lane / 4;
+#pragma unroll
+        for (int k = 0; k < WAVE; k++)
+            load_relaxed_if(has_empty(wave.a[k]), wave.a[k], from + (w * WAVE + k) * 128);
+    }
+    static __device__ bool waits(const Wave& wave) {
+        bool any = false;
+#pragma unroll
+        for (int k = 0; k < WAVE; k++) any |= has_empty(wave.a[k]);
+        return __any_sync(0xffffffffu, any);
+    }
+
+    // Polls this warp's words and multiplies the first half of K while the second is polled.
+    __device__ void receive_and_multiply(float (&c)[ROWS / 2], int epoch) const {
+        Wave waves[2];
+#pragma unroll
+        for (int w = 0; w < 2; w++) {
+            expect(waves[w], w);
+            ask(waves[w], w, epoch);
         }
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) c[i] = 0.f;
-        wgmma_fence();
+        WaitLimit limit;
 #pragma unroll
-        for (int p = 0; p < K_PAIRS; p++) {
-            while (__any_sync(0xffffffffu, has_empty(b[p][0]) || has_empty(b[p][1]))) {
-#pragma unroll
-                for (int j = p; j < K_PAIRS; j++) {
-                    if (has_empty(b[j][0])) b[j][0] = load_relaxed(from + j * pitch);
-                    if (has_empty(b[j][1])) b[j][1] = load_relaxed(from + j * pitch + 8);
-                }
+        for (int w = 0; w < 2; w++) {
+            while (waits(waves[w])) {
+                ask(waves[w], w, epoch);
                 limit.check(epoch);
             }
-            const unsigned weights = smem_address(smem) + group * Shape::GROUP_BYTES + 2 * p * Shape::INSTRUCTION_BYTES;
             wgmma_fence();
-            wgmma<Number, ROWS>(c, b[p][0].x, b[p][1].x, b[p][0].y, b[p][1].y, weights_descriptor<ROWS>(weights));
-            wgmma<Number, ROWS>(c, b[p][0].z, b[p][1].z, b[p][0].w, b[p][1].w,
-                                weights_descriptor<ROWS>(weights + Shape::INSTRUCTION_BYTES));
+#pragma unroll
+            for (int k = 0; k < WAVE; k++) {
+                const uint4 a = waves[w].a[k];
+                const unsigned weights =
+                    smem_address(smem) + group * Shape::GROUP_BYTES + (w * WAVE + k) * Shape::INSTRUCTION_BYTES;
+                wgmma<Number, ROWS>(c, a.x, a.y, a.z, a.w, weights_descriptor<ROWS>(weights));
+            }
             wgmma_commit();
         }
         wgmma_wait();
@@ -268,19 +279,31 @@ struct WideLoop {
                 const float4 v = *reinterpret_cast<const float4*>(from + (source * Shape::UNITS + unit(i).index) * 16);
                 sum[0][0] += v.x, sum[0][1] += v.y, sum[1][0] += v.z, sum[1][1] += v.w;
             }
+            if (Shape::BACKWARD && t < 0) {
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                if (wanted(i, h)) finish_word(i, h, sum[h], t, next_epoch, more);
+                for (int h = 0; h < 2; h++)
+                    if (wanted(i, h))
+                        store_word<Number>(pass.last_state, element[i][h],
+                                           length[i][h] == 0 ? load_state(i, h) : Number::pack(sum[h]), valid(i),
+                                           pass.whole_words);
+                continue;
+            }
+            const unsigned result[2] = {finish_word(i, 0, sum[0], t), finish_word(i, 1, sum[1], t)};
+            if (more) publish(i, result[0], result[1], next_epoch);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (!wanted(i, h)) continue;
+                store_word<Number>(pass.result, t * stride() + element[i][h], result[h], valid(i), pass.whole_words);
+                if (!Shape::BACKWARD && t == length[i][h] - 1)
+                    store_word<Number>(pass.last_state, element[i][h], result[h], valid(i), pass.whole_words);
+            }
         }
         load_inputs(Shape::BACKWARD ? t - 1 : t + 1);
+        if (more) empty_slots(next_epoch);
     }
 
-    __device__ void finish_word(int i, int h, float (&value)[2], int t, int next_epoch, bool more) {
-        if (Shape::BACKWARD && t < 0) {
-            store_word<Number>(pass.last_state, element[i][h], length[i][h] == 0 ? load_state(i, h) : Number::pack(value),
-                               valid(i), pass.whole_words);
-            return;
-        }
+    // The new word of one utterance; 0 at its padding, and where there is no utterance.
+    __device__ unsigned finish_word(int i, int h, float (&value)[2], int t) const {
         float in[2], y[2], last[2] = {};
         Number::unpack(input[i][h], in);
         if (Shape::BACKWARD) {
@@ -291,12 +314,7 @@ struct WideLoop {
         for (int e = 0; e < 2; e++)
             value[e] = Shape::BACKWARD ? Cell::backward(value[e] + in[e] + last[e], y[e], pass.clip)
                                        : Cell::forward(value[e] + in[e], pass.clip);
-        const unsigned result = t < length[i][h] ? Number::pack(value) : 0;
-        if (more) publish(i, h, result, next_epoch);
-        store_word<Number>(pass.result, t * stride() + element[i][h], result, valid(i), pass.whole_words);
-        if (!Shape::BACKWARD && t == length[i][h] - 1)
-            store_word<Number>(pass.last_state, element[i][h], result, valid(i), pass.whole_words);
-        if (more) empty(i, h, next_epoch + 2);
+        return t < length[i][h] ? Number::pack(value) : 0;
     }
 
     __device__ void clear_padding(int steps) {
@@ -313,11 +331,9 @@ struct WideLoop {
             const unsigned bytes = expected();
             const int iterations = Shape::BACKWARD && steps > 0 ? steps + 1 : steps;
             for (int i = 0; i < Shape::THREAD_UNITS && iterations > 0; i++)
-                for (int h = 0; h < 2; h++)
-                    if (wanted(i, h)) {
-                        publish(i, h, Shape::BACKWARD ? 0 : load_state(i, h), epoch);
-                        empty(i, h, epoch + 2);
-                    }
+                if (wanted(i, 0))
+                    publish(i, Shape::BACKWARD ? 0 : load_state(i, 0), Shape::BACKWARD ? 0 : load_state(i, 1), epoch);
+            if (iterations > 0) empty_slots(epoch);
             for (int i = 0; i < iterations; i++, epoch++) {
                 const int turn = epoch % 2;
                 if (threadIdx.x == 0) barrier_expect(barrier(turn), bytes);
