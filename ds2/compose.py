@@ -15,7 +15,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.config import Config, ConfigError, check, register
+from ds2.config import Config, ConfigError, register
+from ds2.config_check import check
 from ds2.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
