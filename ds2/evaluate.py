@@ -79,7 +79,8 @@ def transcribe_utterances(
         DisagreementError: a rank has other utterances or weights.
         RuntimeError: the model is in training mode.
     """
-    if comm is not None:
+    comm = comm or Communicator(device)
+    if comm.world > 1:
         comm.agree(corpus("to recognise", utterances), "give all hosts the same manifests")
         comm.agree(weights(model), "give all hosts the same model; in training, run on GPUs of one kind")
     decoder = decoder or GreedyDecoder(alphabet, features.step_s * model.time_stride)
@@ -94,8 +95,7 @@ def transcribe_utterances(
             named = ", ".join(utterances[indices[row]].name for row in error.rows)
             raise DecodeError(f"{named}: {error}" if named else str(error)) from error
         found.update(zip(indices, rows, strict=True))
-    if comm is not None:
-        found = {index: hypothesis for part in comm.allgather(found) for index, hypothesis in part.items()}
+    found = {index: hypothesis for part in comm.allgather(found) for index, hypothesis in part.items()}
     return [found[index] for index in range(len(utterances))]
 
 
