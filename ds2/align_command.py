@@ -82,14 +82,14 @@ def align_utterances(
         utterances: any number.
         device: where the model runs.
     """
-    from ds2.evaluate import logit_batches
+    from ds2.evaluate import logit_batches, recognition_loader
 
     alphabet, frame_s = loaded.alphabet, loaded.frame_s
     forgiving = replace(alphabet, unknown="drop")
     targets = [forgiving.encode(u.text) for u in utterances]
-    config = replace(loaded.config, data=replace(loaded.config.data, cache="none"))
     aligned: dict[int, AlignedTranscript] = {}
-    batches = logit_batches(loaded.model, loaded.features, utterances, config, device=device)
+    loader = recognition_loader(loaded, utterances, device)
+    batches = logit_batches(loaded.model, loaded.features, loader, device=device)
     for indices, logits, lengths in batches:
         found = align_batch(logits.float().log_softmax(2), lengths, [targets[i] for i in indices], alphabet, frame_s)
         aligned.update(zip(indices, found, strict=True))

@@ -75,6 +75,7 @@ class SpeechLoader:
     def __init__(
         self, utterances: Sequence[Utterance], config: Config, alphabet: Alphabet | None, *, training: bool
     ) -> None:
+        self.utterances = utterances
         self.audio = open_audio(utterances, config.data)
         dataset = _Batches(
             self.audio, utterances, alphabet, config.train.seed, _augmentation(config) if training else None

@@ -21,8 +21,8 @@ from ds2.agreement import corpus, weights
 from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis
-from ds2.checkpoint import find_model, load_model
-from ds2.config import BatchingConfig, CommConfig, Config, ConfigError, DecodeConfig
+from ds2.checkpoint import LoadedModel, find_model, load_model
+from ds2.config import BatchingConfig, CommConfig, ConfigError, DecodeConfig
 from ds2.corpus import scored_utterances
 from ds2.dataset import SpeechLoader
 from ds2.decode_options import resolve_options, split_overrides
@@ -47,8 +47,7 @@ def transcribe_utterances(
     model: AcousticModel,
     features: Features,
     alphabet: Alphabet,
-    utterances: Sequence[Utterance],
-    config: Config,
+    loader: SpeechLoader,
     *,
     device: torch.device,
     precision: str = "fp32",
@@ -62,8 +61,7 @@ def transcribe_utterances(
         model: in evaluation mode, on `device`.
         features: on `device`.
         alphabet: of the model.
-        utterances: any number.
-        config: how audio is read (`data`).
+        loader: of any number of utterances, without augmentation.
         device: where the model runs.
         precision: fp32 or bf16.
         batch_audio_s: budget of padded audio a batch, seconds; None chooses by device.
@@ -71,7 +69,7 @@ def transcribe_utterances(
         decoder: what turns log-probs to words; None is greedy.
 
     Returns:
-        Hypotheses in the order of `utterances`.
+        Hypotheses in the order of the utterances.
 
     Raises:
         DecodeError: the model gives NaN or infinity; names the utterances.
@@ -79,14 +77,14 @@ def transcribe_utterances(
         DisagreementError: a rank has other utterances or weights.
         RuntimeError: the model is in training mode.
     """
-    comm = comm or Communicator(device)
+    comm, utterances = comm or Communicator(device), loader.utterances
     if comm.world > 1:
         comm.agree(corpus("to recognise", utterances), "give all hosts the same manifests")
         comm.agree(weights(model), "give all hosts the same model; in training, run on GPUs of one kind")
     decoder = decoder or GreedyDecoder(alphabet, features.step_s * model.time_stride)
     found: dict[int, Hypothesis] = {}
     batches = logit_batches(
-        model, features, utterances, config, device=device, precision=precision, batch_audio_s=batch_audio_s, comm=comm
+        model, features, loader, device=device, precision=precision, batch_audio_s=batch_audio_s, comm=comm
     )
     for indices, logits, lengths in batches:
         try:
@@ -103,8 +101,7 @@ def transcribe_utterances(
 def logit_batches(
     model: AcousticModel,
     features: Features,
-    utterances: Sequence[Utterance],
-    config: Config,
+    loader: SpeechLoader,
     *,
     device: torch.device,
     precision: str = "fp32",
@@ -117,16 +114,24 @@ def logit_batches(
     """
     if model.training:
         raise RuntimeError("recognition needs running statistics: call model.eval() first")
-    if not utterances:
+    if not loader.utterances:
         return
     budget = BatchingConfig(utterances=0, audio_s=batch_audio_s or _BATCH_AUDIO_S[device.type], sortagrad=True)
-    plan = plan_epoch(np.array([u.duration_s for u in utterances]), budget, epoch=1, seed=0)[::-1]
+    plan = plan_epoch(np.array([u.duration_s for u in loader.utterances]), budget, epoch=1, seed=0)[::-1]
     if comm is not None:
         plan = plan[comm.rank :: comm.world]
-    for batch in SpeechLoader(utterances, config, None, training=False).epoch(plan, epoch=1):
+    for batch in loader.epoch(plan, epoch=1):
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             logits, lengths = model(*features(batch.waveforms.to(device, non_blocking=True), batch.sample_lengths))
         yield batch.indices.tolist(), logits, lengths
+
+
+def recognition_loader(
+    loaded: LoadedModel, utterances: Sequence[Utterance], device: torch.device, workers: int = -1
+) -> SpeechLoader:
+    """Return a loader of audio that is read once, for which no cache is written; -1 workers chooses by device."""
+    data = replace(loaded.config.data, cache="none", workers=workers)
+    return SpeechLoader(utterances, replace(loaded.config, data=data, device=str(device)), None, training=False)
 
 
 def decode_batch(decoder: Decoder, logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
@@ -215,8 +220,6 @@ def evaluate(
         raise ConfigError(
             f"two manifests are called {', '.join(repeated)}: evaluate them one by one, each with its --out"
         )
-    data = replace(loaded.config.data, cache="none", workers=workers)
-    config = replace(loaded.config, data=data, device=str(chosen))
     options = resolve_options(decode, file, loaded.config)
     decoder = make_decoder(options, loaded.alphabet, loaded.frame_s, chosen)
     reports = {}
@@ -227,8 +230,7 @@ def evaluate(
             loaded.model,
             loaded.features,
             loaded.alphabet,
-            utterances,
-            config,
+            recognition_loader(loaded, utterances, chosen, workers),
             device=chosen,
             precision=resolve_precision(precision, chosen),
             batch_audio_s=batch_audio_s,

@@ -181,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ds2.corpus import scored_utterances
     from ds2.decode_options import save_options, tuned_file
     from ds2.device import resolve_device, resolve_precision
-    from ds2.evaluate import logit_batches
+    from ds2.evaluate import logit_batches, recognition_loader
     from ds2.ngram_file import load_ngram
 
     file, device = find_model(arguments.model), resolve_device(arguments.device)
@@ -192,15 +192,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not manifests:
         raise DecodeError(f"{file} names no dev manifest (data.dev is empty): give manifests to tune on")
     utterances = scored_utterances(manifests, loaded.alphabet)
-    data = replace(loaded.config.data, cache="none")
-    batches = logit_batches(
-        loaded.model,
-        loaded.features,
-        utterances,
-        replace(loaded.config, data=data),
-        device=device,
-        precision=resolve_precision("auto", device),
-    )
+    loader = recognition_loader(loaded, utterances, device)
+    precision = resolve_precision("auto", device)
+    batches = logit_batches(loaded.model, loaded.features, loader, device=device, precision=precision)
     dev = DevSet.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])
     trials: list[Trial] = []
     for trial in search(dev, loaded.alphabet, lm, options, arguments.alphas, arguments.betas, device):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ds2.agreement import corpus, settings
 from ds2.alphabet import Alphabet
-from ds2.audio_cache import AudioStore
 from ds2.augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
 from ds2.batching import deal, padded_durations_s, plan_epoch
@@ -61,6 +60,7 @@ class Trainer:
             self.utterances = training_utterances(config, self.alphabet, self.output_frames)
             self.dev = scored_utterances(config.data.dev, self.alphabet)
             self.loader = SpeechLoader(self.utterances, config, self.alphabet, training=True)
+            self.dev_loader = SpeechLoader(self.dev, config, None, training=False)
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.progress = Progress()
@@ -219,8 +219,7 @@ class Trainer:
             model.eval(),
             self.features,
             self.alphabet,
-            self.dev,
-            self.config,
+            self.dev_loader,
             device=self.device,
             comm=self.comm,
             precision=self.precision,
@@ -243,7 +242,7 @@ class Trainer:
 
     def _show_first(self, board: RunLog, hypothesis: str) -> None:
         reference, _ = self.alphabet.normalise(self.dev[0].text)
-        waveform = torch.from_numpy(AudioStore(self.dev[:1], self.config.data.sample_rate_hz)[0])
+        waveform = torch.from_numpy(self.dev_loader.audio[0])
         features, _ = self.features(waveform[None].to(self.device), torch.tensor([len(waveform)]))
         board.utterance(self.progress.step, "dev", features[0], reference, hypothesis)
 

@@ -35,9 +35,10 @@ from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, load_model
 from ds2.config import DecodeConfig
 from ds2.corpus import scored_utterances
+from ds2.dataset import SpeechLoader
 from ds2.decoding import Decoder, GreedyDecoder, make_decoder
 from ds2.device import resolve_device, resolve_precision
-from ds2.evaluate import logit_batches, transcribe_utterances
+from ds2.evaluate import logit_batches, recognition_loader, transcribe_utterances
 from ds2.lm_tune import DevSet
 from ds2.manifest import Utterance
 from ds2.ngram_file import load_ngram
@@ -119,10 +120,8 @@ def bench_search(loaded: LoadedModel, utterances: list[Utterance], arguments: ar
     """Time the decoders alone, in turn."""
     device = resolve_device(arguments.device)
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
-    config = replace(loaded.config, data=replace(loaded.config.data, cache="none"))
-    batches = logit_batches(
-        loaded.model, loaded.features, utterances, config, device=device, batch_audio_s=arguments.batch_audio_s
-    )
+    loader = recognition_loader(loaded, utterances, device)
+    batches = logit_batches(loaded.model, loaded.features, loader, device=device, batch_audio_s=arguments.batch_audio_s)
     dev = DevSet.of(batches, texts)
     references = [reference for batch in dev.references for reference in batch]
     contenders = decoders(loaded, arguments, device)
@@ -162,8 +161,7 @@ def bench_whole(loaded: LoadedModel, utterances: list[Utterance], arguments: arg
                 loaded.model,
                 loaded.features,
                 loaded.alphabet,
-                utterances,
-                config,
+                SpeechLoader(utterances, config, None, training=False),
                 device=device,
                 precision=resolve_precision("auto", device),
                 batch_audio_s=arguments.batch_audio_s,

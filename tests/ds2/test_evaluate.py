@@ -15,7 +15,7 @@ from ds2.beam_search import DecodeError
 from ds2.checkpoint import LoadedModel, load_model, save_model
 from ds2.cli import main
 from ds2.config import Config
-from ds2.evaluate import transcribe_utterances
+from ds2.evaluate import recognition_loader, transcribe_utterances
 from ds2.features import Features
 from ds2.manifest import read_manifest, write_manifest
 from ds2.model import AcousticModel
@@ -44,8 +44,7 @@ def recognise(loaded: LoadedModel, manifest: Path, **settings: float) -> list[st
         loaded.model,
         loaded.features,
         loaded.alphabet,
-        read_manifest(manifest),
-        loaded.config,
+        recognition_loader(loaded, read_manifest(manifest), CPU),
         device=CPU,
         **settings,
     )
@@ -64,8 +63,8 @@ def test_texts_keep_the_order_whatever_the_batches(model_file: Path, tone_manife
 
 def test_no_utterances_give_no_hypotheses(model_file: Path) -> None:
     loaded = load_model(model_file)
-    parts = (loaded.model, loaded.features, loaded.alphabet)
-    assert transcribe_utterances(*parts, [], loaded.config, device=CPU) == []
+    parts = (loaded.model, loaded.features, loaded.alphabet, recognition_loader(loaded, [], CPU))
+    assert transcribe_utterances(*parts, device=CPU) == []
 
 
 def test_a_model_in_training_mode_is_refused(model_file: Path, tone_manifest: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds2.audio import AudioError
 from ds2.checkpoint import CheckpointError, load, load_model
 from ds2.cli import main
 from ds2.config import Config, ConfigError
 from ds2.corpus import CorpusError
+from ds2.metrics import RunLog
 from ds2.train import train
 from ds2.trainer import Trainer, TrainingError
 
@@ -186,6 +189,37 @@ def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
         assert fragment in str(caught.value)
     trainer = Trainer(tiny_config(f"data.train=[{bad}]", "data.on_bad_utterance=skip"), Path(config.run_dir))
     assert len(trainer.utterances) == 7 and "3 of 10 training utterances left out" in caplog.text
+
+
+def test_unreadable_dev_audio_is_found_before_the_first_step(
+    tiny_config: MakeConfig, tone_manifest: Path, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in tone_manifest.read_text().splitlines()]
+    (tmp_path / "broken.wav").write_bytes(b"no audio")
+    lines[3]["audio_filepath"] = str(tmp_path / "broken.wav")
+    dev = tone_manifest.with_name("broken_dev.jsonl")
+    dev.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tiny_config(f"data.dev=[{dev}]")
+    with pytest.raises(AudioError, match=r"broken\.wav"):
+        Trainer(config, Path(config.run_dir))
+
+
+def test_workers_start_once_and_end_with_the_run(tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(multiprocessing.active_children())
+    seen = []
+    evaluate = Trainer.evaluate
+
+    def watched(trainer: Trainer, board: RunLog) -> dict[str, float]:
+        scores = evaluate(trainer, board)
+        seen.append(set(multiprocessing.active_children()) - others)
+        return scores
+
+    monkeypatch.setattr(Trainer, "evaluate", watched)
+    config = tiny_config("data.workers=1", "train.epochs=3")
+    train(config, Path(config.run_dir))
+    assert len(seen[0]) == 2  # one of the training set, one of the dev set
+    assert seen == [seen[0]] * 3
+    assert not any(worker.is_alive() for worker in seen[0])
 
 
 def test_resuming_with_another_model_is_refused(tiny_config: MakeConfig) -> None:
