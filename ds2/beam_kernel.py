@@ -69,7 +69,7 @@ def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
         word=trie.word,
         is_word=trie.is_word,
         hot=trie.hot,
-        hot_part=trie.hot_part,
+        unfinished=fusion.unfinished,
         space=spelling.space,
         has_hot=bool(trie.hot.any()),
     )

@@ -38,10 +38,13 @@ class Extensions:
 class Fusion:
     """Scores prefixes with alpha x log p_lm + beta x words + hot words, by word or by label as the model's unit says.
 
-    A word model reads a word when the next one starts or the utterance ends. Until then an unfinished word that starts
-    no known word is charged `unknown_score` / ln 10 (more if it is long), and one that starts a hot word is paid
-    the share of its bonus that it has spelled: pyctcdecode's rules, so that searches prune alike. A character
-    model reads a space together with the character after it, so a space at the end costs nothing.
+    A word model reads a word when the next one starts or the utterance ends. What an unfinished word is worth until then
+    only ranks prefixes; no hypothesis is scored by it. One that starts a hot word is paid the share of its bonus that it
+    has spelled. In the open vocabulary one that starts no known word is charged `unknown_score` / ln 10 (more if it is
+    long): pyctcdecode's rules, so that searches prune alike. Bound to a lexicon it is charged alpha x the unigram
+    log-prob of the likeliest word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead for
+    large vocabulary speech recognition"); what an unknown hot word is charged grows with its bonus. A character model
+    reads a space together with the character after it, so a space at the end costs nothing.
     """
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> None:
@@ -59,12 +62,21 @@ class Fusion:
         )
         self.lm = None if lm is None else lm.to(device)
         self.spelling = Spelling.of(alphabet).to(device)
-        words = {} if lm is None or not self.by_word else {w: i for w, i in lm.ids.items() if w not in _SPECIAL}
-        self.trie = build_trie(words, options.hot_words, self.spelling).to(device)
         self.device = device
         self._unknown_id, self._end_id, self._start = (
             (lm.ids[UNKNOWN], lm.ids[END], lm.start()) if lm is not None else (0, 0, 0)
         )
+        if lm is not None and self.by_word:
+            unigrams = lm.log_prob[: len(lm.vocabulary)].cpu().numpy()
+            unknown = float(unigrams[self._unknown_id]) + self.unknown_score
+            words = {w: i for w, i in lm.ids.items() if w not in _SPECIAL}
+            self.trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown).to(device)
+        else:
+            self.trie = build_trie({}, options.hot_words, self.spelling).to(device)
+        self.unfinished = self.hot_bonus * self.trie.hot_part  # (N,) float64
+        if self.lexicon:
+            self.unfinished += self.alpha * self.trie.ahead.double()
+            self.unfinished[OFF] = -math.inf
         if lm is not None and self.by_label:
             self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
 
@@ -162,13 +174,11 @@ class Fusion:
         return gain, word_score, following.view_as(state)
 
     def _unfinished(self, node: Tensor, length: Tensor) -> Tensor:
-        part = self.hot_bonus * self.trie.hot_part[node]
-        if self.lexicon:
-            return part.masked_fill(node == OFF, -math.inf)
-        if self.by_word:
+        worth = self.unfinished[node]
+        if self.by_word and not self.lexicon:
             charge = self.unknown_score / math.log(10) * (length / _TYPICAL_WORD_CHARACTERS).clamp(min=1.0)
-            part = torch.where(node == OFF, charge.double(), part)
-        return part
+            worth = torch.where(node == OFF, charge.double(), worth)
+        return worth
 
     def _by_label(self, state: Tensor, after_space: Tensor) -> tuple[Tensor, Tensor]:
         assert self.lm is not None

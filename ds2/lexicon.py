@@ -17,6 +17,7 @@ from ds2.alphabet import WORD_MARK, Alphabet
 from ds2.beam_search import DecodeError
 
 OFF, ROOT = 0, 1  # trie nodes: left the trie for good, the empty prefix
+_NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 class LexiconError(DecodeError):
@@ -68,6 +69,7 @@ class Trie:
     is_word: Tensor  # (N,) bool: a known or hot word ends here
     hot: Tensor  # (N,) float64: 1 where a hot word ends
     hot_part: Tensor  # (N,) float64: share of the shortest hot word that goes on from here which is written already
+    ahead: Tensor  # (N,) float32: log-prob of the likeliest word that goes on from here or ends here; 0 at OFF and ROOT
 
     def to(self, device: torch.device) -> Trie:
         """Return the trie with its tensors on `device`."""
@@ -82,10 +84,24 @@ class Trie:
         return nodes
 
 
-def build_trie(words: Mapping[str, int], hot_words: Sequence[str], spelling: Spelling) -> Trie:
-    """Build the trie of known words (with the positions to report) and of hot words.
+def build_trie(
+    words: Mapping[str, int],
+    hot_words: Sequence[str],
+    spelling: Spelling,
+    unigrams: NDArray[np.float32] = _NONE_KNOWN,
+    unknown: float = 0.0,
+) -> Trie:
+    """Build the trie of known words and of hot words.
 
     Known words that the labels cannot spell are left out: the network never writes them.
+
+    Args:
+        words: known words, with the positions to report.
+        hot_words: more words; some may be known too.
+        spelling: of the labels.
+        unigrams: (W,) natural log-probs of words by position.
+        unknown: log-prob of a hot word that is not known, charged in the share of it that is written, as its bonus is
+            paid: charged at once it would prune the word before the bonus outweighs it.
 
     Raises:
         LexiconError: a hot word is empty, holds white space, or cannot be spelled.
@@ -97,9 +113,12 @@ def build_trie(words: Mapping[str, int], hot_words: Sequence[str], spelling: Spe
     listed = [word for word in words if codes.keys() >= set(word)]
     known = len(listed)
     everything = [*listed, *hot_words]
-    ends, children = _insert([[codes[c] for c in word] for word in everything], len(codes) + 1)
+    positions = np.array([words[w] for w in listed], np.int64)
+    values = np.full(len(everything), -np.inf, np.float32)
+    values[:known] = unigrams[positions]
+    ends, children, ahead = _insert([[codes[c] for c in word] for word in everything], values, len(codes) + 1)
     word = np.full(len(children), -1, np.int64)
-    word[ends[:known]] = [words[w] for w in listed]
+    word[ends[:known]] = positions
     is_word = np.zeros(len(children), bool)
     is_word[ends] = True
     hot, hot_part = np.zeros((2, len(children)))
@@ -109,11 +128,18 @@ def build_trie(words: Mapping[str, int], hot_words: Sequence[str], spelling: Spe
         for position, character in enumerate(text, start=1):
             node = int(children[node, codes[character]])
             hot_part[node] = position / len(text)
-    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part)))
+            if text not in words:
+                ahead[node] = max(ahead[node], unknown * position / len(text))
+    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, ahead)))
 
 
-def _insert(words: Iterable[Sequence[int]], width: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the end node of each word and the child table (N, width), level by level over all words at once."""
+def _insert(
+    words: Iterable[Sequence[int]], values: NDArray[np.float32], width: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+    """Return the end node of each word, the child table (N, width) and each node's largest value (N,) of its words.
+
+    Goes level by level over all words at once.
+    """
     spelled = list(words)
     lengths = np.array([len(word) for word in spelled], dtype=np.int64)
     nodes = np.full(len(spelled), ROOT, np.int64)
@@ -121,13 +147,15 @@ def _insert(words: Iterable[Sequence[int]], width: int) -> tuple[NDArray[np.int6
     matrix[np.arange(matrix.shape[1]) < lengths[:, None]] = np.fromiter(
         (code for word in spelled for code in word), np.int64, int(lengths.sum())
     )
-    total, keys = ROOT + 1, [np.empty(0, np.int64)]
+    total, keys, largest = ROOT + 1, [np.empty(0, np.int64)], [np.zeros(ROOT + 1, np.float32)]
     for position in range(matrix.shape[1]):
         live = np.flatnonzero(lengths > position)
         unique, inverse = np.unique(nodes[live] * width + matrix[live, position], return_inverse=True)
         nodes[live] = total + inverse
         keys.append(unique)
+        largest.append(np.full(len(unique), -np.inf, np.float32))
+        np.maximum.at(largest[-1], inverse, values[live])
         total += len(unique)
     children = np.zeros((total, width), np.int32)
     children.reshape(-1)[np.concatenate(keys)] = np.arange(ROOT + 1, total, dtype=np.int32)
-    return nodes, children
+    return nodes, children, np.concatenate(largest)

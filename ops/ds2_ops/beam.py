@@ -23,8 +23,8 @@ _SEARCH = """const float* log_probs, const long long* frames, int2* grown, doubl
     long long* integers, double* floats, double* table, int length, int batch, int labels, int beam, int start_state,
     int closed, double alpha, double beta, double unknown_score, double hot_bonus, double prune"""
 _LEXICON = """const unsigned char* starts_word, const long long* characters, const long long* counts,
-    const int* children, const long long* word, const unsigned char* is_word, const double* hot, const double* hot_part,
-    int longest, int width, int space, int has_hot"""
+    const int* children, const long long* word, const unsigned char* is_word, const double* hot,
+    const double* unfinished, int longest, int width, int space, int has_hot"""
 _GRAMS = """const long long* keys, const float* log_prob, const int* next_state, const float* backoff,
     const int* suffix, const int* first, const int* label_ids, int vocabulary, int order, int unknown"""
 _TRACE = "const long long* entries, const int2* grown, short* labels, int count, int utterances, int slots, int width"
@@ -41,7 +41,7 @@ class Lexicon:
     word: Tensor  # (N,) int64 vocabulary id of the word that ends here, or -1
     is_word: Tensor  # (N,) bool
     hot: Tensor  # (N,) float64: 1 where a hot word ends
-    hot_part: Tensor  # (N,) float64: share of a hot word that is written here
+    unfinished: Tensor  # (N,) float64: what a word is worth that is written as far as here
     space: int  # the label that only separates words, or -1
     has_hot: bool
 
@@ -220,7 +220,7 @@ def lexicon_arguments(lexicon: Lexicon) -> list[Any]:
     """Return struct Lexicon of csrc/beam.cuh in its order."""
     own = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
     sizes = [lexicon.characters.shape[1], lexicon.children.shape[1], lexicon.space, int(lexicon.has_hot)]
-    return [*own, lexicon.hot, lexicon.hot_part, *sizes]
+    return [*own, lexicon.hot, lexicon.unfinished, *sizes]
 
 
 def grams_arguments(grams: Grams | None) -> list[Any]:

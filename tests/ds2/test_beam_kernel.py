@@ -55,6 +55,7 @@ CASES = [
     Case("words", OPEN),
     Case("words far unknown", replace(OPEN, unknown_score=-23.0)),
     Case("lexicon", replace(OPEN, lexicon=True)),
+    Case("hot words in the lexicon", replace(OPEN, lexicon=True, hot_words=["bab", "ab"], hot_word_bonus=4.0)),
     Case("hot words", replace(OPEN, hot_words=["bab", "ab"], hot_word_bonus=4.0)),
     Case("hot words without model", replace(OPEN, hot_words=["bab"]), unit="none"),
     Case("characters", OPEN, unit="character"),

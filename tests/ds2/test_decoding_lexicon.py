@@ -6,17 +6,19 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_decoding import CHARACTERS, CPU, PIECES, WIDE, brute_force, random_log_probs, speechlike, word_worth
 from torch import Tensor
 
-from ds2.arpa import write_arpa
+from ds2.arpa import read_arpa, write_arpa
 from ds2.beam_search import DecodeError
 from ds2.config import DecodeConfig
 from ds2.decoding import make_decoder
+from ds2.fusion import Fusion
 from ds2.language_model import NGram
-from ds2.lexicon import LexiconError
+from ds2.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
 from ds2.lm_build import estimate
 
 NATIVE = replace(WIDE, method="native", lexicon=True, beam=500, nbest=3, threads=1)
@@ -94,3 +96,62 @@ def test_what_the_native_search_cannot_do_is_named(lm: NGram) -> None:
         make_decoder(replace(NATIVE, hot_words=["ab"]), CHARACTERS, 0.02, CPU, lm)
     with pytest.raises(DecodeError, match="characters"):
         make_decoder(NATIVE, PIECES, 0.02, CPU, lm)
+
+
+def test_every_node_looks_ahead_to_the_likeliest_word_below_it() -> None:
+    generator = np.random.default_rng(3)
+    drawn = {"".join(generator.choice(["a", "b"], generator.integers(1, 9))) for _ in range(60)}
+    words = {word: position for position, word in enumerate(sorted(drawn), start=2)}
+    unigrams = generator.normal(-9.0, 3.0, len(words) + 2).astype(np.float32)
+    known, unknown = min(words, key=lambda word: unigrams[words[word]]), "abbabbabba"
+    spelling = Spelling.of(CHARACTERS)
+    trie = build_trie({**words, "c": 0}, [known, unknown], spelling, unigrams, -31.0)
+
+    values = [(word, float(unigrams[at])) for word, at in words.items()]
+    shares = {unknown[:size]: -31.0 * size / len(unknown) for size in range(1, len(unknown) + 1)}
+    prefixes = {word[:size] for word in [*words, unknown] for size in range(1, len(word) + 1)}
+    for prefix in prefixes:
+        codes = torch.tensor([spelling.codes[character] for character in prefix])
+        node = trie.walk(torch.tensor(ROOT), codes)
+        below = [value for word, value in values if word.startswith(prefix)]
+        assert float(trie.ahead[node]) == pytest.approx(max([*below, shares.get(prefix, -np.inf)]), rel=1e-6)
+    assert trie.ahead.numel() == len(prefixes) + 2
+    assert trie.ahead[OFF] == trie.ahead[ROOT] == 0.0
+
+
+def rare_and_common(folder: Path) -> NGram:
+    grams = "-3\t<unk>\n-99\t<s>\n-0.5\t</s>\n-6\taaa\n-0.2\tbbb\n"
+    (folder / "rare.arpa").write_text(f"\\data\\\nngram 1=5\n\n\\1-grams:\n{grams}\n\\end\\\n", encoding="utf-8")
+    return read_arpa(folder / "rare.arpa")
+
+
+def letters(path: str, first: float) -> Tensor:
+    """Log-probs (2 T, 1, 4) of a path, blanks between: each letter has the probability `first`, the other the rest."""
+    probs = torch.full((2 * len(path), 1, 4), 0.001)
+    probs[1::2, 0, 0] = 0.997
+    for at, letter in enumerate(path):
+        own, other = CHARACTERS.encode(letter + {"a": "b", "b": "a"}[letter])
+        probs[2 * at, 0, own], probs[2 * at, 0, other] = first, 0.998 - first
+    return probs.log()
+
+
+def test_a_narrow_beam_keeps_the_likely_word_of_the_lexicon(tmp_path: Path) -> None:
+    options = DecodeConfig(method="beam", lexicon=True, beam=1, alpha=1.0, beta=0.0)
+    lm, log_probs = rare_and_common(tmp_path), letters("aaa", 0.6)
+    [[found]] = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, torch.tensor([6]))
+    [[wide]] = make_decoder(replace(options, beam=100), CHARACTERS, 0.02, CPU, lm).decode(log_probs, torch.tensor([6]))
+    assert found.text == wide.text == "bbb"
+    assert found.lm == pytest.approx(sum(lm.sentence(["bbb"])), abs=1e-5)
+
+
+def test_a_narrow_beam_keeps_an_unknown_hot_word_whose_bonus_outweighs_its_charge(tmp_path: Path) -> None:
+    options = DecodeConfig(
+        method="beam", lexicon=True, beam=2, alpha=1.0, beta=0.0, hot_words=["baab"], hot_word_bonus=32.0
+    )
+    lm, log_probs = rare_and_common(tmp_path), letters("baab", 0.9)
+    [[found]] = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, torch.tensor([8]))
+    assert found.text == "baab"
+
+
+def test_the_open_vocabulary_does_not_look_ahead(lm: NGram) -> None:
+    assert not Fusion(CHARACTERS, DecodeConfig(method="beam"), lm, CPU).unfinished.any()

@@ -27,7 +27,7 @@ struct Lexicon {
     const long long* word;             // (N) vocabulary id or -1
     const unsigned char* is_word;      // (N)
     const double* hot;                 // (N)
-    const double* hot_part;            // (N)
+    const double* unfinished;          // (N) what a word is worth before it is whole
     int longest, width, space;         // L, A, the label that only separates words or -1
     int has_hot;                       // any hot words
 };
@@ -211,12 +211,11 @@ struct BeamSearch {
     }
 
     __device__ double unfinished(int node, int length) const {
-        if (UNIT == Unit::WORD && node == OFF) {
-            if (search.closed) return none();
+        if (UNIT == Unit::WORD && node == OFF && !search.closed) {
             const double share = length / TYPICAL_WORD_CHARACTERS;
             return search.unknown_score / LN_10 * (share > 1.0 ? share : 1.0);
         }
-        return lexicon.has_hot ? search.hot_bonus * __ldg(lexicon.hot_part + node) : 0.0;
+        return lexicon.has_hot || search.closed ? __ldg(lexicon.unfinished + node) : 0.0;
     }
 
     __device__ int walk(int node, int label) const {
