@@ -38,13 +38,13 @@ class Extensions:
 class Fusion:
     """Scores prefixes with alpha x log p_lm + beta x words + hot words, by word or by label as the model's unit says.
 
-    A word model reads a word when the next one starts or the utterance ends. What an unfinished word is worth until then
-    only ranks prefixes; no hypothesis is scored by it. One that starts a hot word is paid the share of its bonus that it
-    has spelled. In the open vocabulary one that starts no known word is charged `unknown_score` / ln 10 (more if it is
-    long): pyctcdecode's rules, so that searches prune alike. Bound to a lexicon it is charged alpha x the unigram
-    log-prob of the likeliest word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead for
-    large vocabulary speech recognition"); what an unknown hot word is charged grows with its bonus. A character model
-    reads a space together with the character after it, so a space at the end costs nothing.
+    A word model reads a word when the next one starts or the utterance ends. What an unfinished word is worth until
+    then only ranks prefixes; no hypothesis is scored by it. One that starts a hot word is paid the share of its bonus
+    that it has spelled. In the open vocabulary one that starts no known word is charged `unknown_score` / ln 10 (more
+    if it is long): pyctcdecode's rules, so that searches prune alike. Bound to a lexicon it is charged alpha x the
+    unigram log-prob of the likeliest word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead
+    for large vocabulary speech recognition"); what an unknown hot word is charged grows with its bonus. A character
+    model reads a space together with the character after it, so a space at the end costs nothing.
     """
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> None:
