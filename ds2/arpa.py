@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from itertools import islice, zip_longest
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ds2.language_model import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
 from ds2.lm_text import read_lines
 from ds2.ngram_levels import Level, blocks, link, unlink
+from ds2.whole_file import whole_file
 
 _LN10 = math.log(10.0)
 _ABSENT_LOG10 = -100.0  # what -inf becomes, and <unk> gets in a file without it
@@ -26,35 +27,33 @@ def write_arpa(model: NGram, path: Path) -> None:
     Raises:
         LanguageModelError: the folder is not writable or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    words = np.array(model.vocabulary, dtype=object)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as out:
-            levels = unlink(model)
-            out.write("\\data\\\n")
-            out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
-            history: list[NDArray[np.int32]] = []  # columns of the words of the n-grams one order below
-            for n, level in enumerate(levels, start=1):
-                out.write(f"\n\\{n}-grams:\n")
-                for part in blocks(len(level)):
-                    columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
-                    log_probs = (level.log_prob[part] / _LN10).tolist()
-                    texts = map(" ".join, zip(*columns, strict=True))
-                    if n == len(levels):
-                        out.writelines(f"{p:.8g}\t{t}\n" for p, t in zip(log_probs, texts, strict=True))
-                    else:
-                        backoffs = (level.backoff[part] / _LN10).tolist()
-                        rows = zip(log_probs, texts, backoffs, strict=True)
-                        out.writelines(f"{p:.8g}\t{t}\t{b:.8g}\n" for p, t, b in rows)
-                history = [column[level.prefix] for column in history] + [level.word]
-            out.write("\n\\end\\\n")
-        os.replace(temporary, path)
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as out:
+            _write(model, out)
     except OSError as error:
         raise LanguageModelError(f"{path} could not be written: {error}") from error
-    finally:
-        if temporary.exists():
-            temporary.unlink()
+
+
+def _write(model: NGram, out: TextIO) -> None:
+    words = np.array(model.vocabulary, dtype=object)
+    levels = unlink(model)
+    out.write("\\data\\\n")
+    out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
+    history: list[NDArray[np.int32]] = []  # columns of the words of the n-grams one order below
+    for n, level in enumerate(levels, start=1):
+        out.write(f"\n\\{n}-grams:\n")
+        for part in blocks(len(level)):
+            columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
+            log_probs = (level.log_prob[part] / _LN10).tolist()
+            texts = map(" ".join, zip(*columns, strict=True))
+            if n == len(levels):
+                out.writelines(f"{p:.8g}\t{t}\n" for p, t in zip(log_probs, texts, strict=True))
+            else:
+                backoffs = (level.backoff[part] / _LN10).tolist()
+                rows = zip(log_probs, texts, backoffs, strict=True)
+                out.writelines(f"{p:.8g}\t{t}\t{b:.8g}\n" for p, t, b in rows)
+        history = [column[level.prefix] for column in history] + [level.word]
+    out.write("\n\\end\\\n")
 
 
 def read_arpa(path: Path) -> NGram:

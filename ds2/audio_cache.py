@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from ds2.audio import AudioError, read_audio
 from ds2.config import DataConfig
 from ds2.manifest import Utterance
+from ds2.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -131,21 +131,17 @@ def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path
             _write_at(file.fileno(), pcm.tobytes(), 2 * start)
             progress.update()
 
-    handle, partial = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".partial", dir=path.parent)
     threads = ThreadPoolExecutor(max_workers=usable_cores())
     progress = tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with whole_file(path) as partial, partial.open("wb") as file:
             for _ in threads.map(decode_chunk, range(0, len(utterances), _CHUNK)):
                 pass
             if errors:
                 raise AudioError(_summary(errors, len(utterances)))
             _write_at(file.fileno(), index.tobytes(), -(-2 * end // 8) * 8)
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except BaseException:
         threads.shutdown(cancel_futures=True)
-        Path(partial).unlink(missing_ok=True)
         raise
     finally:
         threads.shutdown()

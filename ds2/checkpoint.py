@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from ds2.compose import config_from_dict, config_to_dict
 from ds2.config import Config
 from ds2.features import Features
 from ds2.model import AcousticModel
+from ds2.whole_file import whole_file
 
 FORMAT_VERSION = 1
 _JSON_KEY = "ds2"
@@ -39,15 +38,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any])
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     header = {_JSON_KEY: json.dumps({"format": FORMAT_VERSION, **metadata})}
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        save_file(contiguous, temporary, metadata=header)
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        with whole_file(path) as partial:
+            save_file(contiguous, partial, metadata=header)
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
         raise CheckpointError(
@@ -55,9 +48,6 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any])
             f"{sum(t.nbytes for t in contiguous.values()) / 2**20:.1f} are needed. The previous file is untouched; "
             "free some space and start the same command again, it resumes"
         ) from error
-    finally:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

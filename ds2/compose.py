@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from ds2.config import Config, ConfigError, register
 from ds2.config_check import check
 from ds2.pieces import read_pieces
+from ds2.whole_file import write_text
 
 PRIMARY_CONFIG = "train"
 _FREE_FORM = ("alphabet.replace",)  # mappings whose keys are the user's
@@ -102,7 +103,7 @@ def _parse(override: str) -> Override:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True), encoding="utf-8")
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

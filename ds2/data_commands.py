@@ -19,7 +19,7 @@ from ds2.importers import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.manifest import read_manifest, read_manifests, write_manifest
 from ds2.model import AcousticModel
 from ds2.pieces import learn_pieces
-from ds2.wer_report import write_text
+from ds2.whole_file import write_text
 
 
 def run(arguments: Sequence[str]) -> int:

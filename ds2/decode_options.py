@@ -11,6 +11,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from ds2.compose import compose_config, nearest_key, to_config
 from ds2.config import Config, ConfigError, DecodeConfig
+from ds2.whole_file import write_text
 
 
 def tuned_file(model_file: Path) -> Path:
@@ -52,4 +53,4 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config) 
 
 def save_options(options: DecodeConfig, path: Path) -> None:
     """Write settings where `resolve_options` picks them up."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(options)), encoding="utf-8")
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(options)))

@@ -33,7 +33,8 @@ from ds2.features import Features
 from ds2.manifest import Utterance
 from ds2.model import AcousticModel
 from ds2.wer import Report, corpus_report
-from ds2.wer_report import format_report, write_report, write_text
+from ds2.wer_report import format_report, write_report
+from ds2.whole_file import write_text
 
 log = logging.getLogger(__name__)
 _BATCH_AUDIO_S = {

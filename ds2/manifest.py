@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ds2.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +75,10 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     absolute path.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.parent.resolve()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for utterance in utterances:
-                file.write(json.dumps(_to_record(utterance, folder), ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+        for utterance in utterances:
+            file.write(json.dumps(_to_record(utterance, folder), ensure_ascii=False) + "\n")
 
 
 def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:

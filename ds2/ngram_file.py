@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 
 from ds2.arpa import read_arpa
 from ds2.language_model import TENSORS, LanguageModelError, NGram
+from ds2.whole_file import whole_file
 
 FORMAT_VERSION = 1
 _HEAD_BYTES = 4096  # an ARPA file says so within these
@@ -35,21 +34,13 @@ def save_ngram(model: NGram, path: Path) -> None:
         "unit": model.unit,
         "alphabet": None if model.alphabet is None else dict(model.alphabet),
     }
-    temporary = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        save_file(tensors, temporary, metadata={"ds2": json.dumps(header)})
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        with whole_file(path) as partial:
+            save_file(tensors, partial, metadata={"ds2": json.dumps(header)})
     except (OSError, SafetensorError) as error:
         needed_mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
         free = f", {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free" if path.parent.is_dir() else ""
         raise LanguageModelError(f"{path} could not be written ({error}): {needed_mib:.0f} MiB needed{free}") from error
-    finally:
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
 
 
 def load_ngram(path: Path) -> NGram:

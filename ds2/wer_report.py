@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from ds2.wer import AlignedUtterance, ErrorCounts, Report
 from ds2.wer_html import html_page
 from ds2.wer_statistics import Interval, PairedTest
+from ds2.whole_file import write_text
 
 _CONFUSIONS_SHOWN = 20
 _KINDS = {"S": "substituted", "D": "deleted", "I": "inserted"}
@@ -107,17 +107,6 @@ def write_report(report: Report, folder: Path, title: str, facts: Mapping[str, A
     )
     write_text(folder / "errors.txt", format_alignments(report))
     write_text(folder / "errors.html", html_page(report, title, summary(report)))
-
-
-def write_text(path: Path, content: str) -> None:
-    """Write a UTF-8 file that is either the old one or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(content, encoding="utf-8", newline="\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _interval_line(interval: Interval, unit: str) -> str:
