@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.beam_native import arpa_file, find_package, thread_count
+from ds2.arpa_cache import arpa_file
+from ds2.beam_native import find_package, thread_count
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram

@@ -13,12 +13,8 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.alphabet import WORD_MARK, Alphabet
-from ds2.arpa import write_arpa
+from ds2.arpa_cache import arpa_file
 from ds2.beam_batched import pack_frames
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config import DecodeConfig
@@ -50,17 +46,6 @@ def find_package(name: str, project: str, method: str) -> Any:
 def thread_count(options: DecodeConfig) -> int:
     """Return how many utterances are searched at once."""
     return options.threads or len(os.sched_getaffinity(0))
-
-
-@contextmanager
-def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
-    """The model as a file that KenLM reads: the given one if it is ARPA, else one written for as long as this lasts."""
-    if ".arpa" in Path(given).suffixes:
-        yield Path(given)
-        return
-    with tempfile.TemporaryDirectory(prefix="ds2-lm-") as folder:
-        write_arpa(lm, Path(folder) / "model.arpa")
-        yield Path(folder) / "model.arpa"
 
 
 def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:

@@ -17,9 +17,9 @@ import argparse
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 from decoder_peers import PEERS, PeerDecoder, Setup
 from omegaconf import OmegaConf
 
-from ds2.arpa import write_arpa
+from ds2.arpa_cache import arpa_file
 from ds2.beam_native import thread_count
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, load_model
@@ -96,10 +96,8 @@ def decoders(loaded: LoadedModel, arguments: argparse.Namespace, device: torch.d
     """Return greedy and every asked method at every beam; those that are not installed are named and left out."""
     found: list[tuple[str, Decoder]] = [("greedy", GreedyDecoder(loaded.alphabet, loaded.frame_s))]
     lm = load_ngram(arguments.lm) if arguments.lm else None
-    with tempfile.TemporaryDirectory(prefix="ds2-bench-") as folder:
-        arpa = Path(folder) / "model.arpa"
-        if lm is not None and any(method.partition(":")[0] in PEERS for method in arguments.methods):
-            write_arpa(lm, arpa)
+    peers = lm is not None and any(method.partition(":")[0] in PEERS for method in arguments.methods)
+    with arpa_file(lm, str(arguments.lm)) if lm is not None and peers else nullcontext(Path()) as arpa:
         for beam in arguments.beams:
             for method in arguments.methods:
                 options, tokens = settings(method, beam, arguments)

@@ -29,6 +29,12 @@ def write_tones(path: Path, text: str, rng: np.random.Generator) -> float:
     return len(samples) / RATE_HZ
 
 
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a test converts out of the user's cache."""
+    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session")
 def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A manifest of ten utterances of two to five letters."""
