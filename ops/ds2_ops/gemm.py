@@ -53,7 +53,6 @@ def backward_data(
     grad_y: Tensor,
     grad_h_n: Tensor | None,
     y: Tensor,
-    h0: Tensor | None,
     weight_hh: Tensor,
     lengths: Tensor | None,
     *,
@@ -65,13 +64,12 @@ def backward_data(
     Args:
         grad_y: (T, B, H); its padding is ignored, whatever it holds.
         grad_h_n: (B, H), or None for zeros.
-        y: (T, B, H), output of :func:`forward`.
-        h0, weight_hh, lengths, nonlinearity, clip: as given to :func:`forward`.
+        y: (T, B, H), output of :func:`forward`, from which alone the nonlinearities' slopes come.
+        weight_hh, lengths, nonlinearity, clip: as given to :func:`forward`.
 
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
     """
-    del h0  # the derivative is a function of y alone
     frames, batch, hidden = y.shape
     grad_x = _aligned(frames, batch, hidden, y).copy_(grad_y)
     grad_h0 = _aligned(1, batch, hidden, y)[0].zero_()

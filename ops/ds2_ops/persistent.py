@@ -89,7 +89,6 @@ def backward_data(
     grad_y: Tensor,
     grad_h_n: Tensor | None,
     y: Tensor,
-    h0: Tensor | None,
     weight_hh: Tensor,
     lengths: Tensor | None,
     *,
@@ -102,13 +101,8 @@ def backward_data(
     Args:
         grad_y: (T, B, H) contiguous gradient of y; what it holds at padding does not matter.
         grad_h_n: (B, H) contiguous gradient of h_n, or None for zeros.
-        y: (T, B, H) output of ``forward``.
-        h0: unused here, the nonlinearities' slopes come from y alone.
-        weight_hh: as ``forward``.
-        lengths: as ``forward``.
-        nonlinearity: as ``forward``.
-        clip: as ``forward``.
-        max_sms: as ``forward``.
+        y: (T, B, H) output of ``forward``, from which alone the nonlinearities' slopes come.
+        weight_hh, lengths, nonlinearity, clip, max_sms: as ``forward``.
 
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).

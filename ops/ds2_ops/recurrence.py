@@ -173,7 +173,6 @@ def _run_backward_data(
     grad_y: Tensor,
     grad_h_n: Tensor | None,
     y: Tensor,
-    h0: Tensor | None,
     weight_hh: Tensor,
     lengths: Tensor | None,
     nonlinearity: str,
@@ -185,14 +184,13 @@ def _run_backward_data(
     clip = _representable(clip, y.dtype)
     grad_y, weight_hh = grad_y.contiguous(), weight_hh.contiguous()
     grad_h_n = None if grad_h_n is None else grad_h_n.contiguous()
-    h0 = None if h0 is None else h0.contiguous()
     if _resolve(backend, y, nonlinearity, max_sms) == "persistent":
         from ds2_ops import persistent
 
         return persistent.backward_data(
-            grad_y, grad_h_n, y, h0, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms
+            grad_y, grad_h_n, y, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms
         )
-    return gemm.backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip)
+    return gemm.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -206,7 +204,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     y, weight_hh, h0, lengths = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, *ctx.options)
+    grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, weight_hh, lengths, *ctx.options)
     grad_weight_hh = _backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
 

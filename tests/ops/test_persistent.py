@@ -71,7 +71,7 @@ def run(
     x, weight_hh, h0, grad_y, grad_h_n = tensors
     options: dict[str, Any] = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
     y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
-    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, h0, weight_hh, lengths, **options)]
+    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, **options)]
 
 
 @pytest.mark.gpu

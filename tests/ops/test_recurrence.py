@@ -240,7 +240,7 @@ def test_is_a_sound_torch_op(device: torch.device) -> None:
         y = recurrence(x, weight_hh, h, n, nonlinearity="tanh")[0]
         torch.library.opcheck(
             _backward_data,
-            (grad_y, grad_h_n, y, h, weight_hh, n, *options),
+            (grad_y, grad_h_n, y, weight_hh, n, *options),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
         )
 
