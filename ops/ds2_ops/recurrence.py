@@ -1,10 +1,9 @@
-"""The recurrence h_t = f(x_t + W_hh h_(t-1)) as a torch op: checks, choice of backend, autograd.
+"""The recurrence h_t = f(x_t + W_hh h_(t-1)) as a torch op: checks and autograd.
 
 Shape letters: T frames, B batch, H hidden.
 """
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds2_ops import gemm
+from ds2_ops.backends import BACKENDS, resolve
 from ds2_ops.checks import (
     check_choice,
     check_lengths,
@@ -26,9 +26,7 @@ from ds2_ops.checks import (
 from ds2_ops.reference import recurrence_reference
 
 NONLINEARITIES = ("relu", "clipped_relu", "tanh")
-BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_log = logging.getLogger("ds2_ops")
 
 
 def recurrence(
@@ -162,7 +160,7 @@ def _run_forward(
     clip = _representable(clip, x.dtype)
     x, weight_hh = x.contiguous(), weight_hh.contiguous()
     h0 = None if h0 is None else h0.contiguous()
-    if _resolve(backend, x, nonlinearity, max_sms) == "persistent":
+    if resolve(backend, x, nonlinearity, max_sms) == "persistent":
         from ds2_ops import persistent
 
         return persistent.forward(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms)
@@ -184,7 +182,7 @@ def _run_backward_data(
     clip = _representable(clip, y.dtype)
     grad_y, weight_hh = grad_y.contiguous(), weight_hh.contiguous()
     grad_h_n = None if grad_h_n is None else grad_h_n.contiguous()
-    if _resolve(backend, y, nonlinearity, max_sms) == "persistent":
+    if resolve(backend, y, nonlinearity, max_sms) == "persistent":
         from ds2_ops import persistent
 
         return persistent.backward_data(
@@ -256,57 +254,3 @@ def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
 def _representable(clip: float, dtype: torch.dtype) -> float:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
     return float(torch.tensor(clip, dtype=dtype))
-
-
-def _resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> str:
-    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot."""
-    if backend == "gemm" or (x.numel() == 0 and x.device.type != "cpu"):  # nothing to run: any backend does the same
-        return "gemm"
-    if backend == "cpu" or (backend == "auto" and x.device.type == "cpu"):
-        if x.device.type != "cpu":
-            raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
-        return "cpu"
-    problem = (*x.shape[1:], x.dtype, x.device, nonlinearity, max_sms)
-    reason = _why_not_persistent(x.shape[0], *problem)
-    if backend == "auto":
-        reason = reason or _why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
-        _log_choice(reason, x.shape[2], x.dtype, x.device, nonlinearity)
-        return "gemm" if reason else "persistent"
-    if reason:
-        raise RuntimeError(f"backend 'persistent' cannot run this: {reason}")
-    return backend
-
-
-@functools.lru_cache(maxsize=1024)
-def _why_not_persistent(
-    frames: int,
-    batch: int,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    nonlinearity: str,
-    max_sms: int | None,
-) -> str | None:
-    if device.type != "cuda":
-        return f"x is on {device}, the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
-    try:
-        from ds2_ops import persistent
-    except ImportError as error:
-        return f"{error}: pip install 'ds2-speech[gpu]', or use backend='gemm'"
-    return persistent.why_not(frames, batch, hidden, dtype, device, nonlinearity, max_sms)
-
-
-def _why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:
-    """Why "auto" leaves a persistent kernel that could run to those who ask for it by name; None if it takes it."""
-    if dtype == torch.float32 and float32_precision == "highest":
-        return (
-            "its products are TF32, and torch.get_float32_matmul_precision() is 'highest': "
-            "torch.set_float32_matmul_precision('high') or backend='persistent' allows them"
-        )
-    return None
-
-
-@functools.cache
-def _log_choice(reason: str | None, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str) -> None:
-    chosen = f"'gemm': {reason}" if reason else "'persistent'"
-    _log.info("recurrence H %d %s %s on %s runs on backend %s", hidden, nonlinearity, dtype, device, chosen)

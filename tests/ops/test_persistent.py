@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops import jit, persistent
+from ds2_ops.backends import resolve
 from ds2_ops.plan import Launch, Problem, cluster_launches, largest_cluster_hidden
-from ds2_ops.recurrence import _resolve
 from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -202,9 +202,9 @@ def test_shapes_that_cannot_be_launched_are_named(shape: tuple[int, int, int], m
 def test_auto_takes_another_backend_where_rows_are_too_many_to_count() -> None:
     with FakeTensorMode():
         x = torch.empty(2**21, 2**10, 1, device="cuda", dtype=torch.bfloat16)
-    assert _resolve("auto", x, "relu", None) == "gemm"
+    assert resolve("auto", x, "relu", None) == "gemm"
     with pytest.raises(RuntimeError, match=r"beyond 2\^31 rows.*backend='gemm'"):
-        _resolve("persistent", x, "relu", None)
+        resolve("persistent", x, "relu", None)
 
 
 def test_wait_in_a_debug_build_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

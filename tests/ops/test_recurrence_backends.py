@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from ds2_ops import recurrence
-from ds2_ops.recurrence import _why_not_unasked
+from ds2_ops.backends import why_not_unasked
 from op_cases import CUDA
 
 
@@ -66,5 +66,5 @@ def test_auto_logs_its_choice_once(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_auto_leaves_tf32_to_those_who_allow_it(dtype: torch.dtype, precision: str, leaves: bool) -> None:
-    reason = _why_not_unasked(dtype, precision)
+    reason = why_not_unasked(dtype, precision)
     assert (reason is not None and "TF32" in reason) if leaves else reason is None
