@@ -82,6 +82,9 @@ def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
     if block_words > FINISHERS:
         return None
     m_tiles = -(-block_words * cluster * per_word // MMA_ROWS)
+    whole_units = -(-block_words // 4) * 4  # then fewer lines of the exchange have two writers
+    if whole_units * cluster * per_word <= m_tiles * MMA_ROWS:
+        block_words = whole_units
     k_pairs = -(-words // (splits * PAIR_WORDS))
     smem_pairs = k_pairs - _register_pairs(m_tiles, k_pairs)
     # As many groups as 8 utterances each need, of the same size but the last, in tiles of the same number of groups.
@@ -95,10 +98,14 @@ def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
     partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
     received_bytes = cluster * block_words * per_word * MMA_SAMPLES * 4
     own_bytes = (most_groups + INPUTS_AHEAD * (2 if problem.backward else 1)) * FINISHERS * 4
-    # Fitted to H 1760 and 2560, B 1 to 64 (ops/NOTES.md): a turn is a chain of latencies, those of others hide in part.
+    # Fitted to H 1160 to 2816, B 1 to 64 (ops/NOTES.md), within 10 %: one group is a chain of latencies, products of
+    # its last words and its share of the state; others hide a part of that.
     read_bytes = words * samples * 4 / cluster
-    chain_us = 0.5 + 0.00028 * problem.hidden + 7.5e-5 * read_bytes + (0.45 if groups > 1 else 0.0)
-    turns_us = groups * (0.1 + 1e-4 * read_bytes)
+    products = m_tiles * k_pairs
+    if groups == 1:
+        tile_us = (1.24 if cluster == 2 else 1.13) + 0.026 * products + 2.66e-5 * read_bytes
+    else:
+        tile_us = 0.2 + groups * (0.49 + 0.02 * products + 2.8e-5 * read_bytes)
     return _launch(
         problem,
         header="grid.cuh",
@@ -117,7 +124,7 @@ def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
         groups=groups,
         tiles=tiles,
         tile_words=groups * words * samples,
-        tile_us=max(chain_us, turns_us),
+        tile_us=tile_us,
     )
 
 

@@ -148,6 +148,9 @@ struct GridMultiplier {
     const unsigned partial =
         smem_address(smem) + ((warp * M_TILES * MMA_ROWS + lane / 4) * sample_pairs(pass) + lane % 4) * 8;
     Weights<Number, M_TILES, 2 * Shape::K_PAIRS_REGISTERS> weights;
+    // Cycles that the first poll of a turn waits, and by how much more after one that came too early, less after any other.
+    int pause = 0;
+    static constexpr int LATER = 32, SOONER = 2, LONGEST = 4096;
 
     __device__ GridMultiplier(const Pass& pass, const unsigned* exchange, char* smem)
         : pass(pass), smem(smem), exchange(reinterpret_cast<const uint4*>(exchange)) {
@@ -177,15 +180,17 @@ struct GridMultiplier {
                 const int live = tile.live_of(at.group);
                 float c[M_TILES][4] = {};
 #pragma unroll
-                for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w);
+                for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w, w == 0 && tile.groups == 1);
                 store_partial(c, turn, live);
                 block_arrive(Shape::written(turn), Shape::SUM_THREADS);
             }
     }
 
     // Polls one wave in rounds, each of which asks again for everything that was not there, and multiplies, in a fixed
-    // order, what has come.
-    __device__ void receive_and_multiply(float (&c)[M_TILES][4], Turn at, int live, int w) const {
+    // order, what has come. A round that comes too early costs a whole trip to L2, and slows the other warps' trips; so where
+    // no other group fills the time, the first one waits, for as long as the last turns have shown to be right.
+    __device__ void receive_and_multiply(float (&c)[M_TILES][4], Turn at, int live, int w, bool paces) {
+        const unsigned began = clock();
         const uint4* from =
             exchange + ((at.group * SLOTS + unsigned(at.epoch) % SLOTS) * units + unit) * pass.samples + lane / 4;
         const int left = lane / 4 < live ? units - unit : 0;  // units from this lane's first on
@@ -193,8 +198,11 @@ struct GridMultiplier {
 #pragma unroll
         for (int p = 0; p < WAVE; p++)
             chunk[p] = unread(w * WAVE + p < K_PAIRS && 4 * Shape::SPLITS * (w * WAVE + p) < left);
+        while (paces && int(clock() - began) < pause) {
+        }
         WaitLimit limit;
-        for (int done = 0; done < min(WAVE, own_pairs - w * WAVE);) {
+        int rounds = 0;
+        for (int done = 0; done < min(WAVE, own_pairs - w * WAVE); rounds++) {
 #pragma unroll
             for (int p = 0; p < WAVE; p++)
                 if (w * WAVE + p < K_PAIRS)
@@ -208,6 +216,7 @@ struct GridMultiplier {
                 }
             limit.check(at.epoch);
         }
+        if (paces) pause = rounds > 1 ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
     }
 
     __device__ void multiply_pair(float (&c)[M_TILES][4], int p, uint4 b) const {
