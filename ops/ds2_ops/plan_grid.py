@@ -60,9 +60,15 @@ def grid_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launc
 
 def largest_grid_hidden(dtype: str, device: DeviceFacts, sms: int) -> int:
     """The largest hidden size that the whole-chip designs can keep on ``sms`` multiprocessors."""
+
+    def fits(hidden: int) -> bool:
+        return bool(grid_launches(Problem(1, hidden, dtype, "relu", True), device, sms))
+
     hidden = 64 * sms  # more than registers and shared memory hold
-    while hidden > 0 and not grid_launches(Problem(1, hidden, dtype, "relu", True), device, sms):
-        hidden -= 1
+    while hidden > 0 and not fits(hidden):
+        hidden -= 64
+    while fits(hidden + 1):
+        hidden += 1
     return hidden
 
 

@@ -300,11 +300,10 @@ def test_cuda_graph_replay_reads_the_new_input(backend: str) -> None:
 @pytest.mark.gpu
 def test_persistent_runs_the_largest_size_and_refuses_the_next() -> None:
     from ds2_ops import persistent
+    from ds2_ops.plan_grid import largest_grid_hidden
 
-    def reason(hidden: int) -> str | None:
-        return persistent.why_not(3, 4, hidden, torch.bfloat16, CUDA, "relu", None)
-
-    largest = max(hidden for hidden in range(64, 8192) if reason(hidden) is None)
+    facts = persistent.device_facts(torch.cuda.current_device())
+    largest = largest_grid_hidden("bfloat16", facts, facts.sms)
     op = bind(recurrence, None, nonlinearity="relu", backend="persistent")
     inputs, cotangents = problem((3, 4, largest), CUDA, torch.bfloat16, nonlinearity="relu")
     truth = outputs_and_gradients(
