@@ -19,16 +19,20 @@ from typing import Any
 
 ENTRY = "ds2_kernel"
 _CSRC = Path(__file__).parent / "csrc"
-_MAGIC = b"ds2_ops cubin 1\n"
+_MAGIC = b"ds2_ops cubin 2\n"
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what the assembler said about it: registers and spilled bytes a thread."""
+    """A compiled kernel and what the assembler said about it: registers and bytes of local memory a thread.
+
+    What does not fit into registers lies in local memory, and what they cannot hold: arrays indexed at run time, which
+    are no spills to the assembler but cost as much.
+    """
 
     code: bytes
     registers: int
-    spill_bytes: int
+    local_bytes: int
 
 
 def cache_dir() -> Path:
@@ -124,8 +128,8 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
     registers = re.search(r"Used (\d+) registers", report)
     if registers is None:
         raise RuntimeError(f"NVRTC reports no resource use for {ENTRY} on {arch}; its log was: {report!r}")
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    return Binary(code, int(registers[1]), sum(map(int, spills)))
+    frames = re.findall(r"(\d+) bytes stack frame", report)
+    return Binary(code, int(registers[1]), sum(map(int, frames)))
 
 
 def _encode(binary: Binary) -> bytes:

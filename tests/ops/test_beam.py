@@ -17,18 +17,18 @@ ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "labe
 def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
     launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES)
     binary = jit.build(launch.source)
-    assert binary.spill_bytes == 0
+    assert binary.local_bytes == 0
     assert binary.registers * launch.threads <= 65536
 
 
 def test_other_kernels_compile_without_spills() -> None:
     for source in (beam.TRACE.source, align.plan(300, H200_SMEM_BYTES).source):
-        assert jit.build(source).spill_bytes == 0
+        assert jit.build(source).local_bytes == 0
 
 
 def test_kernels_compile_for_the_oldest_gpu_they_run_on() -> None:
     launch = beam.plan(32, 29, 4, "word", H200_SMEM_BYTES)
-    assert jit.build(launch.source, "sm_{}{}".format(*block_kernel.LEAST_CAPABILITY)).spill_bytes == 0
+    assert jit.build(launch.source, "sm_{}{}".format(*block_kernel.LEAST_CAPABILITY)).local_bytes == 0
 
 
 @pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])

@@ -31,7 +31,7 @@ def test_second_build_reads_the_cache(cache: Path, monkeypatch: pytest.MonkeyPat
     first = jit.build(SOURCE)
     assert first.code.startswith(b"\x7fELF")
     assert first.registers > 0
-    assert first.spill_bytes == 0
+    assert first.local_bytes == 0
     assert len(list(cache.iterdir())) == 1
     forbid_compiling(monkeypatch)
     assert jit.build(SOURCE) == first

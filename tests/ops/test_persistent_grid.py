@@ -91,7 +91,7 @@ def test_a_new_batch_size_needs_no_new_kernel() -> None:
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     (launch,) = launches_of(LARGEST[dtype], 8, dtype, backward=True)
-    assert jit.build(launch.source).spill_bytes == 0, launch.explain()
+    assert jit.build(launch.source).local_bytes == 0, launch.explain()
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> Non
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         for launch in launches_of(hidden, 64, dtype, cell=cell, backward=backward):
-            assert jit.build(launch.source).spill_bytes == 0, launch.explain()
+            assert jit.build(launch.source).local_bytes == 0, launch.explain()
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ def test_explain_names_the_design_and_the_tile() -> None:
 
 def assert_no_spills(launch: Launch) -> None:
     binary = jit.build(launch.source)
-    assert binary.spill_bytes == 0, launch.explain()
+    assert binary.local_bytes == 0, launch.explain()
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
