@@ -6,6 +6,8 @@ import logging
 import torch
 from torch import Tensor
 
+from ds2_ops.persistent import why_not
+
 BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
 _log = logging.getLogger("ds2_ops")
 
@@ -18,34 +20,15 @@ def resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> 
         if x.device.type != "cpu":
             raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
         return "cpu"
-    problem = (*x.shape[1:], x.dtype, x.device, nonlinearity, max_sms)
-    reason = _why_not_persistent(x.shape[0], *problem)
+    frames, batch, hidden = x.shape
+    reason = why_not(frames, batch, hidden, x.dtype, x.device, nonlinearity, max_sms)
     if backend == "auto":
         reason = reason or why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
-        _log_choice(reason, x.shape[2], x.dtype, x.device, nonlinearity)
+        _log_choice(reason, hidden, x.dtype, x.device, nonlinearity)
         return "gemm" if reason else "persistent"
     if reason:
         raise RuntimeError(f"backend 'persistent' cannot run this: {reason}")
     return backend
-
-
-@functools.lru_cache(maxsize=1024)
-def _why_not_persistent(
-    frames: int,
-    batch: int,
-    hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    nonlinearity: str,
-    max_sms: int | None,
-) -> str | None:
-    if device.type != "cuda":
-        return f"x is on {device}, the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
-    try:
-        from ds2_ops import persistent
-    except ImportError as error:
-        return f"{error}: pip install 'ds2-speech[gpu]', or use backend='gemm'"
-    return persistent.why_not(frames, batch, hidden, dtype, device, nonlinearity, max_sms)
 
 
 def why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:

@@ -14,6 +14,7 @@ from . import jit
 from .plan import THREADS, DeviceFacts, DoesNotFit, Launch, Problem, choose
 
 
+@functools.lru_cache(maxsize=1024)
 def why_not(
     frames: int,
     batch: int,
@@ -35,7 +36,7 @@ def why_not(
         max_sms: the most multiprocessors to use, or None.
     """
     if device.type != "cuda":
-        return f"the tensors are on {device}; the persistent kernels need a CUDA GPU: use backend='cpu' or 'gemm'"
+        return f"the tensors are on {device}; the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
     if frames == 0 or batch == 0 or hidden == 0:
         return f"there is nothing to launch for shape ({frames}, {batch}, {hidden}): use backend='gemm'"
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds2_ops import gemm
+from ds2_ops import gemm, persistent
 from ds2_ops.backends import BACKENDS, resolve
 from ds2_ops.checks import (
     check_choice,
@@ -161,8 +161,6 @@ def _run_forward(
     x, weight_hh = x.contiguous(), weight_hh.contiguous()
     h0 = None if h0 is None else h0.contiguous()
     if resolve(backend, x, nonlinearity, max_sms) == "persistent":
-        from ds2_ops import persistent
-
         return persistent.forward(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms)
     return gemm.forward(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
 
@@ -183,8 +181,6 @@ def _run_backward_data(
     grad_y, weight_hh = grad_y.contiguous(), weight_hh.contiguous()
     grad_h_n = None if grad_h_n is None else grad_h_n.contiguous()
     if resolve(backend, y, nonlinearity, max_sms) == "persistent":
-        from ds2_ops import persistent
-
         return persistent.backward_data(
             grad_y, grad_h_n, y, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms
         )
