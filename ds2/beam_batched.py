@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from ds2_ops.beam import trace
+from ds2_ops import beam as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.beam_kernel import KernelSearch, Prefixes, read_labels
+from ds2.beam_kernel import KernelSearch, read_labels
 from ds2.beam_search import BLANK
 from ds2.config import DecodeConfig
 from ds2.fusion import LENGTH, Fusion
@@ -103,9 +103,9 @@ class BatchedBeamSearch:
         """
         if self.kernel is not None and self.kernel.fits(log_probs):
             packed, counts = _pack(log_probs, lengths, self.options)
-            end, grown = self.kernel.search(packed, counts)
+            end = self.kernel.search(packed, counts)
             table, entries = _rank(self.fusion, end, self.options.nbest)
-            return Found(read_labels(trace(entries, grown)), table.cpu().numpy())
+            return Found(read_labels(kernel.trace(entries, end.grown)), table.cpu().numpy())
         frames = pack_frames(log_probs, lengths, self.options)
         run = _Run(self.fusion, frames, self.options.beam)
         if log_probs.is_cuda:
@@ -223,13 +223,12 @@ class _Run:
 
     def finish(self, nbest: int) -> Found:
         """End all prefixes, join those that differ in a last space only, and read the best ones out."""
-        end = Prefixes(self.halves, self.names, self.integers, self.floats)
-        table, entries = _rank(self.fusion, end, nbest)
+        table, entries = _rank(self.fusion, self, nbest)
         labels = _read_out(entries.cpu().numpy(), self.grown_from, self.grown_by, self.beam)
         return Found(labels, table.cpu().numpy())
 
 
-def _rank(fusion: Fusion, end: Prefixes, nbest: int) -> tuple[Tensor, Tensor]:
+def _rank(fusion: Fusion, end: kernel.Found | _Run, nbest: int) -> tuple[Tensor, Tensor]:
     """Join prefixes that differ in a last space only: scores (B, N, 4) as in `Found` and entries (B, N) of the best."""
     acoustic = torch.logaddexp(*end.halves)
     log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > _NONE)

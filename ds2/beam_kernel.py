@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from ds2_ops import beam as kernel
@@ -14,16 +13,6 @@ from ds2.fusion import Fusion
 from ds2.language_model import UNKNOWN, NGram
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prefixes:
-    """The beams of a batch: B utterances, K prefixes each."""
-
-    halves: Tensor  # (2, B, K) float64 log-probs: alignments that end in a blank, in the last label
-    names: Tensor  # (B, K, 4) int64: hash, parent's hash, last label, entry
-    integers: Tensor  # (B, K, 4) int64, as `Fusion` has them
-    floats: Tensor  # (B, K, 2) float64, as `Fusion` has them
 
 
 class KernelSearch:
@@ -52,10 +41,9 @@ class KernelSearch:
             log.warning("the beam search runs in PyTorch, which is many times slower: %s", reason)
         return reason is None
 
-    def search(self, log_probs: Tensor, frames: Tensor) -> tuple[Prefixes, Tensor]:
-        """Search packed log-probs (T, B, V) with (B,) int64 frames each: the last beams, and `Found.grown`."""
-        found = kernel.search(log_probs, frames, self.beam, self.weights, self.lexicon, self.grams)
-        return Prefixes(found.halves, found.names, found.integers, found.floats), found.grown
+    def search(self, log_probs: Tensor, frames: Tensor) -> kernel.Found:
+        """Search packed log-probs (T, B, V) with (B,) int64 frames each."""
+        return kernel.search(log_probs, frames, self.beam, self.weights, self.lexicon, self.grams)
 
 
 def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
