@@ -68,10 +68,11 @@ struct GridShape {
     static_assert(Cell::GATES == 1, "a block's rows are its units: cells with gates need their own pointwise end");
     static_assert(CLUSTER > 1, "shared memory of a block without a cluster has no remote address");
 
-    // Named barriers of partial sums, between multiplying and adding warps, and of finishing warps; 0 is __syncthreads.
+    // Named barriers of partial sums, between multiplying and adding warps, and of finishing warps; 0 is __syncthreads. In
+    // debug builds everybody waits at those of partial sums: race checkers follow no barrier of a part of a block.
     static __device__ int written(int turn) { return 1 + turn % 2; }
     static __device__ int read(int turn) { return 3 + turn % 2; }
-    static constexpr int SUM_THREADS = THREADS + ADDERS;
+    static constexpr int SUM_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + ADDERS;
     static constexpr int TILE_DONE = 5;
 };
 
@@ -182,7 +183,10 @@ struct GridMultiplier {
 #pragma unroll
                 for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w, w == 0 && tile.groups == 1);
                 store_partial(c, turn, live);
-                block_arrive(Shape::written(turn), Shape::SUM_THREADS);
+                if (DEBUG_WAITS)
+                    block_wait(Shape::written(turn), Shape::SUM_THREADS);
+                else
+                    block_arrive(Shape::written(turn), Shape::SUM_THREADS);
             }
     }
 
@@ -273,8 +277,10 @@ struct GridAdder {
     __device__ void run() const {
         int turn = 0;
         Turn at{0, 0};
-        block_arrive(Shape::read(0), Shape::SUM_THREADS);
-        block_arrive(Shape::read(1), Shape::SUM_THREADS);
+        if (!DEBUG_WAITS) {
+            block_arrive(Shape::read(0), Shape::SUM_THREADS);
+            block_arrive(Shape::read(1), Shape::SUM_THREADS);
+        }
         for (GridTile<Shape> tile(pass); tile.exists(); tile.next())
             for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) add_and_send(at, turn);
     }
@@ -285,6 +291,7 @@ struct GridAdder {
         const unsigned to = pinned(sent + buffer_of(at) * Shape::RECEIVED_BYTES);
         const unsigned barrier = pinned(barriers + 8 * buffer_of(at));
         const unsigned warp_pitch = pinned(Shape::M_TILES * MMA_ROWS * 8 << log_pairs);
+        if (DEBUG_WAITS) block_wait(Shape::read(turn), Shape::SUM_THREADS);
         block_wait(Shape::written(turn), Shape::SUM_THREADS);
         if (arms) barrier_expect(barrier, Shape::CLUSTER * Shape::BLOCK_ROWS * 8 << log_pairs);
 #pragma unroll 1
@@ -298,7 +305,7 @@ struct GridAdder {
             store_async(remote_address(to + (r % Shape::BLOCK_ROWS * 8 << log_pairs), owner), remote_address(barrier, owner),
                         __float_as_uint(x), __float_as_uint(y));
         }
-        block_arrive(Shape::read(turn), Shape::SUM_THREADS);
+        if (!DEBUG_WAITS) block_arrive(Shape::read(turn), Shape::SUM_THREADS);
     }
     static __device__ float added(unsigned a, unsigned b, unsigned c, unsigned d) {
         return (__uint_as_float(a) + __uint_as_float(b)) + (__uint_as_float(c) + __uint_as_float(d));
@@ -352,7 +359,7 @@ struct GridFinisher {
     }
 
     __device__ void run() const {
-        int epoch = 0;
+        int epoch = 0, debug_turn = 0;
         for (GridTile<Shape> tile(pass); tile.exists(); tile.next()) {
             const int iterations = tile.iterations(), turns = tile.turns();
             open(tile, epoch);
@@ -360,6 +367,10 @@ struct GridFinisher {
             for (int i = 0; i < Shape::AHEAD; i++, fetching.next(tile.groups)) fetch(tile, fetching, i);
             for (int i = 0; i < turns; i++, at.next(tile.groups), fetching.next(tile.groups)) {
                 const int iteration = at.epoch - epoch;
+                if (DEBUG_WAITS) {
+                    block_wait(Shape::read(debug_turn), Shape::SUM_THREADS);
+                    block_wait(Shape::written(debug_turn++), Shape::SUM_THREADS);
+                }
                 finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, iteration + 1 < iterations);
                 fetch(tile, fetching, i + Shape::AHEAD);
             }

@@ -10,8 +10,8 @@
 //   3. That block adds the cluster's sums and the input, applies the cell, and publishes the words.
 //
 // Received sums alternate between two buffers: who sends at a step has read a state that exists only because every block,
-// the receiver too, has finished the step before, and so has read what came two steps ago. The local buffer is written
-// again only when all utterances' next state is there, which needs everything that was read from it.
+// the receiver too, has finished the step before, and so has read what came two steps ago. That says nothing of the step
+// before itself, so there is a barrier before the local buffer, of which there is one, is written again.
 #pragma once
 
 #include "cells.cuh"
@@ -78,6 +78,9 @@ struct WideLoop {
     unsigned input[Shape::THREAD_UNITS][2], output_y[Shape::THREAD_UNITS][2];
 
     __device__ WideLoop(const Pass& pass, unsigned* exchange, char* smem) : pass(pass), smem(smem), exchange(exchange) {
+        if (threadIdx.x < 2) barrier_init(barrier(threadIdx.x), 1);
+        barrier_init_fence();
+        cluster_barrier();
         // A thread moves 16 words of one row, permuted as the state's fragments are: the quad's lane q has words 2 q and
         // 2 q + 1 of 8, the first in the first half of K.
         for (int i = threadIdx.x; i < Shape::GROUPS * K_PAIRS * ROWS; i += THREADS) {
@@ -97,10 +100,8 @@ struct WideLoop {
                                               local_row * 16) =
                         make_uint4(w[8 * s + half], w[8 * s + 2 + half], w[8 * s + 4 + half], w[8 * s + 6 + half]);
         }
-        if (threadIdx.x < 2) barrier_init(barrier(threadIdx.x), 1);
-        barrier_init_fence();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the matrix unit reads the weights by another path
-        cluster_barrier();
+        __syncthreads();
     }
 
     __device__ unsigned barrier(int turn) const { return smem_address(smem + Shape::BARRIER_AT + 8 * turn); }
@@ -239,6 +240,7 @@ struct WideLoop {
     // Adds the two groups' sums, each for half of the rows, and sends every utterance to the block that finishes it.
     __device__ void reduce(const float (&c)[ROWS / 2], int turn) {
         const bool any = 4 * (lane / 4) + warp < live;
+        __syncthreads();  // the other group has read what came here before
         float4* local = reinterpret_cast<float4*>(smem + Shape::LOCAL_AT) + threadIdx.x % WARP_GROUP;
         if (any)
 #pragma unroll
