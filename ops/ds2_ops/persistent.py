@@ -136,7 +136,7 @@ def device_facts(index: int) -> DeviceFacts:
             cluster: jit.max_active_clusters(
                 probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
             )
-            for cluster in (2, 4, 8, 16)
+            for cluster in (2, 4, 5, 6, 8, 16)
         }
     return DeviceFacts(facts.name, facts.capability, facts.sms, facts.smem_bytes_per_block, active)
 

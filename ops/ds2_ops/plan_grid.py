@@ -8,6 +8,7 @@ from ds2_ops.plan import (
     FINISHERS,
     MMA_ROWS,
     MMA_SAMPLES,
+    MMA_WORDS,
     NUMBERS,
     THREADS,
     WARPS,
@@ -25,10 +26,13 @@ PASSING_REGISTERS = 16  # and more where weights or chunks come in turns
 CLUSTERS = (2, 4)  # blocks that split K between them
 MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 INPUTS_AHEAD = 8  # turns
-WIDE_CLUSTER = 4
-WIDE_SAMPLES = 64  # utterances in one warp-group instruction
-WIDE_MOST_ROWS = 128  # of a cluster
-WIDE_WARP_GROUPS = 2  # of a block, that split its part of K
+WIDE_CLUSTERS = (8, 6, 5)  # more blocks, less for each to read and multiply
+WIDE_WORDS = 64  # of a cluster
+WIDE_SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
+WIDE_MOST_GROUPS = 2
+WIDE_MOST_K_TILES = 32  # matrix instructions along K, one block
+WIDE_BARRIERS = 2 * WIDE_MOST_GROUPS + 2 * 4 * 2 + 2
+PARCEL_BYTES = 512  # of sums: 8 words of 8 utterances
 
 # The signature of the cluster design's kernel and the exchange, whose words are all EMPTY.
 _ENTRY = """
@@ -52,9 +56,11 @@ def grid_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launc
             if launch is not None and launch.smem_bytes <= device.smem_bytes_per_block:
                 found.append(launch)
                 break  # fewer groups are never faster
-    wide = _wide(problem, min(device.active_clusters.get(WIDE_CLUSTER, 0), sms // WIDE_CLUSTER))
-    if wide is not None and wide.smem_bytes <= device.smem_bytes_per_block:
-        found.append(wide)
+    for cluster in WIDE_CLUSTERS:
+        launch = _wide(problem, cluster, min(device.active_clusters.get(cluster, 0), sms // cluster))
+        if launch is not None and launch.smem_bytes <= device.smem_bytes_per_block:
+            found.append(launch)
+            break
     return found
 
 
@@ -144,36 +150,43 @@ def _register_pairs(m_tiles: int, k_pairs: int) -> int:
     return min(k_pairs, spare // pair)
 
 
-def _wide(problem: Problem, clusters: int) -> Launch | None:
-    """grid_wide.cuh, for 16-bit numbers; None where the rows of a cluster are too many."""
+def _wide(problem: Problem, cluster: int, clusters: int) -> Launch | None:
+    """grid_wide.cuh, for 16-bit numbers; None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
-    if per_word != 2 or clusters == 0:
-        return None
     words = _state_words(problem)
-    rows = -(-2 * words // (clusters * MMA_ROWS)) * MMA_ROWS
-    if rows > WIDE_MOST_ROWS:
+    k_tiles = -(-words // (cluster * MMA_WORDS))
+    used = -(-words // WIDE_WORDS)
+    if per_word != 2 or used > clusters or k_tiles > WIDE_MOST_K_TILES or words <= (cluster - 1) * k_tiles * MMA_WORDS:
         return None
-    k_pairs = -(-words // (WIDE_CLUSTER * WIDE_WARP_GROUPS * PAIR_WORDS))
-    samples = min(problem.batch, WIDE_SAMPLES)
-    weight_bytes = WIDE_WARP_GROUPS * 2 * k_pairs * rows * 32
-    local_bytes = rows // 8 * 128 * 16
-    receive_bytes = WIDE_CLUSTER * rows // 8 * 32 * 16
+    all_groups = -(-problem.batch // WIDE_SAMPLES)
+    samples = -(-problem.batch // all_groups)
+    tiles = -(-all_groups // WIDE_MOST_GROUPS)
+    groups = -(-all_groups // tiles)
+    # Two buffers of the state, two of received sums for each group, inputs, utterances' frames, mbarriers: as in
+    # grid_wide.cuh.
+    parcels = -(-WARPS * WIDE_SAMPLES // 8 // cluster)
+    own_words = 2 * -(-parcels // 4)
+    state_bytes = k_tiles * MMA_WORDS * WIDE_SAMPLES * 4
+    own_bytes = (INPUTS_AHEAD * (2 if problem.backward else 1) + WIDE_MOST_GROUPS) * own_words * FINISHERS * 4
     return _launch(
         problem,
         header="grid_wide.cuh",
         function="wide_recurrence",
-        shape=f"WideShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {WIDE_CLUSTER}, {rows}, {k_pairs}",
-        grid=-(-2 * words // rows) * WIDE_CLUSTER,
-        cluster=WIDE_CLUSTER,
-        threads=THREADS,
-        smem_bytes=weight_bytes + local_bytes + 2 * receive_bytes + 16,
-        rows=rows // WIDE_CLUSTER,
+        shape=f"WideShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {k_tiles}",
+        grid=used * cluster,
+        cluster=cluster,
+        threads=2 * THREADS,
+        smem_bytes=2 * state_bytes
+        + 2 * WIDE_MOST_GROUPS * parcels * cluster * PARCEL_BYTES
+        + own_bytes
+        + 8 * WIDE_BARRIERS,
+        rows=-(-WIDE_WORDS * per_word // cluster),
         samples=samples,
-        groups=1,
-        tiles=-(-problem.batch // samples),
-        tile_words=words * WIDE_SAMPLES,
-        # Fitted to H 1760 and 2560, B 4 to 64 (ops/NOTES.md): what 32 utterances take, 64 take.
-        tile_us=0.4 + 0.00104 * problem.hidden + min(samples, 32) / 32 * (0.14 + 0.00056 * problem.hidden),
+        groups=groups,
+        tiles=tiles,
+        tile_words=groups * words * WIDE_SAMPLES,
+        # Fitted to H 1760 and 2560, B 8 to 64 (ops/NOTES.md): a chain of latencies, in which a second group finds room.
+        tile_us=2.1 + 0.03 * k_tiles + (0.5 + 0.006 * k_tiles if groups == 2 else 0),
     )
 
 

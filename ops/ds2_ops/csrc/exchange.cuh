@@ -39,7 +39,17 @@ __device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
 }
 
 __device__ inline void store_relaxed(unsigned* at, unsigned word) {
+    rest_at_random();
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+
+__device__ inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
+    rest_at_random();
+    asm volatile(
+        "{.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted st.relaxed.gpu.global.u32 [%0], %1;}" ::"l"(at), "r"(word), "r"(unsigned(wanted))
+        : "memory");
 }
 
 // What a lane starts to poll with: it asks for what is EMPTY.
@@ -52,6 +62,7 @@ __device__ inline bool has_empty(uint4 v) { return max(max(v.x, v.y), max(v.z, v
 
 // 8 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
 __device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1) {
+    rest_at_random();
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2,%3}, [%1];"
                  :
                  : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1)
@@ -60,10 +71,6 @@ __device__ inline void store_async(unsigned remote, unsigned remote_barrier, uns
 
 __device__ inline void store_shared_8(unsigned address, unsigned w0, unsigned w1) {
     asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(w0), "r"(w1) : "memory");
-}
-
-__device__ inline void store_relaxed(unsigned* at, unsigned word0, unsigned word1) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(word0), "r"(word1) : "memory");
 }
 
 // Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
@@ -82,23 +89,19 @@ struct WaitLimit {
 #ifdef DS2_DEBUG_WAIT
     unsigned long long start = now_ns();
     __device__ void check(int epoch) const {
+        rest_at_random();
         if (now_ns() - start < MAX_WAIT_NS) return;
         printf("ds2: block %d warp %d waits for state %d for more than 2 s\n", blockIdx.x, threadIdx.x / 32, epoch);
         __trap();
     }
 #else
-    __device__ void check(int) const {}
+    __device__ void check(int) const { rest_at_random(); }
 #endif
 };
 
 __device__ inline int length_of(const Pass& pass, int utterance) {
     if (utterance >= pass.batch) return 0;
     return pass.lengths ? max(0, min(pass.frames, __ldg(pass.lengths + utterance))) : pass.frames;
-}
-
-template <class Number>
-__device__ void prefetch(const void* array, size_t element) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const typename Number::Storage*>(array) + element));
 }
 
 }  // namespace ds2

@@ -24,6 +24,7 @@
 
 #include "cells.cuh"
 #include "exchange.cuh"
+#include "turns.cuh"
 
 namespace ds2 {
 
@@ -86,50 +87,6 @@ __device__ int owning_blocks(const Pass& pass, int words) {
     const int left = words - blockIdx.x / Shape::CLUSTER * (Shape::CLUSTER * Shape::BLOCK_WORDS);
     return min(Shape::CLUSTER, (left + Shape::BLOCK_WORDS - 1) / Shape::BLOCK_WORDS);
 }
-
-// 16-byte units of one utterance's state.
-template <class Number>
-__device__ int state_units(const Pass& pass) {
-    return (pass.hidden + 4 * Number::PER_WORD - 1) / (4 * Number::PER_WORD);
-}
-
-// The utterances that run together: groups of pass.samples, the last maybe smaller.
-template <class Shape>
-struct GridTile {
-    const Pass& pass;
-    int first = 0;            // utterance
-    int groups, live, steps;  // steps: frames of the longest utterance
-
-    __device__ explicit GridTile(const Pass& pass) : pass(pass) { open(); }
-    __device__ bool exists() const { return first < pass.batch; }
-    __device__ void next() {
-        first += full();
-        open();
-    }
-    __device__ void open() {
-        live = min(full(), pass.batch - first);
-        groups = (live + pass.samples - 1) / pass.samples;
-        steps = 0;
-        for (int s = 0; s < live; s++) steps = max(steps, length_of(pass, first + s));
-    }
-    // Utterances of every tile but the last. Computed anew at each, as registers are scarce in between.
-    __device__ int full() const {
-        const int samples = pinned(pass.samples), all = (pass.batch + samples - 1) / samples;
-        const int tiles = (all + Shape::GROUPS - 1) / Shape::GROUPS;
-        return (all + tiles - 1) / tiles * samples;
-    }
-    __device__ int live_of(int group) const { return min(pass.samples, live - group * pass.samples); }  // <= 0: none
-    __device__ int iterations() const { return Shape::BACKWARD && steps > 0 ? steps + 1 : steps; }
-    __device__ int turns() const { return iterations() * groups; }
-};
-
-// Which group takes its turn, and with which state.
-struct Turn {
-    int epoch, group;
-    __device__ void next(int groups) {
-        if (++group == groups) group = 0, epoch++;
-    }
-};
 
 template <class Shape>
 struct GridMultiplier {
@@ -251,9 +208,6 @@ struct GridMultiplier {
         }
     }
 };
-
-// Where a state's sums go: mbarriers count from BARRIERS_AT, buffers of sums from RECEIVED_AT.
-__device__ inline int buffer_of(Turn at) { return 2 * at.group + at.epoch % 2; }
 
 template <class Shape>
 struct GridAdder {

@@ -1,360 +1,473 @@
-// Persistent recurrence over the whole chip, up to 64 utterances at a time. Reading the whole state on every
-// multiprocessor would take too long, so K is split over a cluster: cluster c owns ROWS rows of the matrix, and its block of
-// rank r the r-th slice of K, kept in shared memory for all time steps. All blocks must run at the same time.
+// Persistent recurrence over the whole chip for batches that fill the warp-group matrix unit: groups of 32 utterances, two
+// of which take turns, so that one's messages travel while the other's products run. All blocks must run at the same time.
 //
-// One step of one block, 2 warp groups that split its slice of K:
-//   1. Each warp polls its 16 utterances' words of its group's slice (exchange.cuh), all at once and right into the
-//      registers that the warp-group matrix unit reads; the group multiplies 64 utterances by ROWS rows, in two halves of K.
-//   2. The groups add their sums through shared memory and send them, utterance by utterance, to the block of the cluster
-//      that finishes it.
-//   3. That block adds the cluster's sums and the input, applies the cell, and publishes the words.
+// A cluster owns 128 rows of the matrix; its blocks split K between them, so that a block reads only its part of the state.
+// The weights are the instruction's first operand and lie in registers, 64 rows a warp group; the state is its second and
+// lies in shared memory. One turn of one block:
+//   1. 4 polling warps, each with a quarter of the block's K. A warp polls its words of all utterances (exchange.cuh), lays
+//      them into shared memory as they are, and tells the multiplying warps.
+//   2. 2 multiplying warp groups. When the last quarter is multiplied, they send their sums, in parcels of 8 words x 8
+//      utterances, to the blocks of the cluster, which share the parcels out.
+//   3. 4 finishing warps. They add the cluster's sums and the input, apply the cell, publish the words; then store y and
+//      fetch x.
 //
-// Received sums alternate between two buffers: who sends at a step has read a state that exists only because every block,
-// the receiver too, has finished the step before, and so has read what came two steps ago. That says nothing of the step
-// before itself, so there is a barrier before the local buffer, of which there is one, is written again.
+// Two buffers of received sums for each group, by parity of the state's number, are enough: who sends the sums of state
+// e + 2 has read words of it, which some cluster published after its blocks together had read all of e + 1, which all owners
+// had published after they had received and read the sums of e. For the same reason a warp that owns words never waits for
+// a phase that has passed unseen; one that owns none does not wait, but for the first, which arms the mbarriers. A block that
+// owns none gets none.
 #pragma once
 
 #include "cells.cuh"
-#include "exchange.cuh"
+#include "turns.cuh"
 #include "wgmma.cuh"
 
 namespace ds2 {
 
-constexpr int WARP_GROUP = 128;  // threads
-
-template <class Number_, class Cell_, int CLUSTER_, int ROWS_, int K_PAIRS_, bool BACKWARD_>
+template <class Number_, class Cell_, int CLUSTER_, int K_TILES_, bool BACKWARD_>
 struct WideShape {
     using Number = Number_;
     using Cell = Cell_;
     static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr int PER_WORD = Number::PER_WORD;
     static constexpr int CLUSTER = CLUSTER_;
-    static constexpr int ALL_THREADS = THREADS;
-    static constexpr int ROWS = ROWS_;                            // of a cluster
-    static constexpr int K_PAIRS = K_PAIRS_;                      // pairs of matrix instructions along K, one warp group
-    static constexpr int GROUPS = THREADS / WARP_GROUP;
-    static constexpr int ROW_GROUPS = ROWS / 8;
-    static constexpr int FINISH_WARPS = CLUSTER < 4 ? 4 / CLUSTER : 1;  // warps of a group whose utterances a block finishes
-    static constexpr int UNITS = FINISH_WARPS * ROW_GROUPS * 32;  // of 2 rows x 2 utterances, that a block finishes
-    static constexpr int THREAD_UNITS = (UNITS + THREADS - 1) / THREADS;
+    static constexpr int K_TILES = K_TILES_;  // matrix instructions along K, one block
+    static constexpr int GROUPS = 2;          // at most, of one tile
+    static constexpr int SAMPLES = WGMMA_SAMPLES;  // of a group, at most
+    static constexpr int WORDS = 64;          // of a cluster, of each utterance
 
-    static constexpr int INSTRUCTION_BYTES = ROWS * 32;
-    static constexpr int GROUP_BYTES = 2 * K_PAIRS * INSTRUCTION_BYTES;
-    static constexpr int LOCAL_AT = GROUPS * GROUP_BYTES;
-    static constexpr int LOCAL_BYTES = ROW_GROUPS * WARP_GROUP * 16;
-    static constexpr int RECEIVE_AT = LOCAL_AT + LOCAL_BYTES;
-    static constexpr int RECEIVE_BYTES = CLUSTER * UNITS * 16;
-    static constexpr int BARRIER_AT = RECEIVE_AT + 2 * RECEIVE_BYTES;
-    static constexpr int SMEM_BYTES = BARRIER_AT + 16;
+    static constexpr int POLLERS = 128, FINISHERS = 128;  // threads
+    static constexpr int ALL_THREADS = THREADS + POLLERS + FINISHERS;
+    // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
+    static constexpr int MULTIPLY_REGISTERS = K_TILES <= 28 ? 160 : 176;
+    static constexpr int POLL_REGISTERS = K_TILES <= 28 ? 104 : 88, FINISH_REGISTERS = K_TILES <= 28 ? 88 : 72;
+    static_assert(THREADS * MULTIPLY_REGISTERS + POLLERS * POLL_REGISTERS + FINISHERS * FINISH_REGISTERS <=
+                      65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
+                  "what some warps gain, others have given");
+    static_assert(K_TILES <= 32, "the weights of more do not fit the registers");
+
+    static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;  // of K: a polling warp's
+    static constexpr int PIECES = 2, PIECE_TILES = (PART_TILES + PIECES - 1) / PIECES;  // of a part, one after the other
+    // The first and the last instruction of a piece, and one past it.
+    static constexpr __device__ int begin_of(int part, int piece) { return lesser(part * PART_TILES + piece * PIECE_TILES, K_TILES); }
+    static constexpr __device__ int end_of(int part, int piece) {
+        return lesser(lesser(part * PART_TILES + (piece + 1) * PIECE_TILES, (part + 1) * PART_TILES), K_TILES);
+    }
+    static constexpr __device__ int lesser(int a, int b) { return a < b ? a : b; }
+    static constexpr int PARCELS = WARPS * SAMPLES / 8;
+    static constexpr int OWN_PARCELS = (PARCELS + CLUSTER - 1) / CLUSTER;  // of a block, at most
+    static constexpr int PARCEL_BYTES = 512;
+    static constexpr int UNITS = (OWN_PARCELS + 3) / 4;  // a finishing thread's: one word of two utterances each
+
+    // Shared memory. The state: [turn % 2][instruction][half of its K][utterance][4 words]. Received sums: [group][state % 2]
+    // [own parcel][block][lane][2 rows][2 utterances]. Inputs: [turn % AHEAD][array][own word][thread].
+    static constexpr int STATE_BYTES = K_TILES * WGMMA_STATE_BYTES;
+    static constexpr int RECEIVED_AT = 2 * STATE_BYTES;
+    static constexpr int RECEIVED_BYTES = OWN_PARCELS * CLUSTER * PARCEL_BYTES;
+    static constexpr int INPUTS = BACKWARD ? 2 : 1;
+    static constexpr int AHEAD = 8;
+    static_assert(AHEAD % GROUPS == 0, "the turn that is fetched is of the group that has just finished one");
+    static constexpr int INPUTS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
+    static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * INPUTS * UNITS * 2 * FINISHERS * 4;  // of each group's own words
+    static constexpr int BARRIERS_AT = FRAMES_AT + GROUPS * UNITS * 2 * FINISHERS * 4;
+    static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PARTS * PIECES, BARRIERS = READ + 2;  // the first are of received sums
+    static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
+    static constexpr int TILE_DONE = 1;  // named barrier of the finishing warps; 0 is __syncthreads
+
+    static __device__ int full(int turn, int part, int piece) { return FULL + (turn % 2 * PARTS + part) * PIECES + piece; }
+    static __device__ int read(int turn) { return READ + turn % 2; }
 
     static_assert(Cell::GATES == 1, "a cluster's rows are its units: cells with gates need their own pointwise end");
-    static_assert(Number::PER_WORD == 2, "a lane's two neighbouring rows are one word: 16-bit numbers only");
-    static_assert(CLUSTER == 2 || CLUSTER == 4, "the 4 warps of a group are dealt to the blocks of the cluster");
+    static_assert(PER_WORD == 2, "two rows of a lane are one word: 16-bit numbers only");
 };
 
 template <class Shape>
-struct WideLoop {
-    using Number = typename Shape::Number;
-    using Cell = typename Shape::Cell;
-    static constexpr int ROWS = Shape::ROWS, CLUSTER = Shape::CLUSTER, K_PAIRS = Shape::K_PAIRS;
-    static constexpr int PREFETCH_STEPS = 8;
-    static constexpr int WAVE = K_PAIRS;  // instructions of one half
-
+struct WideBlock {
     const Pass& pass;
     char* const smem;
-    // SLOTS of (state_words / 2, 4 warps, 8 lane / 4) units of 2 words of utterance s and 2 of s + 32, interleaved: what one
-    // lane needs for one instruction, in the order of its registers. Utterance s < 32 of a tile is the (s / 4)th of warp s % 4.
-    unsigned* const exchange;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / WARP_GROUP;
-    const int rank = cluster_rank();
-    const int state_words = (pass.hidden + 7) / 8 * 4;  // whole 16-byte units
-    const int first_word = blockIdx.x / CLUSTER * (ROWS / 2);
-    const int slice_word = (rank * Shape::GROUPS + group) * 16 * K_PAIRS;
-    const int slot_words = state_words * 64;
+    const int rank = cluster_rank(), lane = threadIdx.x % 32;
+    const int state_words = 4 * state_units<typename Shape::Number>(pass);
+    const int first_word = blockIdx.x / Shape::CLUSTER * Shape::WORDS;
+    const int slice_word = rank * Shape::K_TILES * MMA_WORDS;
 
-    // Of the current tile; per unit of this thread and utterance of the unit.
-    int first, live;
-    int length[Shape::THREAD_UNITS][2];
-    int element[Shape::THREAD_UNITS][2];  // within (B, H)
-    unsigned input[Shape::THREAD_UNITS][2], output_y[Shape::THREAD_UNITS][2];
+    __device__ WideBlock(const Pass& pass, char* smem) : pass(pass), smem(smem) {}
+    __device__ unsigned barrier(int i) const { return smem_address(smem) + Shape::BARRIERS_AT + 8 * i; }
+    // Whether anything in a parcel exists, in a group of `live` utterances. What does not is neither sent nor waited for.
+    __device__ bool alive(int parcel, int live) const {
+        return first_word + parcel / (Shape::SAMPLES / 8) * 8 < state_words && parcel % (Shape::SAMPLES / 8) * 8 < live;
+    }
+};
 
-    __device__ WideLoop(const Pass& pass, unsigned* exchange, char* smem) : pass(pass), smem(smem), exchange(exchange) {
-        if (threadIdx.x < 2) barrier_init(barrier(threadIdx.x), 1);
-        barrier_init_fence();
-        cluster_barrier();
-        // A thread moves 16 words of one row, permuted as the state's fragments are: the quad's lane q has words 2 q and
-        // 2 q + 1 of 8, the first in the first half of K.
-        for (int i = threadIdx.x; i < Shape::GROUPS * K_PAIRS * ROWS; i += THREADS) {
-            const int local_row = i % ROWS, pair = i / ROWS, row = 2 * first_word + local_row;
-            const int k = 2 * (rank * Shape::GROUPS * 16 * K_PAIRS + 16 * pair);
-            unsigned w[16];
-#pragma unroll
-            for (int j = 0; j < 16; j++)
-                w[j] = row < pass.hidden ? load_word<Number>(pass.matrix, size_t(row) * pass.hidden + k + 2 * j,
-                                                             pass.hidden - k - 2 * j, pass.whole_words)
-                                         : 0;
-#pragma unroll
-            for (int s = 0; s < 2; s++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    *reinterpret_cast<uint4*>(smem + (2 * pair + s) * Shape::INSTRUCTION_BYTES + half * ROWS * 16 +
-                                              local_row * 16) =
-                        make_uint4(w[8 * s + half], w[8 * s + 2 + half], w[8 * s + 4 + half], w[8 * s + 6 + half]);
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the matrix unit reads the weights by another path
-        __syncthreads();
+template <class Shape>
+struct WidePoller : WideBlock<Shape> {
+    using Block = WideBlock<Shape>;
+    using Block::lane;
+    static constexpr int LOADS = 2 * Shape::PART_TILES, PIECE_LOADS = 2 * Shape::PIECE_TILES;
+    const uint4* const exchange;  // [group][slot][4 words of K][utterance]
+    const int part = threadIdx.x / 32 % Shape::PARTS;
+    const int first_unit = Block::slice_word / 4 + part * LOADS;
+
+    __device__ WidePoller(const Pass& pass, const unsigned* exchange, char* smem)
+        : Block(pass, smem), exchange(reinterpret_cast<const uint4*>(exchange)) {}
+
+    __device__ void run() const {
+        int turn = 0;
+        Turn at{0, 0};
+        for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
+            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups))
+                receive(at, turn, tile.live_of(at.group));
     }
 
-    __device__ unsigned barrier(int turn) const { return smem_address(smem + Shape::BARRIER_AT + 8 * turn); }
-    __device__ size_t stride() const { return size_t(pass.batch) * pass.hidden; }
-
-    // Unit i of this thread: rows 8 row_group + 2 (lane % 4) .. + 1 of utterances lane / 4 and lane / 4 + 8 of `warp`.
-    struct Unit {
-        int index, warp, lane, row_group;
-    };
-    __device__ Unit unit(int i) const {
-        const int u = threadIdx.x + THREADS * i;
-        return {u, rank * 4 / CLUSTER + u / 32 / Shape::ROW_GROUPS, u % 32, u / 32 % Shape::ROW_GROUPS};
-    }
-    __device__ int sample_of(Unit u, int half) const { return 4 * (u.lane / 4 + 8 * half) + u.warp; }
-    __device__ int word_of(Unit u) const { return first_word + 4 * u.row_group + u.lane % 4; }
-    __device__ bool wanted(int i, int half) const {
-        const Unit u = unit(i);
-        return u.index < Shape::UNITS && sample_of(u, half) < live && word_of(u) < state_words;
-    }
-    __device__ unsigned* mine(int i, int epoch) const {
-        const Unit u = unit(i);
-        const int word = word_of(u), position = (word / 2 * 4 + u.warp) * 8 + u.lane / 4;
-        return exchange + unsigned(epoch) % SLOTS * slot_words + position * 4 + word % 2 * 2;
-    }
-    __device__ int valid(int i) const { return min(2, pass.hidden - 2 * word_of(unit(i))); }
-
-    // Sets the tile's fields; returns the frames of its longest utterance.
-    __device__ int begin_tile(int tile) {
-        first = tile * pass.samples;
-        live = min(pass.samples, pass.batch - first);
-        int steps = 0;
-        for (int s = 0; s < live; s++) steps = max(steps, length_of(pass, first + s));
-        for (int i = 0; i < Shape::THREAD_UNITS; i++)
-            for (int h = 0; h < 2; h++) {
-                const int utterance = first + sample_of(unit(i), h);
-                element[i][h] = utterance * pass.hidden + 2 * word_of(unit(i));
-                length[i][h] = wanted(i, h) ? length_of(pass, utterance) : 0;
-                input[i][h] = output_y[i][h] = 0;
-                // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps.
-                if (wanted(i, h) && length[i][h] == 0 && (!Shape::BACKWARD || steps == 0))
-                    store_word<Number>(pass.last_state, element[i][h], load_state(i, h), valid(i), pass.whole_words);
-            }
-        load_inputs(Shape::BACKWARD ? steps - 1 : 0);
-        return steps;
-    }
-    __device__ unsigned load_state(int i, int h) const {
-        return pass.state && wanted(i, h) ? load_word<Number>(pass.state, element[i][h], valid(i), pass.whole_words) : 0;
-    }
-
-    // What the next step needs, a step early, from L2, where it was asked for PREFETCH_STEPS earlier.
-    __device__ void load_inputs(int t) {
+    // A lane has one utterance: units of 4 words of it.
+    __device__ void receive(Turn at, int turn, int live) const {
+        const int units = this->state_words / 4;
+        const uint4* from =
+            exchange + ((at.group * SLOTS + unsigned(at.epoch) % SLOTS) * units + first_unit) * Shape::SAMPLES + lane;
+        const int left = lane < live ? units - first_unit : 0;
+        uint4 v[LOADS];
 #pragma unroll
-        for (int i = 0; i < Shape::THREAD_UNITS; i++)
+        for (int i = 0; i < LOADS; i++) v[i] = unread(i < left && part * LOADS + i < 2 * Shape::K_TILES);
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (t < 0 || t >= length[i][h]) continue;
-                const size_t at = t * stride() + element[i][h];
-                input[i][h] = load_word<Number>(pass.input, at, valid(i), pass.whole_words);
-                if (Shape::BACKWARD) output_y[i][h] = load_word<Number>(pass.output_y, at, valid(i), pass.whole_words);
-                const int ahead = Shape::BACKWARD ? t - PREFETCH_STEPS : t + PREFETCH_STEPS;
-                if (valid(i) > 0 && ahead >= 0 && ahead < length[i][h] && lane % 4 == 0) {
-                    const size_t there = ahead * stride() + element[i][h];
-                    prefetch<Number>(pass.input, there);
-                    if (Shape::BACKWARD) prefetch<Number>(pass.output_y, there);
-                }
-            }
-    }
-
-    __device__ void publish(int i, unsigned value0, unsigned value1, int epoch) const {
-        store_relaxed(mine(i, epoch), publishable(value0), publishable(value1));
-    }
-    // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
-    // published state `epoch`.
-    __device__ void empty_slots(int epoch) const {
-        if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
-        for (int i = 0; i < Shape::THREAD_UNITS; i++)
-            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2 && wanted(i, 0); k++)
-                store_relaxed(mine(i, k), EMPTY, EMPTY);
-        fence_stores();
-    }
-
-    // What this lane has for one half of the instructions, or still waits for.
-    struct Wave {
-        uint4 a[WAVE];
-    };
-    __device__ void expect(Wave& wave, int w) const {
-        const int left = state_words / 2 - slice_word / 2 - lane % 4;  // units from this lane's first on
-#pragma unroll
-        for (int k = 0; k < WAVE; k++) wave.a[k] = unread(4 * (w * WAVE + k) < left && lane / 4 * 4 + warp < live);
-    }
-    // Asks for all units that are not there.
-    __device__ void ask(Wave& wave, int w, int epoch) const {
-        const uint4* from = reinterpret_cast<const uint4*>(exchange + unsigned(epoch) % SLOTS * slot_words) +
-                            ((slice_word / 2 + lane % 4) * 4 + warp) * 8 + lane / 4;
-#pragma unroll
-        for (int k = 0; k < WAVE; k++)
-            load_relaxed_if(has_empty(wave.a[k]), wave.a[k], from + (w * WAVE + k) * 128);
-    }
-    static __device__ bool waits(const Wave& wave) {
-        bool any = false;
-#pragma unroll
-        for (int k = 0; k < WAVE; k++) any |= has_empty(wave.a[k]);
-        return __any_sync(0xffffffffu, any);
-    }
-
-    // Polls this warp's words and multiplies the first half of K while the second is polled.
-    __device__ void receive_and_multiply(float (&c)[ROWS / 2], int epoch) const {
-        Wave waves[2];
-#pragma unroll
-        for (int w = 0; w < 2; w++) {
-            expect(waves[w], w);
-            ask(waves[w], w, epoch);
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) c[i] = 0.f;
+        for (int i = 0; i < LOADS; i++) load_relaxed_if(has_empty(v[i]), v[i], from + i * Shape::SAMPLES);
+        const unsigned to =
+            smem_address(this->smem) + turn % 2 * Shape::STATE_BYTES + (part * LOADS * Shape::SAMPLES + lane) * 16;
         WaitLimit limit;
 #pragma unroll
-        for (int w = 0; w < 2; w++) {
-            while (waits(waves[w])) {
-                ask(waves[w], w, epoch);
-                limit.check(epoch);
-            }
-            wgmma_fence();
+        for (int piece = 0; piece < Shape::PIECES; piece++) {
+            const int first = piece * PIECE_LOADS, last = min(first + PIECE_LOADS, LOADS);
+            while (true) {
+                bool missing = false;
 #pragma unroll
-            for (int k = 0; k < WAVE; k++) {
-                const uint4 a = waves[w].a[k];
-                const unsigned weights =
-                    smem_address(smem) + group * Shape::GROUP_BYTES + (w * WAVE + k) * Shape::INSTRUCTION_BYTES;
-                wgmma<Number, ROWS>(c, a.x, a.y, a.z, a.w, weights_descriptor<ROWS>(weights));
+                for (int i = first; i < last; i++) missing |= has_empty(v[i]);
+                if (!__any_sync(0xffffffffu, missing)) break;
+#pragma unroll
+                for (int i = first; i < LOADS; i++) load_relaxed_if(has_empty(v[i]), v[i], from + i * Shape::SAMPLES);
+                limit.check(at.epoch);
             }
-            wgmma_commit();
+            if (piece == 0 && turn >= 2)
+                barrier_wait<true>(this->barrier(Shape::read(turn)), (turn / 2 + 1) % 2, "the products before", at.epoch);
+#pragma unroll
+            for (int i = first; i < last; i++)
+                if (part * LOADS + i < 2 * Shape::K_TILES) store_shared_16(to + i * Shape::SAMPLES * 16, v[i]);
+            fence_async_shared();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(this->barrier(Shape::full(turn, part, piece)));
+            // Ends a basic block: the compiler would test the next piece before it stores this one.
+            const unsigned now = clock();
+            while (int(clock() - now) < 0) {
+            }
         }
+    }
+};
+
+template <class Shape>
+struct WideMultiplier : WideBlock<Shape> {
+    using Number = typename Shape::Number;
+    using Block = WideBlock<Shape>;
+    using Block::lane;
+    static constexpr int K_TILES = Shape::K_TILES, COLUMNS = Shape::SAMPLES / 8;  // of parcels
+    const int warp = threadIdx.x / 32;
+    unsigned weights[K_TILES][4];
+    unsigned to[COLUMNS];  // shared memory of the blocks that this warp's parcels go to
+
+    __device__ WideMultiplier(const Pass& pass, char* smem) : Block(pass, smem) {
+        const int row = 2 * (this->first_word + 8 * warp + lane / 4);  // and row + 1, 8 further down in the instruction
+#pragma unroll
+        for (int k = 0; k < K_TILES; k++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int column = 2 * (this->slice_word + MMA_WORDS * k + i / 2 * 4 + lane % 4);
+                weights[k][i] = row + i % 2 < pass.hidden
+                                    ? load_word<Number>(pass.matrix, size_t(row + i % 2) * pass.hidden + column,
+                                                        pass.hidden - column, pass.whole_words)
+                                    : 0;
+            }
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) to[j] = remote_address(smem_address(smem), (warp * COLUMNS + j) % Shape::CLUSTER);
+    }
+
+    __device__ void run() const {
+        int turn = 0;
+        Turn at{0, 0};
+        for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
+            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
+                float c[Shape::SAMPLES / 2];
+                multiply(c, turn, at.epoch);
+                send(c, buffer_of(at), tile.live_of(at.group));
+            }
+    }
+
+    __device__ void multiply(float (&c)[Shape::SAMPLES / 2], int turn, int epoch) const {
+#pragma unroll
+        for (int i = 0; i < Shape::SAMPLES / 2; i++) c[i] = 0.f;
+        const unsigned state = smem_address(this->smem) + turn % 2 * Shape::STATE_BYTES;
+#pragma unroll
+        for (int piece = 0; piece < Shape::PIECES; piece++)
+#pragma unroll
+            for (int part = 0; part < Shape::PARTS; part++) {
+                barrier_wait<true>(this->barrier(Shape::full(turn, part, piece)), turn / 2 % 2, "its part of the state", epoch);
+                wgmma_fence();
+#pragma unroll
+                for (int k = Shape::begin_of(part, piece); k < Shape::end_of(part, piece); k++)
+                    wgmma<Number>(c, weights[k], state_descriptor(state + k * WGMMA_STATE_BYTES));
+                wgmma_commit();
+            }
         wgmma_wait();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(this->barrier(Shape::read(turn)));
     }
 
-    // Adds the two groups' sums, each for half of the rows, and sends every utterance to the block that finishes it.
-    __device__ void reduce(const float (&c)[ROWS / 2], int turn) {
-        const bool any = 4 * (lane / 4) + warp < live;
-        __syncthreads();  // the other group has read what came here before
-        float4* local = reinterpret_cast<float4*>(smem + Shape::LOCAL_AT) + threadIdx.x % WARP_GROUP;
-        if (any)
+    // Parcels for this block itself need no network: its mbarrier is told what st.async tells those of the others.
+    __device__ void send(const float (&c)[Shape::SAMPLES / 2], int buffer, int live) const {
 #pragma unroll
-            for (int j = 0; j < Shape::ROW_GROUPS; j++)
-                if (j % 2 != group) local[j * WARP_GROUP] = make_float4(c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3]);
-        __syncthreads();
-        if (!any) return;
-        const unsigned to = remote_address(smem_address(smem), warp * CLUSTER / 4);
-        const unsigned at = to + Shape::RECEIVE_AT + turn * Shape::RECEIVE_BYTES +
-                            ((rank * Shape::FINISH_WARPS + warp % Shape::FINISH_WARPS) * Shape::ROW_GROUPS * 32 + lane) * 16;
-#pragma unroll
-        for (int j = 0; j < Shape::ROW_GROUPS; j++)
-            if (j % 2 == group) {
-                const float4 v = local[j * WARP_GROUP];
-                store_async(at + j * 32 * 16, to + Shape::BARRIER_AT + 8 * turn, __float_as_uint(c[4 * j] + v.x),
-                            __float_as_uint(c[4 * j + 1] + v.y), __float_as_uint(c[4 * j + 2] + v.z),
-                            __float_as_uint(c[4 * j + 3] + v.w));
-            }
-    }
-    // Bytes that the cluster sends to this block at each step.
-    __device__ unsigned expected() const {
-        unsigned bytes = 0;
-        for (int w = 0; w < Shape::FINISH_WARPS; w++)
-            for (int g = 0; g < 8; g++)
-                if (4 * g + rank * 4 / CLUSTER + w < live) bytes += CLUSTER * 4 * 16 * Shape::ROW_GROUPS;
-        return bytes;
-    }
-
-    // The pointwise end of one step at frame t; t = -1 is the gradient of the first state.
-    __device__ void finish(int t, int turn, int next_epoch, bool more) {
-        const char* from = smem + Shape::RECEIVE_AT + turn * Shape::RECEIVE_BYTES;
-#pragma unroll
-        for (int i = 0; i < Shape::THREAD_UNITS; i++) {
-            if (!wanted(i, 0)) continue;
-            float sum[2][2] = {};
-#pragma unroll
-            for (int source = 0; source < CLUSTER; source++) {
-                const float4 v = *reinterpret_cast<const float4*>(from + (source * Shape::UNITS + unit(i).index) * 16);
-                sum[0][0] += v.x, sum[0][1] += v.y, sum[1][0] += v.z, sum[1][1] += v.w;
-            }
-            if (Shape::BACKWARD && t < 0) {
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-                    if (wanted(i, h))
-                        store_word<Number>(pass.last_state, element[i][h],
-                                           length[i][h] == 0 ? load_state(i, h) : Number::pack(sum[h]), valid(i),
-                                           pass.whole_words);
-                continue;
-            }
-            const unsigned result[2] = {finish_word(i, 0, sum[0], t), finish_word(i, 1, sum[1], t)};
-            if (more) publish(i, result[0], result[1], next_epoch);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (!wanted(i, h)) continue;
-                store_word<Number>(pass.result, t * stride() + element[i][h], result[h], valid(i), pass.whole_words);
-                if (!Shape::BACKWARD && t == length[i][h] - 1)
-                    store_word<Number>(pass.last_state, element[i][h], result[h], valid(i), pass.whole_words);
+        for (int j = 0; j < COLUMNS; j++) {
+            const int parcel = warp * COLUMNS + j;
+            if (!this->alive(parcel, live)) continue;
+            const uint4 v = make_uint4(__float_as_uint(c[4 * j]), __float_as_uint(c[4 * j + 1]), __float_as_uint(c[4 * j + 2]),
+                                       __float_as_uint(c[4 * j + 3]));
+            const int place = Shape::RECEIVED_AT + buffer * Shape::RECEIVED_BYTES + lane * 16 +
+                              (parcel / Shape::CLUSTER * Shape::CLUSTER + this->rank) * Shape::PARCEL_BYTES;
+            if (parcel % Shape::CLUSTER == this->rank) {
+                store_shared_16(smem_address(this->smem) + place, v);
+                __syncwarp();
+                if (lane == 0) barrier_complete(this->barrier(buffer), Shape::PARCEL_BYTES);
+            } else {
+                store_async(to[j] + place, to[j] + Shape::BARRIERS_AT + 8 * buffer, v.x, v.y, v.z, v.w);
             }
         }
-        load_inputs(Shape::BACKWARD ? t - 1 : t + 1);
-        if (more) empty_slots(next_epoch);
     }
+};
 
-    // The new word of one utterance; 0 at its padding, and where there is no utterance.
-    __device__ unsigned finish_word(int i, int h, float (&value)[2], int t) const {
-        float in[2], y[2], last[2] = {};
-        Number::unpack(input[i][h], in);
-        if (Shape::BACKWARD) {
-            Number::unpack(output_y[i][h], y);
-            if (t == length[i][h] - 1) Number::unpack(load_state(i, h), last);
-        }
+template <class Shape>
+struct WideFinisher : WideBlock<Shape> {
+    using Number = typename Shape::Number;
+    using Cell = typename Shape::Cell;
+    using Block = WideBlock<Shape>;
+    using Block::lane, Block::pass, Block::rank, Block::smem;
+    using Tile = GridTile<Shape>;
+    static constexpr int UNITS = Shape::UNITS, OWN = 2 * UNITS;  // words of a thread: utterances 2 i and 2 i + 1 of unit i
+
+    unsigned* const exchange;
+    const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
+    const int slot_words = Block::state_words * Shape::SAMPLES;
+    int offset[UNITS];       // of the unit's first word in a (B, H) array, from its group's first utterance on
+    unsigned place[UNITS];   // and in a slot
+    unsigned owned;  // of the current tile, bit OWN * group + own word; from bit STORED on: without the padding to whole units
+    static constexpr int STORED = Shape::GROUPS * OWN, PARCELS = 2 * STORED;  // and from there, 8 bits each, parcels that exist
+    static_assert(PARCELS + 8 * Shape::GROUPS <= 32, "all these bits are one register");
+
+    __device__ WideFinisher(const Pass& pass, unsigned* exchange, char* smem) : Block(pass, smem), exchange(exchange) {
 #pragma unroll
-        for (int e = 0; e < 2; e++)
-            value[e] = Shape::BACKWARD ? Cell::backward(value[e] + in[e] + last[e], y[e], pass.clip)
-                                       : Cell::forward(value[e] + in[e], pass.clip);
-        return t < length[i][h] ? Number::pack(value) : 0;
+        for (int i = 0; i < UNITS; i++) {
+            offset[i] = sample(i) * pass.hidden + 2 * word(i);
+            place[i] = (word(i) / 4 * Shape::SAMPLES + sample(i)) * 4 + word(i) % 4;
+        }
     }
 
-    __device__ void clear_padding(int steps) {
-        for (int i = 0; i < Shape::THREAD_UNITS; i++)
-            for (int h = 0; h < 2; h++)
-                for (int t = steps; t < pass.frames && wanted(i, h); t++)
-                    store_word<Number>(pass.result, t * stride() + element[i][h], 0, valid(i), pass.whole_words);
+    // Unit i: a word of two utterances of a group, what this lane has of a parcel.
+    __device__ int parcel(int i) const { return (warp + 4 * i) * Shape::CLUSTER + rank; }
+    __device__ int word(int i) const { return this->first_word + parcel(i) / (Shape::SAMPLES / 8) * 8 + lane / 4; }
+    __device__ int sample(int i) const { return parcel(i) % (Shape::SAMPLES / 8) * 8 + lane % 4 * 2; }
+    __device__ int valid(int i) const { return min(2, pass.hidden - 2 * word(i)); }
+    __device__ bool owns(int group, int n) const { return owned >> (OWN * group + n) & 1; }
+    __device__ bool stores(int group, int n) const { return owned >> (STORED + OWN * group + n) & 1; }
+    // Own word n in a (T, B, H) array, and with t = 0 in a (B, H) array.
+    __device__ size_t origin(const Tile& tile, int group, int t) const {
+        return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden);
+    }
+    __device__ size_t element(size_t origin, int i, int n) const { return origin + unsigned(offset[i] + n % 2 * pass.hidden); }
+    __device__ size_t element(size_t origin, int n) const { return element(origin, n / 2, n); }
+    __device__ unsigned load_state(const Tile& tile, int group, int n) const {
+        return pass.state && stores(group, n) ? load_word<Number>(pass.state, element(origin(tile, group, 0), n), valid(n / 2),
+                                                                  pass.whole_words)
+                                              : 0;
+    }
+    __device__ void store_state(const Tile& tile, int group, int n, unsigned value) const {
+        if (stores(group, n))
+            store_word<Number>(pass.last_state, element(origin(tile, group, 0), n), value, valid(n / 2), pass.whole_words);
+    }
+    __device__ unsigned* slot(int group, int epoch) const {
+        return exchange + (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words;
+    }
+    __device__ unsigned frames_at(int group, int n) const {
+        return smem_address(smem) + Shape::FRAMES_AT + ((group * OWN + n) * Shape::FINISHERS + thread) * 4;
+    }
+    __device__ unsigned input_at(int turn, int array, int n) const {
+        return smem_address(smem) + Shape::INPUTS_AT +
+               (((turn % Shape::AHEAD * Shape::INPUTS + array) * OWN + n) * Shape::FINISHERS + thread) * 4;
     }
 
     __device__ void run() {
         int epoch = 0;
-        for (int tile = 0; tile * pass.samples < pass.batch; tile++) {
-            const int steps = begin_tile(tile);
-            const unsigned bytes = expected();
-            const int iterations = Shape::BACKWARD && steps > 0 ? steps + 1 : steps;
-            for (int i = 0; i < Shape::THREAD_UNITS && iterations > 0; i++)
-                if (wanted(i, 0))
-                    publish(i, Shape::BACKWARD ? 0 : load_state(i, 0), Shape::BACKWARD ? 0 : load_state(i, 1), epoch);
-            if (iterations > 0) empty_slots(epoch);
-            for (int i = 0; i < iterations; i++, epoch++) {
-                const int turn = epoch % 2;
-                if (threadIdx.x == 0) barrier_expect(barrier(turn), bytes);
-                float c[ROWS / 2];
-                receive_and_multiply(c, epoch);
-                reduce(c, turn);
-                barrier_wait(barrier(turn), epoch / 2 % 2, "its cluster's sums", epoch);
-                finish(Shape::BACKWARD ? steps - 1 - i : i, turn, epoch + 1, i + 1 < iterations);
+        for (Tile tile(pass); tile.exists(); tile.next()) {
+            const int iterations = tile.iterations(), turns = tile.turns();
+            open(tile, epoch);
+            Turn at{epoch, 0};
+            for (int i = 0; i < Shape::AHEAD; i++) fetch(tile, i % tile.groups, i / tile.groups, i);
+            for (int i = 0; i < turns; i++, at.next(tile.groups)) {
+                const int iteration = at.epoch - epoch;
+                finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, iteration + 1 < iterations);
+                fetch(tile, at.group, iteration + Shape::AHEAD / tile.groups, i + Shape::AHEAD);
             }
-            clear_padding(steps);
+            copies_wait<0>();
+            epoch += iterations;
+            for (int g = 0; g < tile.groups; g++)
+                for (int n = 0; n < OWN; n++)
+                    for (int t = tile.steps; t < pass.frames && stores(g, n); t++)  // padding
+                        store_word<Number>(pass.result, element(origin(tile, g, t), n), 0, valid(n / 2), pass.whole_words);
+            block_wait(Shape::TILE_DONE, Shape::FINISHERS);  // a warp without words in the next tile has seen all phases
         }
-        cluster_barrier();  // no block leaves while its peers' last sums may be on their way from it
+    }
+
+    // Notes what the thread owns and its utterances' frames, and publishes their first state.
+    __device__ void open(const Tile& tile, int epoch) {
+        owned = 0;
+        for (int g = 0; g < tile.groups; g++) {
+            for (int p = rank; p < Shape::PARCELS; p += Shape::CLUSTER)
+                owned += unsigned(this->alive(p, tile.live_of(g))) << (PARCELS + 8 * g);
+#pragma unroll
+            for (int i = 0; i < UNITS; i++)
+#pragma unroll 1
+                for (int n = 2 * i; n < 2 * i + 2; n++) {
+                    const int s = sample(i) + n % 2;
+                    const bool mine = parcel(i) < Shape::PARCELS && word(i) < this->state_words && s < tile.live_of(g);
+                    owned |= unsigned(mine) << (OWN * g + n);
+                    owned |= unsigned(mine && valid(i) > 0) << (STORED + OWN * g + n);
+                    const int frames = mine ? length_of(pass, tile.first + g * pass.samples + s) : 0;
+                    store_shared_4(frames_at(g, n), frames);
+                    if (!mine) continue;
+                    const size_t at = element(origin(tile, g, 0), i, n);
+                    const unsigned state = pass.state ? load_word<Number>(pass.state, at, valid(i), pass.whole_words) : 0;
+                    // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps.
+                    if (frames == 0 && (!Shape::BACKWARD || tile.steps == 0))
+                        store_word<Number>(pass.last_state, at, state, valid(i), pass.whole_words);
+                    if (tile.steps > 0)
+                        store_relaxed(slot(g, epoch) + place[i] + n % 2 * 4, publishable(Shape::BACKWARD ? 0 : state));
+                }
+        }
+        if (tile.steps > 0) empty_slots(tile, epoch);
+    }
+
+    // Asks for what turn number `turn` of the tile consumes. Each thread reads only what itself has fetched.
+    __device__ void fetch(const Tile& tile, int group, int iteration, int turn) const {
+        const int t = Shape::BACKWARD ? tile.steps - 1 - iteration : iteration;
+        const size_t from = origin(tile, group, max(t, 0));
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            const bool wanted = t >= 0 && t < int(load_shared_4(frames_at(group, n))) && stores(group, n);
+#pragma unroll
+            for (int a = 0; a < Shape::INPUTS; a++) {
+                const auto* array = static_cast<const typename Number::Storage*>(a == 0 ? pass.input : pass.output_y);
+                if (pass.whole_words)
+                    copy_async(input_at(turn, a, n), array + (wanted ? element(from, n) : 0), wanted);
+                else  // rows that start between words cannot be copied behind the thread's back
+                    store_shared_4(input_at(turn, a, n),
+                                   wanted ? load_word<Number>(array, element(from, n), valid(n / 2), false) : 0);
+            }
+        }
+        copies_commit();  // one a turn: copies_wait counts them
+    }
+
+    // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. First everything that other
+    // blocks wait for, and as much of it as can be done before the wait.
+    __device__ void finish(const Tile& tile, Turn at, int t, int turn, bool more) const {
+        const int buffer = buffer_of(at);
+        const unsigned from = smem_address(smem) + Shape::RECEIVED_AT + buffer * Shape::RECEIVED_BYTES +
+                              warp * Shape::CLUSTER * Shape::PARCEL_BYTES + lane * 16;
+        unsigned* const to = pinned(slot(at.group, at.epoch + 1));
+        unsigned word[OWN], y[OWN];
+        float in[OWN][2];
+        unsigned speaks = 0, ends = 0;  // bit n: own word n's utterance has frame t, or any at all if t = -1; it is its last
+        copies_wait<Shape::AHEAD - 1>();
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            Number::unpack(load_shared_4(input_at(turn, 0, n)), in[n]);
+            y[n] = load_shared_4(input_at(turn, Shape::INPUTS - 1, n));
+            const int frames = load_shared_4(frames_at(at.group, n));
+            speaks |= unsigned(max(t, 0) < frames) << n;
+            ends |= unsigned(t >= 0 && t == frames - 1) << n;
+            if (Shape::BACKWARD && pass.state && ends >> n & 1) {
+                float last[2];
+                Number::unpack(load_state(tile, at.group, n), last);
+                in[n][0] += last[0], in[n][1] += last[1];
+            }
+        }
+        const int parcels = owned >> (PARCELS + 8 * at.group) & 0xff;
+        if (thread == 0 && parcels > 0) barrier_expect(this->barrier(buffer), parcels * Shape::CLUSTER * Shape::PARCEL_BYTES);
+        if (warp == 0 ? parcels > 0 : __any_sync(0xffffffffu, owned >> (OWN * at.group) & ((1 << OWN) - 1)))
+            barrier_wait<true>(this->barrier(buffer), at.epoch / 2 % 2, "its cluster's sums", at.epoch);
+        float sum[OWN][2] = {};
+#pragma unroll
+        for (int i = 0; i < UNITS; i++)  // of a parcel that it does not have a thread reads anything
+#pragma unroll
+            for (int source = 0; source < Shape::CLUSTER; source++) {
+                const uint4 v = load_shared_16(from + (4 * i * Shape::CLUSTER + source) * Shape::PARCEL_BYTES);
+                sum[2 * i][0] += __uint_as_float(v.x), sum[2 * i + 1][0] += __uint_as_float(v.y);
+                sum[2 * i][1] += __uint_as_float(v.z), sum[2 * i + 1][1] += __uint_as_float(v.w);
+            }
+        if (Shape::BACKWARD && t < 0) {
+            for (int n = 0; n < OWN; n++)
+                store_state(tile, at.group, n, speaks >> n & 1 ? Number::pack(sum[n]) : load_state(tile, at.group, n));
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            float y_out[2];
+            Number::unpack(y[n], y_out);
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                sum[n][e] = Shape::BACKWARD ? Cell::backward(sum[n][e] + in[n][e], y_out[e], pass.clip)
+                                            : Cell::forward(sum[n][e] + in[n][e], pass.clip);
+            word[n] = speaks >> n & 1 ? Number::pack(sum[n]) : 0;
+        }
+#pragma unroll
+        for (int n = 0; n < OWN; n++)
+            store_relaxed_if(more && owns(at.group, n), to + place[n / 2] + n % 2 * 4, publishable(word[n]));
+        const size_t there = origin(tile, at.group, t);
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            if (stores(at.group, n))
+                store_word<Number>(pass.result, element(there, n), word[n], valid(n / 2), pass.whole_words);
+            if (!Shape::BACKWARD && ends >> n & 1) store_state(tile, at.group, n, word[n]);
+        }
+        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
+    }
+
+    // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
+    // published state `epoch` of all groups.
+    __device__ void empty_slots(const Tile& tile, int epoch) const {
+        if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
+        for (int g = 0; g < tile.groups; g++)
+#pragma unroll 1
+            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2; k++)
+#pragma unroll
+                for (int n = 0; n < OWN; n++)
+                    if (owns(g, n)) store_relaxed(slot(g, k) + place[n / 2] + n % 2 * 4, EMPTY);
+        fence_stores();
     }
 };
 
 template <class Shape>
 __device__ void wide_recurrence(const Pass& pass, unsigned* exchange) {
-    extern __shared__ __align__(128) char dynamic_smem[];
-    WideLoop<Shape>(pass, exchange, dynamic_smem).run();
+    extern __shared__ __align__(128) char wide_smem[];
+    if (threadIdx.x < Shape::BARRIERS)
+        barrier_init(smem_address(wide_smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, threadIdx.x < Shape::READ ? 1 : WARPS);
+    barrier_init_fence();
+    cluster_barrier();
+    // In each role's end: no block leaves while its last sums may be on their way to a peer.
+    if (threadIdx.x < THREADS) {
+        registers_up<Shape::MULTIPLY_REGISTERS>();
+        WideMultiplier<Shape>(pass, wide_smem).run();
+        cluster_barrier();
+    } else if (threadIdx.x < THREADS + Shape::POLLERS) {
+        registers_down<Shape::POLL_REGISTERS>();
+        WidePoller<Shape>(pass, exchange, wide_smem).run();
+        cluster_barrier();
+    } else {
+        registers_down<Shape::FINISH_REGISTERS>();
+        WideFinisher<Shape>(pass, exchange, wide_smem).run();
+        cluster_barrier();
+    }
 }
 
 }  // namespace ds2

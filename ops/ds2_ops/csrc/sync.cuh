@@ -5,6 +5,19 @@ namespace ds2 {
 
 __device__ inline unsigned smem_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+// For tests of the synchronisation: with DS2_JITTER a warp now and then rests, up to 16 us, before it tells or asks anything.
+#ifdef DS2_JITTER
+__device__ inline void rest_at_random() {
+    const unsigned together = __activemask();
+    unsigned hash = unsigned(clock() >> 3) ^ (threadIdx.x / 32 + 64 * blockIdx.x) * 2654435761u;
+    hash = __shfl_sync(together, hash, __ffs(together) - 1) * 2246822519u;
+    hash ^= hash >> 15, hash *= 3266489917u, hash ^= hash >> 13;
+    if (hash % 8 == 0) __nanosleep(hash >> 8 & (hash & 0x80 ? 16383 : 1023));
+}
+#else
+__device__ inline void rest_at_random() {}
+#endif
+
 // Keeps in its register what the compiler would rather compute anew, from slow special registers, at every step.
 __device__ inline unsigned pinned(unsigned value) {
     asm volatile("" : "+r"(value));
@@ -29,6 +42,9 @@ __device__ inline unsigned load_shared_4(unsigned address) {
     unsigned v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
+}
+__device__ inline void store_shared_16(unsigned address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ inline void store_shared_4(unsigned address, unsigned value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -56,6 +72,7 @@ __device__ inline unsigned remote_address(unsigned local, unsigned rank) {
 // 16 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
 __device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1, unsigned w2,
                                    unsigned w3) {
+    rest_at_random();
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];"
                  :
                  : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
@@ -71,20 +88,46 @@ __device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.
 
 // The phase ends when `bytes` more have landed. Some may have landed already: the count goes below zero meanwhile.
 __device__ inline void barrier_expect(unsigned barrier, unsigned bytes) {
+    rest_at_random();
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ inline void barrier_arrive(unsigned barrier) {
+    rest_at_random();
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// This warp has written `bytes` to shared memory of those that the phase waits for. For one lane, after __syncwarp().
+__device__ inline void barrier_complete(unsigned barrier, unsigned bytes) {
+    rest_at_random();
+    asm volatile(
+        "fence.acq_rel.cta;\n"
+        "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+        : "memory");
 }
 
 // Block scope, as everybody waits for remote bytes: a wait or fence at cluster scope says the same on paper, but is compiled
 // to an invalidation of the L1 cache or to a wait for all of the thread's loads, on the critical path of every step.
+// SUSPEND: the hardware may take the warp off its scheduler for a while; it wakes up later, but disturbs the others less.
+template <bool SUSPEND = false>
 __device__ inline bool barrier_try(unsigned barrier, unsigned parity) {
     unsigned done;
-    asm volatile(
-        "{.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    if constexpr (SUSPEND)
+        asm volatile(
+            "{.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    else
+        asm volatile(
+            "{.reg .pred p;\n"
+            "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
     return done != 0;
 }
 
@@ -102,10 +145,12 @@ __device__ void registers_up() {
 // bar.sync, which promise that all threads of the block execute the same instruction: here each role has its own. A warp
 // does it as one: its lanes come together first.
 __device__ inline void block_arrive(int barrier, int threads) {
+    rest_at_random();
     __syncwarp();
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 __device__ inline void block_wait(int barrier, int threads) {
+    rest_at_random();
     __syncwarp();
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -136,11 +181,13 @@ constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
 
 // Waits for the end of the phase of this parity. In debug builds a wait of more than MAX_WAIT_NS names itself and traps:
 // `what` is awaited, `step` is the iteration.
+template <bool SUSPEND = false>
 __device__ inline void barrier_wait(unsigned barrier, unsigned parity, const char* what, int step) {
-    if (barrier_try(barrier, parity)) return;
+    rest_at_random();
+    if (barrier_try<SUSPEND>(barrier, parity)) return;
 #ifdef DS2_DEBUG_WAIT
     const unsigned long long start = now_ns();
-    while (!barrier_try(barrier, parity)) {
+    while (!barrier_try<SUSPEND>(barrier, parity)) {
         if (now_ns() - start > MAX_WAIT_NS) {
             printf("ds2: block %d (rank %u) warp %d waits for %s at step %d for more than 2 s\n", blockIdx.x, cluster_rank(),
                    threadIdx.x / 32, what, step);
@@ -148,7 +195,7 @@ __device__ inline void barrier_wait(unsigned barrier, unsigned parity, const cha
         }
     }
 #else
-    while (!barrier_try(barrier, parity)) {
+    while (!barrier_try<SUSPEND>(barrier, parity)) {
     }
 #endif
 }
