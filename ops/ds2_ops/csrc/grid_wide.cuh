@@ -31,10 +31,10 @@ struct WideShape {
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr int PER_WORD = Number::PER_WORD;
     static constexpr int CLUSTER = CLUSTER_;
-    static constexpr int K_TILES = K_TILES_;  // matrix instructions along K, one block
-    static constexpr int GROUPS = 2;          // at most, of one tile
+    static constexpr int K_TILES = K_TILES_;       // matrix instructions along K, one block
+    static constexpr int GROUPS = 2;               // at most, of one tile
     static constexpr int SAMPLES = WGMMA_SAMPLES;  // of a group, at most
-    static constexpr int WORDS = 64;          // of a cluster, of each utterance
+    static constexpr int WORDS = 64;               // of a cluster, of each utterance
 
     static constexpr int POLLERS = 128, FINISHERS = 128;  // threads
     static constexpr int ALL_THREADS = THREADS + POLLERS + FINISHERS;
@@ -46,17 +46,21 @@ struct WideShape {
                   "what some warps gain, others have given");
     static_assert(K_TILES <= 32, "the weights of more do not fit the registers");
 
-    static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;  // of K: a polling warp's
-    static constexpr int PIECES = 2, PIECE_TILES = (PART_TILES + PIECES - 1) / PIECES;  // of a part, one after the other
-    // The first and the last instruction of a piece, and one past it.
-    static constexpr __device__ int begin_of(int part, int piece) { return lesser(part * PART_TILES + piece * PIECE_TILES, K_TILES); }
+    // Each polling warp has a part of K, which it hands on in pieces: the products of the first run while the next is stored.
+    static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;
+    static constexpr int PIECES = 2, PIECE_TILES = (PART_TILES + PIECES - 1) / PIECES;
+    // The first instruction of a piece, and one past its last.
+    static constexpr __device__ int begin_of(int part, int piece) {
+        return lesser(part * PART_TILES + piece * PIECE_TILES, K_TILES);
+    }
     static constexpr __device__ int end_of(int part, int piece) {
         return lesser(lesser(part * PART_TILES + (piece + 1) * PIECE_TILES, (part + 1) * PART_TILES), K_TILES);
     }
     static constexpr __device__ int lesser(int a, int b) { return a < b ? a : b; }
-    static constexpr int PARCELS = WARPS * SAMPLES / 8;
-    static constexpr int OWN_PARCELS = (PARCELS + CLUSTER - 1) / CLUSTER;  // of a block, at most
-    static constexpr int PARCEL_BYTES = 512;
+
+    // Sums travel in parcels: of a multiplying warp's 8 words and of 8 utterances, 16 bytes a lane.
+    static constexpr int PARCELS = WARPS * SAMPLES / 8, PARCEL_BYTES = 512;
+    static constexpr int OWN_PARCELS = (PARCELS + CLUSTER - 1) / CLUSTER;  // that a block finishes, at most
     static constexpr int UNITS = (OWN_PARCELS + 3) / 4;  // a finishing thread's: one word of two utterances each
 
     // Shared memory. The state: [turn % 2][instruction][half of its K][utterance][4 words]. Received sums: [group][state % 2]
@@ -70,7 +74,8 @@ struct WideShape {
     static constexpr int INPUTS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
     static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * INPUTS * UNITS * 2 * FINISHERS * 4;  // of each group's own words
     static constexpr int BARRIERS_AT = FRAMES_AT + GROUPS * UNITS * 2 * FINISHERS * 4;
-    static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PARTS * PIECES, BARRIERS = READ + 2;  // the first are of received sums
+    // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
+    static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PARTS * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
     static constexpr int TILE_DONE = 1;  // named barrier of the finishing warps; 0 is __syncthreads
 
@@ -250,10 +255,12 @@ struct WideFinisher : WideBlock<Shape> {
     unsigned* const exchange;
     const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
     const int slot_words = Block::state_words * Shape::SAMPLES;
-    int offset[UNITS];       // of the unit's first word in a (B, H) array, from its group's first utterance on
-    unsigned place[UNITS];   // and in a slot
-    unsigned owned;  // of the current tile, bit OWN * group + own word; from bit STORED on: without the padding to whole units
-    static constexpr int STORED = Shape::GROUPS * OWN, PARCELS = 2 * STORED;  // and from there, 8 bits each, parcels that exist
+    int offset[UNITS];      // of the unit's first word in a (B, H) array, from its group's first utterance on
+    unsigned place[UNITS];  // and in a slot
+    // Of the current tile, in one register. Bit OWN * group + own word: it exists; from bit STORED on the same, without what
+    // pads the state to whole units; from bit PARCELS on, 8 bits a group: how many parcels the block finishes.
+    unsigned owned;
+    static constexpr int STORED = Shape::GROUPS * OWN, PARCELS = 2 * STORED;
     static_assert(PARCELS + 8 * Shape::GROUPS <= 32, "all these bits are one register");
 
     __device__ WideFinisher(const Pass& pass, unsigned* exchange, char* smem) : Block(pass, smem), exchange(exchange) {
@@ -271,7 +278,7 @@ struct WideFinisher : WideBlock<Shape> {
     __device__ int valid(int i) const { return min(2, pass.hidden - 2 * word(i)); }
     __device__ bool owns(int group, int n) const { return owned >> (OWN * group + n) & 1; }
     __device__ bool stores(int group, int n) const { return owned >> (STORED + OWN * group + n) & 1; }
-    // Own word n in a (T, B, H) array, and with t = 0 in a (B, H) array.
+    // Own word n lies at element(origin(.., t), n) of a (T, B, H) array, and with t = 0 of a (B, H) array.
     __device__ size_t origin(const Tile& tile, int group, int t) const {
         return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden);
     }
@@ -398,7 +405,7 @@ struct WideFinisher : WideBlock<Shape> {
             barrier_wait<true>(this->barrier(buffer), at.epoch / 2 % 2, "its cluster's sums", at.epoch);
         float sum[OWN][2] = {};
 #pragma unroll
-        for (int i = 0; i < UNITS; i++)  // of a parcel that it does not have a thread reads anything
+        for (int i = 0; i < UNITS; i++)  // for a parcel that a thread does not have it reads what it will not use
 #pragma unroll
             for (int source = 0; source < Shape::CLUSTER; source++) {
                 const uint4 v = load_shared_16(from + (4 * i * Shape::CLUSTER + source) * Shape::PARCEL_BYTES);
