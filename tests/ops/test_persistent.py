@@ -57,12 +57,14 @@ def backward_loop(
     return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, carried @ weight_hh)
 
 
-def inputs(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device = CUDA
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x, weight_hh, h0, grad_y, grad_h_n."""
     _, batch, hidden = shape
-    x, grad_y = (draw(seed, *shape, device=CUDA, dtype=dtype) for seed in (1, 4))
-    h0, grad_h_n = (draw(seed, batch, hidden, device=CUDA, dtype=dtype) for seed in (3, 5))
-    return x, draw(2, hidden, hidden, device=CUDA, dtype=dtype, scale=0.9 * hidden**-0.5), h0, grad_y, grad_h_n
+    x, grad_y = (draw(seed, *shape, device=device, dtype=dtype) for seed in (1, 4))
+    h0, grad_h_n = (draw(seed, batch, hidden, device=device, dtype=dtype) for seed in (3, 5))
+    return x, draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5), h0, grad_y, grad_h_n
 
 
 def run(

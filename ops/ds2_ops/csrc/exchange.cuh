@@ -27,31 +27,6 @@ constexpr int SLOTS = 16;
 constexpr int EMPTY_EVERY = 8;
 static_assert(EMPTY_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
 
-// Loads if `wanted`, under a predicate: a branch would part the lanes of a warp, which the matrix unit needs together.
-__device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
-    asm volatile(
-        "{.reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %5, 0;\n"
-        "@wanted ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
-        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-        : "l"(at), "r"(unsigned(wanted))
-        : "memory");
-}
-
-__device__ inline void store_relaxed(unsigned* at, unsigned word) {
-    rest_at_random();
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
-}
-
-__device__ inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
-    rest_at_random();
-    asm volatile(
-        "{.reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted st.relaxed.gpu.global.u32 [%0], %1;}" ::"l"(at), "r"(word), "r"(unsigned(wanted))
-        : "memory");
-}
-
 // What a lane starts to poll with: it asks for what is EMPTY.
 __device__ inline uint4 unread(bool wanted) {
     const unsigned word = wanted ? EMPTY : 0;
@@ -60,29 +35,8 @@ __device__ inline uint4 unread(bool wanted) {
 
 __device__ inline bool has_empty(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY; }
 
-// 8 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
-__device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1) {
-    rest_at_random();
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2,%3}, [%1];"
-                 :
-                 : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1)
-                 : "memory");
-}
-
-__device__ inline void store_shared_8(unsigned address, unsigned w0, unsigned w1) {
-    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(w0), "r"(w1) : "memory");
-}
-
-// Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
-__device__ inline void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // A state word that holds NaN in EMPTY's pattern is published as another NaN.
 __device__ inline unsigned publishable(unsigned word) { return word == EMPTY ? EMPTY ^ 0x80008000u : word; }
-
-__device__ inline unsigned* pinned(unsigned* at) {
-    asm volatile("" : "+l"(at));
-    return at;
-}
 
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
 struct WaitLimit {

@@ -24,6 +24,11 @@ __device__ inline unsigned pinned(unsigned value) {
     return value;
 }
 
+__device__ inline unsigned* pinned(unsigned* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
 // Shared memory by address.
 __device__ inline uint4 load_shared_16(unsigned address) {
     uint4 v;
@@ -45,6 +50,9 @@ __device__ inline unsigned load_shared_4(unsigned address) {
 }
 __device__ inline void store_shared_16(unsigned address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ inline void store_shared_8(unsigned address, unsigned w0, unsigned w1) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(w0), "r"(w1) : "memory");
 }
 __device__ inline void store_shared_4(unsigned address, unsigned value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
@@ -76,6 +84,15 @@ __device__ inline void store_async(unsigned remote, unsigned remote_barrier, uns
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2,%3,%4,%5}, [%1];"
                  :
                  : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
+                 : "memory");
+}
+
+// 8 bytes to another block's shared memory; that block's mbarrier counts them when they have landed.
+__device__ inline void store_async(unsigned remote, unsigned remote_barrier, unsigned w0, unsigned w1) {
+    rest_at_random();
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2,%3}, [%1];"
+                 :
+                 : "r"(remote), "r"(remote_barrier), "r"(w0), "r"(w1)
                  : "memory");
 }
 
@@ -165,6 +182,34 @@ template <int PENDING>
 __device__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+// Loads if `wanted`, under a predicate: a branch would part the lanes of a warp, which the matrix unit needs together.
+__device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
+    asm volatile(
+        "{.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %5, 0;\n"
+        "@wanted ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(at), "r"(unsigned(wanted))
+        : "memory");
+}
+
+__device__ inline void store_relaxed(unsigned* at, unsigned word) {
+    rest_at_random();
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+
+__device__ inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
+    rest_at_random();
+    asm volatile(
+        "{.reg .pred wanted;\n"
+        "setp.ne.u32 wanted, %2, 0;\n"
+        "@wanted st.relaxed.gpu.global.u32 [%0], %1;}" ::"l"(at), "r"(word), "r"(unsigned(wanted))
+        : "memory");
+}
+
+// Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
+__device__ inline void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ inline unsigned long long now_ns() {
     unsigned long long t;

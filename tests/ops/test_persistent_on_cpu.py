@@ -1,0 +1,122 @@
+"""The whole-chip kernels' own source on a CPU, with slow warps and late messages, against float64 (chip_on_cpu.h)."""
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from ds2_ops import jit
+from ds2_ops.plan import DeviceFacts, Launch, Problem
+from ds2_ops.plan_grid import grid_launches
+from op_cases import CPU, ragged_lengths, relative_error
+from test_persistent import backward_loop, forward_loop, inputs
+from torch import Tensor
+
+_CSRC = Path(jit.__file__).parent / "csrc"
+_HERE = Path(__file__).parent
+# cluster -> clusters of a chip small enough to run here
+NARROW, WIDE = {2: 5}, {5: 4}
+
+
+@functools.cache
+def _library(source: str) -> ctypes.CDLL:
+    folder = Path(tempfile.mkdtemp(prefix="ds2-chip-"))
+    for header in ("cells.cuh", "exchange.cuh", "recurrence.cuh", "turns.cuh", "grid.cuh", "grid_wide.cuh"):
+        text = (_CSRC / header).read_text()
+        text = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
+        (folder / header).write_text(text)
+    (folder / "sync.cuh").write_text((_HERE / "chip_on_cpu.h").read_text())
+    (folder / "wgmma.cuh").write_text("#pragma once\n")
+    # Words in memory as the kernels have them; the types themselves are in chip_on_cpu.h.
+    number = (_CSRC / "number.cuh").read_text()
+    words = number[number.index("// One word at `element`") :]
+    (folder / "number.cuh").write_text(f'#pragma once\n#include "sync.cuh"\nnamespace ds2 {{\n{words}')
+    found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)
+    assert found
+    names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
+    (folder / "kernel.cpp").write_text(f"""{source}
+extern "C" const char* run(int blocks, int seed, {found[1]}) {{
+    static std::string error;
+    error = chip::launch(blocks, Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES, seed,
+                         [&] {{ ds2_kernel({names}); }});
+    return error.c_str();
+}}
+""")
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-include",
+        "sync.cuh",
+        "-o",
+        "kernel.so",
+        "kernel.cpp",
+    ]
+    subprocess.run(command, cwd=folder, check=True)
+    library = ctypes.CDLL(str(folder / "kernel.so"))
+    library.run.restype = ctypes.c_char_p
+    return library
+
+
+def run(
+    launch: Launch, seed: int, arrays: tuple[Tensor | None, ...], shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """What persistent._launch does, here: arrays are input, output_y, matrix, state and lengths."""
+    frames, batch, hidden = shape
+    # The results' bits are NaN until they are written.
+    result, last = (torch.full(size, torch.nan, dtype=torch.bfloat16) for size in (shape, shape[1:]))
+    exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32)
+    pointers = [ctypes.c_void_p(0 if a is None else a.data_ptr()) for a in (*arrays, result, last)]
+    numbers = (frames, batch, hidden, launch.samples, int(hidden % 2 == 0), int(hidden % 8 == 0))
+    error = _library(launch.source).run(
+        launch.grid, seed, *pointers, *numbers, ctypes.c_float(0), ctypes.c_void_p(exchange.data_ptr())
+    )
+    assert not error, error.decode()
+    return result, last
+
+
+def the_launch(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Launch:
+    facts = DeviceFacts(sms=max(c * n for c, n in active.items()), active_clusters=active)
+    (launch,) = grid_launches(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
+    return launch
+
+
+# One group and several, two tiles, odd rows, a last cluster that owns little; 20 frames come round the exchange.
+CASES = [
+    pytest.param(NARROW, (6, 5, 520), 1, id="narrow, one group"),
+    pytest.param(NARROW, (20, 5, 520), 2, id="narrow, many frames", marks=pytest.mark.slow),
+    pytest.param(NARROW, (4, 70, 561), 3, id="narrow, two tiles", marks=pytest.mark.slow),
+    pytest.param(WIDE, (4, 40, 392), 4, id="wide, two groups"),
+    pytest.param(WIDE, (20, 3, 264), 5, id="wide, blocks that own nothing", marks=pytest.mark.slow),
+    pytest.param(WIDE, (3, 70, 465), 6, id="wide, two tiles", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("active", "shape", "seed"), CASES)
+def test_slow_warps_and_late_messages_change_nothing(
+    active: dict[int, int], shape: tuple[int, int, int], seed: int
+) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    frames, batch, hidden = shape
+    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)
+    lengths = ragged_lengths(frames, batch).to(torch.int32)
+    forward, backward = (the_launch(active, batch, hidden, b) for b in (False, True))
+    y, h_n = run(forward, seed, (x, None, weight_hh, h0, lengths), shape)
+    grads = run(backward, seed, (grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths), shape)
+    given, gradients = (x, weight_hh, h0), (grad_y, grad_h_n, y, weight_hh)
+    truth = (
+        *forward_loop(*(a.double() for a in given), lengths, "tanh"),
+        *backward_loop(*(a.double() for a in gradients), lengths, "tanh"),
+    )
+    stock = (*forward_loop(*given, lengths, "tanh"), *backward_loop(*gradients, lengths, "tanh"))
+    for name, ours, true, other in zip(("y", "h_n", "grad_x", "grad_h0"), (y, h_n, *grads), truth, stock, strict=True):
+        assert relative_error(ours, true) <= 2 * relative_error(other, true), name
