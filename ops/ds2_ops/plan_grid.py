@@ -83,6 +83,13 @@ def _state_words(problem: Problem) -> int:
     return -(-problem.hidden // (4 * NUMBERS[problem.dtype][1])) * 4
 
 
+def _turns(batch: int, most_samples: int, most_groups: int) -> tuple[int, int, int]:
+    """Utterances of a group, groups of a tile, tiles: as few groups as can be, all of one size but the last."""
+    all_groups = -(-batch // most_samples)
+    tiles = -(-all_groups // most_groups)
+    return -(-batch // all_groups), -(-all_groups // tiles), tiles
+
+
 def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Launch | None:
     """grid.cuh; None where some warp would have no part of K or a thread more than one word to finish."""
     number, per_word = NUMBERS[problem.dtype]
@@ -99,12 +106,7 @@ def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
         block_words = whole_units
     k_pairs = -(-words // (splits * PAIR_WORDS))
     smem_pairs = k_pairs - _register_pairs(m_tiles, k_pairs)
-    # As many groups as 8 utterances each need, of the same size but the last, in tiles of the same number of groups.
-    all_groups = -(-problem.batch // min(MMA_SAMPLES, FINISHERS // block_words))
-    samples = -(-problem.batch // all_groups)
-    all_groups = -(-problem.batch // samples)
-    tiles = -(-all_groups // most_groups)
-    groups = -(-all_groups // tiles)
+    samples, groups, tiles = _turns(problem.batch, min(MMA_SAMPLES, FINISHERS // block_words), most_groups)
     # Two buffers of partial sums, two of received ones for each group, utterances' frames, inputs, mbarriers, weights:
     # as in grid.cuh.
     partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
@@ -158,10 +160,7 @@ def _wide(problem: Problem, cluster: int, clusters: int) -> Launch | None:
     used = -(-words // WIDE_WORDS)
     if per_word != 2 or used > clusters or k_tiles > WIDE_MOST_K_TILES or words <= (cluster - 1) * k_tiles * MMA_WORDS:
         return None
-    all_groups = -(-problem.batch // WIDE_SAMPLES)
-    samples = -(-problem.batch // all_groups)
-    tiles = -(-all_groups // WIDE_MOST_GROUPS)
-    groups = -(-all_groups // tiles)
+    samples, groups, tiles = _turns(problem.batch, WIDE_SAMPLES, WIDE_MOST_GROUPS)
     # Two buffers of the state, two of received sums for each group, inputs, utterances' frames, mbarriers: as in
     # grid_wide.cuh.
     parcels = -(-WARPS * WIDE_SAMPLES // 8 // cluster)
