@@ -249,10 +249,7 @@ struct Multiplier {
                         store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + row), __float_as_uint(c[m][2 * half + n]));
                 }
         }
-        if (DEBUG_WAITS)
-            block_wait(Shape::partials_ready(stage, unit), threads);
-        else
-            block_arrive(Shape::partials_ready(stage, unit), threads);
+        block_arrive_or_wait(Shape::partials_ready(stage, unit), threads);
     }
 };
 

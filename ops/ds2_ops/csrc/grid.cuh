@@ -140,10 +140,7 @@ struct GridMultiplier {
 #pragma unroll
                 for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w, w == 0 && tile.groups == 1);
                 store_partial(c, turn, live);
-                if (DEBUG_WAITS)
-                    block_wait(Shape::written(turn), Shape::SUM_THREADS);
-                else
-                    block_arrive(Shape::written(turn), Shape::SUM_THREADS);
+                block_arrive_or_wait(Shape::written(turn), Shape::SUM_THREADS);
             }
     }
 

@@ -5,6 +5,12 @@ namespace ds2 {
 
 __device__ inline unsigned smem_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
+#ifdef DS2_DEBUG_WAIT
+constexpr bool DEBUG_WAITS = true;
+#else
+constexpr bool DEBUG_WAITS = false;
+#endif
+
 // For tests of the synchronisation: with DS2_JITTER a warp now and then rests, up to 16 us, before it tells or asks anything.
 #ifdef DS2_JITTER
 __device__ inline void rest_at_random() {
@@ -172,6 +178,14 @@ __device__ inline void block_wait(int barrier, int threads) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Arrives; in debug builds it waits too, because race checkers follow no barrier of a part of a block.
+__device__ inline void block_arrive_or_wait(int barrier, int threads) {
+    if (DEBUG_WAITS)
+        block_wait(barrier, threads);
+    else
+        block_arrive(barrier, threads);
+}
+
 // Copies 4 bytes of global memory to shared memory, or zeros if not `wanted`, behind the thread's back.
 __device__ inline void copy_async(unsigned shared, const void* global, bool wanted) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
@@ -217,11 +231,6 @@ __device__ inline unsigned long long now_ns() {
     return t;
 }
 
-#ifdef DS2_DEBUG_WAIT
-constexpr bool DEBUG_WAITS = true;
-#else
-constexpr bool DEBUG_WAITS = false;
-#endif
 constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
 
 // Waits for the end of the phase of this parity. In debug builds a wait of more than MAX_WAIT_NS names itself and traps:
