@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -234,7 +233,7 @@ inline bool pass(const std::vector<int>& order) {
 }
 
 // Returns what went wrong, or nothing.
-inline std::string launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
+inline const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
                           std::function<void()> body) {
     constexpr size_t STACK = 1 << 16;
     threads = block_threads, cluster = cluster_blocks, kernel = std::move(body);
@@ -259,13 +258,13 @@ inline std::string launch(int block_count, int block_threads, int cluster_blocks
     for (size_t i = 0; i < order.size(); i++) order[i] = i;
     bool busy = true;
     for (int idle = 0; busy && error.empty(); idle = progress ? 0 : idle + 1) {
-        if (idle > IDLE_PASSES) return "all wait for each other";
+        if (idle > IDLE_PASSES) error = "all wait for each other";
         progress = false;
         std::shuffle(order.begin(), order.end(), random);
         busy = pass(order);
     }
     if (error.empty() && !messages.empty()) error = "sums under way when the kernel has ended";
-    return error;
+    return error.c_str();
 }
 
 // Matrix products, by all lanes of a warp together: c += a b^T for 16 rows of a; fragments as PTX lays them out.
@@ -363,6 +362,7 @@ inline void block_wait(int barrier, int threads) {
     chip::meet_warp();
     chip::meet(chip::block().named[barrier], threads);
 }
+inline void block_arrive_or_wait(int barrier, int threads) { block_arrive(barrier, threads); }
 
 inline void copy_async(unsigned to, const void* from, bool wanted) {
     chip::self().uncommitted.push_back({to, from, wanted});
@@ -412,7 +412,6 @@ struct Bf16 {
         });
     }
 };
-using Fp16 = Bf16;  // named, but not run
 
 constexpr int WGMMA_SAMPLES = 32, WGMMA_STATE_BYTES = 2 * WGMMA_SAMPLES * 16;
 inline void fence_async_shared() {}

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ import torch
 from ds2_ops import align, beam, block_kernel, jit
 
 H200_SMEM_BYTES = 232448
-_CSRC = Path(jit.__file__).parent / "csrc"
+CSRC = Path(jit.__file__).parent / "csrc"
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
     """Make `ds2_ops.beam` run on CPU tensors; threads take turns from the last one on if `backwards`."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
 
     def launch(
         what: str, launch: block_kernel.Launch, arguments: Sequence[Any], blocks: int, device: torch.device
@@ -41,21 +39,30 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
 
 @functools.cache
 def _library(source: str) -> Path:
+    headers = {name: (CSRC / name).read_text() for name in ("align.cuh", "beam.cuh", "ngram.cuh", "select.cuh")}
+    headers["sync.cuh"] = Path(__file__).with_name("cuda_on_cpu.h").read_text()
+    launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
+    return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
+
+
+def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
+    """Build a kernel for the CPU, with a C function `run` that takes `parameters` and the kernel's, and does `launch`.
+
+    In `launch`, KERNEL is the call of the kernel as a function of nothing; sync.cuh of `headers` stands for CUDA.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
     folder = Path(tempfile.mkdtemp(prefix="ds2-kernel-"))
-    for header in ("align.cuh", "beam.cuh", "ngram.cuh", "select.cuh"):
-        shutil.copy(_CSRC / header, folder)
-    shutil.copy(Path(__file__).with_name("cuda_on_cpu.h"), folder / "sync.cuh")
+    for name, text in headers.items():
+        (folder / name).write_text(text)
     found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)
     assert found
     names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
-    run = f"""
-extern "C" void run(int blocks, int threads, int backwards, {found[1]}) {{
-    fibers::launch(blocks, threads, backwards, [&] {{ ds2_kernel({names}); }});
-}}
-"""
+    call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names}); }}")
+    run = f'\nextern "C" {returns} run({parameters}, {found[1]}) {{ return {call}; }}\n'
     (folder / "kernel.cpp").write_text(source + run)
-    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-include", "sync.cuh", "-o", "kernel.so", "kernel.cpp"]
-    subprocess.run(command, cwd=folder, check=True)
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-include", "sync.cuh"]
+    subprocess.run(["g++", *options, "-o", "kernel.so", "kernel.cpp"], cwd=folder, check=True)
     return folder / "kernel.so"
 
 

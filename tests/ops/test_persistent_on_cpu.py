@@ -3,65 +3,36 @@
 import ctypes
 import functools
 import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from ds2_ops import jit
 from ds2_ops.plan import DeviceFacts, Launch, Problem
 from ds2_ops.plan_grid import grid_launches
+from kernel_on_cpu import CSRC, compile_kernel
 from op_cases import CPU, ragged_lengths, relative_error
 from test_persistent import backward_loop, forward_loop, inputs
 from torch import Tensor
 
-_CSRC = Path(jit.__file__).parent / "csrc"
-_HERE = Path(__file__).parent
 # cluster -> clusters of a chip small enough to run here
 NARROW, WIDE = {2: 5}, {5: 4}
 
 
 @functools.cache
 def _library(source: str) -> ctypes.CDLL:
-    folder = Path(tempfile.mkdtemp(prefix="ds2-chip-"))
-    for header in ("cells.cuh", "exchange.cuh", "recurrence.cuh", "turns.cuh", "grid.cuh", "grid_wide.cuh"):
-        text = (_CSRC / header).read_text()
-        text = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
-        (folder / header).write_text(text)
-    (folder / "sync.cuh").write_text((_HERE / "chip_on_cpu.h").read_text())
-    (folder / "wgmma.cuh").write_text("#pragma once\n")
+    headers = {}
+    for name in ("cells.cuh", "exchange.cuh", "recurrence.cuh", "turns.cuh", "grid.cuh", "grid_wide.cuh"):
+        text = (CSRC / name).read_text()
+        headers[name] = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
+    headers["sync.cuh"] = Path(__file__).with_name("chip_on_cpu.h").read_text()
+    headers["wgmma.cuh"] = "#pragma once\n"
     # Words in memory as the kernels have them; the types themselves are in chip_on_cpu.h.
-    number = (_CSRC / "number.cuh").read_text()
+    number = (CSRC / "number.cuh").read_text()
     words = number[number.index("// One word at `element`") :]
-    (folder / "number.cuh").write_text(f'#pragma once\n#include "sync.cuh"\nnamespace ds2 {{\n{words}')
-    found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)
-    assert found
-    names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
-    (folder / "kernel.cpp").write_text(f"""{source}
-extern "C" const char* run(int blocks, int seed, {found[1]}) {{
-    static std::string error;
-    error = chip::launch(blocks, Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES, seed,
-                         [&] {{ ds2_kernel({names}); }});
-    return error.c_str();
-}}
-""")
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-w",
-        "-include",
-        "sync.cuh",
-        "-o",
-        "kernel.so",
-        "kernel.cpp",
-    ]
-    subprocess.run(command, cwd=folder, check=True)
-    library = ctypes.CDLL(str(folder / "kernel.so"))
+    headers["number.cuh"] = f'#pragma once\n#include "sync.cuh"\nnamespace ds2 {{\n{words}'
+    shape = "Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES"
+    launch = f"chip::launch(blocks, {shape}, seed, KERNEL)"
+    library = ctypes.CDLL(str(compile_kernel(source, headers, "const char*", "int blocks, int seed", launch)))
     library.run.restype = ctypes.c_char_p
     return library
 
@@ -104,8 +75,6 @@ CASES = [
 def test_slow_warps_and_late_messages_change_nothing(
     active: dict[int, int], shape: tuple[int, int, int], seed: int
 ) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     frames, batch, hidden = shape
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)
     lengths = ragged_lengths(frames, batch).to(torch.int32)
