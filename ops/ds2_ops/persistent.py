@@ -178,8 +178,9 @@ def _launch(
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         row_bytes = hidden * inputs.element_size()
         whole_words = row_bytes % 4 == 0
-        wide_matrix = row_bytes % 16 == 0 and pointers[2] % 16 == 0
-        numbers = (frames, batch, hidden, launch.samples, int(whole_words), int(wide_matrix))
+        rows = pointers[:4] + pointers[5:]  # all but the lengths
+        wide_rows = row_bytes % 16 == 0 and all(pointer % 16 == 0 for pointer in rows)
+        numbers = (frames, batch, hidden, launch.samples, int(whole_words), int(wide_rows))
         args = [*pointers, *map(ctypes.c_int, numbers), ctypes.c_float(clip)]
         if launch.exchange_words:
             exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32, device=inputs.device)

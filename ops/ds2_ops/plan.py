@@ -21,9 +21,9 @@ CELLS = {"relu": "Relu", "clipped_relu": "ClippedRelu", "tanh": "Tanh"}
 _ENTRY = """
 extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
     const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
-    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_matrix, float clip) {
+    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_rows, float clip) {
     ds2::cluster_recurrence<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden,
-                                    samples, whole_words, wide_matrix, clip});
+                                    samples, whole_words, wide_rows, clip});
 }
 """
 

@@ -31,17 +31,18 @@ WIDE_WORDS = 64  # of a cluster
 WIDE_SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
 WIDE_MOST_GROUPS = 2
 WIDE_MOST_K_TILES = 32  # matrix instructions along K, one block
-WIDE_BARRIERS = 2 * WIDE_MOST_GROUPS + 2 * 4 * 2 + 2
+WIDE_PARTS = 4  # of K, one for each polling warp
+WIDE_PIECE_TILES = 2  # matrix instructions whose state it hands on at once
 PARCEL_BYTES = 512  # of sums: 8 words of 8 utterances
 
 # The signature of the cluster design's kernel and the exchange, whose words are all EMPTY.
 _ENTRY = """
 extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
     const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
-    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_matrix, float clip,
+    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_rows, float clip,
     unsigned* exchange) {
     ds2::FUNCTION<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden, samples,
-                          whole_words, wide_matrix, clip}, exchange);
+                          whole_words, wide_rows, clip}, exchange);
 }
 """
 
@@ -161,12 +162,15 @@ def _wide(problem: Problem, cluster: int, clusters: int) -> Launch | None:
     if per_word != 2 or used > clusters or k_tiles > WIDE_MOST_K_TILES or words <= (cluster - 1) * k_tiles * MMA_WORDS:
         return None
     samples, groups, tiles = _turns(problem.batch, WIDE_SAMPLES, WIDE_MOST_GROUPS)
-    # Two buffers of the state, two of received sums for each group, inputs, utterances' frames, mbarriers: as in
-    # grid_wide.cuh.
+    # Two buffers of the state, two of received sums for each group, inputs, utterances' frames of every finishing warp,
+    # mbarriers: as in grid_wide.cuh.
     parcels = -(-WARPS * WIDE_SAMPLES // 8 // cluster)
-    own_words = 2 * -(-parcels // 4)
+    finishing_warps = FINISHERS // 32
     state_bytes = k_tiles * MMA_WORDS * WIDE_SAMPLES * 4
-    own_bytes = (INPUTS_AHEAD * (2 if problem.backward else 1) + WIDE_MOST_GROUPS) * own_words * FINISHERS * 4
+    input_bytes = finishing_warps * -(-parcels // finishing_warps) * 8 * 8 * 4
+    own_bytes = INPUTS_AHEAD * (2 if problem.backward else 1) * input_bytes
+    frames_bytes = finishing_warps * WIDE_MOST_GROUPS * WIDE_SAMPLES * 4
+    pieces = -(k_tiles // -WIDE_PARTS // WIDE_PIECE_TILES)
     return _launch(
         problem,
         header="grid_wide.cuh",
@@ -178,7 +182,8 @@ def _wide(problem: Problem, cluster: int, clusters: int) -> Launch | None:
         smem_bytes=2 * state_bytes
         + 2 * WIDE_MOST_GROUPS * parcels * cluster * PARCEL_BYTES
         + own_bytes
-        + 8 * WIDE_BARRIERS,
+        + frames_bytes
+        + 8 * (2 * WIDE_MOST_GROUPS + 2 * pieces + 2),
         rows=-(-WIDE_WORDS * per_word // cluster),
         samples=samples,
         groups=groups,

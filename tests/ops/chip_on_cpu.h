@@ -299,6 +299,14 @@ inline bool __any_sync(unsigned, bool mine) {
     });
     return mine;
 }
+inline unsigned __shfl_sync(unsigned, unsigned mine, int from) {
+    unsigned* const answer = &mine;
+    chip::together(answer, [=](auto lane_of) {
+        const unsigned given = *lane_of(from);
+        for (int lane = 0; lane < 32; lane++) *lane_of(lane) = given;
+    });
+    return mine;
+}
 inline unsigned clock() {
     static unsigned time;
     return time += 100;
@@ -367,6 +375,9 @@ inline void block_arrive_or_wait(int barrier, int threads) { block_arrive(barrie
 inline void copy_async(unsigned to, const void* from, bool wanted) {
     chip::self().uncommitted.push_back({to, from, wanted});
 }
+inline void copy_async_16(unsigned to, const void* from, bool wanted) {
+    for (int i = 0; i < 4; i++) copy_async(to + 4 * i, static_cast<const unsigned*>(from) + i, wanted);
+}
 inline void copies_commit() {
     chip::self().copies.push_back(std::move(chip::self().uncommitted));
     chip::self().uncommitted.clear();
@@ -384,6 +395,9 @@ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
     if (wanted) v = *at;
 }
 inline void store_relaxed(unsigned* at, unsigned word) { chip::self().stores.push_back({at, word}); }
+inline void store_relaxed(unsigned* at, uint4 v) {
+    store_relaxed(at, v.x), store_relaxed(at + 1, v.y), store_relaxed(at + 2, v.z), store_relaxed(at + 3, v.w);
+}
 inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
     if (wanted) store_relaxed(at, word);
 }
@@ -418,12 +432,12 @@ inline void fence_async_shared() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 inline void wgmma_wait() {}
-inline unsigned state_descriptor(unsigned address) { return address; }
+inline unsigned long long state_descriptor(unsigned address) { return address / 16; }
 template <class Number>
-void wgmma(float (&c)[WGMMA_SAMPLES / 2], const unsigned (&a)[4], unsigned state) {
+void wgmma(float (&c)[WGMMA_SAMPLES / 2], const unsigned (&a)[4], unsigned long long state) {
     chip::together(chip::Fragments{c, a}, [&](auto lane_of) {
         chip::multiply(lane_of, WGMMA_SAMPLES, [&](int column, int k) {
-            return chip::element(load_shared_4(state + k / 8 * WGMMA_SAMPLES * 16 + column * 16 + k % 8 / 2 * 4), k % 2);
+            return chip::element(load_shared_4(unsigned(16 * state) + k / 8 * WGMMA_SAMPLES * 16 + column * 16 + k % 8 / 2 * 4), k % 2);
         });
     });
 }

@@ -164,6 +164,16 @@ def test_few_multiprocessors_give_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [4, 40])
+def test_rows_off_16_bytes_change_no_bit(batch: int) -> None:
+    given = inputs((5, batch, 1760), torch.bfloat16)
+    shifted = tuple(torch.cat([t.new_zeros(2), t.flatten()])[2:].view_as(t) for t in given)
+    assert all(t.data_ptr() % 16 == 4 for t in shifted)
+    lengths = ragged_lengths(5, batch).to(CUDA, torch.int32)
+    assert all(map(torch.equal, run(given, lengths, "tanh"), run(shifted, lengths, "tanh")))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch", [5, 33])
 def test_nan_weights_and_states_show_in_the_output_and_do_not_hang(batch: int) -> None:
     x, weight_hh, h0, _, _ = inputs((6, batch, 1300), torch.bfloat16)

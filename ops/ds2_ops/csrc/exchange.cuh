@@ -37,6 +37,9 @@ __device__ inline bool has_empty(uint4 v) { return max(max(v.x, v.y), max(v.z, v
 
 // A state word that holds NaN in EMPTY's pattern is published as another NaN.
 __device__ inline unsigned publishable(unsigned word) { return word == EMPTY ? EMPTY ^ 0x80008000u : word; }
+__device__ inline uint4 publishable(uint4 v) {
+    return make_uint4(publishable(v.x), publishable(v.y), publishable(v.z), publishable(v.w));
+}
 
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
 struct WaitLimit {

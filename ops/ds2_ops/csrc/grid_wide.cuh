@@ -5,11 +5,11 @@
 // The weights are the instruction's first operand and lie in registers, 64 rows a warp group; the state is its second and
 // lies in shared memory. One turn of one block:
 //   1. 4 polling warps, each with a quarter of the block's K. A warp polls its words of all utterances (exchange.cuh), lays
-//      them into shared memory as they are, and tells the multiplying warps.
-//   2. 2 multiplying warp groups. When the last quarter is multiplied, they send their sums, in parcels of 8 words x 8
+//      them into shared memory as they are, and tells the multiplying warps, piece by piece.
+//   2. 2 multiplying warp groups. When the last piece is multiplied, they send their sums, in parcels of 8 words x 8
 //      utterances, to the blocks of the cluster, which share the parcels out.
 //   3. 4 finishing warps. They add the cluster's sums and the input, apply the cell, publish the words; then store y and
-//      fetch x.
+//      fetch x. What they wait for is short, but it is a turn's bottleneck if they take long: global memory by 16 bytes.
 //
 // Two buffers of received sums for each group, by parity of the state's number, are enough: who sends the sums of state
 // e + 2 has read words of it, which some cluster published after its blocks together had read all of e + 1, which all owners
@@ -48,7 +48,7 @@ struct WideShape {
 
     // Each polling warp has a part of K, which it hands on in pieces: the products of the first run while the next is stored.
     static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;
-    static constexpr int PIECES = 2, PIECE_TILES = (PART_TILES + PIECES - 1) / PIECES;
+    static constexpr int PIECE_TILES = 2, PIECES = (PART_TILES + PIECE_TILES - 1) / PIECE_TILES;
     // The first instruction of a piece, and one past its last.
     static constexpr __device__ int begin_of(int part, int piece) {
         return lesser(part * PART_TILES + piece * PIECE_TILES, K_TILES);
@@ -72,14 +72,16 @@ struct WideShape {
     static constexpr int AHEAD = 8;
     static_assert(AHEAD % GROUPS == 0, "the turn that is fetched is of the group that has just finished one");
     static constexpr int INPUTS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
-    static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * INPUTS * UNITS * 2 * FINISHERS * 4;  // of each group's own words
-    static constexpr int BARRIERS_AT = FRAMES_AT + GROUPS * UNITS * 2 * FINISHERS * 4;
+    static constexpr int PARCEL_INPUT_BYTES = 8 * 8 * 4, INPUT_BYTES = FINISHERS / 32 * UNITS * PARCEL_INPUT_BYTES;
+    static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * INPUTS * INPUT_BYTES;
+    static constexpr int BARRIERS_AT = FRAMES_AT + FINISHERS / 32 * GROUPS * SAMPLES * 4;
     // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
-    static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PARTS * PIECES, BARRIERS = READ + 2;
+    static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
     static constexpr int TILE_DONE = 1;  // named barrier of the finishing warps; 0 is __syncthreads
 
-    static __device__ int full(int turn, int part, int piece) { return FULL + (turn % 2 * PARTS + part) * PIECES + piece; }
+    static __device__ int full(int turn, int piece) { return FULL + turn % 2 * PIECES + piece; }
+    static __device__ int arrivals(int barrier) { return barrier < FULL ? 1 : barrier < READ ? PARTS : WARPS; }
     static __device__ int read(int turn) { return READ + turn % 2; }
 
     static_assert(Cell::GATES == 1, "a cluster's rows are its units: cells with gates need their own pointwise end");
@@ -111,11 +113,15 @@ struct WidePoller : WideBlock<Shape> {
     const uint4* const exchange;  // [group][slot][4 words of K][utterance]
     const int part = threadIdx.x / 32 % Shape::PARTS;
     const int first_unit = Block::slice_word / 4 + part * LOADS;
+    const int own = 2 * Shape::K_TILES - part * LOADS;  // loads of this warp, if less than LOADS
+    // Cycles that the first poll of a turn waits, and by how much more after one that came too early, less after any other.
+    int pause = 0;
+    static constexpr int LATER = 16, SOONER = 8, LONGEST = 4096;
 
     __device__ WidePoller(const Pass& pass, const unsigned* exchange, char* smem)
         : Block(pass, smem), exchange(reinterpret_cast<const uint4*>(exchange)) {}
 
-    __device__ void run() const {
+    __device__ void run() {
         int turn = 0;
         Turn at{0, 0};
         for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
@@ -124,14 +130,18 @@ struct WidePoller : WideBlock<Shape> {
     }
 
     // A lane has one utterance: units of 4 words of it.
-    __device__ void receive(Turn at, int turn, int live) const {
+    __device__ void receive(Turn at, int turn, int live) {
+        const unsigned began = clock();
+        bool early = false;
         const int units = this->state_words / 4;
         const uint4* from =
             exchange + ((at.group * SLOTS + unsigned(at.epoch) % SLOTS) * units + first_unit) * Shape::SAMPLES + lane;
-        const int left = lane < live ? units - first_unit : 0;
+        const int left = lane < live ? min(own, units - first_unit) : 0;
         uint4 v[LOADS];
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) v[i] = unread(i < left && part * LOADS + i < 2 * Shape::K_TILES);
+        for (int i = 0; i < LOADS; i++) v[i] = unread(i < left);
+        while (int(clock() - began) < pause) {
+        }
 #pragma unroll
         for (int i = 0; i < LOADS; i++) load_relaxed_if(has_empty(v[i]), v[i], from + i * Shape::SAMPLES);
         const unsigned to =
@@ -148,20 +158,22 @@ struct WidePoller : WideBlock<Shape> {
 #pragma unroll
                 for (int i = first; i < LOADS; i++) load_relaxed_if(has_empty(v[i]), v[i], from + i * Shape::SAMPLES);
                 limit.check(at.epoch);
+                early = true;
             }
             if (piece == 0 && turn >= 2)
                 barrier_wait<true>(this->barrier(Shape::read(turn)), (turn / 2 + 1) % 2, "the products before", at.epoch);
 #pragma unroll
             for (int i = first; i < last; i++)
-                if (part * LOADS + i < 2 * Shape::K_TILES) store_shared_16(to + i * Shape::SAMPLES * 16, v[i]);
+                if (Shape::K_TILES % Shape::PARTS == 0 || i < own) store_shared_16(to + i * Shape::SAMPLES * 16, v[i]);
             fence_async_shared();
             __syncwarp();
-            if (lane == 0) barrier_arrive(this->barrier(Shape::full(turn, part, piece)));
+            if (lane == 0) barrier_arrive(this->barrier(Shape::full(turn, piece)));
             // Ends a basic block: the compiler would test the next piece before it stores this one.
             const unsigned now = clock();
             while (int(clock() - now) < 0) {
             }
         }
+        pause = early ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
     }
 };
 
@@ -206,23 +218,25 @@ struct WideMultiplier : WideBlock<Shape> {
 #pragma unroll
         for (int i = 0; i < Shape::SAMPLES / 2; i++) c[i] = 0.f;
         const unsigned state = smem_address(this->smem) + turn % 2 * Shape::STATE_BYTES;
+        const unsigned long long descriptor = state_descriptor(__shfl_sync(0xffffffffu, state, 0));
 #pragma unroll
-        for (int piece = 0; piece < Shape::PIECES; piece++)
+        for (int piece = 0; piece < Shape::PIECES; piece++) {
+            barrier_wait<true>(this->barrier(Shape::full(turn, piece)), turn / 2 % 2, "its part of the state", epoch);
+            wgmma_fence();
 #pragma unroll
-            for (int part = 0; part < Shape::PARTS; part++) {
-                barrier_wait<true>(this->barrier(Shape::full(turn, part, piece)), turn / 2 % 2, "its part of the state", epoch);
-                wgmma_fence();
+            for (int part = 0; part < Shape::PARTS; part++)
 #pragma unroll
                 for (int k = Shape::begin_of(part, piece); k < Shape::end_of(part, piece); k++)
-                    wgmma<Number>(c, weights[k], state_descriptor(state + k * WGMMA_STATE_BYTES));
-                wgmma_commit();
-            }
+                    wgmma<Number>(c, weights[k], descriptor + k * (WGMMA_STATE_BYTES / 16));
+            wgmma_commit();
+        }
         wgmma_wait();
         __syncwarp();
         if (lane == 0) barrier_arrive(this->barrier(Shape::read(turn)));
     }
 
-    // Parcels for this block itself need no network: its mbarrier is told what st.async tells those of the others.
+    // Parcels for this block itself need no network: its mbarrier is told what st.async tells those of the others. Not in
+    // debug builds, as race checkers do not know that this orders anything.
     __device__ void send(const float (&c)[Shape::SAMPLES / 2], int buffer, int live) const {
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
@@ -232,7 +246,7 @@ struct WideMultiplier : WideBlock<Shape> {
                                        __float_as_uint(c[4 * j + 3]));
             const int place = Shape::RECEIVED_AT + buffer * Shape::RECEIVED_BYTES + lane * 16 +
                               (parcel / Shape::CLUSTER * Shape::CLUSTER + this->rank) * Shape::PARCEL_BYTES;
-            if (parcel % Shape::CLUSTER == this->rank) {
+            if (!DEBUG_WAITS && parcel % Shape::CLUSTER == this->rank) {
                 store_shared_16(smem_address(this->smem) + place, v);
                 __syncwarp();
                 if (lane == 0) barrier_complete(this->barrier(buffer), Shape::PARCEL_BYTES);
@@ -251,192 +265,208 @@ struct WideFinisher : WideBlock<Shape> {
     using Block::lane, Block::pass, Block::rank, Block::smem;
     using Tile = GridTile<Shape>;
     static constexpr int UNITS = Shape::UNITS, OWN = 2 * UNITS;  // words of a thread: utterances 2 i and 2 i + 1 of unit i
+    static_assert(UNITS <= 2, "a lane for each 16 bytes of a warp's parcels");
 
     unsigned* const exchange;
     const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
     const int slot_words = Block::state_words * Shape::SAMPLES;
-    int offset[UNITS];      // of the unit's first word in a (B, H) array, from its group's first utterance on
-    unsigned place[UNITS];  // and in a slot
-    // Of the current tile, in one register. Bit OWN * group + own word: it exists; from bit STORED on the same, without what
-    // pads the state to whole units; from bit PARCELS on, 8 bits a group: how many parcels the block finishes.
+    // What a lane computes, one word of two utterances of each of its warp's parcels, is scattered in memory. There a lane
+    // has a piece: 16 bytes, 4 words of one utterance. Words and pieces change hands in shared memory.
+    const int sample = parcel(lane / 16) % (Shape::SAMPLES / 8) * 8 + lane / 2 % 8;  // of the piece, in its group
+    const int word = first_of(lane / 16) + lane % 2 * 4;                             // of the piece, its first
+    const unsigned place = pinned(unsigned((word / 4 * Shape::SAMPLES + sample) * 4));  // of the piece in a slot
+    const unsigned offset = pinned(unsigned(sample * this->pass.hidden + 2 * word));  // and in a (B, H) array, from its group on
+    // Shared memory: own words and own piece in the inputs, own part of received sums, frames of the piece's utterance.
+    const unsigned base = pinned(smem_address(this->smem));
+    const unsigned piece_at = pinned(base + Shape::INPUTS_AT + warp * UNITS * Shape::PARCEL_INPUT_BYTES + lane * 16);
+    const unsigned word_at = pinned(piece_at - lane * 16 + lane % 4 * 64 + lane / 4 * 4);
+    const unsigned sums_at = pinned(base + Shape::RECEIVED_AT + warp * Shape::CLUSTER * Shape::PARCEL_BYTES + lane * 16);
+    const unsigned frames_at = pinned(base + Shape::FRAMES_AT + (warp * Shape::GROUPS * Shape::SAMPLES + sample) * 4);
+    // Of the current tile. Bit g: the piece of group g exists; from bit PARCELS on, 8 bits a group: how many parcels the
+    // block finishes.
     unsigned owned;
-    static constexpr int STORED = Shape::GROUPS * OWN, PARCELS = 2 * STORED;
-    static_assert(PARCELS + 8 * Shape::GROUPS <= 32, "all these bits are one register");
+    static constexpr int PARCELS = Shape::GROUPS;
 
-    __device__ WideFinisher(const Pass& pass, unsigned* exchange, char* smem) : Block(pass, smem), exchange(exchange) {
-#pragma unroll
-        for (int i = 0; i < UNITS; i++) {
-            offset[i] = sample(i) * pass.hidden + 2 * word(i);
-            place[i] = (word(i) / 4 * Shape::SAMPLES + sample(i)) * 4 + word(i) % 4;
-        }
-    }
+    __device__ WideFinisher(const Pass& pass, unsigned* exchange, char* smem) : Block(pass, smem), exchange(exchange) {}
 
-    // Unit i: a word of two utterances of a group, what this lane has of a parcel.
     __device__ int parcel(int i) const { return (warp + 4 * i) * Shape::CLUSTER + rank; }
-    __device__ int word(int i) const { return this->first_word + parcel(i) / (Shape::SAMPLES / 8) * 8 + lane / 4; }
-    __device__ int sample(int i) const { return parcel(i) % (Shape::SAMPLES / 8) * 8 + lane % 4 * 2; }
-    __device__ int valid(int i) const { return min(2, pass.hidden - 2 * word(i)); }
-    __device__ bool owns(int group, int n) const { return owned >> (OWN * group + n) & 1; }
-    __device__ bool stores(int group, int n) const { return owned >> (STORED + OWN * group + n) & 1; }
-    // Own word n lies at element(origin(.., t), n) of a (T, B, H) array, and with t = 0 of a (B, H) array.
-    __device__ size_t origin(const Tile& tile, int group, int t) const {
-        return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden);
+    __device__ int first_of(int i) const { return this->first_word + parcel(i) / (Shape::SAMPLES / 8) * 8; }  // word
+    __device__ bool owns(int group) const { return owned >> group & 1; }
+    __device__ int frames_of(int group) const { return load_shared_4(frames_at + group * Shape::SAMPLES * 4); }
+    // The piece of group g at time t lies at element row(.., t) * H + offset of a (T, B, H) array, and with t = 0 of a
+    // (B, H) array.
+    __device__ size_t element(const Tile& tile, int group, int t) const {
+        return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden) + offset;
     }
-    __device__ size_t element(size_t origin, int i, int n) const { return origin + unsigned(offset[i] + n % 2 * pass.hidden); }
-    __device__ size_t element(size_t origin, int n) const { return element(origin, n / 2, n); }
-    __device__ unsigned load_state(const Tile& tile, int group, int n) const {
-        return pass.state && stores(group, n) ? load_word<Number>(pass.state, element(origin(tile, group, 0), n), valid(n / 2),
-                                                                  pass.whole_words)
-                                              : 0;
+    __device__ int valid() const { return pass.hidden - 2 * word; }  // elements of the piece, if less than 8
+    __device__ uint4 load_piece(const void* array, size_t at) const {
+        return make_uint4(load_word<Number>(array, at, valid(), pass.whole_words),
+                          load_word<Number>(array, at + 2, valid() - 2, pass.whole_words),
+                          load_word<Number>(array, at + 4, valid() - 4, pass.whole_words),
+                          load_word<Number>(array, at + 6, valid() - 6, pass.whole_words));
     }
-    __device__ void store_state(const Tile& tile, int group, int n, unsigned value) const {
-        if (stores(group, n))
-            store_word<Number>(pass.last_state, element(origin(tile, group, 0), n), value, valid(n / 2), pass.whole_words);
+    __device__ void store_piece(void* array, size_t at, uint4 v) const {
+        if (pass.wide_rows) {
+            *reinterpret_cast<uint4*>(static_cast<typename Number::Storage*>(array) + at) = v;
+            return;
+        }
+        store_word<Number>(array, at, v.x, valid(), pass.whole_words);
+        store_word<Number>(array, at + 2, v.y, valid() - 2, pass.whole_words);
+        store_word<Number>(array, at + 4, v.z, valid() - 4, pass.whole_words);
+        store_word<Number>(array, at + 6, v.w, valid() - 6, pass.whole_words);
     }
-    __device__ unsigned* slot(int group, int epoch) const {
-        return exchange + (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words;
+    __device__ uint4 load_state(const Tile& tile, int group) const {
+        return pass.state ? load_piece(pass.state, element(tile, group, 0)) : make_uint4(0, 0, 0, 0);
     }
-    __device__ unsigned frames_at(int group, int n) const {
-        return smem_address(smem) + Shape::FRAMES_AT + ((group * OWN + n) * Shape::FINISHERS + thread) * 4;
+    __device__ unsigned slot(int group, int epoch) const {  // word of the exchange at which the piece starts
+        return (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words + place;
     }
-    __device__ unsigned input_at(int turn, int array, int n) const {
-        return smem_address(smem) + Shape::INPUTS_AT +
-               (((turn % Shape::AHEAD * Shape::INPUTS + array) * OWN + n) * Shape::FINISHERS + thread) * 4;
+    static __device__ unsigned input(int turn, int array) {  // from word_at or piece_at on
+        return (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::INPUT_BYTES;
+    }
+    static __device__ unsigned input(int turn, int array, int n) {  // own word n
+        return input(turn, array) + n / 2 * Shape::PARCEL_INPUT_BYTES + n % 2 * 32;
     }
 
     __device__ void run() {
         int epoch = 0;
         for (Tile tile(pass); tile.exists(); tile.next()) {
-            const int iterations = tile.iterations(), turns = tile.turns();
+            const int iterations = tile.iterations(), turns = tile.turns(), ahead = Shape::AHEAD >> (tile.groups - 1);
             open(tile, epoch);
             Turn at{epoch, 0};
-            for (int i = 0; i < Shape::AHEAD; i++) fetch(tile, i % tile.groups, i / tile.groups, i);
+            for (int i = 0; i < Shape::AHEAD; i++, at.next(tile.groups)) fetch(tile, at.group, at.epoch - epoch, i);
+            at = {epoch, 0};
             for (int i = 0; i < turns; i++, at.next(tile.groups)) {
                 const int iteration = at.epoch - epoch;
                 finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, iteration + 1 < iterations);
-                fetch(tile, at.group, iteration + Shape::AHEAD / tile.groups, i + Shape::AHEAD);
+                fetch(tile, at.group, iteration + ahead, i + Shape::AHEAD);
             }
             copies_wait<0>();
             epoch += iterations;
             for (int g = 0; g < tile.groups; g++)
-                for (int n = 0; n < OWN; n++)
-                    for (int t = tile.steps; t < pass.frames && stores(g, n); t++)  // padding
-                        store_word<Number>(pass.result, element(origin(tile, g, t), n), 0, valid(n / 2), pass.whole_words);
+                for (int t = tile.steps; t < pass.frames && owns(g); t++)  // padding
+                    store_piece(pass.result, element(tile, g, t), make_uint4(0, 0, 0, 0));
             block_wait(Shape::TILE_DONE, Shape::FINISHERS);  // a warp without words in the next tile has seen all phases
         }
     }
 
-    // Notes what the thread owns and its utterances' frames, and publishes their first state.
+    // Notes what the thread owns and its warp's utterances' frames, and publishes their first state.
     __device__ void open(const Tile& tile, int epoch) {
         owned = 0;
         for (int g = 0; g < tile.groups; g++) {
+            const int live = tile.live_of(g);
             for (int p = rank; p < Shape::PARCELS; p += Shape::CLUSTER)
-                owned += unsigned(this->alive(p, tile.live_of(g))) << (PARCELS + 8 * g);
-#pragma unroll
-            for (int i = 0; i < UNITS; i++)
-#pragma unroll 1
-                for (int n = 2 * i; n < 2 * i + 2; n++) {
-                    const int s = sample(i) + n % 2;
-                    const bool mine = parcel(i) < Shape::PARCELS && word(i) < this->state_words && s < tile.live_of(g);
-                    owned |= unsigned(mine) << (OWN * g + n);
-                    owned |= unsigned(mine && valid(i) > 0) << (STORED + OWN * g + n);
-                    const int frames = mine ? length_of(pass, tile.first + g * pass.samples + s) : 0;
-                    store_shared_4(frames_at(g, n), frames);
-                    if (!mine) continue;
-                    const size_t at = element(origin(tile, g, 0), i, n);
-                    const unsigned state = pass.state ? load_word<Number>(pass.state, at, valid(i), pass.whole_words) : 0;
-                    // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps.
-                    if (frames == 0 && (!Shape::BACKWARD || tile.steps == 0))
-                        store_word<Number>(pass.last_state, at, state, valid(i), pass.whole_words);
-                    if (tile.steps > 0)
-                        store_relaxed(slot(g, epoch) + place[i] + n % 2 * 4, publishable(Shape::BACKWARD ? 0 : state));
-                }
+                owned += unsigned(this->alive(p, live)) << (PARCELS + 8 * g);
+            store_shared_4(frames_at + (g * Shape::SAMPLES + lane - sample) * 4,
+                           lane < live ? length_of(pass, tile.first + g * pass.samples + lane) : 0);
+            __syncwarp();
+            if (lane < 16 * UNITS && parcel(lane / 16) < Shape::PARCELS && word < this->state_words && sample < live) {
+                owned |= 1u << g;
+                const uint4 state = load_state(tile, g);
+                // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps.
+                if (frames_of(g) == 0 && (!Shape::BACKWARD || tile.steps == 0))
+                    store_piece(pass.last_state, element(tile, g, 0), state);
+                if (tile.steps > 0)
+                    store_relaxed(exchange + slot(g, epoch), Shape::BACKWARD ? make_uint4(0, 0, 0, 0) : publishable(state));
+            }
         }
         if (tile.steps > 0) empty_slots(tile, epoch);
     }
 
-    // Asks for what turn number `turn` of the tile consumes. Each thread reads only what itself has fetched.
+    // Asks for what turn number `turn` of the tile consumes: each lane its piece.
     __device__ void fetch(const Tile& tile, int group, int iteration, int turn) const {
         const int t = Shape::BACKWARD ? tile.steps - 1 - iteration : iteration;
-        const size_t from = origin(tile, group, max(t, 0));
+        const bool wanted = owns(group) && t >= 0 && t < frames_of(group);
+        const size_t from = wanted ? element(tile, group, t) : 0;
 #pragma unroll
-        for (int n = 0; n < OWN; n++) {
-            const bool wanted = t >= 0 && t < int(load_shared_4(frames_at(group, n))) && stores(group, n);
-#pragma unroll
-            for (int a = 0; a < Shape::INPUTS; a++) {
-                const auto* array = static_cast<const typename Number::Storage*>(a == 0 ? pass.input : pass.output_y);
-                if (pass.whole_words)
-                    copy_async(input_at(turn, a, n), array + (wanted ? element(from, n) : 0), wanted);
-                else  // rows that start between words cannot be copied behind the thread's back
-                    store_shared_4(input_at(turn, a, n),
-                                   wanted ? load_word<Number>(array, element(from, n), valid(n / 2), false) : 0);
-            }
+        for (int a = 0; a < Shape::INPUTS && lane < 16 * UNITS; a++) {
+            const auto* array = static_cast<const typename Number::Storage*>(a == 0 ? pass.input : pass.output_y);
+            const unsigned to = piece_at + input(turn, a);
+            if (pass.wide_rows)
+                copy_async_16(to, array + from, wanted);
+            else if (pass.whole_words)
+                for (int n = 0; n < 4; n++)
+                    copy_async(to + 4 * n, array + (2 * n < valid() ? from + 2 * n : 0), wanted && 2 * n < valid());
+            else  // rows that start between words cannot be copied behind the thread's back
+                store_shared_16(to, wanted ? load_piece(array, from) : make_uint4(0, 0, 0, 0));
         }
         copies_commit();  // one a turn: copies_wait counts them
+    }
+
+    // Adds the gradient of the last state to the sums of utterances whose last frame is t.
+    __device__ void add_last(const Tile& tile, int group, int t, float (&sum)[OWN][2]) const {
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            const int s = parcel(n / 2) % (Shape::SAMPLES / 8) * 8 + lane % 4 * 2 + n % 2;
+            const int element = 2 * (first_of(n / 2) + lane / 4), row = tile.first + group * pass.samples + s;
+            if (t != int(load_shared_4(frames_at + (group * Shape::SAMPLES + s - sample) * 4)) - 1) continue;
+            float last[2];
+            Number::unpack(load_word<Number>(pass.state, size_t(row) * pass.hidden + element, pass.hidden - element,
+                                             pass.whole_words),
+                           last);
+            sum[n][0] += last[0], sum[n][1] += last[1];
+        }
     }
 
     // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. First everything that other
     // blocks wait for, and as much of it as can be done before the wait.
     __device__ void finish(const Tile& tile, Turn at, int t, int turn, bool more) const {
-        const int buffer = buffer_of(at);
-        const unsigned from = smem_address(smem) + Shape::RECEIVED_AT + buffer * Shape::RECEIVED_BYTES +
-                              warp * Shape::CLUSTER * Shape::PARCEL_BYTES + lane * 16;
-        unsigned* const to = pinned(slot(at.group, at.epoch + 1));
-        unsigned word[OWN], y[OWN];
-        float in[OWN][2];
-        unsigned speaks = 0, ends = 0;  // bit n: own word n's utterance has frame t, or any at all if t = -1; it is its last
+        const int buffer = buffer_of(at), frames = frames_of(at.group);
+        const unsigned to = pinned(slot(at.group, at.epoch + 1));
+        float sum[OWN][2];
         copies_wait<Shape::AHEAD - 1>();
+        __syncwarp();
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
-            Number::unpack(load_shared_4(input_at(turn, 0, n)), in[n]);
-            y[n] = load_shared_4(input_at(turn, Shape::INPUTS - 1, n));
-            const int frames = load_shared_4(frames_at(at.group, n));
-            speaks |= unsigned(max(t, 0) < frames) << n;
-            ends |= unsigned(t >= 0 && t == frames - 1) << n;
-            if (Shape::BACKWARD && pass.state && ends >> n & 1) {
-                float last[2];
-                Number::unpack(load_state(tile, at.group, n), last);
-                in[n][0] += last[0], in[n][1] += last[1];
-            }
+            Number::unpack(load_shared_4(word_at + input(turn, 0, n)), sum[n]);
         }
+        if (Shape::BACKWARD && pass.state && __any_sync(0xffffffffu, owns(at.group) && t >= 0 && t == frames - 1))
+            add_last(tile, at.group, t, sum);
         const int parcels = owned >> (PARCELS + 8 * at.group) & 0xff;
-        if (thread == 0 && parcels > 0) barrier_expect(this->barrier(buffer), parcels * Shape::CLUSTER * Shape::PARCEL_BYTES);
-        if (warp == 0 ? parcels > 0 : __any_sync(0xffffffffu, owned >> (OWN * at.group) & ((1 << OWN) - 1)))
-            barrier_wait<true>(this->barrier(buffer), at.epoch / 2 % 2, "its cluster's sums", at.epoch);
-        float sum[OWN][2] = {};
+        const unsigned barrier = base + Shape::BARRIERS_AT + 8 * buffer;
+        if (thread == 0 && parcels > 0) barrier_expect(barrier, parcels * Shape::CLUSTER * Shape::PARCEL_BYTES);
+        if (warp == 0 ? parcels > 0 : __any_sync(0xffffffffu, owns(at.group)))
+            barrier_wait<true>(barrier, at.epoch / 2 % 2, "its cluster's sums", at.epoch);
+        // A warp without a second parcel adds up its first again, and makes no use of it.
+        const unsigned from = sums_at + buffer * Shape::RECEIVED_BYTES,
+                       next = from + (parcel(1) < Shape::PARCELS ? 4 * Shape::CLUSTER * Shape::PARCEL_BYTES : 0);
 #pragma unroll
-        for (int i = 0; i < UNITS; i++)  // for a parcel that a thread does not have it reads what it will not use
+        for (int i = 0; i < UNITS; i++)
 #pragma unroll
             for (int source = 0; source < Shape::CLUSTER; source++) {
-                const uint4 v = load_shared_16(from + (4 * i * Shape::CLUSTER + source) * Shape::PARCEL_BYTES);
+                const unsigned row = (i == 0 ? from : next) + source * Shape::PARCEL_BYTES;
+                const uint4 v = load_shared_16(row);
                 sum[2 * i][0] += __uint_as_float(v.x), sum[2 * i + 1][0] += __uint_as_float(v.y);
                 sum[2 * i][1] += __uint_as_float(v.z), sum[2 * i + 1][1] += __uint_as_float(v.w);
             }
+        if (!Shape::BACKWARD || t >= 0) {
+            unsigned y[OWN];
+#pragma unroll
+            for (int n = 0; n < OWN; n++) y[n] = load_shared_4(word_at + input(turn, Shape::INPUTS - 1, n));
+#pragma unroll
+            for (int n = 0; n < OWN; n++) {
+                float y_out[2];
+                Number::unpack(y[n], y_out);
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    sum[n][e] = Shape::BACKWARD ? Cell::backward(sum[n][e], y_out[e], pass.clip)
+                                                : Cell::forward(sum[n][e], pass.clip);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < OWN; n++)  // in the place of its input
+            store_shared_4(word_at + input(turn, 0, n), Number::pack(sum[n]));
+        __syncwarp();
+        if (!owns(at.group)) return;
+        uint4 piece = load_shared_16(piece_at + input(turn, 0));
+        if (max(t, 0) >= frames) piece = make_uint4(0, 0, 0, 0);  // the utterance is over
         if (Shape::BACKWARD && t < 0) {
-            for (int n = 0; n < OWN; n++)
-                store_state(tile, at.group, n, speaks >> n & 1 ? Number::pack(sum[n]) : load_state(tile, at.group, n));
+            store_piece(pass.last_state, element(tile, at.group, 0), frames > 0 ? piece : load_state(tile, at.group));
             return;
         }
-#pragma unroll
-        for (int n = 0; n < OWN; n++) {
-            float y_out[2];
-            Number::unpack(y[n], y_out);
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                sum[n][e] = Shape::BACKWARD ? Cell::backward(sum[n][e] + in[n][e], y_out[e], pass.clip)
-                                            : Cell::forward(sum[n][e] + in[n][e], pass.clip);
-            word[n] = speaks >> n & 1 ? Number::pack(sum[n]) : 0;
-        }
-#pragma unroll
-        for (int n = 0; n < OWN; n++)
-            store_relaxed_if(more && owns(at.group, n), to + place[n / 2] + n % 2 * 4, publishable(word[n]));
-        const size_t there = origin(tile, at.group, t);
-#pragma unroll
-        for (int n = 0; n < OWN; n++) {
-            if (stores(at.group, n))
-                store_word<Number>(pass.result, element(there, n), word[n], valid(n / 2), pass.whole_words);
-            if (!Shape::BACKWARD && ends >> n & 1) store_state(tile, at.group, n, word[n]);
-        }
+        if (more) store_relaxed(exchange + to, publishable(piece));
+        store_piece(pass.result, element(tile, at.group, t), piece);
+        if (!Shape::BACKWARD && t == frames - 1) store_piece(pass.last_state, element(tile, at.group, 0), piece);
         if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
     }
 
@@ -446,10 +476,8 @@ struct WideFinisher : WideBlock<Shape> {
         if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
         for (int g = 0; g < tile.groups; g++)
 #pragma unroll 1
-            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2; k++)
-#pragma unroll
-                for (int n = 0; n < OWN; n++)
-                    if (owns(g, n)) store_relaxed(slot(g, k) + place[n / 2] + n % 2 * 4, EMPTY);
+            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2 && owns(g); k++)
+                store_relaxed(exchange + slot(g, k), make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
         fence_stores();
     }
 };
@@ -458,7 +486,7 @@ template <class Shape>
 __device__ void wide_recurrence(const Pass& pass, unsigned* exchange) {
     extern __shared__ __align__(128) char wide_smem[];
     if (threadIdx.x < Shape::BARRIERS)
-        barrier_init(smem_address(wide_smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, threadIdx.x < Shape::READ ? 1 : WARPS);
+        barrier_init(smem_address(wide_smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, Shape::arrivals(threadIdx.x));
     barrier_init_fence();
     cluster_barrier();
     // In each role's end: no block leaves while its last sums may be on their way to a peer.

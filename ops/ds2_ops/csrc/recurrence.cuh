@@ -23,7 +23,7 @@ struct Pass {
     int frames, batch, hidden;
     int samples;       // utterances of one tile
     int whole_words;   // rows of every (.., H) array start on a word boundary
-    int wide_matrix;   // rows of the matrix start on a 16-byte boundary
+    int wide_rows;     // they start on a 16-byte boundary, and so do the matrix's
     float clip;        // of ClippedRelu
 };
 
@@ -81,7 +81,7 @@ struct Weights {
         const size_t at = size_t(row) * pass.hidden + word * PER_WORD;
         if (!wanted || row >= pass.hidden) {
             w[0] = w[1] = w[2] = w[3] = 0;
-        } else if (pass.wide_matrix && words == 4) {
+        } else if (pass.wide_rows && words == 4) {
             // A 16-byte row pitch means that a group of 4 words is inside the row or outside as a whole.
             uint4 v = make_uint4(0, 0, 0, 0);
             if (word * PER_WORD < pass.hidden)

@@ -190,6 +190,9 @@ __device__ inline void block_arrive_or_wait(int barrier, int threads) {
 __device__ inline void copy_async(unsigned shared, const void* global, bool wanted) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
 }
+__device__ inline void copy_async_16(unsigned shared, const void* global, bool wanted) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0) : "memory");
+}
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last PENDING commits of this thread have landed.
 template <int PENDING>
@@ -211,6 +214,12 @@ __device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
 __device__ inline void store_relaxed(unsigned* at, unsigned word) {
     rest_at_random();
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+
+__device__ inline void store_relaxed(unsigned* at, uint4 v) {
+    rest_at_random();
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 __device__ inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
