@@ -189,8 +189,8 @@ def _wide(problem: Problem, cluster: int, clusters: int) -> Launch | None:
         groups=groups,
         tiles=tiles,
         tile_words=groups * words * WIDE_SAMPLES,
-        # Fitted to H 1760 and 2560, B 8 to 64 (ops/NOTES.md): a chain of latencies, in which a second group finds room.
-        tile_us=2.1 + 0.03 * k_tiles + (0.5 + 0.006 * k_tiles if groups == 2 else 0),
+        # Fitted to H 1760 to 2560, B 32 and 64 (ops/NOTES.md): a chain of latencies; a second group fits into it.
+        tile_us=1.85 + 0.033 * k_tiles + (0.5 if groups == 2 else 0),
     )
 
 

@@ -9,7 +9,7 @@
 //   2. 2 multiplying warp groups. When the last piece is multiplied, they send their sums, in parcels of 8 words x 8
 //      utterances, to the blocks of the cluster, which share the parcels out.
 //   3. 4 finishing warps. They add the cluster's sums and the input, apply the cell, publish the words; then store y and
-//      fetch x. What they wait for is short, but it is a turn's bottleneck if they take long: global memory by 16 bytes.
+//      fetch x. All this counts when two groups take turns, so that each touches memory 16 bytes at a time.
 //
 // Two buffers of received sums for each group, by parity of the state's number, are enough: who sends the sums of state
 // e + 2 has read words of it, which some cluster published after its blocks together had read all of e + 1, which all owners
@@ -46,25 +46,19 @@ struct WideShape {
                   "what some warps gain, others have given");
     static_assert(K_TILES <= 32, "the weights of more do not fit the registers");
 
-    // Each polling warp has a part of K, which it hands on in pieces: the products of the first run while the next is stored.
+    // Each polling warp has a part of K, which it hands on in pieces: products of one run while the next is stored.
     static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;
     static constexpr int PIECE_TILES = 2, PIECES = (PART_TILES + PIECE_TILES - 1) / PIECE_TILES;
-    // The first instruction of a piece, and one past its last.
-    static constexpr __device__ int begin_of(int part, int piece) {
-        return lesser(part * PART_TILES + piece * PIECE_TILES, K_TILES);
-    }
-    static constexpr __device__ int end_of(int part, int piece) {
-        return lesser(lesser(part * PART_TILES + (piece + 1) * PIECE_TILES, (part + 1) * PART_TILES), K_TILES);
-    }
-    static constexpr __device__ int lesser(int a, int b) { return a < b ? a : b; }
 
     // Sums travel in parcels: of a multiplying warp's 8 words and of 8 utterances, 16 bytes a lane.
     static constexpr int PARCELS = WARPS * SAMPLES / 8, PARCEL_BYTES = 512;
     static constexpr int OWN_PARCELS = (PARCELS + CLUSTER - 1) / CLUSTER;  // that a block finishes, at most
-    static constexpr int UNITS = (OWN_PARCELS + 3) / 4;  // a finishing thread's: one word of two utterances each
+    static constexpr int FINISHING_WARPS = FINISHERS / 32;
+    static constexpr int WARP_PARCELS = (OWN_PARCELS + FINISHING_WARPS - 1) / FINISHING_WARPS;  // the block's i: warp i % 4
 
     // Shared memory. The state: [turn % 2][instruction][half of its K][utterance][4 words]. Received sums: [group][state % 2]
-    // [own parcel][block][lane][2 rows][2 utterances]. Inputs: [turn % AHEAD][array][own word][thread].
+    // [own parcel][block][lane][2 rows][2 utterances]. Inputs: [turn % AHEAD][array][finishing warp][its parcel][utterance]
+    // [word]. Frames: [finishing warp][group][utterance].
     static constexpr int STATE_BYTES = K_TILES * WGMMA_STATE_BYTES;
     static constexpr int RECEIVED_AT = 2 * STATE_BYTES;
     static constexpr int RECEIVED_BYTES = OWN_PARCELS * CLUSTER * PARCEL_BYTES;
@@ -72,9 +66,9 @@ struct WideShape {
     static constexpr int AHEAD = 8;
     static_assert(AHEAD % GROUPS == 0, "the turn that is fetched is of the group that has just finished one");
     static constexpr int INPUTS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
-    static constexpr int PARCEL_INPUT_BYTES = 8 * 8 * 4, INPUT_BYTES = FINISHERS / 32 * UNITS * PARCEL_INPUT_BYTES;
-    static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * INPUTS * INPUT_BYTES;
-    static constexpr int BARRIERS_AT = FRAMES_AT + FINISHERS / 32 * GROUPS * SAMPLES * 4;
+    static constexpr int PARCEL_INPUT_BYTES = 8 * 8 * 4, WARP_INPUT_BYTES = WARP_PARCELS * PARCEL_INPUT_BYTES;
+    static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * INPUTS * FINISHING_WARPS * WARP_INPUT_BYTES;
+    static constexpr int BARRIERS_AT = FRAMES_AT + FINISHING_WARPS * GROUPS * SAMPLES * 4;
     // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
     static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
@@ -226,8 +220,9 @@ struct WideMultiplier : WideBlock<Shape> {
 #pragma unroll
             for (int part = 0; part < Shape::PARTS; part++)
 #pragma unroll
-                for (int k = Shape::begin_of(part, piece); k < Shape::end_of(part, piece); k++)
-                    wgmma<Number>(c, weights[k], descriptor + k * (WGMMA_STATE_BYTES / 16));
+                for (int i = piece * Shape::PIECE_TILES; i < min((piece + 1) * Shape::PIECE_TILES, Shape::PART_TILES); i++)
+                    if (const int k = part * Shape::PART_TILES + i; k < K_TILES)
+                        wgmma<Number>(c, weights[k], descriptor + k * (WGMMA_STATE_BYTES / 16));
             wgmma_commit();
         }
         wgmma_wait();
@@ -264,48 +259,49 @@ struct WideFinisher : WideBlock<Shape> {
     using Block = WideBlock<Shape>;
     using Block::lane, Block::pass, Block::rank, Block::smem;
     using Tile = GridTile<Shape>;
-    static constexpr int UNITS = Shape::UNITS, OWN = 2 * UNITS;  // words of a thread: utterances 2 i and 2 i + 1 of unit i
-    static_assert(UNITS <= 2, "a lane for each 16 bytes of a warp's parcels");
+    static constexpr int WARP_PARCELS = Shape::WARP_PARCELS;
+    static_assert(WARP_PARCELS <= 2, "a lane for every 16 bytes of a warp's parcels");
 
+    // A lane computes one word of two utterances of each parcel: OWN words. In memory it has a unit instead, 4 words of one
+    // utterance, 16 bytes: unit lane % 16 of parcel lane / 16. Words become units in shared memory.
+    static constexpr int OWN = 2 * WARP_PARCELS;
     unsigned* const exchange;
     const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
     const int slot_words = Block::state_words * Shape::SAMPLES;
-    // What a lane computes, one word of two utterances of each of its warp's parcels, is scattered in memory. There a lane
-    // has a piece: 16 bytes, 4 words of one utterance. Words and pieces change hands in shared memory.
-    const int sample = parcel(lane / 16) % (Shape::SAMPLES / 8) * 8 + lane / 2 % 8;  // of the piece, in its group
-    const int word = first_of(lane / 16) + lane % 2 * 4;                             // of the piece, its first
-    const unsigned place = pinned(unsigned((word / 4 * Shape::SAMPLES + sample) * 4));  // of the piece in a slot
-    const unsigned offset = pinned(unsigned(sample * this->pass.hidden + 2 * word));  // and in a (B, H) array, from its group on
-    // Shared memory: own words and own piece in the inputs, own part of received sums, frames of the piece's utterance.
+    const int sample = first_sample(lane / 16) + lane / 2 % 8;  // of the unit, in its group
+    const int word = parcel_word(lane / 16) + lane % 2 * 4;     // of the unit, its first
+    const unsigned place = pinned(unsigned(word / 4 * Shape::SAMPLES + sample) * 4);    // of the unit in a slot, in words
+    const unsigned offset = pinned(unsigned(sample * this->pass.hidden + 2 * word));  // in a (B, H) array, from its group on
+    // Shared memory: the unit and the first own word in the inputs, own part of received sums, frames of the unit's utterance.
     const unsigned base = pinned(smem_address(this->smem));
-    const unsigned piece_at = pinned(base + Shape::INPUTS_AT + warp * UNITS * Shape::PARCEL_INPUT_BYTES + lane * 16);
-    const unsigned word_at = pinned(piece_at - lane * 16 + lane % 4 * 64 + lane / 4 * 4);
+    const unsigned unit_at = pinned(base + Shape::INPUTS_AT + warp * Shape::WARP_INPUT_BYTES + lane * 16);
+    const unsigned word_at = pinned(unit_at - lane * 16 + lane % 4 * 64 + lane / 4 * 4);
     const unsigned sums_at = pinned(base + Shape::RECEIVED_AT + warp * Shape::CLUSTER * Shape::PARCEL_BYTES + lane * 16);
     const unsigned frames_at = pinned(base + Shape::FRAMES_AT + (warp * Shape::GROUPS * Shape::SAMPLES + sample) * 4);
-    // Of the current tile. Bit g: the piece of group g exists; from bit PARCELS on, 8 bits a group: how many parcels the
+    // Of the current tile. Bit g: the unit of group g exists; from bit PARCELS on, 8 bits a group: how many parcels the
     // block finishes.
     unsigned owned;
     static constexpr int PARCELS = Shape::GROUPS;
 
     __device__ WideFinisher(const Pass& pass, unsigned* exchange, char* smem) : Block(pass, smem), exchange(exchange) {}
 
-    __device__ int parcel(int i) const { return (warp + 4 * i) * Shape::CLUSTER + rank; }
-    __device__ int first_of(int i) const { return this->first_word + parcel(i) / (Shape::SAMPLES / 8) * 8; }  // word
+    __device__ int parcel(int i) const { return (warp + Shape::FINISHING_WARPS * i) * Shape::CLUSTER + rank; }
+    __device__ int parcel_word(int i) const { return this->first_word + parcel(i) / (Shape::SAMPLES / 8) * 8; }
+    __device__ int first_sample(int i) const { return parcel(i) % (Shape::SAMPLES / 8) * 8; }
     __device__ bool owns(int group) const { return owned >> group & 1; }
     __device__ int frames_of(int group) const { return load_shared_4(frames_at + group * Shape::SAMPLES * 4); }
-    // The piece of group g at time t lies at element row(.., t) * H + offset of a (T, B, H) array, and with t = 0 of a
-    // (B, H) array.
+    // Where the unit of a group lies in a (T, B, H) array, and with t = 0 in a (B, H) array; how much of it is inside.
     __device__ size_t element(const Tile& tile, int group, int t) const {
         return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden) + offset;
     }
-    __device__ int valid() const { return pass.hidden - 2 * word; }  // elements of the piece, if less than 8
-    __device__ uint4 load_piece(const void* array, size_t at) const {
+    __device__ int valid() const { return pass.hidden - 2 * word; }
+    __device__ uint4 load_unit(const void* array, size_t at) const {
         return make_uint4(load_word<Number>(array, at, valid(), pass.whole_words),
                           load_word<Number>(array, at + 2, valid() - 2, pass.whole_words),
                           load_word<Number>(array, at + 4, valid() - 4, pass.whole_words),
                           load_word<Number>(array, at + 6, valid() - 6, pass.whole_words));
     }
-    __device__ void store_piece(void* array, size_t at, uint4 v) const {
+    __device__ void store_unit(void* array, size_t at, uint4 v) const {
         if (pass.wide_rows) {
             *reinterpret_cast<uint4*>(static_cast<typename Number::Storage*>(array) + at) = v;
             return;
@@ -316,16 +312,14 @@ struct WideFinisher : WideBlock<Shape> {
         store_word<Number>(array, at + 6, v.w, valid() - 6, pass.whole_words);
     }
     __device__ uint4 load_state(const Tile& tile, int group) const {
-        return pass.state ? load_piece(pass.state, element(tile, group, 0)) : make_uint4(0, 0, 0, 0);
+        return pass.state ? load_unit(pass.state, element(tile, group, 0)) : make_uint4(0, 0, 0, 0);
     }
-    __device__ unsigned slot(int group, int epoch) const {  // word of the exchange at which the piece starts
+    __device__ unsigned slot(int group, int epoch) const {  // the word of the exchange at which the unit starts
         return (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words + place;
     }
-    static __device__ unsigned input(int turn, int array) {  // from word_at or piece_at on
-        return (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::INPUT_BYTES;
-    }
-    static __device__ unsigned input(int turn, int array, int n) {  // own word n
-        return input(turn, array) + n / 2 * Shape::PARCEL_INPUT_BYTES + n % 2 * 32;
+    static __device__ unsigned input(int turn, int array, int n = 0) {  // from unit_at on, or from word_at to own word n
+        return (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::FINISHING_WARPS * Shape::WARP_INPUT_BYTES +
+               n / 2 * Shape::PARCEL_INPUT_BYTES + n % 2 * 32;
     }
 
     __device__ void run() {
@@ -345,7 +339,7 @@ struct WideFinisher : WideBlock<Shape> {
             epoch += iterations;
             for (int g = 0; g < tile.groups; g++)
                 for (int t = tile.steps; t < pass.frames && owns(g); t++)  // padding
-                    store_piece(pass.result, element(tile, g, t), make_uint4(0, 0, 0, 0));
+                    store_unit(pass.result, element(tile, g, t), make_uint4(0, 0, 0, 0));
             block_wait(Shape::TILE_DONE, Shape::FINISHERS);  // a warp without words in the next tile has seen all phases
         }
     }
@@ -360,12 +354,12 @@ struct WideFinisher : WideBlock<Shape> {
             store_shared_4(frames_at + (g * Shape::SAMPLES + lane - sample) * 4,
                            lane < live ? length_of(pass, tile.first + g * pass.samples + lane) : 0);
             __syncwarp();
-            if (lane < 16 * UNITS && parcel(lane / 16) < Shape::PARCELS && word < this->state_words && sample < live) {
+            if (lane < 16 * WARP_PARCELS && parcel(lane / 16) < Shape::PARCELS && word < this->state_words && sample < live) {
                 owned |= 1u << g;
                 const uint4 state = load_state(tile, g);
                 // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps.
                 if (frames_of(g) == 0 && (!Shape::BACKWARD || tile.steps == 0))
-                    store_piece(pass.last_state, element(tile, g, 0), state);
+                    store_unit(pass.last_state, element(tile, g, 0), state);
                 if (tile.steps > 0)
                     store_relaxed(exchange + slot(g, epoch), Shape::BACKWARD ? make_uint4(0, 0, 0, 0) : publishable(state));
             }
@@ -373,22 +367,22 @@ struct WideFinisher : WideBlock<Shape> {
         if (tile.steps > 0) empty_slots(tile, epoch);
     }
 
-    // Asks for what turn number `turn` of the tile consumes: each lane its piece.
+    // Asks for what turn number `turn` of the tile consumes: each lane its unit.
     __device__ void fetch(const Tile& tile, int group, int iteration, int turn) const {
         const int t = Shape::BACKWARD ? tile.steps - 1 - iteration : iteration;
         const bool wanted = owns(group) && t >= 0 && t < frames_of(group);
         const size_t from = wanted ? element(tile, group, t) : 0;
 #pragma unroll
-        for (int a = 0; a < Shape::INPUTS && lane < 16 * UNITS; a++) {
+        for (int a = 0; a < Shape::INPUTS && lane < 16 * WARP_PARCELS; a++) {
             const auto* array = static_cast<const typename Number::Storage*>(a == 0 ? pass.input : pass.output_y);
-            const unsigned to = piece_at + input(turn, a);
+            const unsigned to = unit_at + input(turn, a);
             if (pass.wide_rows)
                 copy_async_16(to, array + from, wanted);
             else if (pass.whole_words)
                 for (int n = 0; n < 4; n++)
                     copy_async(to + 4 * n, array + (2 * n < valid() ? from + 2 * n : 0), wanted && 2 * n < valid());
             else  // rows that start between words cannot be copied behind the thread's back
-                store_shared_16(to, wanted ? load_piece(array, from) : make_uint4(0, 0, 0, 0));
+                store_shared_16(to, wanted ? load_unit(array, from) : make_uint4(0, 0, 0, 0));
         }
         copies_commit();  // one a turn: copies_wait counts them
     }
@@ -397,8 +391,8 @@ struct WideFinisher : WideBlock<Shape> {
     __device__ void add_last(const Tile& tile, int group, int t, float (&sum)[OWN][2]) const {
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
-            const int s = parcel(n / 2) % (Shape::SAMPLES / 8) * 8 + lane % 4 * 2 + n % 2;
-            const int element = 2 * (first_of(n / 2) + lane / 4), row = tile.first + group * pass.samples + s;
+            const int s = first_sample(n / 2) + lane % 4 * 2 + n % 2, row = tile.first + group * pass.samples + s;
+            const int element = 2 * (parcel_word(n / 2) + lane / 4);
             if (t != int(load_shared_4(frames_at + (group * Shape::SAMPLES + s - sample) * 4)) - 1) continue;
             float last[2];
             Number::unpack(load_word<Number>(pass.state, size_t(row) * pass.hidden + element, pass.hidden - element,
@@ -406,6 +400,20 @@ struct WideFinisher : WideBlock<Shape> {
                            last);
             sum[n][0] += last[0], sum[n][1] += last[1];
         }
+    }
+
+    // The cell.
+    __device__ void apply(int turn, float (&sum)[OWN][2]) const {
+        float y[OWN][2] = {};
+#pragma unroll
+        for (int n = 0; n < OWN && Shape::BACKWARD; n++)
+            Number::unpack(load_shared_4(word_at + input(turn, Shape::INPUTS - 1, n)), y[n]);
+#pragma unroll
+        for (int n = 0; n < OWN; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                sum[n][e] = Shape::BACKWARD ? Cell::backward(sum[n][e], y[n][e], pass.clip)
+                                            : Cell::forward(sum[n][e], pass.clip);
     }
 
     // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. First everything that other
@@ -417,9 +425,7 @@ struct WideFinisher : WideBlock<Shape> {
         copies_wait<Shape::AHEAD - 1>();
         __syncwarp();
 #pragma unroll
-        for (int n = 0; n < OWN; n++) {
-            Number::unpack(load_shared_4(word_at + input(turn, 0, n)), sum[n]);
-        }
+        for (int n = 0; n < OWN; n++) Number::unpack(load_shared_4(word_at + input(turn, 0, n)), sum[n]);
         if (Shape::BACKWARD && pass.state && __any_sync(0xffffffffu, owns(at.group) && t >= 0 && t == frames - 1))
             add_last(tile, at.group, t, sum);
         const int parcels = owned >> (PARCELS + 8 * at.group) & 0xff;
@@ -428,45 +434,31 @@ struct WideFinisher : WideBlock<Shape> {
         if (warp == 0 ? parcels > 0 : __any_sync(0xffffffffu, owns(at.group)))
             barrier_wait<true>(barrier, at.epoch / 2 % 2, "its cluster's sums", at.epoch);
         // A warp without a second parcel adds up its first again, and makes no use of it.
-        const unsigned from = sums_at + buffer * Shape::RECEIVED_BYTES,
-                       next = from + (parcel(1) < Shape::PARCELS ? 4 * Shape::CLUSTER * Shape::PARCEL_BYTES : 0);
+        const int step = parcel(1) < Shape::PARCELS ? Shape::FINISHING_WARPS * Shape::CLUSTER * Shape::PARCEL_BYTES : 0;
+        const unsigned from = sums_at + buffer * Shape::RECEIVED_BYTES;
 #pragma unroll
-        for (int i = 0; i < UNITS; i++)
+        for (int i = 0; i < WARP_PARCELS; i++)
 #pragma unroll
             for (int source = 0; source < Shape::CLUSTER; source++) {
-                const unsigned row = (i == 0 ? from : next) + source * Shape::PARCEL_BYTES;
-                const uint4 v = load_shared_16(row);
+                const uint4 v = load_shared_16(from + i * step + source * Shape::PARCEL_BYTES);
                 sum[2 * i][0] += __uint_as_float(v.x), sum[2 * i + 1][0] += __uint_as_float(v.y);
                 sum[2 * i][1] += __uint_as_float(v.z), sum[2 * i + 1][1] += __uint_as_float(v.w);
             }
-        if (!Shape::BACKWARD || t >= 0) {
-            unsigned y[OWN];
-#pragma unroll
-            for (int n = 0; n < OWN; n++) y[n] = load_shared_4(word_at + input(turn, Shape::INPUTS - 1, n));
-#pragma unroll
-            for (int n = 0; n < OWN; n++) {
-                float y_out[2];
-                Number::unpack(y[n], y_out);
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    sum[n][e] = Shape::BACKWARD ? Cell::backward(sum[n][e], y_out[e], pass.clip)
-                                                : Cell::forward(sum[n][e], pass.clip);
-            }
-        }
+        if (!Shape::BACKWARD || t >= 0) apply(turn, sum);
 #pragma unroll
         for (int n = 0; n < OWN; n++)  // in the place of its input
             store_shared_4(word_at + input(turn, 0, n), Number::pack(sum[n]));
         __syncwarp();
         if (!owns(at.group)) return;
-        uint4 piece = load_shared_16(piece_at + input(turn, 0));
-        if (max(t, 0) >= frames) piece = make_uint4(0, 0, 0, 0);  // the utterance is over
+        uint4 unit = load_shared_16(unit_at + input(turn, 0));
+        if (max(t, 0) >= frames) unit = make_uint4(0, 0, 0, 0);  // the utterance is over
         if (Shape::BACKWARD && t < 0) {
-            store_piece(pass.last_state, element(tile, at.group, 0), frames > 0 ? piece : load_state(tile, at.group));
+            store_unit(pass.last_state, element(tile, at.group, 0), frames > 0 ? unit : load_state(tile, at.group));
             return;
         }
-        if (more) store_relaxed(exchange + to, publishable(piece));
-        store_piece(pass.result, element(tile, at.group, t), piece);
-        if (!Shape::BACKWARD && t == frames - 1) store_piece(pass.last_state, element(tile, at.group, 0), piece);
+        if (more) store_relaxed(exchange + to, publishable(unit));
+        store_unit(pass.result, element(tile, at.group, t), unit);
+        if (!Shape::BACKWARD && t == frames - 1) store_unit(pass.last_state, element(tile, at.group, 0), unit);
         if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
     }
 
