@@ -19,20 +19,22 @@ from typing import Any
 
 ENTRY = "ds2_kernel"
 _CSRC = Path(__file__).parent / "csrc"
-_MAGIC = b"ds2_ops cubin 2\n"
+_MAGIC = b"ds2_ops cubin 3\n"
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what the assembler said about it: registers and bytes of local memory a thread.
+    """A compiled kernel and what the assembler said about it: registers, bytes of local memory a thread, losses.
 
     What does not fit into registers lies in local memory, and what they cannot hold: arrays indexed at run time, which
-    are no spills to the assembler but cost as much.
+    are no spills to the assembler but cost as much. ``loss`` is what it calls a potential loss of performance, such as
+    matrix instructions that wait for each other, or nothing.
     """
 
     code: bytes
     registers: int
     local_bytes: int
+    loss: str
 
 
 def cache_dir() -> Path:
@@ -129,7 +131,8 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
     if registers is None:
         raise RuntimeError(f"NVRTC reports no resource use for {ENTRY} on {arch}; its log was: {report!r}")
     frames = re.findall(r"(\d+) bytes stack frame", report)
-    return Binary(code, int(registers[1]), sum(map(int, frames)))
+    losses = re.findall(r"Potential Performance Loss: (.*)", report)
+    return Binary(code, int(registers[1]), sum(map(int, frames)), " ".join(losses))
 
 
 def _encode(binary: Binary) -> bytes:

@@ -94,6 +94,15 @@ def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     assert jit.build(launch.source).local_bytes == 0, launch.explain()
 
 
+# The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.
+@pytest.mark.parametrize("hidden", [2200, 2300, 2400, 2480, 2560, 2048, 1760])
+def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for backward in (False, True):
+        binary = jit.build(launches_of(hidden, 64, backward=backward)[-1].source)
+        assert (binary.local_bytes, binary.loss) == (0, "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dtype", LARGEST)
