@@ -270,7 +270,7 @@ struct WideFinisher : WideBlock<Shape> {
     const int slot_words = Block::state_words * Shape::SAMPLES;
     const int sample = first_sample(lane / 16) + lane / 2 % 8;  // of the unit, in its group
     const int word = parcel_word(lane / 16) + lane % 2 * 4;     // of the unit, its first
-    const unsigned place = pinned(unsigned(word / 4 * Shape::SAMPLES + sample) * 4);    // of the unit in a slot, in words
+    const unsigned place = pinned(unsigned(word / 4 * Shape::SAMPLES + sample) * 4);  // of the unit in a slot, in words
     const unsigned offset = pinned(unsigned(sample * this->pass.hidden + 2 * word));  // in a (B, H) array, from its group on
     // Shared memory: the unit and the first own word in the inputs, own part of received sums, frames of the unit's utterance.
     const unsigned base = pinned(smem_address(this->smem));
@@ -290,11 +290,11 @@ struct WideFinisher : WideBlock<Shape> {
     __device__ int first_sample(int i) const { return parcel(i) % (Shape::SAMPLES / 8) * 8; }
     __device__ bool owns(int group) const { return owned >> group & 1; }
     __device__ int frames_of(int group) const { return load_shared_4(frames_at + group * Shape::SAMPLES * 4); }
-    // Where the unit of a group lies in a (T, B, H) array, and with t = 0 in a (B, H) array; how much of it is inside.
+    // Where the unit of a group lies in a (T, B, H) array, and with t = 0 in a (B, H) array.
     __device__ size_t element(const Tile& tile, int group, int t) const {
         return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden) + offset;
     }
-    __device__ int valid() const { return pass.hidden - 2 * word; }
+    __device__ int valid() const { return pass.hidden - 2 * word; }  // elements from its start to the row's end
     __device__ uint4 load_unit(const void* array, size_t at) const {
         return make_uint4(load_word<Number>(array, at, valid(), pass.whole_words),
                           load_word<Number>(array, at + 2, valid() - 2, pass.whole_words),

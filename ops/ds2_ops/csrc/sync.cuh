@@ -186,7 +186,7 @@ __device__ inline void block_arrive_or_wait(int barrier, int threads) {
         block_arrive(barrier, threads);
 }
 
-// Copies 4 bytes of global memory to shared memory, or zeros if not `wanted`, behind the thread's back.
+// Copies 4 or 16 bytes of global memory to shared memory, or zeros if not `wanted`, behind the thread's back.
 __device__ inline void copy_async(unsigned shared, const void* global, bool wanted) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
 }
