@@ -398,9 +398,6 @@ inline void store_relaxed(unsigned* at, unsigned word) { chip::self().stores.pus
 inline void store_relaxed(unsigned* at, uint4 v) {
     store_relaxed(at, v.x), store_relaxed(at + 1, v.y), store_relaxed(at + 2, v.z), store_relaxed(at + 3, v.w);
 }
-inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
-    if (wanted) store_relaxed(at, word);
-}
 inline void fence_stores() {
     while (!chip::self().stores.empty()) chip::drain_one(chip::self());
 }

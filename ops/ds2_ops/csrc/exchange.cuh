@@ -41,6 +41,15 @@ __device__ inline uint4 publishable(uint4 v) {
     return make_uint4(publishable(v.x), publishable(v.y), publishable(v.z), publishable(v.w));
 }
 
+// Cycles that a warp's first poll of the next turn waits, after a turn that took so many rounds of polls. A round that comes too
+// early costs a whole trip to L2, and slows the other warps' trips; so the first one waits, for as long as the last turns have
+// shown to be right: LATER more after a turn of several rounds, SOONER less after any other.
+template <int LATER, int SOONER>
+__device__ int next_pause(int pause, int rounds) {
+    constexpr int LONGEST = 4096;
+    return rounds > 1 ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
+}
+
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
 struct WaitLimit {
 #ifdef DS2_DEBUG_WAIT

@@ -106,9 +106,7 @@ struct GridMultiplier {
     const unsigned partial =
         smem_address(smem) + ((warp * M_TILES * MMA_ROWS + lane / 4) * sample_pairs(pass) + lane % 4) * 8;
     Weights<Number, M_TILES, 2 * Shape::K_PAIRS_REGISTERS> weights;
-    // Cycles that the first poll of a turn waits, and by how much more after one that came too early, less after any other.
-    int pause = 0;
-    static constexpr int LATER = 32, SOONER = 2, LONGEST = 4096;
+    int pause = 0;  // before the first poll of a turn
 
     __device__ GridMultiplier(const Pass& pass, const unsigned* exchange, char* smem)
         : pass(pass), smem(smem), exchange(reinterpret_cast<const uint4*>(exchange)) {
@@ -145,8 +143,7 @@ struct GridMultiplier {
     }
 
     // Polls one wave in rounds, each of which asks again for everything that was not there, and multiplies, in a fixed
-    // order, what has come. A round that comes too early costs a whole trip to L2, and slows the other warps' trips; so where
-    // no other group fills the time, the first one waits, for as long as the last turns have shown to be right.
+    // order, what has come. `paces` where no other group fills the time until it comes.
     __device__ void receive_and_multiply(float (&c)[M_TILES][4], Turn at, int live, int w, bool paces) {
         const unsigned began = clock();
         const uint4* from =
@@ -174,7 +171,7 @@ struct GridMultiplier {
                 }
             limit.check(at.epoch);
         }
-        if (paces) pause = rounds > 1 ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
+        if (paces) pause = next_pause<32, 2>(pause, rounds);
     }
 
     __device__ void multiply_pair(float (&c)[M_TILES][4], int p, uint4 b) const {

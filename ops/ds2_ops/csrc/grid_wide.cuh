@@ -108,9 +108,7 @@ struct WidePoller : WideBlock<Shape> {
     const int part = threadIdx.x / 32 % Shape::PARTS;
     const int first_unit = Block::slice_word / 4 + part * LOADS;
     const int own = 2 * Shape::K_TILES - part * LOADS;  // loads of this warp, if less than LOADS
-    // Cycles that the first poll of a turn waits, and by how much more after one that came too early, less after any other.
-    int pause = 0;
-    static constexpr int LATER = 16, SOONER = 8, LONGEST = 4096;
+    int pause = 0;  // before the first poll of a turn
 
     __device__ WidePoller(const Pass& pass, const unsigned* exchange, char* smem)
         : Block(pass, smem), exchange(reinterpret_cast<const uint4*>(exchange)) {}
@@ -167,7 +165,7 @@ struct WidePoller : WideBlock<Shape> {
             while (int(clock() - now) < 0) {
             }
         }
-        pause = early ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
+        pause = next_pause<16, 8>(pause, early ? 2 : 1);
     }
 };
 
@@ -278,10 +276,10 @@ struct WideFinisher : WideBlock<Shape> {
     const unsigned word_at = pinned(unit_at - lane * 16 + lane % 4 * 64 + lane / 4 * 4);
     const unsigned sums_at = pinned(base + Shape::RECEIVED_AT + warp * Shape::CLUSTER * Shape::PARCEL_BYTES + lane * 16);
     const unsigned frames_at = pinned(base + Shape::FRAMES_AT + (warp * Shape::GROUPS * Shape::SAMPLES + sample) * 4);
-    // Of the current tile. Bit g: the unit of group g exists; from bit PARCELS on, 8 bits a group: how many parcels the
+    // Of the current tile. Bit g: the unit of group g exists; from bit COUNTS on, 8 bits a group: how many parcels the
     // block finishes.
     unsigned owned;
-    static constexpr int PARCELS = Shape::GROUPS;
+    static constexpr int COUNTS = Shape::GROUPS;
 
     __device__ WideFinisher(const Pass& pass, unsigned* exchange, char* smem) : Block(pass, smem), exchange(exchange) {}
 
@@ -350,7 +348,7 @@ struct WideFinisher : WideBlock<Shape> {
         for (int g = 0; g < tile.groups; g++) {
             const int live = tile.live_of(g);
             for (int p = rank; p < Shape::PARCELS; p += Shape::CLUSTER)
-                owned += unsigned(this->alive(p, live)) << (PARCELS + 8 * g);
+                owned += unsigned(this->alive(p, live)) << (COUNTS + 8 * g);
             store_shared_4(frames_at + (g * Shape::SAMPLES + lane - sample) * 4,
                            lane < live ? length_of(pass, tile.first + g * pass.samples + lane) : 0);
             __syncwarp();
@@ -428,7 +426,7 @@ struct WideFinisher : WideBlock<Shape> {
         for (int n = 0; n < OWN; n++) Number::unpack(load_shared_4(word_at + input(turn, 0, n)), sum[n]);
         if (Shape::BACKWARD && pass.state && __any_sync(0xffffffffu, owns(at.group) && t >= 0 && t == frames - 1))
             add_last(tile, at.group, t, sum);
-        const int parcels = owned >> (PARCELS + 8 * at.group) & 0xff;
+        const int parcels = owned >> (COUNTS + 8 * at.group) & 0xff;
         const unsigned barrier = base + Shape::BARRIERS_AT + 8 * buffer;
         if (thread == 0 && parcels > 0) barrier_expect(barrier, parcels * Shape::CLUSTER * Shape::PARCEL_BYTES);
         if (warp == 0 ? parcels > 0 : __any_sync(0xffffffffu, owns(at.group)))

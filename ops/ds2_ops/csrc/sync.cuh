@@ -222,15 +222,6 @@ __device__ inline void store_relaxed(unsigned* at, uint4 v) {
                  : "memory");
 }
 
-__device__ inline void store_relaxed_if(bool wanted, unsigned* at, unsigned word) {
-    rest_at_random();
-    asm volatile(
-        "{.reg .pred wanted;\n"
-        "setp.ne.u32 wanted, %2, 0;\n"
-        "@wanted st.relaxed.gpu.global.u32 [%0], %1;}" ::"l"(at), "r"(word), "r"(unsigned(wanted))
-        : "memory");
-}
-
 // Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
 __device__ inline void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
