@@ -11,12 +11,13 @@ from itertools import pairwise
 from typing import Any
 
 from ds2.config import AlphabetConfig
+from ds2.system.errors import UserError
 
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
 _CASE: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "keep": str}
 
 
-class AlphabetError(ValueError):
+class AlphabetError(UserError):
     """A transcript that the alphabet cannot write, or an alphabet that cannot work; the message names characters."""
 
 

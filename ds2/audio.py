@@ -17,6 +17,8 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
+from ds2.system.errors import UserError
+
 log = logging.getLogger(__name__)
 
 MAX_READ_S = 3 * 3600.0  # the most that read_audio returns at once: 0.7 GB at 16 kHz
@@ -31,7 +33,7 @@ _DECLARED = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _UNKNOWN_FRAMES = 1 << 62
 
 
-class AudioError(RuntimeError):
+class AudioError(UserError):
     """Audio that cannot be used; the message names the file and the reason."""
 
 

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.alphabet import WORD_MARK, Alphabet
+from ds2.system.errors import UserError
 
 BLANK = 0
 
 
-class DecodeError(ValueError):
+class DecodeError(UserError):
     """Logits that cannot be decoded; `rows` are the utterances' places in the batch."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:

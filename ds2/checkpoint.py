@@ -19,13 +19,14 @@ from ds2.compose import config_from_dict, config_to_dict
 from ds2.config import Config
 from ds2.features import Features
 from ds2.model import AcousticModel
+from ds2.system.errors import UserError
 from ds2.whole_file import whole_file
 
 FORMAT_VERSION = 1
 _JSON_KEY = "ds2"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A file that cannot be written or is not a ds2 checkpoint; the message names the file and the way out."""
 
 

@@ -143,32 +143,12 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def _report_errors(action: Callable[[], int]) -> int:
     """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
-    from ds2.audio import AudioError
-    from ds2.beam_search import DecodeError
-    from ds2.checkpoint import CheckpointError
-    from ds2.config import ConfigError
-    from ds2.corpus import CorpusError
     from ds2.distributed import yield_to_rank_0
-    from ds2.importers import ImporterError
-    from ds2.language_model import LanguageModelError
-    from ds2.manifest import ManifestError
-    from ds2.trainer import TrainingError
+    from ds2.system.errors import UserError
 
-    known = (
-        ConfigError,
-        CorpusError,
-        ManifestError,
-        AudioError,
-        CheckpointError,
-        TrainingError,
-        DecodeError,
-        LanguageModelError,
-        ImporterError,
-        OSError,
-    )
     try:
         return action()
-    except known as error:
+    except (UserError, OSError) as error:
         yield_to_rank_0()
         print(f"ds2: {error}", file=sys.stderr)
         return _USER_ERROR

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from ds2.system.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError):
     """A configuration that composes but cannot work; the message names the key, what is allowed and the way out."""
 
 

@@ -12,12 +12,13 @@ from ds2.config import Config, ConfigError
 from ds2.data_check import transcript_problems
 from ds2.importers import prepare
 from ds2.manifest import Utterance, read_manifests
+from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 _NAMED_AT_MOST = 20
 
 
-class CorpusError(RuntimeError):
+class CorpusError(UserError):
     """Utterances that training refuses; the message names them and the ways out."""
 
 

@@ -23,6 +23,7 @@ from ds2.agreement import program
 from ds2.audio_cache import usable_cores
 from ds2.config import CommConfig, ConfigError
 from ds2.device import resolve_device
+from ds2.system.errors import UserError
 from ds2.watchdog import Whereabouts
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _YIELD_TO_RANK_0_S = (
 )
 
 
-class DisagreementError(RuntimeError):
+class DisagreementError(UserError):
     """A rank runs or sees something else than rank 0; the message names it."""
 
 
@@ -246,7 +247,7 @@ def _device_name(device: torch.device) -> str:
 def _end_job(comm: Communicator, error: BaseException) -> None:
     """Say on the terminal who failed where and why, and end every rank."""
     status = 130 if isinstance(error, KeyboardInterrupt) else 1
-    expected = type(error).__module__.startswith("ds2.") or isinstance(error, OSError | KeyboardInterrupt)
+    expected = isinstance(error, UserError | OSError | KeyboardInterrupt)
     yield_to_rank_0()
     trace = "" if expected else "".join(traceback.format_exception(error))
     reason = f"{error}" if expected and str(error) else f"{type(error).__name__}: {error}"

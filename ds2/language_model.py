@@ -1,4 +1,4 @@
-"""The language model a decoder asks: a start / score / finish protocol, and back-off n-grams as one automaton.
+"""Back-off n-gram language models of any order, as one automaton in tensors.
 
 Shapes: N queries, V vocabulary size, S states, E n-grams of all orders. A state is the longest stretch of history that
 any n-gram of the model goes on from, as one integer; state 0 is the empty history. Histories that no n-gram tells apart
@@ -12,12 +12,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds2.alphabet import Alphabet, describe
+from ds2.system.errors import UserError
 
 UNKNOWN, START, END = "<unk>", "<s>", "</s>"
 SPACE = "<space>"  # how a character-level model writes a space, as tokens of ARPA files hold none
@@ -25,25 +26,11 @@ UNITS = ("word", "character", "piece")
 _DENSE_LIMIT_BYTES = 2**30
 _CACHED_QUERIES = 2**18
 TENSORS = ("keys", "log_prob", "next_state", "backoff", "suffix")
-State = TypeVar("State")
 log = logging.getLogger(__name__)
 
 
-class LanguageModelError(ValueError):
+class LanguageModelError(UserError):
     """A text, a model file or settings that give no language model; the message names the file and the way out."""
-
-
-class LanguageModel(Protocol[State]):
-    """What a decoder needs of any language model; scores are natural logarithms, states are hashable values."""
-
-    def start(self) -> State:
-        """Return the state at the start of a sentence."""
-
-    def score(self, state: State, token: str) -> tuple[float, State]:
-        """Return log p(token | state) and the state after the token; unknown tokens get what the model gives them."""
-
-    def finish(self, state: State) -> float:
-        """Return log p(end of sentence | state)."""
 
 
 @dataclass(frozen=True, eq=False)

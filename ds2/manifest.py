@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds2.system.errors import UserError
 from ds2.whole_file import whole_file
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
-class ManifestError(ValueError):
+class ManifestError(UserError):
     """A manifest that cannot be used; the message names file, line and what is wrong with it."""
 
 

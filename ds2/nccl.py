@@ -12,13 +12,14 @@ from torch import Tensor
 from ds2.distributed import Moment, Pending
 from ds2.mpi import MpiCommunicator
 from ds2.mpi_world import World
+from ds2.system.errors import UserError
 
 _UNIQUE_ID_BYTES = 128
 _SUM = 0  # ncclRedOp_t
 _TYPES = {torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}  # ncclDataType_t
 
 
-class NcclError(RuntimeError):
+class NcclError(UserError):
     """NCCL refused a call; run again with NCCL_DEBUG=INFO to see why."""
 
 

@@ -31,11 +31,12 @@ from ds2.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
 from ds2.progress import Progress, StepReport
 from ds2.resume import save_state, take_up
+from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-class TrainingError(RuntimeError):
+class TrainingError(UserError):
     """Training cannot go on; the message says why and what to set."""
 
 

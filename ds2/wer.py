@@ -173,7 +173,7 @@ class Report:
     @cached_property
     def characters(self) -> ErrorCounts:
         """Character errors of the whole corpus."""
-        counts = (count_edits(align(" ".join(u.reference), " ".join(u.hypothesis))) for u in self.utterances)
+        counts = (character_errors(" ".join(u.reference), " ".join(u.hypothesis)) for u in self.utterances)
         return sum(counts, ErrorCounts())
 
     @property

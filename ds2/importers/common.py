@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ds2.audio import END_TOLERANCE_S, AudioError, audio_info
 from ds2.audio_cache import usable_cores
 from ds2.manifest import Utterance
+from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ AUDIO_SUFFIXES = (".wav", ".flac", ".sph", ".opus", ".ogg", ".mp3", ".aiff", ".a
 _NAMED_AT_MOST = 20
 
 
-class ImporterError(ValueError):
+class ImporterError(UserError):
     """A corpus that cannot be imported as asked; the message names files, lines and the way out."""
 
 
