@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ds2 import __version__
-from ds2.compose import config_to_dict
-from ds2.config import Config
+from ds2.config.convert import config_to_dict
+from ds2.config.schema import Config
 from ds2.manifest import Utterance
 
 _A_HOSTS_OWN = {

@@ -98,9 +98,9 @@ def align_utterances(
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 align MODEL MANIFEST...`: times as JSON lines, suspicious transcripts on standard output; 0."""
+    from ds2.config.device import resolve_device
     from ds2.corpus import scored_utterances
-    from ds2.device import resolve_device
-    from ds2.whole_file import write_text
+    from ds2.system.files import write_text
 
     parser = argparse.ArgumentParser(
         prog="ds2 align", description="word times of transcripts, and doubtful transcripts"

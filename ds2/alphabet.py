@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ds2.config import AlphabetConfig
+from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
 
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them

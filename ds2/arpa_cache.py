@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,17 +12,11 @@ from pathlib import Path
 
 from ds2.arpa import write_arpa
 from ds2.language_model import TENSORS, LanguageModelError, NGram
+from ds2.system.files import cache_dir
 
 log = logging.getLogger(__name__)
 _FORMAT = 1  # another one when `write_arpa` writes the same model otherwise
 _KEPT_BYTES = 4 << 30  # of the files used last; the newest stays whatever its size
-
-
-def cache_dir() -> Path:
-    """Folder of kept files: $DS2_CACHE_DIR, else ds2 under $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("DS2_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds2"
 
 
 @contextmanager

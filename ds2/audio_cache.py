@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ds2.audio import AudioError, read_audio
-from ds2.config import DataConfig
+from ds2.config.schema import DataConfig
 from ds2.manifest import Utterance
-from ds2.whole_file import whole_file
+from ds2.system.files import whole_file
+from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +151,6 @@ def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path
     log.info(
         "audio cache %s: %d utterances, %.1f MB, %.1f s", path, len(utterances), path.stat().st_size / 1e6, elapsed_s
     )
-
-
-def usable_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _decode(utterance: Utterance, sample_rate_hz: int) -> NDArray[np.int16]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.config import AugmentConfig, FeaturesConfig
+from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 Waveform = NDArray[np.float32]
 NoiseSource = Callable[[np.random.Generator, int], Waveform]

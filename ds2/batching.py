@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.config import BatchingConfig
+from ds2.config.schema import BatchingConfig
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds2.beam_kernel import KernelSearch, read_labels
 from ds2.beam_search import BLANK
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.fusion import LENGTH, Fusion
 
 _NONE = -math.inf

@@ -8,7 +8,7 @@ import torch
 from ds2_ops import beam as kernel
 from torch import Tensor
 
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import UNKNOWN, NGram
 

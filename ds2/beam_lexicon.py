@@ -24,7 +24,7 @@ from ds2.alphabet import Alphabet
 from ds2.arpa_cache import arpa_file
 from ds2.beam_native import find_package, thread_count
 from ds2.beam_search import DecodeError, Hypothesis
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import LexiconError, Spelling
 

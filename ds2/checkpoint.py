@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.compose import config_from_dict, config_to_dict
-from ds2.config import Config
+from ds2.config.convert import config_from_dict, config_to_dict
+from ds2.config.schema import Config
 from ds2.features import Features
 from ds2.model import AcousticModel
-from ds2.system.errors import UserError
-from ds2.whole_file import whole_file
-
-FORMAT_VERSION = 1
-_JSON_KEY = "ds2"
-
-
-class CheckpointError(UserError):
-    """A file that cannot be written or is not a ds2 checkpoint; the message names the file and the way out."""
-
-
-def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write tensors and JSON-serialisable metadata as one file that is either the old one or the whole new one.
-
-    Raises:
-        CheckpointError: the folder is not writable or the disk is full; an older file at `path` is left as it was.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    header = {_JSON_KEY: json.dumps({"format": FORMAT_VERSION, **metadata})}
-    try:
-        with whole_file(path) as partial:
-            save_file(contiguous, partial, metadata=header)
-    except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free
-        raise CheckpointError(
-            f"{path} could not be written ({error}); {free / 2**20:.1f} MiB are free there and about "
-            f"{sum(t.nbytes for t in contiguous.values()) / 2**20:.1f} are needed. The previous file is untouched; "
-            "free some space and start the same command again, it resumes"
-        ) from error
-
-
-def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file that `save` wrote: its tensors on `device` and its metadata.
-
-    Raises:
-        CheckpointError: no such file, a truncated or foreign file, or one of a newer format.
-    """
-    if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}")
-    try:
-        with safe_open(str(path), framework="pt", device=str(device)) as opened:
-            header = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
-    if _JSON_KEY not in header:
-        raise CheckpointError(f"{path} was not written by ds2: its header has no {_JSON_KEY!r} entry")
-    metadata: dict[str, Any] = json.loads(header[_JSON_KEY])
-    if metadata["format"] > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format {metadata['format']}; this ds2 reads up to {FORMAT_VERSION}: install a newer ds2"
-        )
-    return tensors, metadata
+from ds2.system.tensor_file import CheckpointError, load, save
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -56,8 +56,7 @@ def _train(arguments: Sequence[str]) -> int:
     from hydra.types import RunMode
     from omegaconf import DictConfig
 
-    from ds2.compose import PRIMARY_CONFIG, compose_config, config_dir, first_of_sweep, to_config
-    from ds2.config import register
+    from ds2.commands.compose import PRIMARY_CONFIG, compose_config, config_dir, first_of_sweep, read_config, register
 
     arguments = _with_search_path(arguments)
     arguments.sort(key=lambda argument: argument in ("-m", "--multirun"))  # Hydra wants its overrides in one piece
@@ -67,7 +66,7 @@ def _train(arguments: Sequence[str]) -> int:
     def job(composed: DictConfig) -> None:
         from ds2.train import train
 
-        config = to_config(composed)
+        config = read_config(composed)
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         run_dir = Path(HydraConfig.get().runtime.output_dir if sweep else config.run_dir)
         config.run_dir = str(run_dir)
@@ -81,7 +80,7 @@ def _train(arguments: Sequence[str]) -> int:
 
 def _info(arguments: Sequence[str]) -> int:
     from ds2.alphabet import Alphabet
-    from ds2.compose import compose_config
+    from ds2.commands.compose import compose_config
     from ds2.features import Features
     from ds2.info import summary
     from ds2.model import AcousticModel

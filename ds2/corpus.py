@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds2.alphabet import Alphabet
-from ds2.config import Config, ConfigError
+from ds2.config.schema import Config, ConfigError
 from ds2.data_check import transcript_problems
 from ds2.importers import prepare
 from ds2.manifest import Utterance, read_manifests

@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from ds2.alphabet import Alphabet, describe
 from ds2.audio import END_TOLERANCE_S, AudioError
-from ds2.audio_cache import usable_cores
 from ds2.audio_probe import Probe, probe
-from ds2.config import Config
+from ds2.config.schema import Config
 from ds2.ctc import min_frames
 from ds2.manifest import Utterance
+from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
 

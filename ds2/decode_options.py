@@ -9,9 +9,10 @@ from typing import cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.compose import compose_config, nearest_key, to_config
-from ds2.config import Config, ConfigError, DecodeConfig
-from ds2.whole_file import write_text
+from ds2.commands.compose import compose_config
+from ds2.config.convert import nearest_key, to_config
+from ds2.config.schema import Config, ConfigError, DecodeConfig
+from ds2.system.files import write_text
 
 
 def tuned_file(model_file: Path) -> Path:

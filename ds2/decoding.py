@@ -19,8 +19,8 @@ from ds2.beam_lexicon import LexiconSearch
 from ds2.beam_native import CtcdecodeSearch, NativeSearch
 from ds2.beam_search import BLANK, DecodeError, Hypothesis, Word, greedy_decode, spell_words
 from ds2.confidence import AS_IT_IS, CalibratedDecoder
-from ds2.config import DecodeConfig
-from ds2.config_check import DECODE_METHODS
+from ds2.config.check import DECODE_METHODS
+from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import NGram
 from ds2.ngram_file import load_ngram

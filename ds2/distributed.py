@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ds2.agreement import program
-from ds2.audio_cache import usable_cores
-from ds2.config import CommConfig, ConfigError
-from ds2.device import resolve_device
+from ds2.config.device import resolve_device
+from ds2.config.schema import CommConfig, ConfigError
 from ds2.system.errors import UserError
+from ds2.system.machine import usable_cores
 from ds2.watchdog import Whereabouts
 
 log = logging.getLogger(__name__)

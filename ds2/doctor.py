@@ -10,8 +10,8 @@ import shutil
 import torch
 
 from ds2 import __version__
-from ds2.compose import config_dir
-from ds2.metrics import git_commit
+from ds2.commands.compose import config_dir
+from ds2.system.machine import git_commit
 
 _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors", "tensorboard", "triton", "cuda-core",
              "nvidia-cuda-nvrtc", "mpi4py")  # fmt: skip

@@ -22,19 +22,19 @@ from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, find_model, load_model
-from ds2.config import BatchingConfig, CommConfig, ConfigError, DecodeConfig
+from ds2.config.device import resolve_device, resolve_precision
+from ds2.config.schema import BatchingConfig, CommConfig, ConfigError, DecodeConfig
 from ds2.corpus import scored_utterances
 from ds2.dataset import SpeechLoader
 from ds2.decode_options import resolve_options, split_overrides
 from ds2.decoding import Decoder, GreedyDecoder, make_decoder
-from ds2.device import resolve_device, resolve_precision
 from ds2.distributed import Communicator, connect
 from ds2.features import Features
 from ds2.manifest import Utterance
 from ds2.model import AcousticModel
+from ds2.system.files import write_text
 from ds2.wer import Report, corpus_report
 from ds2.wer_report import format_report, write_report
-from ds2.whole_file import write_text
 
 log = logging.getLogger(__name__)
 _BATCH_AUDIO_S = {

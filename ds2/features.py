@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds2.config import ConfigError, FeaturesConfig
+from ds2.config.schema import ConfigError, FeaturesConfig
 
 # Mean-square power added before the logarithm, full scale = 1. It lies 10 dB above the rounding noise of 16-bit samples
 # (2^-30 / 12 = 7.8e-11): digital silence is finite, and audio kept as 16-bit samples has the features of the original.

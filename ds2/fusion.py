@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds2.alphabet import Alphabet
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
 

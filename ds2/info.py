@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from ds2.config import ModelConfig
+from ds2.config.schema import ModelConfig
 from ds2.model import AcousticModel
 from ds2.model_plan import lookahead_parts_ms, module_plan
 

@@ -13,7 +13,7 @@ from ds2_ops import lookahead, lookahead_stream, recurrence
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds2.config import ConvConfig, ModelConfig
+from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.norm import SequenceBatchNorm
 
 State = tuple[Tensor, ...] | None

@@ -14,7 +14,7 @@ import torch
 
 from ds2.alphabet import Alphabet
 from ds2.arpa import write_arpa
-from ds2.config import AlphabetConfig
+from ds2.config.schema import AlphabetConfig
 from ds2.language_model import END, UNITS, UNKNOWN, LanguageModelError, NGram
 from ds2.lm_build import DEFAULT_MEMORY_BYTES, estimate
 from ds2.lm_text import SentenceReader, cut

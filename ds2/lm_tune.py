@@ -14,7 +14,7 @@ from torch import Tensor
 from ds2.alphabet import Alphabet
 from ds2.beam_search import DecodeError
 from ds2.confidence import AS_IT_IS, fit_calibration, judge
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.decoding import make_decoder
 from ds2.language_model import NGram
 from ds2.wer import ErrorCounts, word_errors
@@ -178,9 +178,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, show each trial, draw the surface and write the winner beside the model."""
     from ds2.checkpoint import find_model, load_model
+    from ds2.config.device import resolve_device, resolve_precision
     from ds2.corpus import scored_utterances
     from ds2.decode_options import save_options, tuned_file
-    from ds2.device import resolve_device, resolve_precision
     from ds2.evaluate import logit_batches, recognition_loader
     from ds2.ngram_file import load_ngram
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.system.errors import UserError
-from ds2.whole_file import whole_file
+from ds2.system.files import whole_file
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -128,19 +127,3 @@ def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bo
         total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,
         disable=not (shown and sys.stderr.isatty()),
     )  # fmt: skip
-
-
-def git_commit() -> str:
-    """The commit of the source tree that runs, `-dirty` appended where it has changes, or 'unknown' outside git."""
-    folder = Path(__file__).resolve().parent
-    try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit.stdout.strip()

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ds2.config import ConfigError, ModelConfig
+from ds2.config.schema import ConfigError, ModelConfig
 from ds2.layers import MaskedConv, Ragged, RowConvolution, State, make_recurrent_layer
 from ds2.model_plan import check_model, lookahead_parts_ms, module_plan, time_stride
 from ds2.norm import SequenceBatchNorm

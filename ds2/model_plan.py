@@ -1,6 +1,6 @@
 """What follows from a model's config alone: its modules, its lookahead, and whether it can work at all."""
 
-from ds2.config import ConfigError, ModelConfig
+from ds2.config.schema import ConfigError, ModelConfig
 
 
 def time_stride(config: ModelConfig) -> int:

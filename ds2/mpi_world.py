@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from mpi4py import MPI
 
-from ds2.config import ConfigError
+from ds2.config.schema import ConfigError
 
 
 class World:

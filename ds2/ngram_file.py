@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ds2.arpa import read_arpa
 from ds2.language_model import TENSORS, LanguageModelError, NGram
-from ds2.whole_file import whole_file
+from ds2.system.files import whole_file
 
 FORMAT_VERSION = 1
 _HEAD_BYTES = 4096  # an ARPA file says so within these

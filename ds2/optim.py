@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ds2.config import OptimConfig
+from ds2.config.schema import OptimConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

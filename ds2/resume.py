@@ -12,17 +12,11 @@ import torch
 from torch import Tensor
 
 from ds2.averaging import WeightAverage
-from ds2.checkpoint import (
-    CheckpointError,
-    load_model,
-    load_trainer,
-    optimizer_tensors,
-    restore_optimizer,
-    save_trainer,
-)
-from ds2.compose import config_to_dict
-from ds2.config import ConfigError
+from ds2.checkpoint import load_model, load_trainer, optimizer_tensors, restore_optimizer, save_trainer
+from ds2.config.convert import config_to_dict
+from ds2.config.schema import ConfigError
 from ds2.progress import Progress, changed_keys
+from ds2.system.tensor_file import CheckpointError
 
 if TYPE_CHECKING:
     from ds2.trainer import Trainer

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ds2.checkpoint import CheckpointError
-from ds2.compose import save_config
-from ds2.config import Config
+from ds2.config.convert import save_config
+from ds2.config.schema import Config
 from ds2.distributed import Communicator, connect, rank_log
-from ds2.metrics import RunLog, git_commit, progress_bar
+from ds2.metrics import RunLog, progress_bar
 from ds2.optim import learning_rate, set_learning_rate
 from ds2.progress import Progress
+from ds2.system.machine import git_commit
+from ds2.system.tensor_file import CheckpointError
 from ds2.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -16,22 +16,23 @@ from ds2.augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
 from ds2.batching import deal, padded_durations_s, plan_epoch
 from ds2.checkpoint import save_model
-from ds2.config import Config
+from ds2.config.device import resolve_device, resolve_precision
+from ds2.config.schema import Config
 from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
 from ds2.ctc import ctc_losses
 from ds2.dataset import Batch, SpeechLoader
-from ds2.device import resolve_device, resolve_precision
 from ds2.distributed import Communicator
 from ds2.evaluate import score, transcribe_utterances
 from ds2.features import Features
 from ds2.gradients import GradientReducer, NormStatistics
-from ds2.metrics import RunLog, StepTimer, git_commit
+from ds2.metrics import RunLog, StepTimer
 from ds2.model import AcousticModel
 from ds2.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
 from ds2.progress import Progress, StepReport
 from ds2.resume import save_state, take_up
 from ds2.system.errors import UserError
+from ds2.system.machine import git_commit
 
 log = logging.getLogger(__name__)
 

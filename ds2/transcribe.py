@@ -205,7 +205,7 @@ def _readable(name: str) -> Iterator[Path]:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 transcribe MODEL FILE...`: 1 where a file could not be transcribed, after all others are done."""
-    from ds2.device import resolve_device, resolve_precision
+    from ds2.config.device import resolve_device, resolve_precision
 
     decode, arguments = split_overrides(arguments)
     parser = argparse.ArgumentParser(

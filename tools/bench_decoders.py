@@ -33,11 +33,11 @@ from ds2.arpa_cache import arpa_file
 from ds2.beam_native import thread_count
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, load_model
-from ds2.config import DecodeConfig
+from ds2.config.device import resolve_device, resolve_precision
+from ds2.config.schema import DecodeConfig
 from ds2.corpus import scored_utterances
 from ds2.dataset import SpeechLoader
 from ds2.decoding import Decoder, GreedyDecoder, make_decoder
-from ds2.device import resolve_device, resolve_precision
 from ds2.evaluate import logit_batches, recognition_loader, transcribe_utterances
 from ds2.lm_tune import DevSet
 from ds2.manifest import Utterance

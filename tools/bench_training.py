@@ -24,10 +24,10 @@ import numpy as np
 import soundfile
 import torch
 
-from ds2.compose import compose_config
+from ds2.commands.compose import compose_config
 from ds2.dataset import Batch
 from ds2.manifest import Utterance, write_manifest
-from ds2.metrics import git_commit
+from ds2.system.machine import git_commit
 from ds2.trainer import Trainer
 
 RATE_HZ = 16000

@@ -21,7 +21,7 @@ from torch import Tensor
 from ds2.alphabet import Alphabet
 from ds2.beam_native import find_package
 from ds2.beam_search import Hypothesis
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling
 

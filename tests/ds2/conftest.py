@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from ds2.compose import compose_config
-from ds2.config import Config
+from ds2.commands.compose import compose_config
+from ds2.config.schema import Config
 from ds2.manifest import Utterance, write_manifest
 
 RATE_HZ = 16000

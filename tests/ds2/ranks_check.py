@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ds2.config import CommConfig
+from ds2.config.schema import CommConfig
 from ds2.distributed import Communicator, connect
 
 

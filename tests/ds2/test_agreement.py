@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds2.agreement import corpus, program, settings, weights
-from ds2.config import Config
+from ds2.config.schema import Config
 from ds2.distributed import Communicator, DisagreementError
 from ds2.manifest import Utterance
 from tests.ds2.launch import mpirun

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds2.alphabet import Alphabet, AlphabetError
-from ds2.config import AlphabetConfig
+from ds2.config.schema import AlphabetConfig
 
 
 def make(**keys: object) -> Alphabet:

@@ -10,9 +10,10 @@ import pytest
 
 from ds2 import arpa_cache
 from ds2.arpa import read_arpa, write_arpa
-from ds2.arpa_cache import arpa_file, cache_dir
+from ds2.arpa_cache import arpa_file
 from ds2.language_model import LanguageModelError, NGram
 from ds2.lm_build import estimate
+from ds2.system.files import cache_dir
 
 
 def model(*words: str) -> NGram:

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.augment import (
-    apply_masks,
-    augment_waveform,
-    pink_noise,
-    recorded_noise,
-    spectrogram_masks,
-    utterance_rng,
-)
-from ds2.config import AugmentConfig, FeaturesConfig
+from ds2.augment import apply_masks, augment_waveform, pink_noise, recorded_noise, spectrogram_masks, utterance_rng
+from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 RATE = 16000
 

@@ -21,7 +21,7 @@ from ds2.align import _by_kernel, force_align
 from ds2.alphabet import Alphabet
 from ds2.beam_batched import BatchedBeamSearch, Found
 from ds2.beam_kernel import KernelSearch
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import NGram
 

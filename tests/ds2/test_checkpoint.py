@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ds2 import checkpoint
-from ds2.checkpoint import CheckpointError, load, load_trainer, optimizer_tensors, restore_optimizer, save, save_trainer
-from ds2.config import Config, OptimConfig
+from ds2.checkpoint import load_trainer, optimizer_tensors, restore_optimizer, save_trainer
+from ds2.config.schema import Config, OptimConfig
 from ds2.optim import make_optimizer
+from ds2.system.tensor_file import CheckpointError, load, save
 
 
 def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:

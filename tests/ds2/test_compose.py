@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ds2.compose import compose_config, config_dir, config_from_dict, config_to_dict, first_of_sweep, save_config
-from ds2.config import AugmentConfig, Config, ConfigError
-from ds2.config_check import check
+from ds2.commands.compose import compose_config, config_dir, first_of_sweep
+from ds2.config.check import check
+from ds2.config.convert import config_from_dict, config_to_dict, save_config
+from ds2.config.schema import AugmentConfig, Config, ConfigError
 
 RECIPES = sorted(p.stem for p in (config_dir() / "recipe").glob("*.yaml"))
 GROUPS = [(p.parent.name, p.stem) for p in sorted(config_dir().glob("*/*.yaml")) if p.parent.name != "recipe"]

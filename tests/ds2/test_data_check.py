@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 from ds2 import data_check
-from ds2.config import Config
+from ds2.config.schema import Config
 from ds2.data_check import CheckReport, check
 from ds2.data_commands import run_check
 from ds2.manifest import Utterance, read_manifest, write_manifest

@@ -17,7 +17,7 @@ import torch
 
 from ds2.alphabet import Alphabet, AlphabetError
 from ds2.audio import AudioError
-from ds2.config import AugmentConfig, Config, DataConfig
+from ds2.config.schema import AugmentConfig, Config, DataConfig
 from ds2.dataset import Batch, SpeechLoader, worker_count
 from ds2.manifest import Utterance, write_manifest
 

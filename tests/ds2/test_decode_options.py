@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.config import Config, ConfigError, DecodeConfig
+from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.decode_options import resolve_options, save_options, split_overrides, tuned_file
 
 

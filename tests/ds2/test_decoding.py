@@ -19,7 +19,7 @@ from torch import Tensor
 from ds2.alphabet import Alphabet
 from ds2.arpa import read_arpa
 from ds2.beam_search import DecodeError, Hypothesis
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.decoding import decode_long, make_decoder
 from ds2.language_model import LanguageModelError, NGram
 from ds2.lexicon import LexiconError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds2.arpa import read_arpa, write_arpa
 from ds2.beam_search import DecodeError
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.decoding import make_decoder
 from ds2.fusion import Fusion
 from ds2.language_model import NGram

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds2.config import ConvConfig, ModelConfig
+from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.layers import MaskedConv, Ragged, RecurrentLayer, RowConvolution, TorchRecurrentLayer, reverse
 
 LENGTHS = [6, 3, 0]

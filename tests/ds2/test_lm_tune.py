@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds2.alphabet import Alphabet
-from ds2.config import DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.language_model import NGram
 from ds2.lm_build import estimate
 from ds2.lm_text import SentenceReader

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds2.config import ConfigError, ConvConfig, ModelConfig
+from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.info import activation_bytes_per_s, summary
 from ds2.model import AcousticModel
 from ds2.model_plan import module_plan

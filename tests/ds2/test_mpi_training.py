@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.checkpoint import load
+from ds2.system.tensor_file import load
 from tests.ds2.launch import HERE, TIMEOUT_S, mpirun
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds2.averaging import WeightAverage
-from ds2.config import OptimConfig
+from ds2.config.schema import OptimConfig
 from ds2.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer
 
 

@@ -14,8 +14,8 @@ import torch
 from ds2.alphabet import WORD_MARK, Alphabet, AlphabetError
 from ds2.checkpoint import load_model
 from ds2.cli import main
-from ds2.compose import compose_config
-from ds2.config import AlphabetConfig, Config, ConfigError
+from ds2.commands.compose import compose_config
+from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.lm_text import SentenceReader
 from ds2.ngram_file import load_ngram
 from ds2.pieces import learn_pieces, read_pieces
@@ -126,7 +126,7 @@ def test_text_is_cut_by_the_alphabet_or_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_decoders_read_pieces_as_words() -> None:
-    from ds2.config import DecodeConfig
+    from ds2.config.schema import DecodeConfig
     from ds2.decoding import make_decoder
 
     ours = alphabet()

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from ds2.compose import compose_config, config_dir
-from ds2.config import ModelConfig
+from ds2.commands.compose import compose_config, config_dir
+from ds2.config.schema import ModelConfig
 from ds2.model import AcousticModel
 
 BINS, LABELS = 161, 29

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ds2.checkpoint import CheckpointError, load
-from ds2.config import Config
+from ds2.config.schema import Config
+from ds2.system.tensor_file import CheckpointError, load
 from ds2.train import Interrupts, train
 from ds2.trainer import Trainer
 

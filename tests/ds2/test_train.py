@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from ds2.audio import AudioError
-from ds2.checkpoint import CheckpointError, load, load_model
+from ds2.checkpoint import load_model
 from ds2.cli import main
-from ds2.config import Config, ConfigError
+from ds2.config.schema import Config, ConfigError
 from ds2.corpus import CorpusError
 from ds2.metrics import RunLog
+from ds2.system.tensor_file import CheckpointError, load
 from ds2.train import train
 from ds2.trainer import Trainer, TrainingError
 

@@ -17,7 +17,7 @@ from ds2.audio import AudioError, read_audio
 from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
 from ds2.checkpoint import LoadedModel, load_model, save_model
 from ds2.cli import main
-from ds2.config import Config
+from ds2.config.schema import Config
 from ds2.features import Features
 from ds2.model import AcousticModel
 from ds2.transcribe import transcribe_file

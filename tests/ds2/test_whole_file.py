@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.whole_file import whole_file, write_text
+from ds2.system.files import whole_file, write_text
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:

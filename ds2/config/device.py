@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds2.config import ConfigError
+from ds2.config.schema import ConfigError
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:

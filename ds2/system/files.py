@@ -9,6 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def cache_dir() -> Path:
+    """Folder of kept files: $DS2_CACHE_DIR, else ds2 under $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("DS2_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds2"
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Give a path beside `path` to write a file at, which takes its place when the block ends; an error leaves none.

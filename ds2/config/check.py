@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds2.config import Config, ConfigError
+from ds2.config.schema import Config, ConfigError
 
 DECODE_METHODS = ("greedy", "beam", "native", "ctcdecode")
 _CHOICES: dict[str, tuple[str, ...]] = {

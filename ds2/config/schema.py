@@ -1,10 +1,9 @@
-"""Every configuration of ds2 as typed dataclasses: the only schema, registered with Hydra."""
+"""Every configuration of ds2 as typed dataclasses: the only schema."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from ds2.system.errors import UserError
@@ -209,8 +208,3 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     run_dir: str = MISSING
     device: str = "auto"  # auto | cpu | cuda | cuda:N
-
-
-def register() -> None:
-    """Register the schema with Hydra as `schema`, which every primary config of `conf` names first in its defaults."""
-    ConfigStore.instance().store(name="schema", node=Config)

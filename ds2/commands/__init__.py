@@ -1,0 +1,1 @@
+"""One file a command: arguments to one call to print. The only place that knows argparse, Hydra and exit codes."""
