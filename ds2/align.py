@@ -15,7 +15,7 @@ from ds2_ops import align as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.beam_search import BLANK
+from ds2.text.alphabet import BLANK
 
 _STAY, _NEXT, _SKIP = range(3)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ds2.align import Alignment, force_align
-from ds2.alphabet import Alphabet
 from ds2.beam_search import Word, spell_words
 from ds2.checkpoint import LoadedModel, load_model
 from ds2.manifest import Utterance
+from ds2.text.alphabet import Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _DEVIATIONS = 6.0  # above the median: what is listed

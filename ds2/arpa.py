@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.language_model import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
-from ds2.lm_text import read_lines
 from ds2.ngram_levels import Level, blocks, link, unlink
 from ds2.system.files import whole_file
+from ds2.text.lines import read_lines
 
 _LN10 = math.log(10.0)
 _ABSENT_LOG10 = -100.0  # what -inf becomes, and <unk> gets in a file without it

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ds2.audio import AudioError, read_audio
+from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import DataConfig
 from ds2.manifest import Utterance
 from ds2.system.files import whole_file

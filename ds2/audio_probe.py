@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.audio import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
+from ds2.audio.read import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.manifest import Utterance
 
 FULL_SCALE = 0.999

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.beam_kernel import KernelSearch, read_labels
-from ds2.beam_search import BLANK
 from ds2.config.schema import DecodeConfig
 from ds2.fusion import LENGTH, Fusion
+from ds2.text.alphabet import BLANK
 
 _NONE = -math.inf
 _PRIMES = (-7046029254386353131, 6364136223846793005)  # odd multipliers of a rolling hash, as signed 64-bit integers

@@ -14,10 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.alphabet import WORD_MARK, Alphabet
 from ds2.system.errors import UserError
-
-BLANK = 0
+from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 
 class DecodeError(UserError):

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
+from ds2.audio.features import Features
 from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
-from ds2.features import Features
 from ds2.model import AcousticModel
 from ds2.system.tensor_file import CheckpointError, load, save
+from ds2.text.alphabet import Alphabet
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

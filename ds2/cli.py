@@ -17,6 +17,7 @@ usage: ds2 COMMAND [...]
   train [OVERRIDE...] [--multirun]   train, or resume the run folder: ds2 train recipe=an4 model.depth=8
   info [OVERRIDE...]                 layers, parameters, lookahead and memory: ds2 info model=rnn_48_skip_4
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
+  wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
   transcribe MODEL FILE...           audio files to text or JSON
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
@@ -79,11 +80,11 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _info(arguments: Sequence[str]) -> int:
-    from ds2.alphabet import Alphabet
+    from ds2.audio.features import Features
     from ds2.commands.compose import compose_config
-    from ds2.features import Features
     from ds2.info import summary
     from ds2.model import AcousticModel
+    from ds2.text.alphabet import Alphabet
 
     config = compose_config(_with_search_path(arguments))
     features = Features(config.features, config.data.sample_rate_hz)
@@ -122,6 +123,12 @@ def _lm(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
+def _wer(arguments: Sequence[str]) -> int:
+    from ds2.commands.wer import run
+
+    return run(arguments)
+
+
 def _doctor(arguments: Sequence[str]) -> int:
     from ds2.doctor import run
 
@@ -136,6 +143,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "data": _data,
     "align": _align,
     "lm": _lm,
+    "wer": _wer,
     "doctor": _doctor,
 }
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.beam_search import Hypothesis
-from ds2.wer import CORRECT, DELETION, align
+from ds2.scoring.wer import CORRECT, DELETION, align
 
 AS_IT_IS = (1.0, 0.0)
 _LEAST = 1e-3  # nearer to 0 or 1 a confidence tells no more

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLANK = 0
+from ds2.text.alphabet import BLANK
 
 
 def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:

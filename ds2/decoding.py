@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from ds2.align import force_align
-from ds2.alphabet import WORD_MARK, Alphabet
 from ds2.beam_batched import BatchedBeamSearch
 from ds2.beam_lexicon import LexiconSearch
 from ds2.beam_native import CtcdecodeSearch, NativeSearch
-from ds2.beam_search import BLANK, DecodeError, Hypothesis, Word, greedy_decode, spell_words
+from ds2.beam_search import DecodeError, Hypothesis, Word, greedy_decode, spell_words
 from ds2.confidence import AS_IT_IS, CalibratedDecoder
 from ds2.config.check import DECODE_METHODS
 from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import NGram
 from ds2.ngram_file import load_ngram
+from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times
 _SUM_TOLERANCE = 0.02  # of a frame's probabilities: what log-probs rounded to bfloat16 miss 1 by

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds2 import __version__
 from ds2.agreement import corpus, weights
-from ds2.alphabet import Alphabet
+from ds2.audio.features import Features
 from ds2.batching import plan_epoch
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, find_model, load_model
@@ -29,12 +29,12 @@ from ds2.dataset import SpeechLoader
 from ds2.decode_options import resolve_options, split_overrides
 from ds2.decoding import Decoder, GreedyDecoder, make_decoder
 from ds2.distributed import Communicator, connect
-from ds2.features import Features
 from ds2.manifest import Utterance
 from ds2.model import AcousticModel
+from ds2.scoring.report import format_report, write_report
+from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
-from ds2.wer import Report, corpus_report
-from ds2.wer_report import format_report, write_report
+from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
 _BATCH_AUDIO_S = {

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
 from ds2.config.schema import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.text.alphabet import Alphabet
 
 STATE, NODE, LENGTH, WORDS = range(4)
 LM, HOT = range(2)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet, describe
 from ds2.system.errors import UserError
+from ds2.text.alphabet import Alphabet, describe
 
 UNKNOWN, START, END = "<unk>", "<s>", "</s>"
 SPACE = "<space>"  # how a character-level model writes a space, as tokens of ARPA files hold none

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.alphabet import WORD_MARK, Alphabet
 from ds2.beam_search import DecodeError
+from ds2.text.alphabet import WORD_MARK, Alphabet
 
 OFF, ROOT = 0, 1  # trie nodes: left the trie for good, the empty prefix
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from ds2.alphabet import Alphabet
 from ds2.arpa import write_arpa
 from ds2.config.schema import AlphabetConfig
 from ds2.language_model import END, UNITS, UNKNOWN, LanguageModelError, NGram
@@ -20,6 +19,7 @@ from ds2.lm_build import DEFAULT_MEMORY_BYTES, estimate
 from ds2.lm_text import SentenceReader, cut
 from ds2.lm_tune import add_arguments as add_tune_arguments
 from ds2.ngram_file import load_ngram, save_ngram
+from ds2.text.alphabet import Alphabet
 
 _BATCH_SENTENCES = 4096
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
 from ds2.beam_search import DecodeError
 from ds2.confidence import AS_IT_IS, fit_calibration, judge
 from ds2.config.schema import DecodeConfig
 from ds2.decoding import make_decoder
 from ds2.language_model import NGram
-from ds2.wer import ErrorCounts, word_errors
+from ds2.scoring.wer import ErrorCounts, word_errors
+from ds2.text.alphabet import Alphabet
 
 _BEAM_TOLERANCE = 0.0005  # a narrower beam is taken where it costs no more than so much WER
 _REFINEMENTS = 2  # rounds around the best point, each at half the step

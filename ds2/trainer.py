@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ds2.agreement import corpus, settings
-from ds2.alphabet import Alphabet
-from ds2.augment import apply_masks, spectrogram_masks
+from ds2.audio.features import Features
+from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
 from ds2.batching import deal, padded_durations_s, plan_epoch
 from ds2.checkpoint import save_model
@@ -23,7 +23,6 @@ from ds2.ctc import ctc_losses
 from ds2.dataset import Batch, SpeechLoader
 from ds2.distributed import Communicator
 from ds2.evaluate import score, transcribe_utterances
-from ds2.features import Features
 from ds2.gradients import GradientReducer, NormStatistics
 from ds2.metrics import RunLog, StepTimer
 from ds2.model import AcousticModel
@@ -33,6 +32,7 @@ from ds2.progress import Progress, StepReport
 from ds2.resume import save_state, take_up
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
+from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
-from ds2.audio import AudioError, audio_blocks
+from ds2.audio.read import AudioError, audio_blocks
 from ds2.beam_search import DecodeError, Hypothesis, best_path, collapse
 from ds2.checkpoint import LoadedModel, find_model, load_model
 from ds2.confidence import calibrated
 from ds2.decode_options import resolve_options, split_overrides
 from ds2.decoding import Decoder, decode_long, make_decoder
 from ds2.model import AcousticModel
+from ds2.text.alphabet import Alphabet
 
 _BLOCK_S = 60.0
 _CONTEXT_S = 10.0

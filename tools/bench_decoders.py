@@ -42,7 +42,7 @@ from ds2.evaluate import logit_batches, recognition_loader, transcribe_utterance
 from ds2.lm_tune import DevSet
 from ds2.manifest import Utterance
 from ds2.ngram_file import load_ngram
-from ds2.wer import ErrorCounts, word_errors
+from ds2.scoring.wer import ErrorCounts, word_errors
 
 _TOKENS = 29  # flashlight's labels a frame, unless a method says
 

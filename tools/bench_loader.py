@@ -22,12 +22,12 @@ import numpy as np
 import soundfile
 import torch
 
-from ds2.alphabet import Alphabet
 from ds2.batching import plan_epoch
 from ds2.config.schema import AugmentConfig, BatchingConfig, Config, DataConfig
 from ds2.dataset import Batch, SpeechLoader
 from ds2.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
+from ds2.text.alphabet import Alphabet
 
 SAMPLE_RATE_HZ = 16000
 AUGMENTATIONS = {

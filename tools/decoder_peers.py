@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
 from ds2.beam_native import find_package
 from ds2.beam_search import Hypothesis
 from ds2.config.schema import DecodeConfig
 from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling
+from ds2.text.alphabet import Alphabet
 
 One = Callable[[NDArray[np.float32]], str]
 _decode_here: One  # of a worker process

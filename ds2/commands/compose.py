@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ds2
 from ds2.config.convert import explain, to_config
 from ds2.config.schema import Config, ConfigError
-from ds2.pieces import read_pieces
+from ds2.text.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
 

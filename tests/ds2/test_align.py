@@ -10,7 +10,7 @@ import torch
 
 from ds2.align import force_align
 from ds2.align_command import align_batch, suspicious
-from ds2.alphabet import Alphabet
+from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds2.alphabet import Alphabet, AlphabetError
 from ds2.config.schema import AlphabetConfig
+from ds2.text.alphabet import Alphabet, AlphabetError
 
 
 def make(**keys: object) -> Alphabet:

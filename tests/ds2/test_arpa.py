@@ -15,6 +15,7 @@ from ds2.language_model import LanguageModelError
 from ds2.lm_build import estimate
 from ds2.ngram_file import load_ngram
 from ds2.ngram_levels import unlink
+from ds2.text.lines import TextError
 
 SMALL = """\
 made by hand
@@ -118,7 +119,7 @@ def test_broken_files_are_named(old: str, new: str, match: str, tmp_path: Path) 
 def test_wrong_encodings_and_folders_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.arpa"
     path.write_bytes(SMALL.replace("b", "\u00e9").encode("latin-1"))
-    with pytest.raises(LanguageModelError, match=r"m\.arpa:\d+ is not UTF-8"):
+    with pytest.raises(TextError, match=r"m\.arpa:\d+ is not UTF-8"):
         read_arpa(path)
     with pytest.raises(LanguageModelError, match="could not be written"):
         write_arpa(estimate([["a"]], 1).model, path / "under" / "a.arpa")

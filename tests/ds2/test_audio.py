@@ -10,8 +10,8 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from ds2 import audio
-from ds2.audio import AudioError, audio_blocks, audio_info, read_audio
+from ds2.audio import read as audio
+from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
 
 SECONDS = 3
 FORMATS = {

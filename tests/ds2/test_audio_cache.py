@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from ds2 import audio_cache
-from ds2.audio import AudioError
+from ds2.audio.read import AudioError
 from ds2.audio_cache import AudioStore, open_audio
 from ds2.config.schema import DataConfig
 from ds2.manifest import Utterance

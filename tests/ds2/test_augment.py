@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.augment import apply_masks, augment_waveform, pink_noise, recorded_noise, spectrogram_masks, utterance_rng
+from ds2.audio.augment import augment_waveform, pink_noise, recorded_noise, utterance_rng
+from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 RATE = 16000

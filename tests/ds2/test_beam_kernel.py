@@ -18,12 +18,12 @@ from test_decoding import CHARACTERS, PIECES, language_model, random_log_probs, 
 from torch import Tensor
 
 from ds2.align import _by_kernel, force_align
-from ds2.alphabet import Alphabet
 from ds2.beam_batched import BatchedBeamSearch, Found
 from ds2.beam_kernel import KernelSearch
 from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
 from ds2.language_model import NGram
+from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")
 WHERE = [pytest.param("cpu", id="host"), pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from ds2.audio import AudioError, EmptyAudioError, audio_blocks, audio_info, read_audio
+from ds2.audio.read import AudioError, EmptyAudioError, audio_blocks, audio_info, read_audio
 from ds2.manifest import ManifestError, read_manifest
 
 RATE_HZ = 16000

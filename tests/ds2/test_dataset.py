@@ -15,11 +15,11 @@ import pytest
 import soundfile
 import torch
 
-from ds2.alphabet import Alphabet, AlphabetError
-from ds2.audio import AudioError
+from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, Config, DataConfig
 from ds2.dataset import Batch, SpeechLoader, worker_count
 from ds2.manifest import Utterance, write_manifest
+from ds2.text.alphabet import Alphabet, AlphabetError
 
 RATE = 16000
 PLAN = [[3, 1, 0], [2], [5, 4], [7, 6], [8, 9, 10, 11]]

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
 from ds2.arpa import read_arpa
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config.schema import DecodeConfig
 from ds2.decoding import decode_long, make_decoder
 from ds2.language_model import LanguageModelError, NGram
 from ds2.lexicon import LexiconError
+from ds2.text.alphabet import Alphabet
 
 CHARACTERS = Alphabet(("", " ", "a", "b"))
 PIECES = Alphabet(("", "\u2581a", "b", "\u2581b"))

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.alphabet import Alphabet
+from ds2.audio.features import Features
 from ds2.beam_search import DecodeError
 from ds2.checkpoint import LoadedModel, load_model, save_model
 from ds2.cli import main
 from ds2.config.schema import Config
 from ds2.evaluate import recognition_loader, transcribe_utterances
-from ds2.features import Features
 from ds2.manifest import read_manifest, write_manifest
 from ds2.model import AcousticModel
+from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")
 

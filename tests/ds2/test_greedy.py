@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
 from ds2.beam_search import DecodeError, Word, best_path, greedy_decode
+from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
 BLANK, SPACE, A, B = range(4)

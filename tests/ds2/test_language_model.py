@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from test_lm_build import same, zipf_text
 
 from ds2 import language_model
-from ds2.alphabet import Alphabet
 from ds2.arpa import write_arpa
 from ds2.language_model import LanguageModelError, NGram
 from ds2.lm_build import estimate
 from ds2.ngram_file import load_ngram, save_ngram
 from ds2.ngram_levels import link, unlink
+from ds2.text.alphabet import Alphabet
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])

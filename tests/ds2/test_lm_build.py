@@ -13,12 +13,13 @@ import torch
 from kneser_ney_oracle import Oracle
 
 from ds2 import lm_counts
-from ds2.alphabet import Alphabet
 from ds2.language_model import LanguageModelError, NGram
 from ds2.lm_build import Estimate, estimate
 from ds2.lm_commands import perplexity, run
 from ds2.lm_counts import Scratch
 from ds2.lm_text import SentenceReader
+from ds2.text.alphabet import Alphabet
+from ds2.text.lines import TextError
 
 TINY = [
     "the cat sat on the mat",
@@ -214,7 +215,7 @@ def test_settings_that_cannot_work_are_named(order: int, prune: tuple[int, ...],
 )
 def test_bad_texts_are_named(name: str, content: bytes, match: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(LanguageModelError, match=match):
+    with pytest.raises((LanguageModelError, TextError), match=match):
         run(["build", str(tmp_path / name), "--output", str(tmp_path / "out.lm")])
     assert not (tmp_path / "out.lm").exists()
 
@@ -223,7 +224,7 @@ def test_reserved_tokens_and_missing_texts_are_named(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a b\nc <unk>\n")
     with pytest.raises(LanguageModelError, match=r"p\.txt:2 holds <unk>"):
         list(SentenceReader([tmp_path / "p.txt"], "piece"))
-    with pytest.raises(LanguageModelError, match=r"no text .*absent\.txt"):
+    with pytest.raises(TextError, match=r"no text .*absent\.txt"):
         run(["build", str(tmp_path / "absent.txt"), "--output", str(tmp_path / "out.lm")])
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.alphabet import Alphabet
 from ds2.config.schema import DecodeConfig
 from ds2.language_model import NGram
 from ds2.lm_build import estimate
 from ds2.lm_text import SentenceReader
 from ds2.lm_tune import DevSet, Trial, choose, draw, search, tune_confidence
-from ds2.wer import ErrorCounts
+from ds2.scoring.wer import ErrorCounts
+from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))
 TEXTS = ["ab ba", "ba ab", "ab ab", "ba ba"]

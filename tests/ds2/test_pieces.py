@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.alphabet import WORD_MARK, Alphabet, AlphabetError
 from ds2.checkpoint import load_model
 from ds2.cli import main
 from ds2.commands.compose import compose_config
 from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.lm_text import SentenceReader
 from ds2.ngram_file import load_ngram
-from ds2.pieces import learn_pieces, read_pieces
+from ds2.text.alphabet import WORD_MARK, Alphabet, AlphabetError
+from ds2.text.pieces import learn_pieces, read_pieces
 
 sentencepiece = pytest.importorskip("sentencepiece")
 BASE = Alphabet.from_config(AlphabetConfig())

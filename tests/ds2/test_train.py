@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.audio import AudioError
+from ds2.audio.read import AudioError
 from ds2.checkpoint import load_model
 from ds2.cli import main
 from ds2.config.schema import Config, ConfigError

@@ -12,14 +12,14 @@ import pytest
 import soundfile
 import torch
 
-from ds2.alphabet import Alphabet
-from ds2.audio import AudioError, read_audio
+from ds2.audio.features import Features
+from ds2.audio.read import AudioError, read_audio
 from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
 from ds2.checkpoint import LoadedModel, load_model, save_model
 from ds2.cli import main
 from ds2.config.schema import Config
-from ds2.features import Features
 from ds2.model import AcousticModel
+from ds2.text.alphabet import Alphabet
 from ds2.transcribe import transcribe_file
 
 RATE_HZ = 16000

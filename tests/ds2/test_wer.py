@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds2.wer import ErrorCounts, align, character_errors, corpus_report, count_edits, word_errors
-from ds2.wer_statistics import bootstrap_interval, paired_test
+from ds2.scoring.statistics import bootstrap_interval, paired_test
+from ds2.scoring.wer import ErrorCounts, align, character_errors, corpus_report, count_edits, word_errors
 
 WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=12)
 

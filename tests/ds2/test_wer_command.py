@@ -1,4 +1,4 @@
-"""tools/wer.py: manifests, plain text and Kaldi text in; two systems compared; input that cannot be scored."""
+"""`ds2 wer`: manifests, plain text and Kaldi text in; two systems compared; input that cannot be scored."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ds2.wer import corpus_report
-from ds2.wer_report import format_alignments, format_report
-from tools.wer import main
+from ds2 import cli
+from ds2.scoring.report import format_alignments, format_report
+from ds2.scoring.wer import corpus_report
 
 
 @pytest.fixture
@@ -20,6 +20,10 @@ def write(tmp_path: Path) -> Callable[[str, str], str]:
         return str(tmp_path / name)
 
     return write
+
+
+def main(arguments: list[str]) -> int:
+    return cli.main(["wer", *arguments])
 
 
 Write = Callable[[str, str], str]

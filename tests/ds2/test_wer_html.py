@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ds2.wer import Report, corpus_report
-from ds2.wer_html import html_page
-from ds2.wer_report import summary
+from ds2.scoring.html import html_page
+from ds2.scoring.report import summary
+from ds2.scoring.wer import Report, corpus_report
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element reference in the WebDriver standard
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names

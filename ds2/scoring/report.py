@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ds2.scoring.html import html_page
+from ds2.scoring.statistics import Interval, PairedTest
+from ds2.scoring.wer import AlignedUtterance, ErrorCounts, Report
 from ds2.system.files import write_text
-from ds2.wer import AlignedUtterance, ErrorCounts, Report
-from ds2.wer_html import html_page
-from ds2.wer_statistics import Interval, PairedTest
 
 _CONFUSIONS_SHOWN = 20
 _KINDS = {"S": "substituted", "D": "deleted", "I": "inserted"}

@@ -13,6 +13,7 @@ from typing import Any
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
 
+BLANK = 0  # the label of CTC's blank
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
 _CASE: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "keep": str}
 
@@ -164,3 +165,6 @@ def describe(characters: Mapping[str, int]) -> str:
 
 def _nfc(text: str) -> str:
     return unicodedata.normalize("NFC", text)
+
+
+BLANK = 0

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ds2.system.errors import UserError
+
 Counts = NDArray[np.int64]
 _REPLICATES = 2000
 _DRAWS_AT_ONCE = 2**22  # bounds the memory of resampling, whatever the corpus
+
+
+class ScoringError(UserError, ValueError):
+    """Texts or settings that cannot be scored; the message names the file, the line or ids, and the way out."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,11 @@ def bootstrap_interval(
         The interval; NaN at both ends where no reference has a word.
 
     Raises:
-        ValueError: arrays of different lengths, or settings out of range.
+        ScoringError: arrays of different lengths, or settings out of range.
     """
     _check(errors, lengths, groups, replicates)
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}, must lie between 0 and 1 (0.95: 95 %)")
+        raise ScoringError(f"confidence is {confidence}, must lie between 0 and 1 (0.95: 95 %)")
     errors, lengths = _by_group(errors, groups), _by_group(lengths, groups)
     units = len(errors)
     if not lengths.sum():
@@ -108,12 +114,12 @@ def paired_test(
         seed: of the draws.
 
     Raises:
-        ValueError: arrays of different lengths, settings out of range, or no reference words.
+        ScoringError: arrays of different lengths, settings out of range, or no reference words.
     """
     _check(errors_a, lengths, groups, replicates)
     _check(errors_b, lengths, groups, replicates)
     if not lengths.sum():
-        raise ValueError("no reference has a word: two systems cannot be compared by their WER")
+        raise ScoringError("no reference has a word: two systems cannot be compared by their WER")
     difference = errors_b - errors_a
     interval = bootstrap_interval(difference, lengths, groups, confidence=confidence, replicates=replicates, seed=seed)
     swapped = _by_group(difference, groups)
@@ -128,12 +134,12 @@ def paired_test(
 
 def _check(errors: Counts, lengths: Counts, groups: Sequence[Hashable] | None, replicates: int) -> None:
     if len(errors) != len(lengths) or (groups is not None and len(groups) != len(errors)):
-        raise ValueError(
+        raise ScoringError(
             f"{len(errors)} error counts, {len(lengths)} lengths and {'no' if groups is None else len(groups)} groups "
             "were given: there must be one of each an utterance"
         )
     if replicates < 1:
-        raise ValueError(f"replicates is {replicates}, must be at least 1")
+        raise ScoringError(f"replicates is {replicates}, must be at least 1")
 
 
 def _by_group(values: Counts, groups: Sequence[Hashable] | None) -> Counts:

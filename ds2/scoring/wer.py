@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ds2.wer_statistics import Interval, bootstrap_interval
+from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 Key = TypeVar("Key", str, int)
@@ -233,12 +233,12 @@ def corpus_report(
         speakers: of the utterances; '' where unknown.
 
     Raises:
-        ValueError: the sequences differ in length.
+        ScoringError: the sequences differ in length.
     """
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
     if not len(references) == len(hypotheses) == len(names) == len(speakers):
-        raise ValueError(
+        raise ScoringError(
             f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names and {len(speakers)} "
             "speakers were given: there must be one of each an utterance"
         )

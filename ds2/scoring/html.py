@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 
-from ds2.wer import Report
+from ds2.scoring.wer import Report
 
 _ERRORS_LISTED = 200
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ds2.alphabet import WORD_MARK, Alphabet, AlphabetError
+from ds2.text.alphabet import WORD_MARK, Alphabet, AlphabetError
 
 
 def learn_pieces(texts: Iterable[str], alphabet: Alphabet, count: int) -> list[str]:

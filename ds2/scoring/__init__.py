@@ -1,0 +1,1 @@
+"""Hypotheses against references: WER and its alignment, intervals, reports as text, JSON and a page."""

@@ -1,0 +1,1 @@
+"""Characters and labels: the alphabet, byte-pair pieces, numbered lines of text files."""
