@@ -15,7 +15,6 @@ from torch import nn
 from ds2 import __version__
 from ds2.config.convert import config_to_dict
 from ds2.config.schema import Config
-from ds2.manifest import Utterance
 
 _A_HOSTS_OWN = {
     "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
@@ -45,15 +44,6 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
-    """How many utterances there are and a digest of file names, times and texts; folders may be a host's own."""
-    digest, count = hashlib.sha256(), 0
-    for u in utterances:
-        digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
-        count += 1
-    return {name: f"{count} utterances ({digest.hexdigest()[:12]})"}
 
 
 def weights(model: nn.Module) -> dict[str, object]:

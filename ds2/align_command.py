@@ -16,7 +16,7 @@ from torch import Tensor
 from ds2.align import Alignment, force_align
 from ds2.beam_search import Word, spell_words
 from ds2.checkpoint import LoadedModel, load_model
-from ds2.manifest import Utterance
+from ds2.data.manifest import Utterance
 from ds2.text.alphabet import Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
@@ -99,7 +99,7 @@ def align_utterances(
 def run(arguments: Sequence[str]) -> int:
     """`ds2 align MODEL MANIFEST...`: times as JSON lines, suspicious transcripts on standard output; 0."""
     from ds2.config.device import resolve_device
-    from ds2.corpus import scored_utterances
+    from ds2.data.splits import scored_utterances
     from ds2.system.files import write_text
 
     parser = argparse.ArgumentParser(

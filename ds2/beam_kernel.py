@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
-from ds2.language_model import UNKNOWN, NGram
+from ds2.lm.ngram import UNKNOWN, NGram
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.arpa_cache import arpa_file
 from ds2.beam_native import find_package, thread_count
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config.schema import DecodeConfig
-from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import LexiconError, Spelling
+from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 
 _MOST_LABELS = 5  # in a frame: more cost time and take no errors away, even of a network that errs in every other word

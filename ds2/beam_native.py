@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.arpa_cache import arpa_file
 from ds2.beam_batched import pack_frames
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config.schema import DecodeConfig
-from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling, build_trie
+from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 _SPARE = 14  # more of the package's best that are scored anew

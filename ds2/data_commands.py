@@ -12,10 +12,10 @@ import torch
 from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
-from ds2.corpus import ensure_manifests
-from ds2.data_check import check
-from ds2.importers import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
-from ds2.manifest import read_manifest, read_manifests, write_manifest
+from ds2.data.check import check
+from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
+from ds2.data.manifest import read_manifest, read_manifests, write_manifest
+from ds2.data.splits import ensure_manifests
 from ds2.model import AcousticModel
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet

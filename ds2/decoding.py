@@ -21,8 +21,8 @@ from ds2.confidence import AS_IT_IS, CalibratedDecoder
 from ds2.config.check import DECODE_METHODS
 from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
-from ds2.language_model import NGram
-from ds2.ngram_file import load_ngram
+from ds2.lm.files import load_ngram
+from ds2.lm.ngram import NGram
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times

@@ -3,72 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-import torch
-
-from ds2.arpa import write_arpa
 from ds2.config.schema import AlphabetConfig
-from ds2.language_model import END, UNITS, UNKNOWN, LanguageModelError, NGram
-from ds2.lm_build import DEFAULT_MEMORY_BYTES, estimate
-from ds2.lm_text import SentenceReader, cut
+from ds2.lm.arpa import write_arpa
+from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, estimate
+from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
+from ds2.lm.perplexity import perplexity
+from ds2.lm.sentences import SentenceReader, cut
 from ds2.lm_tune import add_arguments as add_tune_arguments
-from ds2.ngram_file import load_ngram, save_ngram
 from ds2.text.alphabet import Alphabet
-
-_BATCH_SENTENCES = 4096
-
-
-@dataclass
-class Perplexity:
-    """Scores of a text: sums of natural-log probabilities, </s> included, <s> not."""
-
-    tokens: int = 0
-    sentences: int = 0
-    unknown: int = 0  # tokens outside the vocabulary
-    log_prob: float = 0.0
-    unknown_log_prob: float = 0.0
-
-    def format(self) -> str:
-        """One line a figure: perplexity with and without the tokens outside the vocabulary, and their rate."""
-        if not self.sentences:
-            raise LanguageModelError("the text to score is empty: no line holds a token")
-        known = self.tokens - self.unknown + self.sentences
-        return (
-            f"perplexity {math.exp(-self.log_prob / (self.tokens + self.sentences)):.2f} with OOVs, "
-            f"{math.exp(-(self.log_prob - self.unknown_log_prob) / known):.2f} without\n"
-            f"OOV rate {100 * self.unknown / max(1, self.tokens):.2f} % ({self.unknown} of {self.tokens} tokens, "
-            f"{self.sentences} sentences)"
-        )
-
-
-def perplexity(model: NGram, sentences: Iterable[list[str]]) -> Perplexity:
-    """Score sentences, many at a time."""
-    total = Perplexity()
-    remaining = iter(sentences)
-    end, unknown = model.ids[END], model.ids[UNKNOWN]
-    while batch := sorted((model.token_ids(s) for s in islice(remaining, _BATCH_SENTENCES)), key=len, reverse=True):
-        lengths = torch.tensor([len(sentence) + 1 for sentence in batch])
-        words = torch.full((len(batch), int(lengths[0])), end)
-        for row, sentence in zip(words, batch, strict=True):
-            row[: len(sentence)] = torch.tensor(sentence)
-        words = words.to(model.keys.device)
-        states = model.start_states(len(batch))
-        for t in range(words.shape[1]):
-            live = int((lengths > t).sum())
-            scores, states = model.score_batch(states[:live], words[:live, t])
-            scores = scores.double()
-            total.log_prob += float(scores.sum())
-            total.unknown_log_prob += float(scores[words[:live, t] == unknown].sum())
-        total.sentences += len(batch)
-        total.tokens += int(lengths.sum()) - len(batch)
-        total.unknown += sum(sentence.count(unknown) for sentence in batch)
-    return total
 
 
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:

@@ -10,17 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2.agreement import corpus, settings
+from ds2.agreement import settings
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
-from ds2.batching import deal, padded_durations_s, plan_epoch
 from ds2.checkpoint import save_model
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
-from ds2.corpus import ensure_manifests, scored_utterances, training_utterances
 from ds2.ctc import ctc_losses
-from ds2.dataset import Batch, SpeechLoader
+from ds2.data.batching import deal, padded_durations_s, plan_epoch
+from ds2.data.loader import Batch, SpeechLoader
+from ds2.data.manifest import corpus
+from ds2.data.splits import ensure_manifests, scored_utterances, training_utterances
 from ds2.distributed import Communicator
 from ds2.evaluate import score, transcribe_utterances
 from ds2.gradients import GradientReducer, NormStatistics

@@ -22,10 +22,10 @@ import numpy as np
 import soundfile
 import torch
 
-from ds2.batching import plan_epoch
 from ds2.config.schema import AugmentConfig, BatchingConfig, Config, DataConfig
-from ds2.dataset import Batch, SpeechLoader
-from ds2.manifest import Utterance, read_manifests
+from ds2.data.batching import plan_epoch
+from ds2.data.loader import Batch, SpeechLoader
+from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
 from ds2.text.alphabet import Alphabet
 

@@ -29,7 +29,7 @@ from bench_training import write_corpus
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
-from ds2.dataset import Batch
+from ds2.data.loader import Batch
 from ds2.distributed import Communicator, connect
 from ds2.system.machine import git_commit
 from ds2.trainer import Trainer

@@ -25,8 +25,8 @@ import soundfile
 import torch
 
 from ds2.commands.compose import compose_config
-from ds2.dataset import Batch
-from ds2.manifest import Utterance, write_manifest
+from ds2.data.loader import Batch
+from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.machine import git_commit
 from ds2.trainer import Trainer
 

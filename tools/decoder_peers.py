@@ -21,8 +21,8 @@ from torch import Tensor
 from ds2.beam_native import find_package
 from ds2.beam_search import Hypothesis
 from ds2.config.schema import DecodeConfig
-from ds2.language_model import END, START, UNKNOWN, NGram
 from ds2.lexicon import Spelling
+from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 
 One = Callable[[NDArray[np.float32]], str]

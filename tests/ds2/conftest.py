@@ -11,7 +11,7 @@ import soundfile
 
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
-from ds2.manifest import Utterance, write_manifest
+from ds2.data.manifest import Utterance, write_manifest
 
 RATE_HZ = 16000
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}

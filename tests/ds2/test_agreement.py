@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds2.agreement import corpus, program, settings, weights
+from ds2.agreement import program, settings, weights
 from ds2.config.schema import Config
+from ds2.data.manifest import Utterance, corpus
 from ds2.distributed import Communicator, DisagreementError
-from ds2.manifest import Utterance
 from tests.ds2.launch import mpirun
 
 T = TypeVar("T")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from test_lm_build import zipf_text
 
-from ds2.arpa import read_arpa, write_arpa
-from ds2.language_model import LanguageModelError
-from ds2.lm_build import estimate
-from ds2.ngram_file import load_ngram
-from ds2.ngram_levels import unlink
+from ds2.lm.arpa import read_arpa, write_arpa
+from ds2.lm.files import load_ngram
+from ds2.lm.kneser_ney import estimate
+from ds2.lm.levels import unlink
+from ds2.lm.ngram import LanguageModelError
 from ds2.text.lines import TextError
 
 SMALL = """\

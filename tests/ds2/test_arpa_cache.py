@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ds2 import arpa_cache
-from ds2.arpa import read_arpa, write_arpa
-from ds2.arpa_cache import arpa_file
-from ds2.language_model import LanguageModelError, NGram
-from ds2.lm_build import estimate
+from ds2.lm import arpa_cache
+from ds2.lm.arpa import read_arpa, write_arpa
+from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.kneser_ney import estimate
+from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.system.files import cache_dir
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import soundfile
 
-from ds2 import audio_cache
 from ds2.audio.read import AudioError
-from ds2.audio_cache import AudioStore, open_audio
 from ds2.config.schema import DataConfig
-from ds2.manifest import Utterance
+from ds2.data import audio_cache
+from ds2.data.audio_cache import AudioStore, open_audio
+from ds2.data.manifest import Utterance
 
 RATE = 16000
 

@@ -22,7 +22,7 @@ from ds2.beam_batched import BatchedBeamSearch, Found
 from ds2.beam_kernel import KernelSearch
 from ds2.config.schema import DecodeConfig
 from ds2.fusion import Fusion
-from ds2.language_model import NGram
+from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import pytest
 import soundfile
 
 from ds2.audio.read import AudioError, EmptyAudioError, audio_blocks, audio_info, read_audio
-from ds2.manifest import ManifestError, read_manifest
+from ds2.data.manifest import ManifestError, read_manifest
 
 RATE_HZ = 16000
 TONE = 0.3 * np.sin(2 * np.pi * 440 * np.arange(RATE_HZ) / RATE_HZ)
@@ -136,7 +136,7 @@ def test_permission_error_of_the_system_becomes_an_audio_error(tmp_path: Path, m
     def refuse(*arguments: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ds2.audio.os.open", refuse)
+    monkeypatch.setattr("ds2.audio.read.os.open", refuse)
     with pytest.raises(AudioError, match=r"a\.wav: Permission denied"):
         read_audio(tmp_path / "a.wav")
 
@@ -160,7 +160,7 @@ def test_a_very_long_file_is_refused_whole_and_read_in_bounded_memory_in_blocks(
     with soundfile.SoundFile(path, "w", 8000, 1, "PCM_16", format="FLAC") as file:
         for _ in range(30):
             file.write(np.zeros(8000 * 60, np.int16))
-    monkeypatch.setattr("ds2.audio.MAX_READ_S", 600.0)
+    monkeypatch.setattr("ds2.audio.read.MAX_READ_S", 600.0)
     tracemalloc.start()
     try:
         with pytest.raises(AudioError, match="over 600 s at once; give segments"):

@@ -17,8 +17,8 @@ import torch
 
 from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, Config, DataConfig
-from ds2.dataset import Batch, SpeechLoader, worker_count
-from ds2.manifest import Utterance, write_manifest
+from ds2.data.loader import Batch, SpeechLoader, worker_count
+from ds2.data.manifest import Utterance, write_manifest
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 RATE = 16000

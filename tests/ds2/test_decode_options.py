@@ -48,7 +48,7 @@ def test_evaluate_and_transcribe_take_a_beam(
     tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ds2.cli import main
-    from ds2.manifest import read_manifest
+    from ds2.data.manifest import read_manifest
     from ds2.train import train
 
     config = tiny_config("train.epochs=1")

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.arpa import read_arpa
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config.schema import DecodeConfig
 from ds2.decoding import decode_long, make_decoder
-from ds2.language_model import LanguageModelError, NGram
 from ds2.lexicon import LexiconError
+from ds2.lm.arpa import read_arpa
+from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.text.alphabet import Alphabet
 
 CHARACTERS = Alphabet(("", " ", "a", "b"))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.batching import deal
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
+from ds2.data.batching import deal
 from ds2.distributed import Communicator, connect, launched_rank, launched_world
 from tests.ds2.launch import mpirun
 

@@ -15,8 +15,8 @@ from ds2.beam_search import DecodeError
 from ds2.checkpoint import LoadedModel, load_model, save_model
 from ds2.cli import main
 from ds2.config.schema import Config
+from ds2.data.manifest import read_manifest, write_manifest
 from ds2.evaluate import recognition_loader, transcribe_utterances
-from ds2.manifest import read_manifest, write_manifest
 from ds2.model import AcousticModel
 from ds2.text.alphabet import Alphabet
 

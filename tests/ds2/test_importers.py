@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from ds2.importers import (
+from ds2.data.corpora import (
     FORMATS,
     ImporterError,
     export_kaldi,
@@ -23,8 +23,8 @@ from ds2.importers import (
     import_librispeech,
     prepare,
 )
-from ds2.manifest import Utterance, read_manifest
-from ds2.synthetic import WORDS, Voice, make_corpus, speak
+from ds2.data.corpora.synthetic import WORDS, Voice, make_corpus, speak
+from ds2.data.manifest import Utterance, read_manifest
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -249,7 +249,7 @@ def test_wrong_names_list_the_right_ones(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_synthetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds2.synthetic.UTTERANCES", {"train": 6, "dev": 4, "test": 4})
+    monkeypatch.setattr("ds2.data.corpora.synthetic.UTTERANCES", {"train": 6, "dev": 4, "test": 4})
 
 
 @pytest.mark.usefixtures("small_synthetic")

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 from test_lm_build import same, zipf_text
 
-from ds2 import language_model
-from ds2.arpa import write_arpa
-from ds2.language_model import LanguageModelError, NGram
-from ds2.lm_build import estimate
-from ds2.ngram_file import load_ngram, save_ngram
-from ds2.ngram_levels import link, unlink
+from ds2.lm import ngram as language_model
+from ds2.lm.arpa import write_arpa
+from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.kneser_ney import estimate
+from ds2.lm.levels import link, unlink
+from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.text.alphabet import Alphabet
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from kneser_ney_oracle import Oracle
 
-from ds2 import lm_counts
-from ds2.language_model import LanguageModelError, NGram
-from ds2.lm_build import Estimate, estimate
-from ds2.lm_commands import perplexity, run
-from ds2.lm_counts import Scratch
-from ds2.lm_text import SentenceReader
+from ds2.lm import counts as lm_counts
+from ds2.lm.counts import Scratch
+from ds2.lm.kneser_ney import Estimate, estimate
+from ds2.lm.ngram import LanguageModelError, NGram
+from ds2.lm.perplexity import perplexity
+from ds2.lm.sentences import SentenceReader
+from ds2.lm_commands import run
 from ds2.text.alphabet import Alphabet
 from ds2.text.lines import TextError
 
@@ -86,7 +87,7 @@ def test_probabilities_sum_to_one_after_every_history() -> None:
     ],
 )  # fmt: skip
 def test_equals_lmplz(prune: tuple[int, ...], values: dict[str, tuple[float, float]], tmp_path: Path) -> None:
-    from ds2.arpa import write_arpa
+    from ds2.lm.arpa import write_arpa
 
     write_arpa(tiny_model(3, prune), tmp_path / "tiny.arpa")
     rows = [line.split("\t") for line in (tmp_path / "tiny.arpa").read_text().splitlines() if "\t" in line]
@@ -224,7 +225,7 @@ def test_reserved_tokens_and_missing_texts_are_named(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a b\nc <unk>\n")
     with pytest.raises(LanguageModelError, match=r"p\.txt:2 holds <unk>"):
         list(SentenceReader([tmp_path / "p.txt"], "piece"))
-    with pytest.raises(TextError, match=r"no text .*absent\.txt"):
+    with pytest.raises(LanguageModelError, match=r"no text .*absent\.txt"):
         run(["build", str(tmp_path / "absent.txt"), "--output", str(tmp_path / "out.lm")])
 
 

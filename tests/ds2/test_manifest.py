@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ds2.manifest import ManifestError, Utterance, read_manifest, read_manifests, write_manifest
+from ds2.data.manifest import ManifestError, Utterance, read_manifest, read_manifests, write_manifest
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 _UTTERANCES = st.lists(

@@ -15,8 +15,8 @@ from ds2.checkpoint import load_model
 from ds2.cli import main
 from ds2.commands.compose import compose_config
 from ds2.config.schema import AlphabetConfig, Config, ConfigError
-from ds2.lm_text import SentenceReader
-from ds2.ngram_file import load_ngram
+from ds2.lm.files import load_ngram
+from ds2.lm.sentences import SentenceReader
 from ds2.text.alphabet import WORD_MARK, Alphabet, AlphabetError
 from ds2.text.pieces import learn_pieces, read_pieces
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds2.language_model import LanguageModelError, NGram, longest_match
+from ds2.lm.ngram import LanguageModelError, NGram, longest_match
 
 _BLOCK = 1 << 19  # n-grams handled at once: what bounds temporary arrays
 

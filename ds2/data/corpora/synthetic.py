@@ -16,7 +16,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from ds2.manifest import Utterance
+from ds2.data.manifest import Utterance
 
 SAMPLE_RATE_HZ = 16000
 UTTERANCES = {"train": 600, "dev": 50, "test": 50}

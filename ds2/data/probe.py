@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.audio.read import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
-from ds2.manifest import Utterance
+from ds2.data.manifest import Utterance
 
 FULL_SCALE = 0.999
 _CLIPPED_RUN = 3  # samples in a row at full scale: fewer occur in sound that just reaches it

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.language_model import LanguageModelError, NGram
-from ds2.lm_counts import START_ID, UNKNOWN_ID, Counted, Ints, Scratch, count_ngrams
-from ds2.ngram_levels import Level, blocks, link
+from ds2.lm.counts import START_ID, UNKNOWN_ID, Counted, Ints, Scratch, count_ngrams
+from ds2.lm.levels import Level, blocks, link
+from ds2.lm.ngram import LanguageModelError, NGram
 
 Floats = NDArray[np.float64]
 MAX_ORDER = 20

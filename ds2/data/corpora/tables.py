@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ds2.importers.common import Entry, ImporterError, find_audio, read_lines, to_utterances
-from ds2.manifest import Utterance
+from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines, to_utterances
+from ds2.data.manifest import Utterance
 
 # The names that a column goes by, most telling first.
 _COLUMNS = {

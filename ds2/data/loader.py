@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds2.audio.augment import NoiseSource, augment_waveform, pink_noise, recorded_noise, utterance_rng
 from ds2.audio.read import AudioError
-from ds2.audio_cache import AudioStore, open_audio
 from ds2.config.schema import AugmentConfig, Config
-from ds2.manifest import Utterance, read_manifests
+from ds2.data.audio_cache import AudioStore, open_audio
+from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
 from ds2.text.alphabet import Alphabet, AlphabetError
 

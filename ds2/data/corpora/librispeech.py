@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds2.importers.common import Entry, ImporterError, corpus_folder, read_lines, to_utterances
-from ds2.manifest import Utterance
+from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, read_lines, to_utterances
+from ds2.data.manifest import Utterance
 
 
 def import_librispeech(folder: str | Path, split: str = "", *, skip_bad: bool = False) -> list[Utterance]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ds2.arpa import write_arpa
-from ds2.language_model import TENSORS, LanguageModelError, NGram
+from ds2.lm.arpa import write_arpa
+from ds2.lm.ngram import TENSORS, LanguageModelError, NGram
 from ds2.system.files import cache_dir
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ds2.importers.an4 import import_an4
-from ds2.importers.common import ImporterError
-from ds2.importers.kaldi import import_kaldi
-from ds2.importers.librispeech import import_librispeech, libri_root, parts
-from ds2.importers.tables import import_csv, import_deepspeech_pytorch
-from ds2.manifest import Utterance, write_manifest
+from ds2.data.corpora.an4 import import_an4
+from ds2.data.corpora.common import ImporterError
+from ds2.data.corpora.kaldi import import_kaldi
+from ds2.data.corpora.librispeech import import_librispeech, libri_root, parts
+from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
+from ds2.data.manifest import Utterance, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
     }
     work_dir = Path(work_dir)
     if name == "synthetic":
-        from ds2.synthetic import make_corpus
+        from ds2.data.corpora.synthetic import make_corpus
 
         splits: Mapping[str, Sequence[Utterance]] = make_corpus(work_dir / "audio")
     elif name in recipes:

@@ -10,8 +10,8 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.language_model import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
-from ds2.ngram_levels import Level, blocks, link, unlink
+from ds2.lm.levels import Level, blocks, link, unlink
+from ds2.lm.ngram import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
 from ds2.system.files import whole_file
 from ds2.text.lines import read_lines
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ds2.language_model import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError
+from ds2.lm.ngram import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError
 from ds2.text.alphabet import Alphabet, describe
 from ds2.text.lines import read_lines
 

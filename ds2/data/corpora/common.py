@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ds2.audio.read import END_TOLERANCE_S, AudioError, audio_info
-from ds2.manifest import Utterance
+from ds2.data.manifest import Utterance
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
 

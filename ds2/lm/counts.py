@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.language_model import END, START, UNKNOWN, LanguageModelError
-from ds2.ngram_levels import blocks
+from ds2.lm.levels import blocks
+from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError
 
 Ints = NDArray[np.int64]
 UNKNOWN_ID, START_ID, END_ID = 0, 1, 2

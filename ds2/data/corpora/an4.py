@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ds2.importers.common import Entry, ImporterError, corpus_folder, read_lines, to_utterances
-from ds2.manifest import Utterance
+from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, read_lines, to_utterances
+from ds2.data.manifest import Utterance
 
 SPLITS = ("train", "test")
 _LINE = re.compile(r"^(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<id>[^()\s]+)\)$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,16 @@ from typing import Any
 
 from ds2.system.errors import UserError
 from ds2.system.files import whole_file
+
+
+def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
+    """How many utterances there are and a digest of file names, times and texts; folders may be a host's own."""
+    digest, count = hashlib.sha256(), 0
+    for u in utterances:
+        digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
+        count += 1
+    return {name: f"{count} utterances ({digest.hexdigest()[:12]})"}
+
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds2.config.schema import Config, ConfigError
-from ds2.data_check import transcript_problems
-from ds2.importers import prepare
-from ds2.manifest import Utterance, read_manifests
+from ds2.data.check import transcript_problems
+from ds2.data.corpora import prepare
+from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
 

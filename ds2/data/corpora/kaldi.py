@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds2.importers.common import (
+from ds2.data.corpora.common import (
     AUDIO_SUFFIXES,
     Entry,
     ImporterError,
@@ -18,7 +18,7 @@ from ds2.importers.common import (
     read_lines,
     to_utterances,
 )
-from ds2.manifest import Utterance
+from ds2.data.manifest import Utterance
 
 _DECODERS = ("cat", "ffmpeg", "flac", "sph2pipe")
 _LEVELS_UP = 3

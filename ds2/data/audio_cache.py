@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import DataConfig
-from ds2.manifest import Utterance
+from ds2.data.manifest import Utterance
 from ds2.system.files import whole_file
 from ds2.system.machine import usable_cores
 

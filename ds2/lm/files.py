@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ds2.arpa import read_arpa
-from ds2.language_model import TENSORS, LanguageModelError, NGram
+from ds2.lm.arpa import read_arpa
+from ds2.lm.ngram import TENSORS, LanguageModelError, NGram
 from ds2.system.files import whole_file
 
 FORMAT_VERSION = 1

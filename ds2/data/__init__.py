@@ -1,0 +1,1 @@
+"""From corpora on disk to batches: manifests, checks, audio cache, epoch plans, the loader."""
