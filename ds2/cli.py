@@ -150,7 +150,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def _report_errors(action: Callable[[], int]) -> int:
     """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
-    from ds2.distributed import yield_to_rank_0
+    from ds2.distributed.launch import yield_to_rank_0
     from ds2.system.errors import UserError
 
     try:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ds2 import __version__
-from ds2.agreement import weights
 from ds2.audio.features import Features
 from ds2.beam_search import DecodeError, Hypothesis
 from ds2.checkpoint import LoadedModel, find_model, load_model
@@ -29,7 +28,9 @@ from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import scored_utterances
 from ds2.decode_options import resolve_options, split_overrides
 from ds2.decoding import Decoder, GreedyDecoder, make_decoder
-from ds2.distributed import Communicator, connect
+from ds2.distributed.agreement import weights
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
 from ds2.model import AcousticModel
 from ds2.scoring.report import format_report, write_report
 from ds2.scoring.wer import Report, corpus_report

@@ -17,7 +17,8 @@ from types import FrameType, TracebackType
 
 from ds2.config.convert import save_config
 from ds2.config.schema import Config
-from ds2.distributed import Communicator, connect, rank_log
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect, rank_log
 from ds2.metrics import RunLog, progress_bar
 from ds2.optim import learning_rate, set_learning_rate
 from ds2.progress import Progress

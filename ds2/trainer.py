@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2.agreement import settings
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
@@ -22,9 +21,10 @@ from ds2.data.batching import deal, padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
 from ds2.data.manifest import corpus
 from ds2.data.splits import ensure_manifests, scored_utterances, training_utterances
-from ds2.distributed import Communicator
+from ds2.distributed.agreement import settings
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.gradients import GradientReducer
 from ds2.evaluate import score, transcribe_utterances
-from ds2.gradients import GradientReducer, NormStatistics
 from ds2.metrics import RunLog, StepTimer
 from ds2.model import AcousticModel
 from ds2.norm import SequenceBatchNorm
@@ -34,6 +34,7 @@ from ds2.resume import save_state, take_up
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
+from ds2.training.batch_norm import NormStatistics
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ class Trainer:
                 done.infeasible += int((~feasible).sum())
                 done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
         with self.timer.phase("allreduce_exposed"):
-            self.gradients.finish(self.timer)
+            for began, ended in self.gradients.finish():
+                self.timer.add("allreduce_total", began, ended)
         with self.timer.phase("optimizer"):
             norm = gradient_norm(gradients)
             total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
-from ds2.distributed import Communicator, connect
-from ds2.mpi_world import library_version
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
+from ds2.distributed.world import library_version
 from ds2.system.machine import git_commit
 
 Sum = Callable[[Tensor], object]

@@ -30,7 +30,8 @@ from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
 from ds2.data.loader import Batch
-from ds2.distributed import Communicator, connect
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
 from ds2.system.machine import git_commit
 from ds2.trainer import Trainer
 

@@ -131,7 +131,7 @@ class PeerDecoder:
         self.pool = ProcessPoolExecutor(processes, context, initializer=_adopt, initargs=(one,))
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode as `ds2.decoding.Decoder` says; texts only."""
+        """Decode as `ds2.decoding.decoder.Decoder` says; texts only."""
         rows = zip(log_probs.transpose(0, 1).numpy(), lengths.tolist(), strict=True)
         texts = self.pool.map(_decode, [np.ascontiguousarray(row[:length]) for row, length in rows])
         return [[Hypothesis(text, 0.0, (), ())] for text in texts]

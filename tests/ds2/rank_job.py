@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ds2.cli import main
-from ds2.distributed import launched_rank
+from ds2.distributed.launch import launched_rank
 from ds2.trainer import Trainer
 
 

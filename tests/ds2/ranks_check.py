@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ds2.config.schema import CommConfig
-from ds2.distributed import Communicator, connect
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
 
 
 def values(rank: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

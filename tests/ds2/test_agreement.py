@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds2.agreement import program, settings, weights
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, corpus
-from ds2.distributed import Communicator, DisagreementError
+from ds2.distributed.agreement import program, settings, sources, weights
+from ds2.distributed.communicator import Communicator, DisagreementError
 from tests.ds2.launch import mpirun
 
 T = TypeVar("T")
@@ -40,6 +40,12 @@ class OneOfThree(Communicator):
 def test_equal_facts_pass_and_a_single_process_agrees_with_itself() -> None:
     OneOfThree({"a": 1}).agree({"a": 1}, "so what")
     Communicator(torch.device("cpu")).agree(program() | settings(Config()), "so what")
+
+
+def test_the_program_is_every_source_file_however_deep() -> None:
+    names = {name for name, _ in sources()}
+    assert {"cli.py", "distributed/agreement.py", "data/corpora/an4.py"} <= names
+    assert sum(name.endswith(".cuh") for name in names) >= 13
 
 
 def test_a_rank_that_differs_is_named_with_what_and_the_remedy() -> None:

@@ -13,7 +13,8 @@ import torch
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.data.batching import deal
-from ds2.distributed import Communicator, connect, launched_rank, launched_world
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect, launched_rank, launched_world
 from tests.ds2.launch import mpirun
 
 LAUNCHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_", "SLURM_")
@@ -41,7 +42,7 @@ def test_a_single_process_is_its_own_world() -> None:
 
 def test_training_alone_never_imports_mpi() -> None:
     code = (
-        "import sys, ds2.train, ds2.trainer\nfrom ds2.config import CommConfig\nfrom ds2.distributed import connect\n"
+        "import sys, ds2.training.loop, ds2.training.trainer\nfrom ds2.config.schema import CommConfig\nfrom ds2.distributed.launch import connect\n"
         "with connect(CommConfig(), 'cpu'): pass\nsys.exit('mpi4py' in sys.modules)"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
@@ -82,7 +83,7 @@ def test_single_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_an_mpi_that_sees_another_world_is_refused() -> None:
     code = (
-        "from ds2.config import CommConfig, ConfigError\nfrom ds2.distributed import connect\n"
+        "from ds2.config.schema import CommConfig, ConfigError\nfrom ds2.distributed.launch import connect\n"
         "try:\n    with connect(CommConfig('mpi'), 'cpu'): print('joined')\nexcept ConfigError as error: print(error)"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}

@@ -114,7 +114,7 @@ def test_opening_reads_no_pages(tmp_path: Path) -> None:
     large = replace(model, **padded)
     save_ngram(large, tmp_path / "m.lm")
     code = (
-        "import resource, sys; from pathlib import Path; from ds2.ngram_file import load_ngram\n"
+        "import resource, sys; from pathlib import Path; from ds2.lm.files import load_ngram\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak(); m = load_ngram(Path(sys.argv[1])); m.sentence(['w1', 'w2']); print(peak() - before)"
     )

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from ds2.watchdog import Seen, Watchdog, Whereabouts, judge
+from ds2.distributed.watchdog import Seen, Watchdog, Whereabouts, judge
 
 
 def seen(host: str, heard_s: float, moved_s: float, *, limited: bool = True, waiting: str = "") -> Seen:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds2.distributed import Communicator, Moment, Pending
-from ds2.metrics import StepTimer
-from ds2.norm import SequenceBatchNorm
+from ds2.distributed.communicator import Communicator, Moment, Pending
 
 Copies = Callable[[], tuple[Tensor, ...]]
 Collect = Callable[[Sequence[Tensor | None]], None]
@@ -192,22 +190,22 @@ class GradientReducer:
     def _launch(self) -> None:
         self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat))
 
-    def finish(self, timer: StepTimer) -> None:
-        """Launch what is left and wait for all; gives `timer` how long the sums took, as `allreduce_total`."""
+    def finish(self) -> list[tuple[Moment, Moment]]:
+        """Launch what is left and wait for all; returns when the sums went on, time that they share counted once."""
         self._armed = False
         for bucket in self._buckets:
             if bucket.passes == 0:
                 bucket.flat.zero_()
         while self.comm.world > 1 and len(self._under_way) < len(self._buckets):
             self._launch()
-        last: Moment | None = None
+        spans: list[tuple[Moment, Moment]] = []
         for pending in self._under_way:
             began, ended = pending.wait()
-            if isinstance(began, float) and isinstance(last, float):
-                began = max(began, last)  # sums on their way together count their common time once
-            timer.add("allreduce_total", began, ended)
-            last = ended
+            if spans and isinstance(began, float) and isinstance(last := spans[-1][1], float):
+                began = max(began, last)
+            spans.append((began, ended))
         self._under_way = []
+        return spans
 
 
 def _slots(model: nn.Module) -> list[Slot]:
@@ -231,47 +229,3 @@ def in_buckets(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
         groups[-1].append(slot)
         filled += slot.parameter.numel() * slot.parameter.element_size()
     return groups
-
-
-class NormStatistics:
-    """What batch norm knows of other ranks: their utterances' statistics, or the mean of running averages.
-
-    Shared statistics make a step the same for any number of ranks. A rank past the end of a short batch then runs a
-    copy of another's utterance, to make the same calls: what it computes enters no statistics and, its loss weighing
-    nothing, its gradients are exactly 0.
-
-    Args:
-        model: whose `SequenceBatchNorm` layers are meant.
-        comm: the ranks; a single process changes nothing.
-        shared: statistics of all ranks' utterances rather than of each rank's own.
-    """
-
-    def __init__(self, model: nn.Module, comm: Communicator, *, shared: bool) -> None:
-        self.comm = comm
-        self.idle = False
-        self._backward = False
-        norms = [m for m in model.modules() if isinstance(m, SequenceBatchNorm)] if comm.world > 1 else []
-        self._own = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if not shared]
-        for norm in norms:
-            norm.reduce = self if shared else None
-
-    @contextmanager
-    def passing(self, *, backward: bool) -> Iterator[None]:
-        """Say which pass the block is."""
-        self._backward = backward
-        yield
-
-    def __call__(self, packed: Tensor) -> None:
-        """Overwrite a float64 vector with its sum over the ranks that are not idle."""
-        if self.idle:
-            packed.zero_()
-        self.comm.sum_(packed)
-        if self.idle and self._backward:
-            packed.zero_()  # the copy is not part of the statistics: no gradient reaches it through them
-
-    def end_step(self) -> None:
-        """Give all ranks the mean of running averages that each took for itself: a checkpoint then holds them all."""
-        if self._own:
-            flat = torch.cat([buffer.view(-1) for buffer in self._own])
-            self.comm.sum_(flat)
-            torch._foreach_copy_(self._own, list(torch.split(flat / self.comm.world, [b.numel() for b in self._own])))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2.distributed import Moment, Pending
-from ds2.mpi import MpiCommunicator
-from ds2.mpi_world import World
+from ds2.distributed.communicator import Moment, Pending
+from ds2.distributed.mpi import MpiCommunicator
+from ds2.distributed.world import World
 from ds2.system.errors import UserError
 
 _UNIQUE_ID_BYTES = 128

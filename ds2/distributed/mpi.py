@@ -14,9 +14,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ds2.distributed import Communicator, Moment, Pending
-from ds2.mpi_world import World, reads_device_memory
-from ds2.watchdog import Watchdog, Whereabouts
+from ds2.distributed.communicator import Communicator, Moment, Pending
+from ds2.distributed.watchdog import Watchdog, Whereabouts
+from ds2.distributed.world import World, reads_device_memory
 
 T = TypeVar("T")
 _POLL_S = 20e-6  # between tests of what is under way: non-blocking collectives move only while someone asks

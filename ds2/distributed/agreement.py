@@ -12,7 +12,7 @@ import ds2_ops
 import torch
 from torch import nn
 
-from ds2 import __version__
+import ds2
 from ds2.config.convert import config_to_dict
 from ds2.config.schema import Config
 
@@ -26,11 +26,19 @@ _A_HOSTS_OWN = {
 def program() -> dict[str, object]:
     """The versions that run: of ds2 with a digest of its sources, and of torch."""
     digest = hashlib.sha256()
-    for package in (Path(__file__).parent, Path(str(ds2_ops.__file__)).parent):
-        for file in sorted(package.rglob("*")):
-            if file.suffix in (".py", ".cuh", ".h"):
-                digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
-    return {"ds2": f"{__version__} ({digest.hexdigest()[:12]})", "torch": torch.__version__}
+    for name, file in sources():
+        digest.update(name.encode() + b"\0" + file.read_bytes())
+    return {"ds2": f"{ds2.__version__} ({digest.hexdigest()[:12]})", "torch": torch.__version__}
+
+
+def sources() -> list[tuple[str, Path]]:
+    """Every source file of ds2 and ds2_ops, however deep, by its place in its package."""
+    return [
+        (file.relative_to(package).as_posix(), file)
+        for package in (Path(str(module.__file__)).parent for module in (ds2, ds2_ops))
+        for file in sorted(package.rglob("*"))
+        if file.suffix in (".py", ".cuh", ".h")
+    ]
 
 
 def settings(config: Config) -> dict[str, object]:

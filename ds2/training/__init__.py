@@ -1,0 +1,1 @@
+"""Fitting a model: the loop, a step, what survives a restart."""
