@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds2.align import Alignment, force_align
-from ds2.beam_search import Word, spell_words
-from ds2.checkpoint import LoadedModel, load_model
 from ds2.data.manifest import Utterance
+from ds2.decoding.alignment import Alignment, force_align
+from ds2.decoding.hypothesis import Word, spell_words
+from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.text.alphabet import Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
@@ -53,11 +53,8 @@ def _aligned(
 ) -> AlignedTranscript:
     if alignment is None:
         return AlignedTranscript((), math.inf)
-    runs = zip(
-        alignment.labels, alignment.starts.tolist(), alignment.ends.tolist(), alignment.peaks.tolist(), strict=True
-    )
     surprise = max(0.0, best - alignment.log_prob) / max(1, labels)
-    return AlignedTranscript(spell_words(list(runs), alphabet, frame_s), surprise)
+    return AlignedTranscript(spell_words(alignment.runs(), alphabet, frame_s), surprise)
 
 
 def suspicious(surprises: Iterable[float]) -> list[int]:

@@ -82,8 +82,8 @@ def _train(arguments: Sequence[str]) -> int:
 def _info(arguments: Sequence[str]) -> int:
     from ds2.audio.features import Features
     from ds2.commands.compose import compose_config
-    from ds2.info import summary
-    from ds2.model import AcousticModel
+    from ds2.model.acoustic import AcousticModel
+    from ds2.model.summary import summary
     from ds2.text.alphabet import Alphabet
 
     config = compose_config(_with_search_path(arguments))

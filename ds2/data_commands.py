@@ -16,7 +16,7 @@ from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
 from ds2.data.splits import ensure_manifests
-from ds2.model import AcousticModel
+from ds2.model.acoustic import AcousticModel
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ds2 import __version__
 from ds2.audio.features import Features
-from ds2.beam_search import DecodeError, Hypothesis
-from ds2.checkpoint import LoadedModel, find_model, load_model
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import BatchingConfig, CommConfig, ConfigError, DecodeConfig
 from ds2.data.batching import plan_epoch
@@ -27,11 +25,15 @@ from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import scored_utterances
 from ds2.decode_options import resolve_options, split_overrides
-from ds2.decoding import Decoder, GreedyDecoder, make_decoder
+from ds2.decoding.decoder import Decoder
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
-from ds2.model import AcousticModel
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.scoring.report import format_report, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text

@@ -21,7 +21,7 @@ from ds2.text.alphabet import Alphabet
 
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:
     if arguments.model:
-        from ds2.checkpoint import load_model
+        from ds2.model.checkpoint import load_model
 
         return load_model(arguments.model).alphabet
     replace = {}

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds2.beam_search import DecodeError
-from ds2.confidence import AS_IT_IS, fit_calibration, judge
 from ds2.config.schema import DecodeConfig
-from ds2.decoding import make_decoder
+from ds2.decoding.confidence import AS_IT_IS, fit_calibration, judge
+from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.methods import make_decoder
 from ds2.lm.ngram import NGram
 from ds2.scoring.wer import ErrorCounts, word_errors
 from ds2.text.alphabet import Alphabet
@@ -177,12 +177,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tune, show each trial, draw the surface and write the winner beside the model."""
-    from ds2.checkpoint import find_model, load_model
     from ds2.config.device import resolve_device, resolve_precision
     from ds2.data.splits import scored_utterances
     from ds2.decode_options import save_options, tuned_file
     from ds2.evaluate import logit_batches, recognition_loader
     from ds2.lm.files import load_ngram
+    from ds2.model.checkpoint import find_model, load_model
 
     file, device = find_model(arguments.model), resolve_device(arguments.device)
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ds2.averaging import WeightAverage
-from ds2.checkpoint import load_model, load_trainer, optimizer_tensors, restore_optimizer, save_trainer
 from ds2.config.convert import config_to_dict
 from ds2.config.schema import ConfigError
+from ds2.model.checkpoint import load_model, load_trainer, optimizer_tensors, restore_optimizer, save_trainer
 from ds2.progress import Progress, changed_keys
 from ds2.system.tensor_file import CheckpointError
 

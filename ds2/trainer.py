@@ -13,7 +13,6 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.averaging import WeightAverage
-from ds2.checkpoint import save_model
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
 from ds2.ctc import ctc_losses
@@ -26,8 +25,9 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.evaluate import score, transcribe_utterances
 from ds2.metrics import RunLog, StepTimer
-from ds2.model import AcousticModel
-from ds2.norm import SequenceBatchNorm
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import save_model
+from ds2.model.norm import SequenceBatchNorm
 from ds2.optim import clip_gradients, gradient_norm, make_optimizer
 from ds2.progress import Progress, StepReport
 from ds2.resume import save_state, take_up

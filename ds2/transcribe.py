@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from ds2.audio.read import AudioError, audio_blocks
-from ds2.beam_search import DecodeError, Hypothesis, best_path, collapse
-from ds2.checkpoint import LoadedModel, find_model, load_model
-from ds2.confidence import calibrated
 from ds2.decode_options import resolve_options, split_overrides
-from ds2.decoding import Decoder, decode_long, make_decoder
-from ds2.model import AcousticModel
+from ds2.decoding.confidence import calibrated
+from ds2.decoding.decoder import Decoder, decode_long
+from ds2.decoding.greedy import best_path, collapse
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.methods import make_decoder
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.text.alphabet import Alphabet
 
 _BLOCK_S = 60.0

@@ -29,19 +29,21 @@ import torch
 from decoder_peers import PEERS, PeerDecoder, Setup
 from omegaconf import OmegaConf
 
-from ds2.beam_native import thread_count
-from ds2.beam_search import DecodeError, Hypothesis
-from ds2.checkpoint import LoadedModel, load_model
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import DecodeConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
-from ds2.decoding import Decoder, GreedyDecoder, make_decoder
+from ds2.decoding.decoder import Decoder
+from ds2.decoding.external.adapter import thread_count
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.methods import make_decoder
 from ds2.evaluate import logit_batches, recognition_loader, transcribe_utterances
 from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.files import load_ngram
 from ds2.lm_tune import DevSet
+from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.scoring.wer import ErrorCounts, word_errors
 
 _TOKENS = 29  # flashlight's labels a frame, unless a method says

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds2.distributed.communicator import Communicator
-from ds2.norm import SequenceBatchNorm
+from ds2.model.norm import SequenceBatchNorm
 
 
 class NormStatistics:

@@ -17,11 +17,11 @@ import torch
 from test_decoding import CHARACTERS, PIECES, language_model, random_log_probs, speechlike
 from torch import Tensor
 
-from ds2.align import _by_kernel, force_align
-from ds2.beam_batched import BatchedBeamSearch, Found
-from ds2.beam_kernel import KernelSearch
 from ds2.config.schema import DecodeConfig
-from ds2.fusion import Fusion
+from ds2.decoding.alignment import align_by_kernel, force_align
+from ds2.decoding.beam.fusion import Fusion
+from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.beam.search import BatchedBeamSearch, Found
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
 
@@ -155,7 +155,7 @@ def test_alignments_agree(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = force_align(log_probs, lengths, targets)
     if where == "cpu":
         kernel_on_cpu.patch(monkeypatch)
-    for ours, theirs in zip(_by_kernel(log_probs.to(where), lengths, targets), wanted, strict=True):
+    for ours, theirs in zip(align_by_kernel(log_probs.to(where), lengths, targets), wanted, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is None or theirs is None:
             continue

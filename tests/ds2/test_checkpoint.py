@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds2 import checkpoint
-from ds2.checkpoint import load_trainer, optimizer_tensors, restore_optimizer, save_trainer
 from ds2.config.schema import Config, OptimConfig
+from ds2.model import checkpoint
+from ds2.model.checkpoint import load_trainer, optimizer_tensors, restore_optimizer, save_trainer
 from ds2.optim import make_optimizer
 from ds2.system.tensor_file import CheckpointError, load, save
 

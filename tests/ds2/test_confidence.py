@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.beam_search import DecodeError
-from ds2.confidence import calibrate, fit_calibration
 from ds2.config.schema import DecodeConfig
-from ds2.decoding import make_decoder
+from ds2.decoding.confidence import calibrate, fit_calibration
+from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.methods import make_decoder
 from ds2.text.alphabet import Alphabet
 
 TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "plot_confidence.py"))

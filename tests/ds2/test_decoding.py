@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config.schema import DecodeConfig
-from ds2.decoding import decode_long, make_decoder
-from ds2.lexicon import LexiconError
+from ds2.decoding.decoder import decode_long
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.lexicon import LexiconError
+from ds2.decoding.methods import make_decoder
 from ds2.lm.arpa import read_arpa
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.text.alphabet import Alphabet

@@ -12,11 +12,11 @@ import torch
 from test_decoding import CHARACTERS, CPU, PIECES, WIDE, brute_force, random_log_probs, speechlike, word_worth
 from torch import Tensor
 
-from ds2.beam_search import DecodeError
 from ds2.config.schema import DecodeConfig
-from ds2.decoding import make_decoder
-from ds2.fusion import Fusion
-from ds2.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.decoding.beam.fusion import Fusion
+from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.decoding.methods import make_decoder
 from ds2.lm.arpa import read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram

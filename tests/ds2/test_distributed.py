@@ -42,7 +42,8 @@ def test_a_single_process_is_its_own_world() -> None:
 
 def test_training_alone_never_imports_mpi() -> None:
     code = (
-        "import sys, ds2.training.loop, ds2.training.trainer\nfrom ds2.config.schema import CommConfig\nfrom ds2.distributed.launch import connect\n"
+        "import sys, ds2.training.loop, ds2.training.trainer\nfrom ds2.config.schema import CommConfig\n"
+        "from ds2.distributed.launch import connect\n"
         "with connect(CommConfig(), 'cpu'): pass\nsys.exit('mpi4py' in sys.modules)"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}

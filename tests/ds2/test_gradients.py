@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds2.distributed.communicator import Communicator, Moment
 from ds2.distributed.gradients import GradientReducer, Slot, in_buckets
-from ds2.norm import SequenceBatchNorm
+from ds2.model.norm import SequenceBatchNorm
 from ds2.training.batch_norm import NormStatistics
 
 CPU = torch.device("cpu")

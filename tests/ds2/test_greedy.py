@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.beam_search import DecodeError, Word, best_path, greedy_decode
+from ds2.decoding.greedy import best_path, greedy_decode
+from ds2.decoding.hypothesis import DecodeError, Word
 from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))

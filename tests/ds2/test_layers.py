@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from ds2.config.schema import ConvConfig, ModelConfig
-from ds2.layers import MaskedConv, Ragged, RecurrentLayer, RowConvolution, TorchRecurrentLayer, reverse
+from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model.ragged import Ragged, reverse
+from ds2.model.recurrent import RecurrentLayer, TorchRecurrentLayer
 
 LENGTHS = [6, 3, 0]
 

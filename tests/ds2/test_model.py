@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
-from ds2.info import activation_bytes_per_s, summary
-from ds2.model import AcousticModel
-from ds2.model_plan import module_plan
+from ds2.model.acoustic import AcousticModel
+from ds2.model.structure import module_plan
+from ds2.model.summary import activation_bytes_per_s, summary
 
 BINS, LABELS = 21, 5
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.norm import SequenceBatchNorm
+from ds2.model.norm import SequenceBatchNorm
 
 LENGTHS = [7, 4, 1]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds2.checkpoint import load_model
 from ds2.cli import main
 from ds2.commands.compose import compose_config
 from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.lm.files import load_ngram
 from ds2.lm.sentences import SentenceReader
+from ds2.model.checkpoint import load_model
 from ds2.text.alphabet import WORD_MARK, Alphabet, AlphabetError
 from ds2.text.pieces import learn_pieces, read_pieces
 
@@ -127,7 +127,7 @@ def test_text_is_cut_by_the_alphabet_or_taken_as_it_is(tmp_path: Path) -> None:
 
 def test_decoders_read_pieces_as_words() -> None:
     from ds2.config.schema import DecodeConfig
-    from ds2.decoding import make_decoder
+    from ds2.decoding.methods import make_decoder
 
     ours = alphabet()
     labels = ours.encode("the other cat")

@@ -9,7 +9,7 @@ import torch
 
 from ds2.commands.compose import compose_config, config_dir
 from ds2.config.schema import ModelConfig
-from ds2.model import AcousticModel
+from ds2.model.acoustic import AcousticModel
 
 BINS, LABELS = 161, 29
 PRESETS = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))

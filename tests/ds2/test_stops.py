@@ -92,7 +92,8 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nimport torch\nfrom ds2.distributed.communicator import Communicator\n"
+        "import sys, time\nfrom pathlib import Path\nimport torch\n"
+        "from ds2.distributed.communicator import Communicator\n"
         "from ds2.training.run_dir import sole_use\n"
         "with sole_use(Path(sys.argv[1]), Communicator(torch.device('cpu'))):\n    print('held', flush=True)\n"
         "    time.sleep(3600)"

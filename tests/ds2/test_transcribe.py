@@ -14,11 +14,12 @@ import torch
 
 from ds2.audio.features import Features
 from ds2.audio.read import AudioError, read_audio
-from ds2.beam_search import DecodeError, Hypothesis, greedy_decode
-from ds2.checkpoint import LoadedModel, load_model, save_model
 from ds2.cli import main
 from ds2.config.schema import Config
-from ds2.model import AcousticModel
+from ds2.decoding.greedy import greedy_decode
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import LoadedModel, load_model, save_model
 from ds2.text.alphabet import Alphabet
 from ds2.transcribe import transcribe_file
 

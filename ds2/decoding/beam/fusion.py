@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 

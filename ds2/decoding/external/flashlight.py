@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.beam_native import find_package, thread_count
-from ds2.beam_search import DecodeError, Hypothesis
 from ds2.config.schema import DecodeConfig
-from ds2.lexicon import LexiconError, Spelling
+from ds2.decoding.external.adapter import find_package, thread_count
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.lexicon import LexiconError, Spelling
 from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.beam_search import DecodeError
+from ds2.decoding.hypothesis import DecodeError
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 OFF, ROOT = 0, 1  # trie nodes: left the trie for good, the empty prefix

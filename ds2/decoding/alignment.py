@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from ds2_ops import align as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.text.alphabet import BLANK
+from ds2.decoding.hypothesis import Hypothesis, spell_words
+from ds2.text.alphabet import BLANK, Alphabet
 
 _STAY, _NEXT, _SKIP = range(3)
 
@@ -29,6 +30,11 @@ class Alignment:
     ends: NDArray[np.int64]  # (L,)
     peaks: NDArray[np.float32]  # (L,) natural log-prob of the label at its most certain frame
     log_prob: float  # of the whole path
+
+    def runs(self) -> list[tuple[int, int, int, float]]:
+        """Label, first frame, end frame and peak of each label, as `spell_words` takes them."""
+        columns = (self.starts.tolist(), self.ends.tolist(), self.peaks.tolist())
+        return list(zip(self.labels, *columns, strict=True))
 
 
 def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
@@ -47,7 +53,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
     if not batch:
         return []
     if log_probs.is_cuda and kernel.why_not(longest, device) is None:
-        return _by_kernel(log_probs, lengths, targets)
+        return align_by_kernel(log_probs, lengths, targets)
     states = torch.zeros(batch, 2 * longest + 1, dtype=torch.int64)
     for row, target in zip(states, targets, strict=True):
         row[1 : 2 * len(target) : 2] = torch.tensor(list(target), dtype=torch.int64)
@@ -75,7 +81,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
     return _trace(moves.cpu().numpy(), finals.cpu().numpy(), emitted, lengths.numpy(), targets)
 
 
-def _by_kernel(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
+def align_by_kernel(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
     """Align in one launch; two copies to the device and one back."""
     device, sizes = log_probs.device, [len(target) for target in targets]
     longest = max(sizes)
@@ -128,3 +134,19 @@ def _trace(
         peaks = np.maximum.reduceat(np.append(heard, np.float32(-np.inf)), bounds)[::2] if len(bounds) else heard[:0]
         found.append(Alignment(tuple(target), starts, ends, peaks.astype(np.float32), log_prob))
     return found
+
+
+def with_times(
+    rows: Sequence[Sequence[Hypothesis]], log_probs: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float
+) -> list[list[Hypothesis]]:
+    """Give words to the hypotheses, with times and confidences from their best paths through the log-probs."""
+    timed: list[list[Hypothesis]] = [[] for _ in rows]
+    for rank in range(max(map(len, rows), default=0)):
+        chosen = [index for index, row in enumerate(rows) if rank < len(row)]
+        targets = [rows[index][rank].labels for index in chosen]
+        at = torch.tensor(chosen)
+        some = log_probs if len(chosen) == len(rows) else log_probs[:, at.to(log_probs.device)]
+        for index, alignment in zip(chosen, force_align(some, lengths[at], targets), strict=True):
+            runs = [] if alignment is None else alignment.runs()
+            timed[index].append(replace(rows[index][rank], words=spell_words(runs, alphabet, frame_s)))
+    return timed

@@ -1,6 +1,17 @@
 """What follows from a model's config alone: its modules, its lookahead, and whether it can work at all."""
 
+from typing import TypeVar
+
+from torch import Tensor
+
 from ds2.config.schema import ConfigError, ModelConfig
+
+Frames = TypeVar("Frames", int, Tensor)
+
+
+def frames_after(frames: Frames, stride: int) -> Frames:
+    """Frames that a convolution of a stride in time gives for a number, or a tensor of numbers, of frames."""
+    return (frames + stride - 1) // stride
 
 
 def time_stride(config: ModelConfig) -> int:

@@ -3,8 +3,8 @@
 from itertools import groupby
 
 from ds2.config.schema import ModelConfig
-from ds2.model import AcousticModel
-from ds2.model_plan import lookahead_parts_ms, module_plan
+from ds2.model.acoustic import AcousticModel
+from ds2.model.structure import lookahead_parts_ms, module_plan
 
 _GATE_VALUES = {"lstm": 6, "gru": 5}  # gates, output and cell state that torch keeps a unit and frame
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.beam_search import Hypothesis
+from ds2.decoding.decoder import Decoder
+from ds2.decoding.hypothesis import Hypothesis
 from ds2.scoring.wer import CORRECT, DELETION, align
 
 AS_IT_IS = (1.0, 0.0)
@@ -23,14 +23,10 @@ _NEWTON_STEPS = 30
 _RIDGE = 1e-3
 
 
-class _Decoder(Protocol):
-    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]: ...
-
-
 class CalibratedDecoder:
     """A decoder whose words carry calibrated confidences."""
 
-    def __init__(self, decoder: _Decoder, calibration: Sequence[float]) -> None:
+    def __init__(self, decoder: Decoder, calibration: Sequence[float]) -> None:
         self.decoder, self.calibration = decoder, calibration
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:

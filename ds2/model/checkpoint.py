@@ -1,4 +1,4 @@
-"""Model files and trainer states: safetensors with a JSON header, written atomically, opened without pickled code."""
+"""Model files: safetensors with a JSON header, written whole, opened without pickled code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
-from ds2.model import AcousticModel
+from ds2.model.acoustic import AcousticModel
 from ds2.system.tensor_file import CheckpointError, load, save
 from ds2.text.alphabet import Alphabet
 

@@ -1,59 +1,18 @@
-"""Logits to words: the best path, with times and confidences.
+"""The best path: the most probable label of every frame, collapsed, with times and confidences.
 
 Shapes: T' output frames, B batch, V labels (0 is the CTC blank).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.system.errors import UserError
-from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
-
-
-class DecodeError(UserError):
-    """Logits that cannot be decoded; `rows` are the utterances' places in the batch."""
-
-    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.rows = list(rows)
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word and where it was heard.
-
-    `confidence`, 0 to 1, is the product of its labels' probabilities, each at its most certain frame; where
-    `decode.confidence` was fitted on a dev set, the share of such words that were right there.
-    """
-
-    text: str
-    start_s: float
-    end_s: float
-    confidence: float
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """What was recognised in one utterance; scores are natural logarithms.
-
-    `score` is Q(y) = acoustic + alpha x lm + bonus, of a greedy one the best path's log-prob.
-    """
-
-    text: str
-    score: float
-    labels: tuple[int, ...]
-    words: tuple[Word, ...]
-    acoustic: float = 0.0  # log p_ctc(y|x), summed over the alignments that the search followed
-    lm: float = 0.0  # log p_lm(y), not weighted
-    bonus: float = 0.0  # beta x words + hot words
+from ds2.decoding.decoder import check_log_probs
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, spell_words
+from ds2.text.alphabet import BLANK, Alphabet
 
 
 def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -111,33 +70,6 @@ def collapse(
     return Hypothesis(" ".join(word.text for word in words), score, tuple(run[0] for run in runs), words, score)
 
 
-def spell_words(runs: Sequence[tuple[int, int, int, float]], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
-    """Gather labels into words, at white space or, in alphabets of pieces, before the word mark.
-
-    Args:
-        runs: label, first frame, frame after the last, highest log-prob; in order.
-        alphabet: symbols of the labels.
-        frame_s: seconds an output frame.
-    """
-    spelled: list[list[tuple[int, int, int, float]]] = [[]]
-    for run in runs:
-        symbol = alphabet.symbols[run[0]]
-        if symbol.isspace() or symbol.startswith(WORD_MARK):
-            spelled.append([])
-        if symbol.strip().removeprefix(WORD_MARK):
-            spelled[-1].append(run)
-    return tuple(
-        Word(
-            alphabet.decode(label for label, *_ in word).replace(WORD_MARK, ""),
-            word[0][1] * frame_s,
-            word[-1][2] * frame_s,
-            math.exp(sum(peak for *_, peak in word)),
-        )
-        for word in spelled
-        if word
-    )
-
-
 def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float) -> list[Hypothesis]:
     """Decode each utterance by its best path: the most probable label of every frame, collapsed.
 
@@ -154,3 +86,15 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
     if logits.shape[-1] != len(alphabet):
         raise ValueError(f"logits have {logits.shape[-1]} labels, the alphabet has {len(alphabet)} with the blank")
     return [collapse(labels, log_probs, alphabet, frame_s) for labels, log_probs in best_path(logits, lengths)]
+
+
+class GreedyDecoder:
+    """The most probable label of every frame, collapsed."""
+
+    def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
+        self.alphabet, self.frame_s = alphabet, frame_s
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Decode as :class:`Decoder` says; one hypothesis each."""
+        check_log_probs(log_probs, lengths, len(self.alphabet))
+        return [[found] for found in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]

@@ -9,7 +9,7 @@ from ds2_ops import beam as kernel
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.fusion import Fusion
+from ds2.decoding.beam.fusion import Fusion
 from ds2.lm.ngram import UNKNOWN, NGram
 
 log = logging.getLogger(__name__)

@@ -5,17 +5,17 @@ Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a mod
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError, ModelConfig
-from ds2.layers import MaskedConv, Ragged, RowConvolution, State, make_recurrent_layer
-from ds2.model_plan import check_model, lookahead_parts_ms, module_plan, time_stride
-from ds2.norm import SequenceBatchNorm
-
-Frames = TypeVar("Frames", int, Tensor)
+from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model.norm import SequenceBatchNorm
+from ds2.model.ragged import Ragged
+from ds2.model.recurrent import State, make_recurrent_layer
+from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
 
 
 @dataclass
@@ -165,7 +165,7 @@ class AcousticModel(nn.Module):
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
         for conv in self.config.convs:
-            frames = (frames + conv.stride[1] - 1) // conv.stride[1]
+            frames = frames_after(frames, conv.stride[1])
         return frames
 
     def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Our own beam search: batched in PyTorch, one kernel on a GPU, fused with a language model."""

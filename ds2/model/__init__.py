@@ -1,0 +1,1 @@
+"""Features to log-probs: layers, the acoustic model, its files, its summary."""
