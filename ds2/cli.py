@@ -65,7 +65,7 @@ def _train(arguments: Sequence[str]) -> int:
     statuses: list[int] = []
 
     def job(composed: DictConfig) -> None:
-        from ds2.train import train
+        from ds2.training.loop import train
 
         config = read_config(composed)
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -100,19 +100,19 @@ def _data(arguments: Sequence[str]) -> int:
 
 
 def _evaluate(arguments: Sequence[str]) -> int:
-    from ds2.evaluate import run
+    from ds2.recognition.evaluate import run
 
     return run(arguments)
 
 
 def _transcribe(arguments: Sequence[str]) -> int:
-    from ds2.transcribe import run
+    from ds2.recognition.transcribe import run
 
     return run(arguments)
 
 
 def _align(arguments: Sequence[str]) -> int:
-    from ds2.align_command import run
+    from ds2.recognition.transcripts import run
 
     return run(arguments)
 

@@ -15,7 +15,7 @@ from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.perplexity import perplexity
 from ds2.lm.sentences import SentenceReader, cut
-from ds2.lm_tune import add_arguments as add_tune_arguments
+from ds2.recognition.tuning import add_arguments as add_tune_arguments
 from ds2.text.alphabet import Alphabet
 
 

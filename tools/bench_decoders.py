@@ -39,11 +39,12 @@ from ds2.decoding.external.adapter import thread_count
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.methods import make_decoder
-from ds2.evaluate import logit_batches, recognition_loader, transcribe_utterances
 from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.files import load_ngram
-from ds2.lm_tune import DevSet
 from ds2.model.checkpoint import LoadedModel, load_model
+from ds2.recognition.logits import logit_batches, recognition_loader
+from ds2.recognition.recognise import transcribe_utterances
+from ds2.recognition.tuning import DevSet
 from ds2.scoring.wer import ErrorCounts, word_errors
 
 _TOKENS = 29  # flashlight's labels a frame, unless a method says

@@ -33,7 +33,7 @@ from ds2.data.loader import Batch
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.system.machine import git_commit
-from ds2.trainer import Trainer
+from ds2.training.trainer import Trainer
 
 
 def measure(

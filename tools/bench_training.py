@@ -28,7 +28,7 @@ from ds2.commands.compose import compose_config
 from ds2.data.loader import Batch
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.machine import git_commit
-from ds2.trainer import Trainer
+from ds2.training.trainer import Trainer
 
 RATE_HZ = 16000
 

@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from ds2.audio.read import END_TOLERANCE_S, AudioError
 from ds2.config.schema import Config
-from ds2.ctc import min_frames
 from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
 from ds2.text.alphabet import Alphabet, describe
+from ds2.training.ctc import min_frames
 
 log = logging.getLogger(__name__)
 

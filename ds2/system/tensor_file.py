@@ -67,3 +67,13 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
             f"{path} has format {metadata['format']}; this ds2 reads up to {FORMAT_VERSION}: install a newer ds2"
         )
     return tensors, metadata
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under names that start with `prefix` and a dot: the part of a file that they are."""
+    return {f"{prefix}.{name}": value for name, value in tensors.items()}
+
+
+def part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `prefixed`: the tensors of one part, under their own names."""
+    return {name[len(prefix) + 1 :]: value for name, value in tensors.items() if name.startswith(prefix + ".")}

@@ -16,7 +16,7 @@ import torch
 
 from ds2.cli import main
 from ds2.distributed.launch import launched_rank
-from ds2.trainer import Trainer
+from ds2.training.trainer import Trainer
 
 
 def strike(fault: str, trainer: Trainer) -> None:

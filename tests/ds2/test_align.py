@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from ds2.align_command import align_batch, suspicious
 from ds2.decoding.alignment import force_align
+from ds2.recognition.transcripts import align_batch, suspicious
 from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b"))

@@ -9,9 +9,9 @@ from torch import nn
 
 from ds2.config.schema import Config, OptimConfig
 from ds2.model import checkpoint
-from ds2.model.checkpoint import load_trainer, optimizer_tensors, restore_optimizer, save_trainer
-from ds2.optim import make_optimizer
 from ds2.system.tensor_file import CheckpointError, load, save
+from ds2.training.optim import make_optimizer
+from ds2.training.state import load_trainer, optimizer_tensors, restore_optimizer, save_trainer
 
 
 def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ds2.ctc import ctc_losses, min_frames, reproducible_ctc
+from ds2.training.ctc import ctc_losses, min_frames, reproducible_ctc
 
 
 def collapse(path: tuple[int, ...]) -> list[int]:

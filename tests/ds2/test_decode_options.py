@@ -49,7 +49,7 @@ def test_evaluate_and_transcribe_take_a_beam(
 ) -> None:
     from ds2.cli import main
     from ds2.data.manifest import read_manifest
-    from ds2.train import train
+    from ds2.training.loop import train
 
     config = tiny_config("train.epochs=1")
     train(config, Path(config.run_dir))

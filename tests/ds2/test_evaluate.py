@@ -15,9 +15,10 @@ from ds2.cli import main
 from ds2.config.schema import Config
 from ds2.data.manifest import read_manifest, write_manifest
 from ds2.decoding.hypothesis import DecodeError
-from ds2.evaluate import recognition_loader, transcribe_utterances
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
+from ds2.recognition.logits import recognition_loader
+from ds2.recognition.recognise import transcribe_utterances
 from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 from ds2.lm.sentences import SentenceReader
-from ds2.lm_tune import DevSet, Trial, choose, draw, search, tune_confidence
+from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence
 from ds2.scoring.wer import ErrorCounts
 from ds2.text.alphabet import Alphabet
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ds2.averaging import WeightAverage
 from ds2.config.schema import OptimConfig
-from ds2.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer
+from ds2.training.averaging import WeightAverage
+from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer
 
 
 @pytest.mark.parametrize(

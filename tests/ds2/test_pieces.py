@@ -86,7 +86,7 @@ def test_a_model_of_sentencepiece_is_read(tmp_path: Path) -> None:
 def test_a_model_of_pieces_trains_decodes_and_gets_a_language_model(
     tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ds2.train import train
+    from ds2.training.loop import train
 
     pieces = tmp_path / "tones.pieces"
     base = [f"data.train=[{tone_manifest}]", "alphabet.symbols='abc '"]

@@ -16,8 +16,9 @@ import pytest
 
 from ds2.config.schema import Config
 from ds2.system.tensor_file import CheckpointError, load
-from ds2.train import Interrupts, train
-from ds2.trainer import Trainer
+from ds2.training.interrupts import Interrupts
+from ds2.training.loop import train
+from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
 

@@ -19,11 +19,11 @@ from ds2.audio.read import AudioError
 from ds2.cli import main
 from ds2.config.schema import Config, ConfigError
 from ds2.data.splits import CorpusError
-from ds2.metrics import RunLog
 from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError, load
-from ds2.train import train
-from ds2.trainer import Trainer, TrainingError
+from ds2.training.loop import train
+from ds2.training.metrics import RunLog
+from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
 

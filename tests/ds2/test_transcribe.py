@@ -20,8 +20,8 @@ from ds2.decoding.greedy import greedy_decode
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
+from ds2.recognition.transcribe import transcribe_file
 from ds2.text.alphabet import Alphabet
-from ds2.transcribe import transcribe_file
 
 RATE_HZ = 16000
 

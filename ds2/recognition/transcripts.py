@@ -79,7 +79,7 @@ def align_utterances(
         utterances: any number.
         device: where the model runs.
     """
-    from ds2.evaluate import logit_batches, recognition_loader
+    from ds2.recognition.logits import logit_batches, recognition_loader
 
     alphabet, frame_s = loaded.alphabet, loaded.frame_s
     forgiving = replace(alphabet, unknown="drop")

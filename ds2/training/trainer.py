@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,8 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
-from ds2.averaging import WeightAverage
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
-from ds2.ctc import ctc_losses
 from ds2.data.batching import deal, padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
 from ds2.data.manifest import corpus
@@ -23,24 +22,41 @@ from ds2.data.splits import ensure_manifests, scored_utterances, training_uttera
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
-from ds2.evaluate import score, transcribe_utterances
-from ds2.metrics import RunLog, StepTimer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
-from ds2.optim import clip_gradients, gradient_norm, make_optimizer
-from ds2.progress import Progress, StepReport
-from ds2.resume import save_state, take_up
+from ds2.recognition.recognise import score, transcribe_utterances
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
+from ds2.training.ctc import ctc_losses
+from ds2.training.metrics import RunLog, StepTimer
+from ds2.training.optim import clip_gradients, gradient_norm, make_optimizer
+from ds2.training.start import begin
+from ds2.training.state import Progress, TrainState, save_state, share
 
 log = logging.getLogger(__name__)
 
 
 class TrainingError(UserError):
     """Training cannot go on; the message says why and what to set."""
+
+
+@dataclass
+class StepReport:
+    """What a rank tells the others about its part of a step."""
+
+    loss: float = 0.0  # summed over its utterances, nats
+    gradient_norm: float = 0.0  # of all ranks' gradients, as this one sees it
+    infeasible: int = 0
+    audio_s: float = 0.0
+    bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
+
+
+def _dropout_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
+    """The seed of what a rank's forward pass draws; a hash of integers is the same in every process."""
+    return hash((seed, epoch, batch, rank)) % 2**63
 
 
 class Trainer:
@@ -67,14 +83,17 @@ class Trainer:
             self.dev_loader = SpeechLoader(self.dev, config, None, training=False)
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
-        self.progress = Progress()
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
         self.grad_norm = 0.0
         self.model.to(self.device)
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
-        self.average: WeightAverage[AcousticModel] | None = None
-        take_up(self)
+        self.state = TrainState(self.model, self.features, self.optimizer)
+        parts, progress = (
+            begin(self.state, self.loader, self.alphabet, config, run_dir) if self.comm.rank == 0 else ({}, Progress())
+        )
+        share(self.state, parts, progress, config.train.average_decay, self.comm)
+        self.progress, self.average = self.state.progress, self.state.average
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = GradientReducer(
             self.model,
@@ -130,16 +149,38 @@ class Trainer:
         Returns:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
-        config, progress, comm = self.config, self.progress, self.comm
-        gradients = self.gradients.buckets
         utterances = sum(map(len, group))
         self.gradients.begin()
+        done, seen = self._passes(batches, group)
+        with self.timer.phase("allreduce_exposed"):
+            for began, ended in self.gradients.finish():
+                self.timer.add("allreduce_total", began, ended)
+        with self.timer.phase("optimizer"):
+            reports, norm = self._reports(done, seen)
+            progress = self.progress
+            progress.batch += len(group)
+            progress.infeasible += sum(report.infeasible for report in reports)
+            progress.audio_s += sum(report.audio_s for report in reports)
+            loss = sum(report.loss for report in reports) / utterances
+            self.grad_norm = reports[0].gradient_norm
+            if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
+                self._skip([name for report in reports for name in report.bad], loss)
+                return None
+            self._apply(norm)
+        return loss
+
+    def _passes(
+        self, batches: Iterator[Batch], group: Sequence[Sequence[int]]
+    ) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
+        """Forward and backward passes of a step: what this rank did, and its batches with their losses."""
+        config, progress, comm = self.config, self.progress, self.comm
+        utterances = sum(map(len, group))
         done = StepReport()
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
                 batch = next(batches)
-            torch.manual_seed(hash((config.train.seed, progress.epoch, progress.batch + number, comm.rank)) % 2**63)
+            torch.manual_seed(_dropout_seed(config.train.seed, progress.epoch, progress.batch + number, comm.rank))
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
             last = number == len(group) - 1
             try:
@@ -157,32 +198,26 @@ class Trainer:
                 seen.append((batch, losses.detach()))
                 done.infeasible += int((~feasible).sum())
                 done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
-        with self.timer.phase("allreduce_exposed"):
-            for began, ended in self.gradients.finish():
-                self.timer.add("allreduce_total", began, ended)
-        with self.timer.phase("optimizer"):
-            norm = gradient_norm(gradients)
-            total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
-            with comm.whereabouts.wait_in("gradients"):
-                done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()
-            done.bad = [] if np.isfinite(done.loss) else self._not_finite(seen)
-            reports = comm.allgather(done)
-            progress.batch += len(group)
-            progress.infeasible += sum(report.infeasible for report in reports)
-            progress.audio_s += sum(report.audio_s for report in reports)
-            loss = sum(report.loss for report in reports) / utterances
-            self.grad_norm = reports[0].gradient_norm
-            if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
-                self._skip([name for report in reports for name in report.bad], loss)
-                return None
-            clip_gradients(gradients, norm, config.optim.clip_norm)
-            self.optimizer.step()
-            self.statistics.end_step()
-            if self.average is not None:
-                self.average.update(self.model)
-        progress.step += 1
-        comm.whereabouts.step = progress.step
-        return loss
+        return done, seen
+
+    def _reports(self, done: StepReport, seen: Sequence[tuple[Batch, Tensor]]) -> tuple[list[StepReport], Tensor]:
+        """Every rank's report of a step, this one's completed, and the norm of the gradients on the device."""
+        norm = gradient_norm(self.gradients.buckets)
+        total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
+        with self.comm.whereabouts.wait_in("gradients"):
+            done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()
+        done.bad = [] if np.isfinite(done.loss) else self._not_finite(seen)
+        return self.comm.allgather(done), norm
+
+    def _apply(self, norm: Tensor) -> None:
+        """Let the gradients, clipped, change the weights, and count the step."""
+        clip_gradients(self.gradients.buckets, norm, self.config.optim.clip_norm)
+        self.optimizer.step()
+        self.statistics.end_step()
+        if self.average is not None:
+            self.average.update(self.model)
+        self.progress.step += 1
+        self.comm.whereabouts.step = self.progress.step
 
     def _not_finite(self, seen: Sequence[tuple[Batch, Tensor]]) -> list[str]:
         return [
@@ -272,4 +307,4 @@ class Trainer:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
         if self.comm.rank == 0:
             with self.comm.whereabouts.slow("saving"):
-                save_state(self)
+                save_state(self.run_dir, self.state, self.config)

@@ -180,9 +180,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ds2.config.device import resolve_device, resolve_precision
     from ds2.data.splits import scored_utterances
     from ds2.decode_options import save_options, tuned_file
-    from ds2.evaluate import logit_batches, recognition_loader
     from ds2.lm.files import load_ngram
     from ds2.model.checkpoint import find_model, load_model
+    from ds2.recognition.logits import logit_batches, recognition_loader
 
     file, device = find_model(arguments.model), resolve_device(arguments.device)
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)

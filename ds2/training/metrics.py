@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+from ds2.training.state import Progress
 
 
 class StepTimer:
@@ -127,3 +131,49 @@ def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bo
         total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,
         disable=not (shown and sys.stderr.isatty()),
     )  # fmt: skip
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last log line."""
+
+    progress: Progress
+    losses: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._audio_s = self.progress.audio_s
+
+    def add(self, loss: float | None) -> None:
+        """Count one step; None is a skipped one."""
+        self.steps += 1
+        if loss is not None:
+            self.losses.append(loss)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the steps that were not skipped."""
+        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
+
+    @property
+    def audio_s_per_s(self) -> float:
+        """Seconds of training audio a second of wall time."""
+        return (self.progress.audio_s - self._audio_s) / max(time.monotonic() - self._began, 1e-9)
+
+    def values(self, split: Mapping[str, float], rate: float, gradient_norm: float) -> dict[str, float]:
+        """The scalars of one log line; `split` has the seconds a step of each phase."""
+        return {
+            "loss": self.loss,
+            "learning_rate": rate,
+            "gradient_norm": gradient_norm,
+            "epoch": self.progress.epoch,
+            "skipped_steps": self.progress.skipped,
+            "infeasible_utterances": self.progress.infeasible,
+            "audio_s_per_s": self.audio_s_per_s,
+            "step_s": (time.monotonic() - self._began) / self.steps,
+            **{f"{name}_s": seconds for name, seconds in split.items()},
+        }

@@ -2,106 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
 
 from ds2.config.convert import save_config
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
-from ds2.metrics import RunLog, progress_bar
-from ds2.optim import learning_rate, set_learning_rate
-from ds2.progress import Progress
 from ds2.system.machine import git_commit
-from ds2.system.tensor_file import CheckpointError
-from ds2.trainer import Trainer
+from ds2.training.interrupts import Interrupts
+from ds2.training.metrics import RunLog, Window, progress_bar
+from ds2.training.optim import learning_rate, set_learning_rate
+from ds2.training.run_dir import probe_run_dir, sole_use
+from ds2.training.state import Progress
+from ds2.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-_FREE_BYTES_AT_START = 256 * 2**20
-
-
-class Interrupts:
-    """Turns SIGINT, SIGTERM or SIGUSR1 into a flag that ranks agree on between steps; a second SIGINT stops at once.
-
-    SIGUSR1 is the one that mpirun passes on to its ranks. Slurm sends SIGTERM twice, to the ranks and through srun:
-    only Ctrl-C, which a person repeats, means haste.
-    """
-
-    received: int = 0  # by this process
-    agreed: int = 0  # by any rank, known to all: what the loop acts on
-
-    def __enter__(self) -> Interrupts:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self._old = {s: signal.signal(s, self._handle) for s in numbers}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received == number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.received:
-            name = signal.Signals(number).name
-            log.warning("%s: saving after this step, then stopping; Ctrl-C twice stops at once", name)
-        self.received = number
-
-
-@dataclass
-class Window:
-    """Sums over the steps since the last log line."""
-
-    progress: Progress
-    losses: list[float] = field(default_factory=list)
-    steps: int = 0
-
-    def __post_init__(self) -> None:
-        self._began = time.monotonic()
-        self._audio_s = self.progress.audio_s
-
-    def add(self, loss: float | None) -> None:
-        """Count one step; None is a skipped one."""
-        self.steps += 1
-        if loss is not None:
-            self.losses.append(loss)
-
-    @property
-    def loss(self) -> float:
-        """Mean over the steps that were not skipped."""
-        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
-
-    @property
-    def audio_s_per_s(self) -> float:
-        """Seconds of training audio a second of wall time."""
-        return (self.progress.audio_s - self._audio_s) / max(time.monotonic() - self._began, 1e-9)
-
-    def values(self, trainer: Trainer, rate: float) -> dict[str, float]:
-        """The scalars of one log line."""
-        split = trainer.timer.means(self.steps)
-        return {
-            "loss": self.loss,
-            "learning_rate": rate,
-            "gradient_norm": trainer.grad_norm,
-            "epoch": self.progress.epoch,
-            "skipped_steps": self.progress.skipped,
-            "infeasible_utterances": self.progress.infeasible,
-            "audio_s_per_s": self.audio_s_per_s,
-            "step_s": (time.monotonic() - self._began) / self.steps,
-            **{f"{name}_s": seconds for name, seconds in split.items()},
-        }
 
 
 def train(config: Config, run_dir: Path) -> int:
@@ -121,32 +39,6 @@ def train(config: Config, run_dir: Path) -> int:
         probe_run_dir(run_dir)
         with sole_use(run_dir, comm), rank_log(comm, run_dir), Interrupts() as interrupts:
             return _train(config, run_dir, comm, interrupts)
-
-
-@contextmanager
-def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
-    """Let one job at a time write a run folder: rank 0 locks a file in it, and the system unlocks what a job leaves.
-
-    Raises:
-        CheckpointError: another process holds the lock; names it.
-    """
-    if comm.rank != 0:
-        yield
-        return
-    with (run_dir / "lock").open("a+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
-            raise CheckpointError(
-                f"run folder {run_dir} is being written by {file.read()}: end that run or give another run_dir=..."
-            ) from error
-        except OSError as error:
-            log.warning("%s has no file locks (%s): start no second run there", run_dir, error)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {comm.host}")
-        file.flush()
-        yield
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
@@ -199,7 +91,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             progress.elapsed_s, clock, interrupts.agreed = progress.elapsed_s + times_s[0], now, max(signals)
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
-                values = window.values(trainer, rate)
+                values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
                 board.scalars("train", progress.step, values)
                 left_s = progress.elapsed_s * (1 - done) / max(done, 1e-9)
                 bar.set_postfix_str(
@@ -239,21 +131,3 @@ def finished(config: Config, progress: Progress) -> str:
     if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
         return f"no better dev WER for {patience} epochs (train.early_stop_epochs)"
     return ""
-
-
-def probe_run_dir(run_dir: Path) -> None:
-    """Find an unwritable folder or a full disk before the first step rather than after an epoch."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir) as probe:
-            probe.write(b"ds2")
-    except OSError as error:
-        raise CheckpointError(
-            f"run folder {run_dir} cannot be written: {error}; give another with run_dir=..."
-        ) from error
-    free = shutil.disk_usage(run_dir).free
-    if free < _FREE_BYTES_AT_START:
-        raise CheckpointError(
-            f"run folder {run_dir} has {free / 2**20:.0f} MiB left on its disk, "
-            f"{_FREE_BYTES_AT_START / 2**20:.0f} are needed to start: free some or give another with run_dir=..."
-        )

@@ -1,0 +1,1 @@
+"""Model, decoder and audio together: hypotheses, transcripts, reports, tuned settings."""
