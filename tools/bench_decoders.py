@@ -42,8 +42,8 @@ from ds2.decoding.methods import make_decoder
 from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.files import load_ngram
 from ds2.model.checkpoint import LoadedModel, load_model
-from ds2.recognition.logits import logit_batches, recognition_loader
-from ds2.recognition.recognise import transcribe_utterances
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.tuning import DevSet
 from ds2.scoring.wer import ErrorCounts, word_errors
 
@@ -121,9 +121,9 @@ def bench_search(loaded: LoadedModel, utterances: list[Utterance], arguments: ar
     """Time the decoders alone, in turn."""
     device = resolve_device(arguments.device)
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
-    loader = recognition_loader(loaded, utterances, device)
-    batches = logit_batches(loaded.model, loaded.features, loader, device=device, batch_audio_s=arguments.batch_audio_s)
-    dev = DevSet.of(batches, texts)
+    loader = recognition_loader(utterances, loaded.config.data, device)
+    recogniser = Recogniser.of(loaded, DecodeConfig(), device)
+    dev = DevSet.of(recogniser.logits(loader, batch_audio_s=arguments.batch_audio_s), texts)
     references = [reference for batch in dev.references for reference in batch]
     contenders = decoders(loaded, arguments, device)
     best_s: dict[str, tuple[float, float]] = {}
@@ -152,22 +152,15 @@ def bench_whole(loaded: LoadedModel, utterances: list[Utterance], arguments: arg
     device = resolve_device(arguments.device)
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
     audio_s = sum(u.duration_s for u in utterances)
-    config = replace(loaded.config, data=replace(loaded.config.data, cache="disk"))
+    data = replace(loaded.config.data, cache="disk")
     greedy_s = 0.0
     for name, decoder in decoders(loaded, arguments, device):
         kept: list[Hypothesis] = []
 
         def everything(decoder: Decoder = decoder, kept: list[Hypothesis] = kept) -> None:
-            kept[:] = transcribe_utterances(
-                loaded.model,
-                loaded.features,
-                loaded.alphabet,
-                SpeechLoader(utterances, config, None, training=False),
-                device=device,
-                precision=resolve_precision("auto", device),
-                batch_audio_s=arguments.batch_audio_s,
-                decoder=decoder,
-            )
+            parts = (loaded.model, loaded.features, loaded.alphabet, decoder, device, resolve_precision("auto", device))
+            loader = SpeechLoader(utterances, data, device)
+            kept[:] = Recogniser(*parts).recognise(loader, batch_audio_s=arguments.batch_audio_s)
 
         elapsed_s = timed_s(everything, device, arguments.repeat)
         greedy_s = greedy_s or elapsed_s

@@ -74,7 +74,8 @@ def measure(utterances: Sequence[Utterance], config: Config, batch: int, epochs:
     """Return one row: time to the first batch, rates, and the share of time that a consumer waits."""
     durations_s = np.array([u.duration_s for u in utterances])
     started = time.perf_counter()
-    loader = SpeechLoader(utterances, config, Alphabet.from_config(config.alphabet), training=True)
+    alphabet, cpu = Alphabet.from_config(config.alphabet), torch.device("cpu")
+    loader = SpeechLoader(utterances, config.data, cpu, alphabet, config.augment, config.train.seed)
 
     def epoch(number: int) -> Iterator[Batch]:
         return loader.epoch(plan_epoch(durations_s, BatchingConfig(utterances=batch), number, seed=1), number)

@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 MAX_READ_S = 3 * 3600.0  # the most that read_audio returns at once: 0.7 GB at 16 kHz
 END_TOLERANCE_S = 0.1  # a segment may end so far past its file: manifests round, encoders pad
 RAW_SUFFIXES = (".raw", ".pcm")
+AUDIO_SUFFIXES = (
+    ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64", *RAW_SUFFIXES,
+)  # fmt: skip
+"""What files with audio are called; where one recording lies in several formats, the first of these is taken."""
 _BLOCK_FRAMES = 1 << 18
 _RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64

@@ -14,7 +14,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
-import torch
 from tqdm import tqdm
 
 from ds2.audio.read import END_TOLERANCE_S, AudioError
@@ -22,8 +21,7 @@ from ds2.config.schema import Config
 from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
-from ds2.text.alphabet import Alphabet, describe
-from ds2.training.ctc import min_frames
+from ds2.text.alphabet import Alphabet, describe, fewest_frames
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +140,7 @@ def transcript_problems(
     if not labels:
         problems.append((strict, "no_transcript", f"the transcript {u.text!r} has no labels"))
         return problems
-    needed = int(min_frames(torch.tensor([labels]), torch.tensor([len(labels)])))
+    needed = fewest_frames(labels)
     fastest = max([1.0, *config.augment.speed]) if training else 1.0
     frames = output_frames(round(u.duration_s * data.sample_rate_hz))
     if frames < needed:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds2.audio.augment import NoiseSource, augment_waveform, pink_noise, recorded_noise, utterance_rng
 from ds2.audio.read import AudioError
-from ds2.config.schema import AugmentConfig, Config
+from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
@@ -64,9 +64,11 @@ class SpeechLoader:
 
     Args:
         utterances: positions in it are the indices of the plan.
-        config: data (cache, workers), augmentation, train.seed, device (memory is pinned for CUDA).
+        data: cache, workers, sample rate.
+        device: where batches go: memory is pinned for CUDA, and -1 workers means one a core there.
         alphabet: encodes the transcripts at once, so that one it cannot write stops here; None leaves labels empty.
-        training: augment.
+        augment: what is done to waveforms; None leaves them as they are.
+        seed: of the augmentation.
     Raises:
         ConfigError: an augmentation setting makes no sense.
         AlphabetError: a transcript has characters outside the alphabet and `alphabet.unknown` is stop.
@@ -74,15 +76,20 @@ class SpeechLoader:
     """
 
     def __init__(
-        self, utterances: Sequence[Utterance], config: Config, alphabet: Alphabet | None, *, training: bool
+        self,
+        utterances: Sequence[Utterance],
+        data: DataConfig,
+        device: torch.device,
+        alphabet: Alphabet | None = None,
+        augment: AugmentConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.utterances = utterances
-        self.audio = open_audio(utterances, config.data)
-        dataset = _Batches(
-            self.audio, utterances, alphabet, config.train.seed, _augmentation(config) if training else None
-        )
-        on_gpu = config.device != "cpu" and torch.cuda.is_available()
-        workers = worker_count(config.data.workers, on_gpu=on_gpu)
+        self.audio = open_audio(utterances, data)
+        augmentation = None if augment is None else _augmentation(augment, data)
+        dataset = _Batches(self.audio, utterances, alphabet, seed, augmentation)
+        on_gpu = device.type == "cuda"
+        workers = worker_count(data.workers, on_gpu=on_gpu)
         self._plan: list[tuple[int, list[int]]] = []
         self._loader: DataLoader[Batch | AudioError] = DataLoader(
             dataset,
@@ -136,15 +143,15 @@ class _Augmentation:
     noise: NoiseSource
 
 
-def _augmentation(config: Config) -> _Augmentation:
+def _augmentation(augment: AugmentConfig, data: DataConfig) -> _Augmentation:
     recordings: Sequence[NDArray[np.float32]] = []
-    if config.augment.noise_probability:
-        if config.augment.noise:
-            recordings = open_audio(read_manifests(config.augment.noise), config.data)
+    if augment.noise_probability:
+        if augment.noise:
+            recordings = open_audio(read_manifests(augment.noise), data)
         else:
             # Segments of one long recording: making new noise for each utterance would take most of a worker's time.
             recordings = [pink_noise(np.random.default_rng(0), _PINK_SAMPLES)]
-    return _Augmentation(config.augment, partial(recorded_noise, recordings))
+    return _Augmentation(augment, partial(recorded_noise, recordings))
 
 
 class _Batches(Dataset["Batch | AudioError"]):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.decoder import Decoder
+from ds2.decoding.decoder import Decoder, Decoding
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.scoring.wer import CORRECT, DELETION, align
 
@@ -32,6 +32,29 @@ class CalibratedDecoder:
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode as the decoder does."""
         return [[calibrated(h, self.calibration) for h in row] for row in self.decoder.decode(log_probs, lengths)]
+
+    def start(self, rows: int = 1) -> CalibratedDecoding:
+        """Begin as the decoder does."""
+        return CalibratedDecoding(self.decoder.start(rows), self.calibration)
+
+
+class CalibratedDecoding:
+    """Utterances on their way whose words carry calibrated confidences."""
+
+    def __init__(self, decoding: Decoding, calibration: Sequence[float]) -> None:
+        self.decoding, self.calibration = decoding, calibration
+
+    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+        """Hear the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
+        self.decoding.step(log_probs, lengths)
+
+    def best(self) -> list[Hypothesis]:
+        """The best so far; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [calibrated(h, self.calibration) for h in self.decoding.best()]
+
+    def finish(self) -> list[list[Hypothesis]]:
+        """The N best; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [[calibrated(h, self.calibration) for h in row] for row in self.decoding.finish()]
 
 
 def calibrated(hypothesis: Hypothesis, calibration: Sequence[float]) -> Hypothesis:

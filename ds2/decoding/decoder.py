@@ -12,15 +12,42 @@ import torch
 from torch import Tensor
 
 from ds2.decoding.alignment import with_times
-from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.text.alphabet import BLANK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times
 _SUM_TOLERANCE = 0.02  # of a frame's probabilities: what log-probs rounded to bfloat16 miss 1 by
 
 
+class Decoding(Protocol):
+    """Utterances that a decoder is hearing, as flashlight's decoders step: the frames come chunk by chunk."""
+
+    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+        """Hear the next frames.
+
+        Args:
+            log_probs: (T', B, V) natural log-probs of any floating type on any device, T' >= 0.
+            lengths: (B,) CPU int64, valid frames of each utterance, 0 too.
+
+        Raises:
+            DecodeError: NaN or infinite values, or frames that do not sum to one.
+        """
+
+    def best(self) -> list[Hypothesis]:
+        """Return the best hypothesis of each utterance as far as it was heard; empty before the first frame."""
+        ...
+
+    def finish(self) -> list[list[Hypothesis]]:
+        """Return the N best hypotheses of each utterance, best first, at least one."""
+        ...
+
+
 class Decoder(Protocol):
     """What recognises a batch."""
+
+    def start(self, rows: int = 1) -> Decoding:
+        """Begin `rows` utterances whose frames come chunk by chunk."""
+        ...
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Return the N best hypotheses of each utterance, best first, at least one.
@@ -34,8 +61,8 @@ class Decoder(Protocol):
         """
 
 
-def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int) -> None:
-    """Raise what cannot be decoded; waits for the device once.
+def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, empty_too: bool = False) -> None:
+    """Raise what cannot be decoded; waits for the device once. Utterances of no frames are let through if `empty_too`.
 
     Raises:
         DecodeError: NaN or +inf, frames whose probabilities do not sum to one, utterances of no frames; names rows.
@@ -50,7 +77,7 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int) -> None:
     if any(not 0 <= count <= len(log_probs) for count in counts):
         raise ValueError(f"lengths {counts} must lie between 0 and the {len(log_probs)} frames of the log-probs")
     empty = [row for row, count in enumerate(counts) if count == 0]
-    if empty:
+    if empty and not empty_too:
         raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
@@ -81,6 +108,36 @@ class SearchDecoder:
         log_probs = log_probs.float().to(self.device)
         rows = self.search(log_probs, lengths)
         return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
+
+    def start(self, rows: int = 1) -> Decoding:
+        """Begin utterances of any length; what was heard is kept, and searched when it is asked for."""
+        return Kept(self, rows, self.alphabet, self.frame_s)
+
+
+class Kept:
+    """Frames kept until they are asked for, for decoders that take whole utterances: some kilobytes a second."""
+
+    def __init__(self, decoder: Decoder, rows: int, alphabet: Alphabet, frame_s: float) -> None:
+        self.decoder, self.alphabet, self.frame_s = decoder, alphabet, frame_s
+        self._heard: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+        """Keep the next frames; see :class:`Decoding`."""
+        check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
+        for row, length in enumerate(lengths.tolist()):
+            if length:
+                self._heard[row].append(log_probs[:length, row].float())
+
+    def best(self) -> list[Hypothesis]:
+        """Decode what was heard so far; see :class:`Decoding`."""
+        return [row[0] for row in self.finish()]
+
+    def finish(self) -> list[list[Hypothesis]]:
+        """Decode what was heard, in pieces where it is long, of which only the best remain; see :class:`Decoding`."""
+        return [
+            [decode_long(self.decoder, torch.cat(heard), self.alphabet, self.frame_s)] if heard else [EMPTY]
+            for heard in self._heard
+        ]
 
 
 def decode_long(

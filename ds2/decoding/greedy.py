@@ -98,3 +98,34 @@ class GreedyDecoder:
         """Decode as :class:`Decoder` says; one hypothesis each."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
         return [[found] for found in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
+
+    def start(self, rows: int = 1) -> GreedyDecoding:
+        """Begin utterances whose frames come chunk by chunk; the result is that of the whole."""
+        return GreedyDecoding(rows, self.alphabet, self.frame_s)
+
+
+class GreedyDecoding:
+    """Best paths on their way: two numbers a frame are kept."""
+
+    def __init__(self, rows: int, alphabet: Alphabet, frame_s: float) -> None:
+        self.alphabet, self.frame_s = alphabet, frame_s
+        self._labels = [[np.empty(0, np.int64)] for _ in range(rows)]
+        self._log_probs = [[np.empty(0, np.float32)] for _ in range(rows)]
+
+    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+        """Hear the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
+        check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
+        for row, (labels, path) in enumerate(best_path(log_probs, lengths)):
+            self._labels[row].append(labels)
+            self._log_probs[row].append(path)
+
+    def best(self) -> list[Hypothesis]:
+        """Collapse what was heard so far; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [
+            collapse(np.concatenate(labels), np.concatenate(log_probs), self.alphabet, self.frame_s)
+            for labels, log_probs in zip(self._labels, self._log_probs, strict=True)
+        ]
+
+    def finish(self) -> list[list[Hypothesis]]:
+        """Collapse all; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [[found] for found in self.best()]

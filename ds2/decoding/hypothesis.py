@@ -48,6 +48,9 @@ class Hypothesis:
     bonus: float = 0.0  # beta x words + hot words
 
 
+EMPTY = Hypothesis("", 0.0, (), ())  # of what is too short for a frame
+
+
 def spell_words(runs: Sequence[tuple[int, int, int, float]], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
     """Gather labels into words, at white space or, in alphabets of pieces, before the word mark.
 

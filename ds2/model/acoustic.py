@@ -4,7 +4,6 @@ Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a mod
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,27 +13,9 @@ from ds2.config.schema import ConfigError, ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.ragged import Ragged
-from ds2.model.recurrent import State, make_recurrent_layer
+from ds2.model.recurrent import make_recurrent_layer
+from ds2.model.stream_state import ModuleState, StreamState
 from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
-
-
-@dataclass
-class ModuleState:
-    """What a recurrent module carries between chunks."""
-
-    recurrent: list[State]
-    tails: list[Tensor | None]  # of the row convolutions
-    pending: Tensor | None = None  # frames whose skip waits for the row convolutions
-
-
-@dataclass
-class StreamState:
-    """What the model carries between the chunks of a batch of streams; :meth:`AcousticModel.start` makes it."""
-
-    streams: int  # B
-    conv_tails: list[Tensor | None]
-    modules: list[ModuleState]
-    finished: bool = False
 
 
 class RecurrentModule(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -161,6 +161,11 @@ def describe(characters: Mapping[str, int]) -> str:
     """Return counted characters for a message, most frequent first, each with its code point as look-alikes abound."""
     ordered = sorted(characters.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{c!r} U+{ord(c):04X}" + (f" x {count}" if count > 1 else "") for c, count in ordered)
+
+
+def fewest_frames(labels: Sequence[int]) -> int:
+    """The fewest frames that can carry labels: one each, and a blank between equal neighbours (Graves et al. 2006)."""
+    return len(labels) + sum(a == b for a, b in pairwise(labels))
 
 
 def _nfc(text: str) -> str:

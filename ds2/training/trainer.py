@@ -19,13 +19,15 @@ from ds2.data.batching import deal, padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
 from ds2.data.manifest import corpus
 from ds2.data.splits import ensure_manifests, scored_utterances, training_utterances
+from ds2.decoding.greedy import GreedyDecoder
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
-from ds2.recognition.recognise import score, transcribe_utterances
+from ds2.recognition.evaluate import score
+from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
@@ -79,8 +81,9 @@ class Trainer:
             ensure_manifests(config)
             self.utterances = training_utterances(config, self.alphabet, self.output_frames)
             self.dev = scored_utterances(config.data.dev, self.alphabet)
-            self.loader = SpeechLoader(self.utterances, config, self.alphabet, training=True)
-            self.dev_loader = SpeechLoader(self.dev, config, None, training=False)
+            data, seed = config.data, config.train.seed
+            self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
+            self.dev_loader = SpeechLoader(self.dev, data, self.device)
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
@@ -255,15 +258,9 @@ class Trainer:
     def evaluate(self, board: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
         model = self.average.model if self.average is not None else self.model
-        hypotheses = transcribe_utterances(
-            model.eval(),
-            self.features,
-            self.alphabet,
-            self.dev_loader,
-            device=self.device,
-            comm=self.comm,
-            precision=self.precision,
-        )
+        decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
+        parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
+        hypotheses = Recogniser(*parts).recognise(self.dev_loader, comm=self.comm)
         model.train(model is self.model)
         report = score(self.dev, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}

@@ -2,16 +2,19 @@
 
 import errno
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
-from ds2.config.schema import Config, OptimConfig
-from ds2.model import checkpoint
+from ds2.audio.features import Features
+from ds2.config.schema import Config, FeaturesConfig, OptimConfig
+from ds2.model.acoustic import AcousticModel
+from ds2.system import tensor_file
 from ds2.system.tensor_file import CheckpointError, load, save
 from ds2.training.optim import make_optimizer
-from ds2.training.state import load_trainer, optimizer_tensors, restore_optimizer, save_trainer
+from ds2.training.state import Progress, TrainState, read_state, save_state
 
 
 def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
@@ -29,7 +32,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypat
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", fails)
+    monkeypatch.setattr(tensor_file, "save_file", fails)
     with pytest.raises(CheckpointError, match=r"No space left.*previous file is untouched"):
         save(path, {"w": torch.zeros(2)}, {})
     assert torch.equal(load(path)[0]["w"], torch.ones(2))
@@ -63,7 +66,7 @@ def test_another_programs_safetensors_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_asks_for_a_newer_ds2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(tensor_file, "FORMAT_VERSION", 99)
     save(tmp_path / "a.safetensors", {"w": torch.ones(1)}, {})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="install a newer ds2"):
@@ -83,16 +86,15 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str
     model = nn.Linear(3, 2)
     optimizer = make_optimizer(model, config)
     steps(model, optimizer, 3)
-    path = tmp_path / "trainer.safetensors"
-    save_trainer(
-        path, {"model": model.state_dict(), "optimizer": optimizer_tensors(optimizer)}, {"step": 3}, Config(run_dir="x")
-    )
-    parts, metadata = load_trainer(path, ("model", "optimizer"))
+    features = Features(FeaturesConfig(), 16000)
+    state = TrainState(cast(AcousticModel, model), features, optimizer, Progress(step=3))
+    save_state(tmp_path, state, Config(run_dir="x"))
+    parts, progress = read_state(tmp_path, Config(run_dir="y"))
     resumed = nn.Linear(3, 2)
-    resumed.load_state_dict(parts["model"])
     resumed_optimizer = make_optimizer(resumed, config)
-    restore_optimizer(resumed_optimizer, parts["optimizer"])
+    again = TrainState(cast(AcousticModel, resumed), features, resumed_optimizer)
+    again.take(parts, progress, average_decay=0.0)
     steps(model, optimizer, 2)
     steps(resumed, resumed_optimizer, 2)
-    assert metadata["progress"] == {"step": 3}
+    assert again.progress == Progress(step=3)
     assert torch.equal(model.weight, resumed.weight) and torch.equal(model.bias, resumed.bias)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ds2.text.alphabet import fewest_frames
 from ds2.training.ctc import ctc_losses, min_frames, reproducible_ctc
 
 
@@ -19,6 +20,7 @@ def collapse(path: tuple[int, ...]) -> list[int]:
 def test_min_frames_counts_a_blank_between_equal_neighbours(labels: list[int], needed: int) -> None:
     padded = torch.tensor([labels + [1] * (4 - len(labels))])
     assert min_frames(padded, torch.tensor([len(labels)])).tolist() == [needed]
+    assert fewest_frames(labels) == needed
     shortest = min(
         len(path) for n in range(6) for path in itertools.product(range(4), repeat=n) if collapse(path) == labels
     )

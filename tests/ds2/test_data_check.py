@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import soundfile
 
+from ds2.commands.data import run_check
 from ds2.config.schema import Config
 from ds2.data import check as data_check
 from ds2.data.check import CheckReport, check
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
-from ds2.data_commands import run_check
 
 RATE_HZ = 16000
 TEXT = "a plain transcript"

@@ -48,8 +48,17 @@ def alphabet(config: Config) -> Alphabet:
     return Alphabet.from_config(config.alphabet)
 
 
+def loader_of(utterances: list[Utterance], config: Config, *, training: bool = True) -> SpeechLoader:
+    device = torch.device("cpu")
+    if not training:
+        return SpeechLoader(utterances, config.data, device)
+    return SpeechLoader(utterances, config.data, device, alphabet(config), config.augment, config.train.seed)
+
+
 def batches(utterances: list[Utterance], config: Config, epoch: int = 1, *, training: bool = True) -> list[Batch]:
-    return list(SpeechLoader(utterances, config, alphabet(config), training=training).epoch(PLAN, epoch))
+    labelled = SpeechLoader(utterances, config.data, torch.device("cpu"), alphabet(config))
+    loader = loader_of(utterances, config) if training else labelled
+    return list(loader.epoch(PLAN, epoch))
 
 
 def assert_same(first: list[Batch], second: list[Batch]) -> None:
@@ -88,7 +97,7 @@ def test_epochs_differ_and_a_resume_sees_the_rest_of_the_same_epoch(
     tmp_path: Path, utterances: list[Utterance]
 ) -> None:
     config = make_config(tmp_path, workers=2)
-    loader = SpeechLoader(utterances, config, alphabet(config), training=True)
+    loader = loader_of(utterances, config)
     state = torch.get_rng_state()
     first, second = list(loader.epoch(PLAN, 1)), list(loader.epoch(PLAN, 2))
     assert torch.equal(state, torch.get_rng_state())
@@ -99,7 +108,7 @@ def test_epochs_differ_and_a_resume_sees_the_rest_of_the_same_epoch(
 
 def test_an_epoch_may_be_left_early(tmp_path: Path, utterances: list[Utterance]) -> None:
     config = make_config(tmp_path, workers=2)
-    loader = SpeechLoader(utterances, config, alphabet(config), training=True)
+    loader = loader_of(utterances, config)
     started = loader.epoch(PLAN, 1)
     next(started)
     started.close()
@@ -109,7 +118,7 @@ def test_an_epoch_may_be_left_early(tmp_path: Path, utterances: list[Utterance])
 def test_an_interrupt_of_the_group_leaves_the_workers_running(tmp_path: Path, utterances: list[Utterance]) -> None:
     config = make_config(tmp_path, workers=2)
     others = set(multiprocessing.active_children())
-    loader = SpeechLoader(utterances, config, alphabet(config), training=True)
+    loader = loader_of(utterances, config)
     running = loader.epoch(PLAN, 1)
     seen = [next(running), next(running)]  # one of each worker: both have started
     workers = set(multiprocessing.active_children()) - others
@@ -130,7 +139,7 @@ def test_an_unreadable_utterance_reaches_the_trainer_by_name(
     config = make_config(tmp_path, workers, cache="none")
     seen, message = [], ""
     try:  # not pytest.raises, which keeps the workers alive through the traceback
-        for batch in SpeechLoader(utterances, config, alphabet(config), training=True).epoch(PLAN, 1):
+        for batch in loader_of(utterances, config).epoch(PLAN, 1):
             seen.append(batch.indices.tolist())
     except AudioError as error:
         message = str(error)
@@ -158,8 +167,8 @@ def test_labels_stop_at_unknown_characters_and_are_empty_without_an_alphabet(
     utterances[4] = Utterance(utterances[4].audio_filepath, utterances[4].duration_s, "naïve")
     config = make_config(tmp_path)
     with pytest.raises(AlphabetError, match=r"utt4: .*ï"):
-        SpeechLoader(utterances, config, alphabet(config), training=True)
-    for batch in SpeechLoader(utterances, config, None, training=False).epoch(PLAN, 1):
+        loader_of(utterances, config)
+    for batch in loader_of(utterances, config, training=False).epoch(PLAN, 1):
         assert batch.labels.shape == (len(batch.indices), 0)
         assert not batch.label_lengths.any()
 
@@ -185,7 +194,7 @@ def test_worker_count_follows_the_cores() -> None:
 def test_batches_for_a_gpu_are_pinned(tmp_path: Path, utterances: list[Utterance]) -> None:
     config = make_config(tmp_path, workers=2)
     config.device = "cuda"
-    for batch in SpeechLoader(utterances, config, alphabet(config), training=True).epoch(PLAN, 1):
+    for batch in loader_of(utterances, config).epoch(PLAN, 1):
         assert batch.waveforms.is_pinned() and batch.labels.is_pinned()
         moved = batch.to("cuda")
         assert moved.waveforms.is_cuda and moved.labels.is_cuda and not moved.sample_lengths.is_cuda
@@ -200,11 +209,10 @@ def test_a_program_that_fails_in_mid_epoch_ends_although_its_workers_ignore_sigt
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from ds2.manifest import read_manifest
-from test_dataset import PLAN, alphabet, make_config
-from ds2.dataset import SpeechLoader
+from ds2.data.manifest import read_manifest
+from test_loader import PLAN, loader_of, make_config
 config = make_config(Path({str(tmp_path)!r}), workers=2)
-loader = SpeechLoader(read_manifest({str(tmp_path / "all.jsonl")!r}), config, alphabet(config), training=True)
+loader = loader_of(read_manifest({str(tmp_path / "all.jsonl")!r}), config)
 running = loader.epoch(PLAN, 1)
 next(running)
 raise RuntimeError("on purpose")

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.schema import Config, ConfigError, DecodeConfig
-from ds2.decode_options import resolve_options, save_options, split_overrides, tuned_file
+from ds2.recognition.settings import save_settings, tuned_file
 
 
 def test_what_is_given_beats_what_was_tuned_which_beats_the_models_config(tmp_path: Path) -> None:
     model, config = tmp_path / "best.safetensors", Config(run_dir="run")
     assert resolve_options([], model, config).method == "greedy"
-    save_options(DecodeConfig(method="beam", lm="books.lm", alpha=0.9, hot_words=["ann"]), tuned_file(model))
+    save_settings(DecodeConfig(method="beam", lm="books.lm", alpha=0.9, hot_words=["ann"]), tuned_file(model))
     assert resolve_options([], model, config) == DecodeConfig(
         method="beam", lm="books.lm", alpha=0.9, hot_words=["ann"]
     )

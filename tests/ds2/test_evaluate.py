@@ -12,13 +12,13 @@ import torch
 
 from ds2.audio.features import Features
 from ds2.cli import main
-from ds2.config.schema import Config
+from ds2.config.schema import Config, DecodeConfig
 from ds2.data.manifest import read_manifest, write_manifest
 from ds2.decoding.hypothesis import DecodeError
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
-from ds2.recognition.logits import recognition_loader
-from ds2.recognition.recognise import transcribe_utterances
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")
@@ -41,15 +41,9 @@ def model_file(tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path
 
 def recognise(loaded: LoadedModel, manifest: Path, **settings: float) -> list[str]:
     """Texts of a manifest's utterances."""
-    hypotheses = transcribe_utterances(
-        loaded.model,
-        loaded.features,
-        loaded.alphabet,
-        recognition_loader(loaded, read_manifest(manifest), CPU),
-        device=CPU,
-        **settings,
-    )
-    return [hypothesis.text for hypothesis in hypotheses]
+    recogniser = Recogniser.of(loaded, DecodeConfig(), CPU)
+    loader = recognition_loader(read_manifest(manifest), loaded.config.data, CPU)
+    return [hypothesis.text for hypothesis in recogniser.recognise(loader, **settings)]
 
 
 def test_texts_keep_the_order_whatever_the_batches(model_file: Path, tone_manifest: Path, tmp_path: Path) -> None:
@@ -64,8 +58,8 @@ def test_texts_keep_the_order_whatever_the_batches(model_file: Path, tone_manife
 
 def test_no_utterances_give_no_hypotheses(model_file: Path) -> None:
     loaded = load_model(model_file)
-    parts = (loaded.model, loaded.features, loaded.alphabet, recognition_loader(loaded, [], CPU))
-    assert transcribe_utterances(*parts, device=CPU) == []
+    recogniser = Recogniser.of(loaded, DecodeConfig(), CPU)
+    assert recogniser.recognise(recognition_loader([], loaded.config.data, CPU)) == []
 
 
 def test_a_model_in_training_mode_is_refused(model_file: Path, tone_manifest: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from kneser_ney_oracle import Oracle
 
+from ds2.commands.lm import run
 from ds2.lm import counts as lm_counts
 from ds2.lm.counts import Scratch
 from ds2.lm.kneser_ney import Estimate, estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.lm.perplexity import perplexity
 from ds2.lm.sentences import SentenceReader
-from ds2.lm_commands import run
 from ds2.text.alphabet import Alphabet
 from ds2.text.lines import TextError
 

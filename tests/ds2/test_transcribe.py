@@ -15,11 +15,12 @@ import torch
 from ds2.audio.features import Features
 from ds2.audio.read import AudioError, read_audio
 from ds2.cli import main
-from ds2.config.schema import Config
+from ds2.config.schema import Config, DecodeConfig
 from ds2.decoding.greedy import greedy_decode
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
+from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcribe import transcribe_file
 from ds2.text.alphabet import Alphabet
 
@@ -53,6 +54,10 @@ def recording(tmp_path: Path) -> Path:
     return tmp_path / "recording.wav"
 
 
+def greedy(loaded: LoadedModel) -> Recogniser:
+    return Recogniser.of(loaded, DecodeConfig(), torch.device("cpu"))
+
+
 def whole(loaded: LoadedModel, path: Path) -> Hypothesis:
     """The file through the model at once."""
     waveform = torch.from_numpy(read_audio(path))[None]
@@ -67,7 +72,7 @@ def test_a_unidirectional_model_hears_blocks_as_the_whole(
 ) -> None:
     loaded = load_model(make_model())
     expected = whole(loaded, recording)
-    transcript = transcribe_file(loaded, recording, block_s=block_s, context_s=0.0)
+    transcript = transcribe_file(greedy(loaded), recording, block_s=block_s, context_s=0.0)
     assert len(expected.labels) > 5
     assert transcript.hypothesis.labels == expected.labels
     heard, wanted = ([(w.text, w.start_s, w.end_s) for w in h.words] for h in (transcript.hypothesis, expected))
@@ -84,7 +89,7 @@ def test_a_bidirectional_model_with_enough_context_hears_the_whole(
     make_model: Callable[..., Path], recording: Path, block_s: float, context_s: float
 ) -> None:
     loaded = load_model(make_model(*BIDIRECTIONAL))
-    transcript = transcribe_file(loaded, recording, block_s=block_s, context_s=context_s)
+    transcript = transcribe_file(greedy(loaded), recording, block_s=block_s, context_s=context_s)
     assert transcript.hypothesis.labels == whole(loaded, recording).labels
 
 
@@ -106,7 +111,7 @@ def test_the_model_never_hears_more_than_a_block_and_its_context(
     monkeypatch.setattr(
         AcousticModel, "forward", lambda self, x, lengths: windows.append(x.shape[2]) or forward(self, x, lengths)
     )
-    transcribe_file(loaded, recording, block_s=0.5, context_s=0.2)
+    transcribe_file(greedy(loaded), recording, block_s=0.5, context_s=0.2)
     assert max(frames) == 50
     assert sum(frames) == loaded.features.frames(3 * RATE_HZ)
     assert max(windows, default=0) == (90 if overrides else 0)
@@ -115,21 +120,21 @@ def test_the_model_never_hears_more_than_a_block_and_its_context(
 def test_audio_of_another_rate_and_of_less_than_a_frame(make_model: Callable[..., Path], tmp_path: Path) -> None:
     loaded = load_model(make_model())
     soundfile.write(tmp_path / "slow.flac", 0.1 * np.ones(8000), 8000)
-    assert transcribe_file(loaded, tmp_path / "slow.flac").duration_s == pytest.approx(1.0, abs=1e-3)
+    assert transcribe_file(greedy(loaded), tmp_path / "slow.flac").duration_s == pytest.approx(1.0, abs=1e-3)
     soundfile.write(tmp_path / "short.wav", np.zeros(100), RATE_HZ)
-    assert transcribe_file(loaded, tmp_path / "short.wav").hypothesis == Hypothesis("", 0.0, (), ())
+    assert transcribe_file(greedy(loaded), tmp_path / "short.wav").hypothesis == Hypothesis("", 0.0, (), ())
 
 
 def test_errors_by_name(make_model: Callable[..., Path], recording: Path, tmp_path: Path) -> None:
     loaded = load_model(make_model())
     with pytest.raises(AudioError, match=r"none\.wav"):
-        transcribe_file(loaded, tmp_path / "none.wav")
+        transcribe_file(greedy(loaded), tmp_path / "none.wav")
     with pytest.raises(ValueError, match="context_s <= block_s"):
-        transcribe_file(loaded, recording, block_s=1.0, context_s=2.0)
+        transcribe_file(greedy(loaded), recording, block_s=1.0, context_s=2.0)
     with torch.no_grad():
         loaded.model.classifier.bias[0] = float("nan")
     with pytest.raises(DecodeError, match=r"recording\.wav"):
-        transcribe_file(loaded, recording)
+        transcribe_file(greedy(loaded), recording)
 
 
 def test_command_goes_on_after_a_bad_file_and_says_so_in_its_status(

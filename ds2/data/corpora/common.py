@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ds2.audio.read import END_TOLERANCE_S, AudioError, audio_info
+from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
 from ds2.data.manifest import Utterance
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
@@ -20,7 +20,6 @@ from ds2.system.machine import usable_cores
 log = logging.getLogger(__name__)
 
 # Lossless before lossy, so that the better copy is taken where several lie side by side.
-AUDIO_SUFFIXES = (".wav", ".flac", ".sph", ".opus", ".ogg", ".mp3", ".aiff", ".au", ".raw", ".pcm")
 _NAMED_AT_MOST = 20
 
 

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.data.corpora.common import (
-    AUDIO_SUFFIXES,
     Entry,
     ImporterError,
     corpus_folder,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ds2.audio.features import Features
+from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.check import check
@@ -54,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(with_search_path(arguments))
     if given.command == "check":
         return run_check(compose_config(given.overrides), given.json)
     if given.command == "prepare":

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.config.schema import AlphabetConfig
 from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
@@ -15,7 +16,6 @@ from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.perplexity import perplexity
 from ds2.lm.sentences import SentenceReader, cut
-from ds2.recognition.tuning import add_arguments as add_tune_arguments
 from ds2.text.alphabet import Alphabet
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import shutil
+from collections.abc import Sequence
 
 import torch
 
@@ -17,8 +19,11 @@ _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors",
              "nvidia-cuda-nvrtc", "mpi4py")  # fmt: skip
 
 
-def run() -> int:
-    """Print versions, devices and the recurrent backends that work here; always 0."""
+def run(arguments: Sequence[str]) -> int:
+    """Print versions and devices; always 0."""
+    argparse.ArgumentParser(
+        prog="ds2 doctor", description="versions, devices, disk: what a bug report needs"
+    ).parse_args(arguments)
     print(f"ds2 {__version__} (commit {git_commit()}), Python {platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
         try:

@@ -1,0 +1,46 @@
+"""What commands share: the folder of a user's own recipes, and errors as messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ds2.config.schema import ConfigError
+from ds2.system.errors import UserError
+
+USER_ERROR = 2
+
+
+def with_search_path(arguments: Sequence[str]) -> list[str]:
+    """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
+    remaining, folders = [], []
+    pending = iter(arguments)
+    for argument in pending:
+        if argument in ("--config-dir", "-cd"):
+            folders.append(next(pending, ""))
+        elif argument.startswith("--config-dir="):
+            folders.append(argument.split("=", 1)[1])
+        else:
+            remaining.append(argument)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir {folder!r} is not a folder: give the one that holds your recipe/NAME.yaml")
+    if folders:
+        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(Path(f).resolve()) for f in folders)}]")
+    return remaining
+
+
+def report_errors(action: Callable[[], int]) -> int:
+    """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
+    try:
+        return action()
+    except (UserError, OSError) as error:
+        from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
+
+        yield_to_rank_0()
+        print(f"ds2: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("ds2: interrupted", file=sys.stderr)
+        return 130
