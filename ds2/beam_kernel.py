@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from ds2_ops import beam as kernel
+from ds2_ops.ctc import beam as kernel
 from torch import Tensor
 
 from ds2.config import DecodeConfig

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops import align, beam, block_kernel, jit
+from ds2_ops.ctc import align, beam
+from ds2_ops.jit import launch as jit_launch
+from ds2_ops.jit import runtime
 
 H200_SMEM_BYTES = 232448
-CSRC = Path(jit.__file__).parent / "csrc"
+CSRC = Path(runtime.__file__).parents[1] / "csrc"
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
-    """Make `ds2_ops.beam` run on CPU tensors; threads take turns from the last one on if `backwards`."""
+    """Make `ds2_ops.ctc` run on CPU tensors; threads take turns from the last one on if `backwards`."""
 
     def launch(
-        what: str, launch: block_kernel.Launch, arguments: Sequence[Any], blocks: int, device: torch.device
+        what: str, launch: jit_launch.Launch, arguments: Sequence[Any], blocks: int, device: torch.device
     ) -> None:
         run = ctypes.CDLL(str(_library(launch.source))).run
         run.argtypes = None
@@ -34,7 +36,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
         monkeypatch.setattr(module, "launch_kernel", launch)
         monkeypatch.setattr(module, "why_no_device", lambda device: None)
         monkeypatch.setattr(module, "device_index", lambda device: 0)
-    monkeypatch.setattr(jit, "smem_bytes_per_block", lambda index: smem_bytes)
+    monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: smem_bytes)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ds2_ops.reference import recurrence_reference
+from ds2_ops.recurrent.reference import recurrence_reference
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ds2_ops import align, beam, block_kernel, jit
+from ds2_ops.ctc import align, beam
+from ds2_ops.jit import launch as jit_launch
+from ds2_ops.jit import runtime
+from ds2_ops.jit.build import build
 from kernel_on_cpu import H200_SMEM_BYTES
 
 QUICK = [(32, "word"), (128, "label"), (512, "word")]
@@ -16,19 +19,19 @@ ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "labe
 )
 def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
     launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES)
-    binary = jit.build(launch.source)
+    binary = build(launch.source)
     assert binary.local_bytes == 0
     assert binary.registers * launch.threads <= 65536
 
 
 def test_other_kernels_compile_without_spills() -> None:
     for source in (beam.TRACE.source, align.plan(300, H200_SMEM_BYTES).source):
-        assert jit.build(source).local_bytes == 0
+        assert build(source).local_bytes == 0
 
 
 def test_kernels_compile_for_the_oldest_gpu_they_run_on() -> None:
     launch = beam.plan(32, 29, 4, "word", H200_SMEM_BYTES)
-    assert jit.build(launch.source, "sm_{}{}".format(*block_kernel.LEAST_CAPABILITY)).local_bytes == 0
+    assert build(launch.source, "sm_{}{}".format(*jit_launch.LEAST_CAPABILITY)).local_bytes == 0
 
 
 @pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])
@@ -66,7 +69,7 @@ def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 7.5" in str(beam.why_not(32, 29, 100, 4, cuda))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(jit, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
+    monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
     assert beam.why_not(32, 29, 100, 4, cuda) is None
     assert "beam 600" in str(beam.why_not(600, 29, 100, 4, cuda))
     assert "cut the recording" in str(beam.why_not(512, 29, 2**22, 4, cuda))
@@ -81,7 +84,7 @@ def test_a_failed_launch_names_search_and_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.inference_mode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "the GPU")
-    monkeypatch.setattr(jit, "load", refuse)
+    monkeypatch.setattr(runtime, "load", refuse)
     launch = replace(beam.TRACE, source="")
     with pytest.raises(RuntimeError, match="trace of 2 hypotheses failed on the GPU: out of something"):
-        block_kernel.launch_kernel("trace of 2 hypotheses", launch, [], 1, torch.device("cuda", 0))
+        jit_launch.launch_kernel("trace of 2 hypotheses", launch, [], 1, torch.device("cuda", 0))

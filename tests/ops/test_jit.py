@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ds2_ops import jit
+from ds2_ops.jit import build, runtime
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -21,54 +21,54 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forbid_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_again(*_: object) -> jit.Binary:
+    def compile_again(*_: object) -> build.Binary:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(jit, "_compile", compile_again)
+    monkeypatch.setattr(build, "_compile", compile_again)
 
 
 def test_second_build_reads_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = jit.build(SOURCE)
+    first = build.build(SOURCE)
     assert first.code.startswith(b"\x7fELF")
     assert first.registers > 0
     assert first.local_bytes == 0
     assert len(list(cache.iterdir())) == 1
     forbid_compiling(monkeypatch)
-    assert jit.build(SOURCE) == first
+    assert build.build(SOURCE) == first
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a cache entry", None])
 def test_damaged_entry_is_rebuilt(cache: Path, damage: bytes | None) -> None:
-    first = jit.build(SOURCE)
+    first = build.build(SOURCE)
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
     entry.write_bytes(whole[:-100] + bytes(100) if damage is None else damage)
-    assert jit.build(SOURCE) == first
+    assert build.build(SOURCE) == first
     assert entry.read_bytes() == whole
 
 
 def test_all_that_decides_the_code_is_in_the_key(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jit.build(SOURCE)
-    jit.build(SOURCE + "\n")
+    build.build(SOURCE)
+    build.build(SOURCE + "\n")
     monkeypatch.setenv("DS2_OPS_DEBUG", "1")
-    jit.build(SOURCE)
-    monkeypatch.setattr(jit, "_headers", lambda: "a header changed")
-    jit.build(SOURCE)
+    build.build(SOURCE)
+    monkeypatch.setattr(build, "_headers", lambda: "a header changed")
+    build.build(SOURCE)
     assert len(list(cache.iterdir())) == 4
 
 
 def test_folder_that_cannot_be_written_costs_a_warning(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    jit._warn_unwritable.cache_clear()
+    build._warn_unwritable.cache_clear()
     with pytest.warns(RuntimeWarning, match=re.escape(str(cache)) + ".*DS2_OPS_CACHE_DIR"):
-        binary = jit.build(SOURCE)
+        binary = build.build(SOURCE)
     assert binary.code.startswith(b"\x7fELF")
 
 
 def test_many_processes_at_once_share_one_entry(cache: Path) -> None:
-    # jit.py alone, as a top-level module: its package would import torch first.
-    program = f"import hashlib, jit; print(hashlib.sha256(jit.build({SOURCE!r}).code).hexdigest())"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(jit.__file__).parent), *sys.path])}
+    # build.py alone, as a top-level module: its package would import torch first.
+    program = f"import hashlib, build; print(hashlib.sha256(build.build({SOURCE!r}).code).hexdigest())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(build.__file__).parent), *sys.path])}
     builders = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
@@ -81,15 +81,15 @@ def test_many_processes_at_once_share_one_entry(cache: Path) -> None:
 
 def test_source_that_does_not_compile_shows_the_log(cache: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)NVRTC cannot build this kernel for sm_90a.*undefined_name"):
-        jit.build(SOURCE.replace("2.0f", "undefined_name"))
+        build.build(SOURCE.replace("2.0f", "undefined_name"))
     assert not cache.exists()
 
 
 @pytest.mark.parametrize("package", ["cuda.bindings", "cuda.core"])
 def test_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    for needs_cuda in (lambda: jit.build(SOURCE), lambda: jit.smem_bytes_per_block(0)):
-        jit._compiler_version.cache_clear()
+    for needs_cuda in (lambda: build.build(SOURCE), lambda: runtime.smem_bytes_per_block(0)):
+        build.compiler_version.cache_clear()
         with pytest.raises(RuntimeError, match=r"cuda-core.*nvidia-cuda-nvrtc.*backend='gemm'"):
             needs_cuda()
 
@@ -97,6 +97,6 @@ def test_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch)
 def test_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DS2_OPS_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert jit.cache_dir() == tmp_path / "ds2_ops"
+    assert build.cache_dir() == tmp_path / "ds2_ops"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert jit.cache_dir() == Path.home() / ".cache" / "ds2_ops"
+    assert build.cache_dir() == Path.home() / ".cache" / "ds2_ops"

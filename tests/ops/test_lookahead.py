@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops import lookahead, lookahead_shift, lookahead_stream
-from ds2_ops.lookahead import _backward, _forward
-from ds2_ops.reference import lookahead_reference
+from ds2_ops import lookahead, lookahead_stream
+from ds2_ops.row_convolution import shift
+from ds2_ops.row_convolution.op import _backward, _forward
+from ds2_ops.row_convolution.reference import lookahead_reference
 from op_cases import (
     CPU,
     CUDA,
@@ -110,7 +111,7 @@ def test_blocks_of_time_do_not_show(block_frames: int, monkeypatch: pytest.Monke
         x, weight, grad_y = problem((30, 2, 8, taps), CPU, torch.float32)
         whole = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
         with monkeypatch.context() as patch:
-            patch.setattr(lookahead_shift, "_BLOCK_ELEMENTS", {"cpu": block_frames * 2 * 8})
+            patch.setattr(shift, "_BLOCK_ELEMENTS", {"cpu": block_frames * 2 * 8})
             cut = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
         assert_same_bits(cut[:2], whole[:2])
         assert relative_error(cut[2], whole[2]) < 1e-6

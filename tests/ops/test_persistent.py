@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops import jit, persistent
-from ds2_ops.backends import resolve
-from ds2_ops.plan import Launch, Problem, cluster_launches, largest_cluster_hidden
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.backends import resolve
+from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
+from ds2_ops.recurrent.plan.problem import Launch, Problem
 from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -214,6 +216,6 @@ def test_wait_in_a_debug_build_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("DS2_OPS_DEBUG", "1")
     waits = '#include "sync.cuh"\nextern "C" __global__ void ds2_kernel() { ds2::barrier_wait(0, 0, "nobody", 7); }'
-    assert b"waits for %s at step %d" in jit.build(waits).code
+    assert b"waits for %s at step %d" in build(waits).code
     monkeypatch.setenv("DS2_OPS_DEBUG", "0")
-    assert b"waits for" not in jit.build(waits).code
+    assert b"waits for" not in build(waits).code

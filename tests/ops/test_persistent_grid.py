@@ -5,9 +5,12 @@ import time
 
 import pytest
 import torch
-from ds2_ops import jit, persistent
-from ds2_ops.plan import CELLS, DeviceFacts, DoesNotFit, Launch, Problem, choose
-from ds2_ops.plan_grid import grid_launches, largest_grid_hidden
+from ds2_ops.jit import runtime
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.choose import choose, grid_launches, largest_grid_hidden
+from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Launch, Problem
 from hypothesis import given
 from hypothesis import strategies as st
 from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
@@ -91,7 +94,7 @@ def test_a_new_batch_size_needs_no_new_kernel() -> None:
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     (launch,) = launches_of(LARGEST[dtype], 8, dtype, backward=True)
-    assert jit.build(launch.source).local_bytes == 0, launch.explain()
+    assert build(launch.source).local_bytes == 0, launch.explain()
 
 
 # The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.
@@ -99,7 +102,7 @@ def test_largest_tile_compiles_without_spills(dtype: str) -> None:
 def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        binary = jit.build(launches_of(hidden, 64, backward=backward)[-1].source)
+        binary = build(launches_of(hidden, 64, backward=backward)[-1].source)
         assert (binary.local_bytes, binary.loss) == (0, "")
 
 
@@ -111,7 +114,7 @@ def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> Non
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         for launch in launches_of(hidden, 64, dtype, cell=cell, backward=backward):
-            assert jit.build(launch.source).local_bytes == 0, launch.explain()
+            assert build(launch.source).local_bytes == 0, launch.explain()
 
 
 @pytest.mark.gpu
@@ -216,7 +219,7 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
     x, weight_hh, h0, _, _ = tensors
     options = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
     expected = persistent.forward(x, weight_hh, h0, None, **options)[0]
-    busy = jit.load(
+    busy = runtime.load(
         """extern "C" __global__ void ds2_kernel(int us) {
             unsigned long long start, now;
             asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -229,7 +232,7 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
     busy_stream, first, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
     torch.cuda.synchronize()
     for attempt in range(4):
-        jit.launch(
+        runtime.launch(
             busy,
             [ctypes.c_int(20)],
             grid=facts.sms,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ds2_ops.plan import DeviceFacts, Launch, Problem
-from ds2_ops.plan_grid import grid_launches
+from ds2_ops.recurrent.plan.choose import grid_launches
+from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
 from kernel_on_cpu import CSRC, compile_kernel
 from op_cases import CPU, ragged_lengths, relative_error
 from test_persistent import backward_loop, forward_loop, inputs

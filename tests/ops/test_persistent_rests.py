@@ -8,9 +8,10 @@ import dataclasses
 
 import pytest
 import torch
-from ds2_ops import persistent
-from ds2_ops.plan import DeviceFacts, Launch, Problem, cluster_launches
-from ds2_ops.plan_grid import grid_launches
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.plan.choose import grid_launches
+from ds2_ops.recurrent.plan.cluster import cluster_launches
+from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
 from op_cases import CUDA, poison_padding, ragged_lengths
 from test_persistent import inputs, run
 

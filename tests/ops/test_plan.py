@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from ds2_ops import jit
-from ds2_ops.plan import (
-    CELLS,
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.choose import choose
+from ds2_ops.recurrent.plan.cluster import cluster_launches, cluster_rows, largest_cluster_hidden
+from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_SAMPLES,
     NUMBERS,
@@ -14,10 +16,6 @@ from ds2_ops.plan import (
     DoesNotFit,
     Launch,
     Problem,
-    choose,
-    cluster_launches,
-    cluster_rows,
-    largest_cluster_hidden,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,7 +120,7 @@ def test_explain_names_the_design_and_the_tile() -> None:
 
 
 def assert_no_spills(launch: Launch) -> None:
-    binary = jit.build(launch.source)
+    binary = build(launch.source)
     assert binary.local_bytes == 0, launch.explain()
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from ds2_ops import Recurrence, recurrence
-from ds2_ops.recurrence import NONLINEARITIES, _backward_data, _forward
-from ds2_ops.reference import recurrence_reference
+from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.rnn import NONLINEARITIES, _backward_data, _forward
 from op_cases import (
     CPU,
     CUDA,
@@ -299,8 +299,8 @@ def test_cuda_graph_replay_reads_the_new_input(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_persistent_runs_the_largest_size_and_refuses_the_next() -> None:
-    from ds2_ops import persistent
-    from ds2_ops.plan_grid import largest_grid_hidden
+    from ds2_ops.recurrent import persistent
+    from ds2_ops.recurrent.plan.choose import largest_grid_hidden
 
     facts = persistent.device_facts(torch.cuda.current_device())
     largest = largest_grid_hidden("bfloat16", facts, facts.sms)

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from ds2_ops import recurrence
-from ds2_ops.backends import why_not_unasked
+from ds2_ops.recurrent.backends import why_not_unasked
 from op_cases import CUDA
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ds2_ops.reference import lookahead_reference, recurrence_reference
+from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.row_convolution.reference import lookahead_reference
 from op_cases import CPU, draw
 
 

@@ -10,8 +10,9 @@ import functools
 import torch
 from torch import Tensor
 
-from . import jit
-from .plan import THREADS, DeviceFacts, DoesNotFit, Launch, Problem, choose
+from ds2_ops.jit import runtime
+from ds2_ops.recurrent.plan.choose import choose
+from ds2_ops.recurrent.plan.problem import THREADS, DeviceFacts, DoesNotFit, Launch, Problem
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,15 +126,15 @@ def device_facts(index: int) -> DeviceFacts:
         name=properties.name,
         capability=(properties.major, properties.minor),
         sms=properties.multi_processor_count,
-        smem_bytes_per_block=jit.smem_bytes_per_block(index),
+        smem_bytes_per_block=runtime.smem_bytes_per_block(index),
         active_clusters={},
     )
     if facts.capability != DeviceFacts().capability:
         return facts
     with torch.cuda.device(index):
-        probe = jit.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
+        probe = runtime.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
         active = {
-            cluster: jit.max_active_clusters(
+            cluster: runtime.max_active_clusters(
                 probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
             )
             for cluster in (2, 4, 5, 6, 8, 16)
@@ -186,8 +187,8 @@ def _launch(
             exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32, device=inputs.device)
             args.append(exchange.data_ptr())
         try:
-            jit.launch(
-                jit.load(launch.source, index),
+            runtime.launch(
+                runtime.load(launch.source, index),
                 args,
                 grid=launch.grid,
                 block=launch.threads,

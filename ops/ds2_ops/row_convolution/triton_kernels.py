@@ -24,7 +24,7 @@ _CHUNK_FRAMES = 24  # at least: each chunk reads K - 1 frames of its neighbour a
 
 
 def forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
-    """Sum w_j * x_(t+j) over the taps j. Arguments and returns as in :func:`ds2_ops.lookahead_shift.forward`."""
+    """Sum w_j * x_(t+j) over the taps j. Arguments and returns as in :func:`ds2_ops.row_convolution.shift.forward`."""
     y = torch.empty_like(x)
     if x.numel():
         taps, turn = weight.shape[1], 8

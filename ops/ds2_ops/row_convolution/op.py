@@ -11,17 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops import lookahead_shift
-from ds2_ops.checks import (
-    check_choice,
-    check_lengths,
-    check_like,
-    check_x,
-    lengths_on,
-    refuse_second_derivative,
-    under_autocast,
-)
-from ds2_ops.reference import lookahead_reference, valid_frames
+from ds2_ops.checks import check_choice, check_like, check_x, refuse_second_derivative, under_autocast
+from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
+from ds2_ops.row_convolution import shift
+from ds2_ops.row_convolution.reference import lookahead_reference
 
 BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -93,10 +86,10 @@ def _run_forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
     lengths = lengths_on(lengths, x.shape[0], x.device)
     x, weight = x.contiguous(), weight.contiguous()
     if _resolve(backend, x, weight) == "triton":
-        from ds2_ops import lookahead_triton
+        from ds2_ops.row_convolution import triton_kernels
 
-        return lookahead_triton.forward(x, weight, lengths)
-    return lookahead_shift.forward(x, weight, lengths)
+        return triton_kernels.forward(x, weight, lengths)
+    return shift.forward(x, weight, lengths)
 
 
 def _run_backward(
@@ -105,10 +98,10 @@ def _run_backward(
     lengths = lengths_on(lengths, x.shape[0], x.device)
     grad_y, x, weight = grad_y.contiguous(), x.contiguous(), weight.contiguous()
     if _resolve(backend, x, weight) == "triton":
-        from ds2_ops import lookahead_triton
+        from ds2_ops.row_convolution import triton_kernels
 
-        return lookahead_triton.backward(grad_y, x, weight, lengths)
-    return lookahead_shift.backward(grad_y, x, weight, lengths)
+        return triton_kernels.backward(grad_y, x, weight, lengths)
+    return shift.backward(grad_y, x, weight, lengths)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -173,11 +166,11 @@ def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
     if x.dtype == torch.float64:
         return "x is torch.float64, the Triton kernels sum in float32"
     try:
-        from ds2_ops import lookahead_triton
+        from ds2_ops.row_convolution import triton_kernels
     except ImportError as error:
         return f"{error}; pip install triton"
-    if weight.shape[1] > lookahead_triton.MAX_TAPS:
-        return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {lookahead_triton.MAX_TAPS}"
+    if weight.shape[1] > triton_kernels.MAX_TAPS:
+        return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {triton_kernels.MAX_TAPS}"
     return None
 
 

@@ -7,7 +7,7 @@ stream gives the same bits as the whole. Shape letters: T frames, B batch, H hid
 import torch
 from torch import Tensor
 
-from ds2_ops.reference import valid_frames
+from ds2_ops.lengths import valid_frames
 
 # A block of frames, its sum and its taps stay in a CPU's last-level cache; a GPU wants few and large launches.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops import jit
-from ds2_ops.block_kernel import Launch, device_index, launch_kernel, parameter_names, why_no_device
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_names, why_no_device
 
 MOST_BEAM = 512
 SHAPES = (32, 64, 128, 256, 512)  # beams that kernels are built for; a smaller one takes the next
@@ -144,7 +144,7 @@ def why_not(beam: int, labels: int, frames: int, order: int, device: torch.devic
     if frames * beam >= 2**31:
         return f"{frames} frames x beam {beam} are beyond 2^31 prefixes: cut the recording"
     try:
-        plan(beam, labels, order, "none", jit.smem_bytes_per_block(device_index(device)))
+        plan(beam, labels, order, "none", runtime.smem_bytes_per_block(device_index(device)))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return None
@@ -172,7 +172,7 @@ def search(
     device = log_probs.device
     unit = "none" if grams is None else "word" if grams.label_ids is None else "label"
     index = device_index(device)
-    launch = plan(beam, labels, grams.order if grams else 0, unit, jit.smem_bytes_per_block(index))
+    launch = plan(beam, labels, grams.order if grams else 0, unit, runtime.smem_bytes_per_block(index))
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops import jit
+from ds2_ops.jit import runtime
 
 LEAST_CAPABILITY = (8, 0)  # for reductions over a warp
 
@@ -51,8 +51,8 @@ def launch_kernel(what: str, launch: Launch, arguments: Sequence[Any], blocks: i
         capability = torch.cuda.get_device_capability(index)
         arch = "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
         try:
-            jit.launch(
-                jit.load(launch.source, index, arch),
+            runtime.launch(
+                runtime.load(launch.source, index, arch),
                 [_argument(value) for value in arguments],
                 grid=blocks,
                 block=launch.threads,

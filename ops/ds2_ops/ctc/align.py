@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds2_ops import jit
-from ds2_ops.block_kernel import Launch, device_index, launch_kernel, parameter_names, why_no_device
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_names, why_no_device
 
 _THREADS = 256
 _PARAMETERS = """const float* log_probs, const long long* frames, const int* labels, const int* sizes,
@@ -52,7 +52,7 @@ def why_not(longest: int, device: torch.device) -> str | None:
     if reason := why_no_device(device):
         return reason
     try:
-        plan(longest, jit.smem_bytes_per_block(device_index(device)))
+        plan(longest, runtime.smem_bytes_per_block(device_index(device)))
     except (ValueError, RuntimeError) as error:
         return str(error)
     return None
@@ -73,7 +73,7 @@ def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> A
     """
     length, batch, vocabulary = log_probs.shape
     longest, device = labels.shape[1], log_probs.device
-    launch = plan(longest, jit.smem_bytes_per_block(device_index(device)))
+    launch = plan(longest, runtime.smem_bytes_per_block(device_index(device)))
     moves = torch.empty(batch, length, 2 * longest + 1, dtype=torch.uint8, device=device)
     log_prob = torch.empty(batch, device=device)
     spans = torch.zeros(batch, 2, longest, dtype=torch.int32, device=device)

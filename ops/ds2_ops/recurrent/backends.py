@@ -6,7 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
-from ds2_ops.persistent import why_not
+from ds2_ops.recurrent.persistent import why_not
 
 BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
 _log = logging.getLogger("ds2_ops")

@@ -11,19 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds2_ops import gemm, persistent
-from ds2_ops.backends import BACKENDS, resolve
-from ds2_ops.checks import (
-    check_choice,
-    check_lengths,
-    check_like,
-    check_shape,
-    check_x,
-    lengths_on,
-    refuse_second_derivative,
-    under_autocast,
-)
-from ds2_ops.reference import recurrence_reference
+from ds2_ops.checks import check_choice, check_like, check_shape, check_x, refuse_second_derivative, under_autocast
+from ds2_ops.lengths import check_lengths, lengths_on
+from ds2_ops.recurrent import gemm, persistent
+from ds2_ops.recurrent.backends import BACKENDS, resolve
+from ds2_ops.recurrent.reference import recurrence_reference
 
 NONLINEARITIES = ("relu", "clipped_relu", "tanh")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
