@@ -1,7 +1,7 @@
 // The part of CUDA that the whole-chip recurrences use, for a host compiler: every thread of every block is a fiber, so that
 // their own source runs without a GPU, and at its worst. Warps run in random order, and some rest for long; stores to global
 // memory are seen late and in any order, sums for other blocks land late; every misuse of a barrier is an error. Written in
-// place of csrc/sync.cuh, csrc/wgmma.cuh and the number types of csrc/number.cuh (bf16 only).
+// place of all of csrc/ptx; of the number types, bf16 only.
 #pragma once
 
 #include <ucontext.h>

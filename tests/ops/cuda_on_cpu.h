@@ -1,5 +1,5 @@
-// The part of CUDA that csrc/beam.cuh uses, for a host compiler: the threads of a block are fibers that take turns at
-// barriers, so a kernel's own source runs without a GPU. Written in place of csrc/sync.cuh.
+// The part of CUDA that csrc/ctc uses, for a host compiler: the threads of a block are fibers that take turns at
+// barriers, so a kernel's own source runs without a GPU. Written in place of csrc/ptx/sync.cuh.
 #pragma once
 
 #include <ucontext.h>

@@ -41,8 +41,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
 
 @functools.cache
 def _library(source: str) -> Path:
-    headers = {name: (CSRC / name).read_text() for name in ("align.cuh", "beam.cuh", "ngram.cuh", "select.cuh")}
-    headers["sync.cuh"] = Path(__file__).with_name("cuda_on_cpu.h").read_text()
+    headers = {"ptx/sync.cuh": Path(__file__).with_name("cuda_on_cpu.h").read_text()}
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
 
@@ -50,11 +49,13 @@ def _library(source: str) -> Path:
 def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
     """Build a kernel for the CPU, with a C function `run` that takes `parameters` and the kernel's, and does `launch`.
 
-    In `launch`, KERNEL is the call of the kernel as a function of nothing; sync.cuh of `headers` stands for CUDA.
+    `headers` take the place of those of csrc, by their path there; ptx/sync.cuh among them stands for CUDA. In
+    `launch`, KERNEL is the call of the kernel as a function of nothing.
     """
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     folder = Path(tempfile.mkdtemp(prefix="ds2-kernel-"))
+    shutil.copytree(CSRC, folder, dirs_exist_ok=True)
     for name, text in headers.items():
         (folder / name).write_text(text)
     found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)
@@ -63,7 +64,7 @@ def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parame
     call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names}); }}")
     run = f'\nextern "C" {returns} run({parameters}, {found[1]}) {{ return {call}; }}\n'
     (folder / "kernel.cpp").write_text(source + run)
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-include", "sync.cuh"]
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-include", "ptx/sync.cuh", "-I."]
     subprocess.run(["g++", *options, "-o", "kernel.so", "kernel.cpp"], cwd=folder, check=True)
     return folder / "kernel.so"
 

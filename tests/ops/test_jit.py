@@ -57,6 +57,34 @@ def test_all_that_decides_the_code_is_in_the_key(cache: Path, monkeypatch: pytes
     assert len(list(cache.iterdir())) == 4
 
 
+def test_a_header_in_a_folder_is_compiled_and_in_the_key(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    csrc = tmp_path / "csrc"
+    (csrc / "inner").mkdir(parents=True)
+    (csrc / "outer.cuh").write_text('#include "inner/number.cuh"\n')
+    monkeypatch.setattr(build, "_CSRC", csrc)
+    source = '#include "outer.cuh"\n' + SOURCE.replace("2.0f", "NUMBER")
+    binaries = []
+    for number in ("2.0f", "3.0f"):
+        (csrc / "inner/number.cuh").write_text(f"constexpr float NUMBER = {number};\n")
+        build._headers.cache_clear()  # one process never sees its headers change
+        binaries.append(build.build(source))
+    (csrc / "inner/number.cuh").rename(csrc / "number.cuh")
+    build._headers.cache_clear()
+    with pytest.raises(RuntimeError, match=r"inner/number\.cuh"):
+        build.build(source)
+    build._headers.cache_clear()
+    assert binaries[0].code != binaries[1].code
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_every_kernel_header_is_found() -> None:
+    headers = build._headers()
+    for name in ("ptx/sync.cuh", "recurrent/cluster.cuh", "ctc/beam.cuh"):
+        assert f"{name}\0" in headers
+
+
 def test_folder_that_cannot_be_written_costs_a_warning(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     build._warn_unwritable.cache_clear()

@@ -215,7 +215,7 @@ def test_wait_in_a_debug_build_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     pytest.importorskip("cuda.bindings.nvrtc")
     monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("DS2_OPS_DEBUG", "1")
-    waits = '#include "sync.cuh"\nextern "C" __global__ void ds2_kernel() { ds2::barrier_wait(0, 0, "nobody", 7); }'
+    waits = '#include "ptx/sync.cuh"\nextern "C" __global__ void ds2_kernel() { ds2::barrier_wait(0, 0, "nobody", 7); }'
     assert b"waits for %s at step %d" in build(waits).code
     monkeypatch.setenv("DS2_OPS_DEBUG", "0")
     assert b"waits for" not in build(waits).code

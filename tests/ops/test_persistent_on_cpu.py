@@ -20,16 +20,15 @@ NARROW, WIDE = {2: 5}, {5: 4}
 
 @functools.cache
 def _library(source: str) -> ctypes.CDLL:
-    headers = {}
-    for name in ("cells.cuh", "exchange.cuh", "recurrence.cuh", "turns.cuh", "grid.cuh", "grid_wide.cuh"):
+    # All that is hardware, at once; the kernels' own headers see its shared memory.
+    headers = {
+        "ptx/sync.cuh": Path(__file__).with_name("chip_on_cpu.h").read_text(),
+        "ptx/number.cuh": "#pragma once\n",
+        "ptx/wgmma.cuh": "#pragma once\n",
+    }
+    for name in ("recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh"):
         text = (CSRC / name).read_text()
         headers[name] = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
-    headers["sync.cuh"] = Path(__file__).with_name("chip_on_cpu.h").read_text()
-    headers["wgmma.cuh"] = "#pragma once\n"
-    # Words in memory as the kernels have them; the types themselves are in chip_on_cpu.h.
-    number = (CSRC / "number.cuh").read_text()
-    words = number[number.index("// One word at `element`") :]
-    headers["number.cuh"] = f'#pragma once\n#include "sync.cuh"\nnamespace ds2 {{\n{words}'
     shape = "Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES"
     launch = f"chip::launch(blocks, {shape}, seed, KERNEL)"
     library = ctypes.CDLL(str(compile_kernel(source, headers, "const char*", "int blocks, int seed", launch)))

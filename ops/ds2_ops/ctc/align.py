@@ -15,7 +15,7 @@ _THREADS = 256
 _PARAMETERS = """const float* log_probs, const long long* frames, const int* labels, const int* sizes,
     unsigned char* moves, float* log_prob, int* spans, float* peaks, int length, int batch, int vocabulary,
     int longest"""
-_SOURCE = f"""#include "align.cuh"
+_SOURCE = f"""#include "ctc/align.cuh"
 static_assert(ds2::ALIGN_THREADS == {_THREADS}, "align.py and align.cuh disagree");
 extern "C" __global__ void __launch_bounds__({_THREADS}) ds2_kernel({_PARAMETERS}) {{
     extern __shared__ __align__(16) unsigned char shared[];

@@ -16,7 +16,7 @@ from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_na
 MOST_BEAM = 512
 SHAPES = (32, 64, 128, 256, 512)  # beams that kernels are built for; a smaller one takes the next
 _TRACE_THREADS = 64
-_PREFIX_BYTES = 2 * (11 * 8 + 8 * 4)  # struct Prefixes of csrc/beam.cuh, now and next
+_PREFIX_BYTES = 2 * (11 * 8 + 8 * 4)  # struct Prefixes of csrc/ctc/beam.cuh, now and next
 _FRAME_BYTES = 2 * 8 + 2 * 4 + 2  # what BeamMemory holds of a prefix beside it
 
 _SEARCH = """const float* log_probs, const long long* frames, int2* grown, double* halves, long long* names,
@@ -114,7 +114,7 @@ def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: in
         )
     table_bytes = 8 * beam * columns
     outside = smem_bytes + table_bytes > smem_bytes_per_block
-    source = f"""#include "beam.cuh"
+    source = f"""#include "ctc/beam.cuh"
 using Shape = ds2::BeamShape<{slots}>;
 static_assert(Shape::THREADS == {threads}, "beam.py and beam.cuh disagree on threads");
 static_assert(sizeof(ds2::BeamMemory<Shape>) <= {fixed}, "beam.py and beam.cuh disagree on shared memory");
@@ -217,14 +217,14 @@ def trace(entries: Tensor, grown: Tensor) -> Tensor:
 
 
 def lexicon_arguments(lexicon: Lexicon) -> list[Any]:
-    """Return struct Lexicon of csrc/beam.cuh in its order."""
+    """Return struct Lexicon of csrc/ctc/beam.cuh in its order."""
     own = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
     sizes = [lexicon.characters.shape[1], lexicon.children.shape[1], lexicon.space, int(lexicon.has_hot)]
     return [*own, lexicon.hot, lexicon.unfinished, *sizes]
 
 
 def grams_arguments(grams: Grams | None) -> list[Any]:
-    """Return struct Grams of csrc/ngram.cuh in its order."""
+    """Return struct Grams of csrc/ctc/ngram.cuh in its order."""
     if grams is None:
         return [None] * 7 + [0, 0, 0]
     own = [grams.keys, grams.log_prob, grams.next_state, grams.backoff, grams.suffix, grams.first, grams.label_ids]
@@ -232,7 +232,7 @@ def grams_arguments(grams: Grams | None) -> list[Any]:
 
 
 TRACE = Launch(
-    f"""#include "beam.cuh"
+    f"""#include "ctc/beam.cuh"
 extern "C" __global__ void ds2_kernel({_TRACE}) {{
     ds2::trace_entries({parameter_names(_TRACE)});
 }}

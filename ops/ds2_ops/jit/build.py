@@ -88,7 +88,8 @@ def _key(source: str, arch: str, defines: Sequence[str]) -> str:
 
 @functools.cache
 def _headers() -> str:
-    return "\0".join(f"{path.name}\0{path.read_text()}" for path in sorted(_CSRC.glob("*.cuh")))
+    headers = sorted(_CSRC.rglob("*.cuh"))
+    return "\0".join(f"{path.relative_to(_CSRC).as_posix()}\0{path.read_text()}" for path in headers)
 
 
 @functools.cache

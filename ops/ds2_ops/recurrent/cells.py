@@ -1,4 +1,4 @@
-"""The nonlinearities of the recurrence, each with its name in csrc/cells.cuh."""
+"""The nonlinearities of the recurrence, each with its name in csrc/recurrent/cells.cuh."""
 
 import torch
 from torch import Tensor

@@ -166,7 +166,7 @@ def _launch(
     result: Tensor,
     last_state: Tensor,
 ) -> None:
-    """Plan, build and launch one pass; the tensors are struct Pass of csrc/recurrence.cuh, in its order."""
+    """Plan, build and launch one pass; the tensors are struct Pass of csrc/recurrent/pass.cuh, in its order."""
     frames, batch, hidden = inputs.shape
     _check_rows(frames, batch)
     index = _index(inputs.device)

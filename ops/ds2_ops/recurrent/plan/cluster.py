@@ -17,7 +17,7 @@ from ds2_ops.recurrent.plan.problem import (
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
 
-# The one signature of every design's kernel: struct Pass of recurrence.cuh, spread out.
+# The one signature of every design's kernel: struct Pass of pass.cuh, spread out.
 _ENTRY = """
 extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
     const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
@@ -85,9 +85,9 @@ def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, gr
     numbers = (cluster, rows, groups, head_tiles, *(str(flag).lower() for flag in flags))
     shape = f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
     source = (
-        '#include "cluster.cuh"\n'
+        '#include "recurrent/cluster.cuh"\n'
         f"using Shape = {shape};\n"
-        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "plan.py and cluster.cuh disagree on shared memory");'
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and cluster.cuh disagree on shared memory");'
         f"{_ENTRY}"
     )
     return Launch(

@@ -48,9 +48,9 @@ def grid_launch(
 ) -> Launch:
     """A launch whose blocks all run at once, around its kernel's `function<shape>` in `header`."""
     source = (
-        f'#include "{header}"\n'
+        f'#include "recurrent/{header}"\n'
         f"using Shape = ds2::{shape}, {'true' if problem.backward else 'false'}>;\n"
-        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "plan_grid.py and {header} disagree on shared memory");'
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");'
         f"{_ENTRY.replace('FUNCTION', function)}"
     )
     return Launch(

@@ -37,7 +37,7 @@ def narrow_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Lau
 
 
 def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Launch | None:
-    """grid.cuh; None where some warp would have no part of K or a thread more than one word to finish."""
+    """grid_narrow.cuh; None where some warp would have no part of K or a thread more than one word to finish."""
     number, per_word = NUMBERS[problem.dtype]
     words = state_words(problem)
     splits = cluster * WARPS
@@ -54,7 +54,7 @@ def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
     smem_pairs = k_pairs - _register_pairs(m_tiles, k_pairs)
     samples, groups, tiles = turns(problem.batch, min(MMA_SAMPLES, FINISHERS // block_words), most_groups)
     # Two buffers of partial sums, two of received ones for each group, utterances' frames, inputs, mbarriers, weights:
-    # as in grid.cuh.
+    # as in grid_narrow.cuh.
     partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
     received_bytes = cluster * block_words * per_word * MMA_SAMPLES * 4
     own_bytes = (most_groups + INPUTS_AHEAD * (2 if problem.backward else 1)) * FINISHERS * 4
@@ -68,7 +68,7 @@ def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
         tile_us = 0.2 + groups * (0.49 + 0.02 * products + 2.8e-5 * read_bytes)
     return grid_launch(
         problem,
-        header="grid.cuh",
+        header="grid_narrow.cuh",
         function="grid_recurrence",
         shape=f"GridShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {block_words}, {k_pairs}, "
         f"{smem_pairs}, {most_groups}",

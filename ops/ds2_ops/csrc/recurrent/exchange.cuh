@@ -17,8 +17,8 @@
 // All slots must be EMPTY when the kernel starts.
 #pragma once
 
-#include "recurrence.cuh"
-#include "sync.cuh"
+#include "ptx/sync.cuh"
+#include "recurrent/pass.cuh"
 
 namespace ds2 {
 

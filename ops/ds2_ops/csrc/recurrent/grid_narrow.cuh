@@ -22,9 +22,9 @@
 // phase that has passed unseen; one that owns none does not wait.
 #pragma once
 
-#include "cells.cuh"
-#include "exchange.cuh"
-#include "turns.cuh"
+#include "recurrent/cells.cuh"
+#include "recurrent/exchange.cuh"
+#include "recurrent/turns.cuh"
 
 namespace ds2 {
 

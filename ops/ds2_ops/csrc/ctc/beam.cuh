@@ -10,9 +10,9 @@
 // Shape letters: T frames, B utterances, V labels (0 is the blank), K beam, N trie nodes, A characters, L most of a label.
 #pragma once
 
-#include "ngram.cuh"
-#include "select.cuh"
-#include "sync.cuh"
+#include "ctc/ngram.cuh"
+#include "ctc/select.cuh"
+#include "ptx/sync.cuh"
 
 namespace ds2 {
 

@@ -24,9 +24,9 @@
 //   (e) What is sent is always received: nothing is sent in the last iteration, so no block leaves with stores under way.
 #pragma once
 
-#include "cells.cuh"
-#include "recurrence.cuh"
-#include "sync.cuh"
+#include "ptx/sync.cuh"
+#include "recurrent/cells.cuh"
+#include "recurrent/pass.cuh"
 
 namespace ds2 {
 

@@ -1,7 +1,7 @@
 // The warp-group matrix product, 64 rows of the matrix by 32 utterances: weights from registers, the state from shared memory.
 #pragma once
 
-#include "number.cuh"
+#include "ptx/number.cuh"
 
 namespace ds2 {
 

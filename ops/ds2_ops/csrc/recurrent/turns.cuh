@@ -3,7 +3,7 @@
 // A Shape says how many GROUPS a tile has at most and whether the pass is BACKWARD; pass.samples, how many utterances a group.
 #pragma once
 
-#include "exchange.cuh"
+#include "recurrent/exchange.cuh"
 
 namespace ds2 {
 

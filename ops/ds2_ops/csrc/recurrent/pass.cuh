@@ -7,8 +7,8 @@
 // Shape letters: T frames, B batch, H hidden. Arrays are contiguous, x like: (T, B, H), state like: (B, H).
 #pragma once
 
-#include "number.cuh"
-#include "sync.cuh"
+#include "ptx/sync.cuh"
+#include "recurrent/words.cuh"
 
 namespace ds2 {
 

@@ -18,9 +18,9 @@
 // owns none gets none.
 #pragma once
 
-#include "cells.cuh"
-#include "turns.cuh"
-#include "wgmma.cuh"
+#include "recurrent/cells.cuh"
+#include "recurrent/turns.cuh"
+#include "ptx/wgmma.cuh"
 
 namespace ds2 {
 
