@@ -4,8 +4,6 @@
 // place of all of csrc/ptx; of the number types, bf16 only.
 #pragma once
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,6 +13,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include "fiber_on_cpu.h"
 
 #define __device__
 #define __global__
@@ -82,7 +82,7 @@ struct Copy {
     bool wanted;
 };
 struct Fiber {
-    ucontext_t context;
+    fiber::Fiber context;
     bool done = false;
     std::deque<Store> stores;              // on their way
     std::deque<std::vector<Copy>> copies;  // committed
@@ -100,7 +100,6 @@ inline std::vector<Block> blocks;
 inline std::vector<Meeting> clusters;
 inline std::vector<Message> messages;
 inline std::mt19937 random;
-inline ucontext_t scheduler;
 inline std::function<void()> kernel;
 inline std::string error;
 inline bool progress;  // anything that another warp could wait for
@@ -108,7 +107,7 @@ inline bool progress;  // anything that another warp could wait for
 inline Fiber& self() { return fibers[blockIdx.x * threads + threadIdx.x]; }
 inline Block& block() { return blocks[blockIdx.x]; }
 inline Warp& warp() { return block().warps[threadIdx.x / 32]; }
-inline void pause() { swapcontext(&self().context, &scheduler); }
+inline void pause() { fiber::pause(self().context); }
 inline void fail(const std::string& what) {
     error = what + " (block " + std::to_string(blockIdx.x) + ", thread " + std::to_string(threadIdx.x) + ")";
     for (;;) pause();
@@ -215,7 +214,7 @@ inline bool pass(const std::vector<int>& order) {
             busy |= !fibers[i].done;
             if (skipped || fibers[i].done || !error.empty()) continue;
             blockIdx.x = i / threads, threadIdx.x = i % threads;
-            swapcontext(&scheduler, &fibers[i].context);
+            fiber::resume(fibers[i].context);
         }
     }
     for (Fiber& fiber : fibers)
@@ -235,7 +234,6 @@ inline bool pass(const std::vector<int>& order) {
 // Returns what went wrong, or nothing.
 inline const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
                           std::function<void()> body) {
-    constexpr size_t STACK = 1 << 16;
     threads = block_threads, cluster = cluster_blocks, kernel = std::move(body);
     random.seed(seed);
     error.clear();
@@ -247,13 +245,8 @@ inline const char* launch(int block_count, int block_threads, int cluster_blocks
         b.warps.assign(threads / 32, {});
     }
     fibers = std::vector<Fiber>(size_t(block_count) * threads);
-    std::vector<char> stacks(STACK * fibers.size());
-    for (size_t i = 0; i < fibers.size(); i++) {
-        getcontext(&fibers[i].context);
-        fibers[i].context.uc_stack.ss_sp = stacks.data() + STACK * i;
-        fibers[i].context.uc_stack.ss_size = STACK;
-        makecontext(&fibers[i].context, enter, 0);
-    }
+    fiber::Stacks stacks(fibers.size());
+    for (size_t i = 0; i < fibers.size(); i++) stacks.prepare(fibers[i].context, i, enter);
     std::vector<int> order(fibers.size() / 32);
     for (size_t i = 0; i < order.size(); i++) order[i] = i;
     bool busy = true;

@@ -2,14 +2,14 @@
 // barriers, so a kernel's own source runs without a GPU. Written in place of csrc/ptx/sync.cuh.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
+
+#include "fiber_on_cpu.h"
 
 #define __device__
 #define __global__
@@ -36,17 +36,13 @@ struct Warp {
     Meeting meeting;
     unsigned long long values[32];
 };
-inline std::vector<ucontext_t> contexts;
+inline std::vector<fiber::Fiber> contexts;
 inline std::vector<Warp> warps;
 inline Meeting block;
-inline ucontext_t scheduler;
 inline const std::function<void()>* body;
 inline std::vector<char> done;
 
-inline void pause() {
-    const int self = threadIdx.x;
-    swapcontext(&contexts[self], &scheduler);
-}
+inline void pause() { fiber::pause(contexts[threadIdx.x]); }
 inline void meet(Meeting& meeting, int expected) {
     const int turn = meeting.turn;
     if (++meeting.arrived == expected) {
@@ -70,13 +66,12 @@ auto exchange(unsigned long long mine, Read read) {
 inline void enter() {
     (*body)();
     done[threadIdx.x] = 1;
-    swapcontext(&contexts[threadIdx.x], &scheduler);
+    pause();
 }
 
 // Runs blocks one after another; `backwards` lets the last thread go first, which no result may depend on.
 inline void launch(int blocks, int threads, bool backwards, const std::function<void()>& kernel) {
-    constexpr size_t STACK = 1 << 16;
-    std::vector<char> stacks(STACK * threads);
+    fiber::Stacks stacks(threads);
     body = &kernel;
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
@@ -85,19 +80,14 @@ inline void launch(int blocks, int threads, bool backwards, const std::function<
         warps.assign((threads + 31) / 32, {});
         done.assign(threads, 0);
         block = {};
-        for (int i = 0; i < threads; i++) {
-            getcontext(&contexts[i]);
-            contexts[i].uc_stack.ss_sp = stacks.data() + STACK * i;
-            contexts[i].uc_stack.ss_size = STACK;
-            makecontext(&contexts[i], enter, 0);
-        }
+        for (int i = 0; i < threads; i++) stacks.prepare(contexts[i], i, enter);
         for (bool busy = true; busy;) {
             busy = false;
             for (int i = 0; i < threads; i++) {
                 threadIdx.x = backwards ? threads - 1 - i : i;
                 if (done[threadIdx.x]) continue;
                 busy = true;
-                swapcontext(&scheduler, &contexts[threadIdx.x]);
+                fiber::resume(contexts[threadIdx.x]);
             }
         }
     }

@@ -46,6 +46,12 @@ def _library(source: str) -> Path:
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
 
 
+@functools.cache
+def _session_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where this process keeps what it builds; removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="ds2-kernels-")
+
+
 def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
     """Build a kernel for the CPU, with a C function `run` that takes `parameters` and the kernel's, and does `launch`.
 
@@ -54,9 +60,10 @@ def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parame
     """
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = Path(tempfile.mkdtemp(prefix="ds2-kernel-"))
+    folder = Path(tempfile.mkdtemp(dir=_session_folder().name))
     shutil.copytree(CSRC, folder, dirs_exist_ok=True)
-    for name, text in headers.items():
+    fibers = Path(__file__).with_name("fiber_on_cpu.h")
+    for name, text in {**headers, fibers.name: fibers.read_text()}.items():
         (folder / name).write_text(text)
     found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)
     assert found
@@ -64,7 +71,8 @@ def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parame
     call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names}); }}")
     run = f'\nextern "C" {returns} run({parameters}, {found[1]}) {{ return {call}; }}\n'
     (folder / "kernel.cpp").write_text(source + run)
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-include", "ptx/sync.cuh", "-I."]
+    # A checked longjmp would refuse to leave a fiber's stack: no fortification.
+    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-I.", "-include", "ptx/sync.cuh"]
     subprocess.run(["g++", *options, "-o", "kernel.so", "kernel.cpp"], cwd=folder, check=True)
     return folder / "kernel.so"
 

@@ -28,9 +28,10 @@ def draw(seed: int, *shape: int, device: torch.device, dtype: torch.dtype, scale
     return numbers.to(device=device, dtype=dtype)
 
 
-def away_from_kinks(x: Tensor, weight_hh: Tensor, h0: Tensor | None, nonlinearity: str, clip: float) -> Tensor:
+def away_from_kinks(
+    x: Tensor, weight_hh: Tensor, h0: Tensor | None, nonlinearity: str, clip: float, margin: float = 0.1
+) -> Tensor:
     """Push x where a pre-activation is near 0 or clip: there, rounding alone decides whether a gradient passes."""
-    margin = 0.1
     state = torch.zeros_like(x[0]) if h0 is None else h0.double().cpu()
     for t in range(len(x)):
         recurrent = state @ weight_hh.double().cpu().T

@@ -1,8 +1,10 @@
 """The row convolution against float64, grouped convolution, itself in chunks, and what it must refuse."""
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,11 +25,13 @@ from op_cases import (
     ragged_lengths,
     relative_error,
 )
+from rounding import Arithmetic, allowed_beside_stock, lookahead_variances, relative_bound, worst_share
 from torch import Tensor
 
 TARGETS = [on_cpu("shift"), on_cpu("reference"), on_gpu("triton"), on_gpu("shift")]
 SHAPES = [(1, 3, 16, 3), (9, 1, 33, 1), (50, 4, 64, 6), (13, 5, 7, 20), (4, 2, 24, 6), (140, 3, 40, 20)]  # T, B, H, K
 FEW = [((50, 4, 64, 6), torch.float16), ((140, 3, 40, 20), torch.float32), ((50, 4, 64, 6), torch.bfloat16)]
+NAMES = ("y", "grad_x", "grad_weight")
 on_every_target = pytest.mark.parametrize(("device", "backend"), TARGETS)
 
 
@@ -51,6 +55,12 @@ def bind(lengths: Tensor | None, backend: str) -> Callable[[Tensor, Tensor], Ten
     return lambda x, weight: lookahead(x, weight, lengths, backend=backend)
 
 
+def arithmetic(dtype: torch.dtype, backend: str) -> Arithmetic:
+    """What a backend rounds; the reference sums in the dtype that it is given, the others in float32."""
+    by_type = Arithmetic.of(dtype)
+    return replace(by_type, inner=by_type.stored) if backend == "reference" else by_type
+
+
 def stock(x: Tensor, weight: Tensor) -> Tensor:
     """The same sum as PyTorch's own grouped convolution."""
     padded = torch.nn.functional.pad(x.permute(1, 2, 0), (0, weight.shape[1] - 1))
@@ -59,16 +69,20 @@ def stock(x: Tensor, weight: Tensor) -> Tensor:
 
 @on_every_target
 def test_error_is_at_most_twice_that_of_stock_pytorch(device: torch.device, backend: str) -> None:
+    """On a GPU, unless rounding explains more; on a CPU, what rounding alone explains, frame by frame."""
     for shape, dtype in cases(device):
         x, weight, grad_y = problem(shape, device, dtype)
         ours = outputs_and_gradients(bind(None, backend), [x, weight], [grad_y])
         theirs = outputs_and_gradients(stock, [x, weight], [grad_y])
         truth = outputs_and_gradients(lookahead_reference, [x.double(), weight.double()], [grad_y.double()])
-        for name, our, their, true in zip(("y", "grad_x", "grad_weight"), ours, theirs, truth, strict=True):
+        may = lookahead_variances(arithmetic(dtype, backend), [x, weight], [grad_y], truth)
+        for name, our, their, true, variance in zip(NAMES, ours, theirs, truth, may, strict=True):
             assert our.dtype == dtype and our.shape == true.shape
-            if backend != "reference" or dtype != torch.bfloat16:  # the reference sums in the dtype that it is given
-                bound = 2.0 * max(relative_error(their, true), torch.finfo(dtype).eps)
-                assert relative_error(our, true) <= bound, f"{name} of {shape} {dtype}"
+            what = f"{name} of {shape} {dtype}"
+            if device.type == "cpu":
+                assert worst_share([our], [true], [variance]) <= 1, what
+            else:
+                assert relative_error(our, true) <= allowed_beside_stock(their, true, variance), what
 
 
 @on_every_target
@@ -77,6 +91,9 @@ def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str
         lengths = ragged_lengths(*shape[:2]).to(device)
         x, weight, grad_y = problem(shape, device, dtype)
         clean = outputs_and_gradients(bind(lengths, backend), [x, weight], [grad_y])
+        doubles = [x.double(), weight.double()], [grad_y.double()]
+        masked = outputs_and_gradients(functools.partial(lookahead_reference, lengths=lengths), *doubles)
+        variance = lookahead_variances(arithmetic(dtype, backend), [x, weight], [grad_y], masked)
         poisoned = outputs_and_gradients(
             bind(lengths, backend),
             [poison_padding(x, lengths), weight],
@@ -90,8 +107,10 @@ def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str
                 [x[:length, row, None], weight],
                 [grad_y[:length, row, None]],
             )
-            for ours, alone_too in zip(clean[:2], alone, strict=False):
-                assert relative_error(ours[:length, row], alone_too[:, 0]) < torch.finfo(dtype).eps
+            for ours, alone_too, may in zip(clean[:2], alone, variance, strict=False):
+                # Ends of vectors may be computed otherwise than their middle: two computations, each with its roundings.
+                allowed = relative_bound(alone_too, 2 * may[:length, row])
+                assert relative_error(ours[:length, row], alone_too[:, 0]) <= allowed
 
 
 @on_every_target
