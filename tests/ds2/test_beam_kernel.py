@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import kernel_on_cpu
 import numpy as np
 import pytest
 import torch
+from support import kernel_on_cpu
 from test_decoding import CHARACTERS, PIECES, language_model, random_log_probs, speechlike
 from torch import Tensor
 

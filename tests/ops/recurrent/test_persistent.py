@@ -12,71 +12,20 @@ from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.backends import resolve
 from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import Launch, Problem
-from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
-from rounding import Arithmetic, allowed_beside_stock, variances
-from torch import Tensor
+from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
+from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, run
+from support.rounding import Arithmetic, allowed_beside_stock, variances
 from torch._subclasses import FakeTensorMode
 
-CLIP = 1.0
 # frames, batch, hidden: one of each tile; odd rows; one utterance; two groups; more tiles than clusters
 SHAPES = [(9, 4, 1152), (7, 40, 1152), (6, 130, 1151), (5, 3, 1), (8, 33, 512), (3, 1, 640), (6, 19, 77), (1, 9, 130)]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
-TF32_ERROR = 1e-3  # the bound for fp32, whose products go through TF32
 
 
 def launches_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Launch]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
     facts = persistent.device_facts(torch.cuda.current_device())
     return cluster_launches(problem, facts, facts.sms)
-
-
-def slope(y: Tensor, nonlinearity: str) -> Tensor:
-    if nonlinearity == "tanh":
-        return 1 - y * y
-    return ((y > 0) & (y < (CLIP if nonlinearity == "clipped_relu" else torch.inf))).to(y.dtype)
-
-
-def forward_loop(x: Tensor, weight_hh: Tensor, h0: Tensor, lengths: Tensor, nonlinearity: str) -> tuple[Tensor, Tensor]:
-    """The forward equation in the dtype of x; padding of x must be finite."""
-    h, outputs, last = h0, [], h0
-    for t, frame in enumerate(x):
-        pre = frame + h @ weight_hh.t()
-        h = {"relu": pre.relu(), "clipped_relu": pre.clamp(0, CLIP), "tanh": pre.tanh()}[nonlinearity]
-        outputs.append(h * (lengths > t)[:, None])
-        last = torch.where((lengths == t + 1)[:, None], h, last)
-    return torch.stack(outputs), last
-
-
-def backward_loop(
-    grad_y: Tensor, grad_h_n: Tensor, y: Tensor, weight_hh: Tensor, lengths: Tensor, nonlinearity: str
-) -> tuple[Tensor, Tensor]:
-    """The backward equation in the dtype of grad_y, with the slopes of the given y: no kink can differ."""
-    carried, grads = torch.zeros_like(grad_h_n), []
-    for t in reversed(range(len(y))):
-        last = (lengths == t + 1)[:, None] * grad_h_n
-        carried = (grad_y[t] + last + carried @ weight_hh) * slope(y[t], nonlinearity) * (lengths > t)[:, None]
-        grads.append(carried)
-    return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, carried @ weight_hh)
-
-
-def inputs(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device = CUDA
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, weight_hh, h0, grad_y, grad_h_n."""
-    _, batch, hidden = shape
-    x, grad_y = (draw(seed, *shape, device=device, dtype=dtype) for seed in (1, 4))
-    h0, grad_h_n = (draw(seed, batch, hidden, device=device, dtype=dtype) for seed in (3, 5))
-    return x, draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5), h0, grad_y, grad_h_n
-
-
-def run(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
-) -> list[Tensor]:
-    x, weight_hh, h0, grad_y, grad_h_n = tensors
-    options: dict[str, Any] = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
-    y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
-    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, **options)]
 
 
 @pytest.mark.gpu

@@ -23,8 +23,9 @@ import torch
 from ds2_ops.lengths import valid_frames
 from ds2_ops.recurrent.reference import recurrence_reference
 from ds2_ops.row_convolution.reference import lookahead_reference
-from op_cases import outputs_and_gradients, relative_error
 from torch import Tensor
+
+from support.op_cases import outputs_and_gradients, relative_error
 
 UNLIKELINESS = 12.0
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from ds2_ops.recurrent.reference import recurrence_reference
-from ds2_ops.row_convolution.reference import lookahead_reference
-from op_cases import CPU, draw
+from support.op_cases import CPU, draw
 
 
 @pytest.mark.parametrize("nonlinearity", ["relu", "clipped_relu", "tanh"])
@@ -34,16 +33,3 @@ def test_recurrence_by_hand() -> None:
     x = torch.tensor([1.0, -1.0, 30.0, 5.0])[:, None, None]
     y, h_n = recurrence_reference(x, torch.tensor([[0.5]]), torch.tensor([[4.0]]), torch.tensor([3]))
     assert y.flatten().tolist() == [3.0, 0.5, 20.0, 0.0] and h_n.item() == 20.0
-
-
-def test_lookahead_by_hand() -> None:
-    x = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0], [4.0, 40.0]])[:, :, None]  # T 4, B 2, H 1
-    y = lookahead_reference(x, torch.tensor([[1.0, 0.5, 0.25]]), torch.tensor([4, 2]))
-    assert y[:, 0, 0].tolist() == [1 + 1 + 0.75, 2 + 1.5 + 1, 3 + 2, 4]
-    assert y[:, 1, 0].tolist() == [10 + 10, 20, 0, 0]
-
-
-def test_gradcheck_of_the_lookahead() -> None:
-    x, weight = torch.randn(5, 2, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
-    leaves = (x.requires_grad_(), weight.requires_grad_())
-    assert torch.autograd.gradcheck(lambda x, weight: lookahead_reference(x, weight, torch.tensor([5, 2])), leaves)

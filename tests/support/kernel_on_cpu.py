@@ -19,6 +19,7 @@ from ds2_ops.jit import launch as jit_launch
 from ds2_ops.jit import runtime
 
 H200_SMEM_BYTES = 232448
+HERE = Path(__file__).parent
 CSRC = Path(runtime.__file__).parents[1] / "csrc"
 
 
@@ -41,7 +42,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
 
 @functools.cache
 def _library(source: str) -> Path:
-    headers = {"ptx/sync.cuh": Path(__file__).with_name("cuda_on_cpu.h").read_text()}
+    headers = {"ptx/sync.cuh": (HERE / "cuda_on_cpu.h").read_text()}
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
 
@@ -62,7 +63,7 @@ def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parame
         pytest.skip("needs g++")
     folder = Path(tempfile.mkdtemp(dir=_session_folder().name))
     shutil.copytree(CSRC, folder, dirs_exist_ok=True)
-    fibers = Path(__file__).with_name("fiber_on_cpu.h")
+    fibers = HERE / "fiber_on_cpu.h"
     for name, text in {**headers, fibers.name: fibers.read_text()}.items():
         (folder / name).write_text(text)
     found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ds2_ops import recurrence
 from ds2_ops.recurrent.backends import why_not_unasked
-from op_cases import CUDA
+from support.op_cases import CUDA
 
 
 def example(**changes: object) -> dict[str, object]:

@@ -8,7 +8,7 @@ import torch
 from ds2_ops import Recurrence, recurrence
 from ds2_ops.recurrent.reference import recurrence_reference
 from ds2_ops.recurrent.rnn import NONLINEARITIES, _backward_data, _forward
-from op_cases import (
+from support.op_cases import (
     CPU,
     CUDA,
     assert_same_bits,
@@ -22,14 +22,14 @@ from op_cases import (
     ragged_lengths,
     relative_error,
 )
-from rounding import Arithmetic, allowed_beside_stock, relative_bound, variances, worst_share
+from support.recurrence_cases import CLIP, problem
+from support.rounding import Arithmetic, allowed_beside_stock, relative_bound, variances, worst_share
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 TARGETS = [on_cpu("cpu"), on_cpu("reference"), on_gpu("gemm"), on_gpu("persistent")]
 SHAPES = [(1, 3, 16), (6, 1, 33), (9, 4, 64), (5, 5, 7), (4, 19, 40)]  # T = 1, B = 1, odd sizes, off every tile
 FEW = [((9, 4, 64), torch.bfloat16), ((4, 19, 40), torch.float32), ((5, 5, 7), torch.float16)]
-CLIP = 1.5
 on_every_target = pytest.mark.parametrize(("device", "backend"), TARGETS)
 
 
@@ -39,22 +39,6 @@ def cases(device: torch.device, wide: bool = True) -> list[tuple[tuple[int, int,
         return list(itertools.product(SHAPES, (torch.float32, torch.bfloat16)))
     shapes = [*SHAPES, (12, 4, 1152), (7, 3, 515), (5, 70, 320)] if wide else []
     return FEW + [(shape, torch.bfloat16) for shape in shapes]
-
-
-def problem(
-    shape: tuple[int, int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    with_h0: bool = True,
-    nonlinearity: str = "clipped_relu",
-) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Inputs x, weight_hh, h0 whose states neither die nor explode, and gradients of y and h_n."""
-    _, batch, hidden = shape
-    weight_hh = draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5)
-    h0 = draw(3, batch, hidden, device=device, dtype=dtype) if with_h0 else None
-    x = away_from_kinks(draw(1, *shape, device=CPU, dtype=torch.float64), weight_hh, h0, nonlinearity, CLIP)
-    grad_y = draw(4, *shape, device=device, dtype=dtype)
-    return [x.to(device, dtype), weight_hh, h0], [grad_y, draw(5, batch, hidden, device=device, dtype=dtype)]
 
 
 def bind(op: Callable[..., tuple[Tensor, Tensor]], lengths: Tensor | None, **options: object) -> Callable[..., object]:

@@ -12,8 +12,8 @@ from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.plan.choose import grid_launches
 from ds2_ops.recurrent.plan.cluster import cluster_launches
 from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
-from op_cases import CUDA, poison_padding, ragged_lengths
-from test_persistent import inputs, run
+from support.op_cases import CUDA, poison_padding, ragged_lengths
+from support.persistent_cases import inputs, run
 
 H200 = DeviceFacts()
 # Cluster design: one group, two parts. Whole chip: one group and several; the last one comes round the exchange.

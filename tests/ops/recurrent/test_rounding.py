@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from ds2_ops.recurrent.reference import recurrence_reference
-from op_cases import CPU, outputs_and_gradients, ragged_lengths
-from rounding import Arithmetic, variances, worst_share
-from test_recurrence import CLIP, problem
+from support.op_cases import CPU, outputs_and_gradients, ragged_lengths
+from support.recurrence_cases import CLIP, problem
+from support.rounding import Arithmetic, variances, worst_share
 from torch import Tensor
 
 SHAPES = [(6, 1, 33), (9, 4, 64), (5, 5, 7)]

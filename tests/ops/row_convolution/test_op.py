@@ -12,7 +12,7 @@ from ds2_ops import lookahead, lookahead_stream
 from ds2_ops.row_convolution import shift
 from ds2_ops.row_convolution.op import _backward, _forward
 from ds2_ops.row_convolution.reference import lookahead_reference
-from op_cases import (
+from support.op_cases import (
     CPU,
     CUDA,
     assert_same_bits,
@@ -25,7 +25,7 @@ from op_cases import (
     ragged_lengths,
     relative_error,
 )
-from rounding import Arithmetic, allowed_beside_stock, lookahead_variances, relative_bound, worst_share
+from support.rounding import Arithmetic, allowed_beside_stock, lookahead_variances, relative_bound, worst_share
 from torch import Tensor
 
 TARGETS = [on_cpu("shift"), on_cpu("reference"), on_gpu("triton"), on_gpu("shift")]

@@ -1,14 +1,12 @@
 """Decoding kernels without a GPU: they compile without spills, and what does not fit is named."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from ds2_ops.ctc import align, beam
 from ds2_ops.jit import launch as jit_launch
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
-from kernel_on_cpu import H200_SMEM_BYTES
+from support.kernel_on_cpu import H200_SMEM_BYTES
 
 QUICK = [(32, "word"), (128, "label"), (512, "word")]
 ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "label")]
@@ -75,16 +73,3 @@ def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "cut the recording" in str(beam.why_not(512, 29, 2**22, 4, cuda))
     assert align.why_not(300, cuda) is None
     assert "100000 labels" in str(align.why_not(100_000, cuda))
-
-
-def test_a_failed_launch_names_search_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("out of something")
-
-    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.inference_mode())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "the GPU")
-    monkeypatch.setattr(runtime, "load", refuse)
-    launch = replace(beam.TRACE, source="")
-    with pytest.raises(RuntimeError, match="trace of 2 hypotheses failed on the GPU: out of something"):
-        jit_launch.launch_kernel("trace of 2 hypotheses", launch, [], 1, torch.device("cuda", 0))

@@ -3,16 +3,15 @@
 import ctypes
 import functools
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from ds2_ops.recurrent.plan.choose import grid_launches
 from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
-from kernel_on_cpu import CSRC, compile_kernel
-from op_cases import CPU, ragged_lengths, relative_error
-from rounding import Arithmetic, allowed_beside_stock, variances
-from test_persistent import CLIP, backward_loop, forward_loop, inputs
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel
+from support.op_cases import CPU, ragged_lengths, relative_error
+from support.persistent_cases import CLIP, backward_loop, forward_loop, inputs
+from support.rounding import Arithmetic, allowed_beside_stock, variances
 from torch import Tensor
 
 # cluster -> clusters of a chip small enough to run here
@@ -23,7 +22,7 @@ NARROW, WIDE = {2: 5}, {5: 4}
 def _library(source: str) -> ctypes.CDLL:
     # All that is hardware, at once; the kernels' own headers see its shared memory.
     headers = {
-        "ptx/sync.cuh": Path(__file__).with_name("chip_on_cpu.h").read_text(),
+        "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
         "ptx/number.cuh": "#pragma once\n",
         "ptx/wgmma.cuh": "#pragma once\n",
     }

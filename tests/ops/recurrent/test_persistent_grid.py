@@ -1,4 +1,4 @@
-"""The whole-chip design: its planner without a GPU; on one, float64, poisoned memory, same bits twice and split."""
+"""The whole-chip designs on a GPU: every tile against float64, poisoned memory, same bits twice and split."""
 
 import ctypes
 import time
@@ -6,19 +6,21 @@ import time
 import pytest
 import torch
 from ds2_ops.jit import runtime
-from ds2_ops.jit.build import build
 from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.plan.choose import choose, grid_launches, largest_grid_hidden
-from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Launch, Problem
-from hypothesis import given
-from hypothesis import strategies as st
-from op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
-from rounding import Arithmetic, allowed_beside_stock, variances
-from test_persistent import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, run
+from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
+from support.persistent_cases import (
+    CLIP,
+    DTYPES,
+    LARGEST_GRID_HIDDEN,
+    TF32_ERROR,
+    backward_loop,
+    forward_loop,
+    grid_launches_of,
+    inputs,
+    run,
+)
+from support.rounding import Arithmetic, allowed_beside_stock, variances
 
-H200 = DeviceFacts()
-LARGEST = {"bfloat16": 4224, "float16": 4224, "float32": 3072}
 # frames, batch, hidden: one group, two, five, two tiles; odd rows; weights in shared memory too; so many frames that
 # the exchange comes round
 SHAPES = [
@@ -34,90 +36,6 @@ SHAPES = [
 ]
 
 
-def launches_of(
-    hidden: int,
-    batch: int,
-    dtype: str = "bfloat16",
-    sms: int = H200.sms,
-    *,
-    cell: str = "clipped_relu",
-    backward: bool = False,
-) -> list[Launch]:
-    return grid_launches(Problem(batch, hidden, dtype, cell, backward), H200, sms)
-
-
-@given(
-    hidden=st.integers(1, 4300),
-    batch=st.integers(1, 300),
-    dtype=st.sampled_from(list(LARGEST)),
-    sms=st.integers(1, 132),
-)
-def test_every_launch_fits_the_device_and_covers_the_problem(hidden: int, batch: int, dtype: str, sms: int) -> None:
-    for launch in launches_of(hidden, batch, dtype, sms):
-        assert launch.grid <= sms
-        assert launch.grid % launch.cluster == 0
-        assert launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
-        assert launch.smem_bytes <= H200.smem_bytes_per_block
-        assert launch.rows * launch.grid >= hidden
-        assert launch.exchange_words * (2 if dtype != "float32" else 1) >= 16 * hidden * launch.samples * launch.groups
-        tiles = -(-batch // (launch.samples * launch.groups))
-        assert (tiles - 1) * launch.samples * launch.groups < batch
-
-
-@pytest.mark.parametrize(("dtype", "largest"), LARGEST.items())
-def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
-    assert largest_grid_hidden(dtype, H200, H200.sms) == largest
-    assert choose(Problem(4, largest, dtype, "relu", False), H200).design == "grid"
-    with pytest.raises(DoesNotFit, match=rf"hidden size {largest + 1} .* {largest} x {largest}; .*backend='gemm'"):
-        choose(Problem(4, largest + 1, dtype, "relu", True), H200)
-
-
-def test_fewer_multiprocessors_hold_less() -> None:
-    assert choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 100).grid <= 100
-    with pytest.raises(DoesNotFit, match=r"the 20 multiprocessors that may be used on NVIDIA H200 \(132 in all\)"):
-        choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 20)
-
-
-def test_large_batches_take_turns_in_groups() -> None:
-    sizes = {}
-    for batch in (4, 9, 64, 70):
-        launch = next(launch for launch in launches_of(2560, batch) if launch.cluster == 4)
-        sizes[batch] = (launch.groups, launch.samples)
-    assert sizes == {4: (1, 4), 9: (2, 5), 64: (8, 8), 70: (5, 8)}
-
-
-def test_a_new_batch_size_needs_no_new_kernel() -> None:
-    sources = {choose(Problem(batch, 1760, "bfloat16", "relu", False), H200).source for batch in range(1, 200)}
-    assert len(sources) == 2
-
-
-@pytest.mark.parametrize("dtype", LARGEST)
-def test_largest_tile_compiles_without_spills(dtype: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    (launch,) = launches_of(LARGEST[dtype], 8, dtype, backward=True)
-    assert build(launch.source).local_bytes == 0, launch.explain()
-
-
-# The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.
-@pytest.mark.parametrize("hidden", [2200, 2300, 2400, 2480, 2560, 2048, 1760])
-def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for backward in (False, True):
-        binary = build(launches_of(hidden, 64, backward=backward)[-1].source)
-        assert (binary.local_bytes, binary.loss) == (0, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("dtype", LARGEST)
-@pytest.mark.parametrize("hidden", [1160, 1760, 2048, 2560, 2816])
-def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for backward in (False, True):
-        for launch in launches_of(hidden, 64, dtype, cell=cell, backward=backward):
-            assert build(launch.source).local_bytes == 0, launch.explain()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -127,7 +45,7 @@ def test_every_tile_against_float64(
 ) -> None:
     frames, batch, hidden = shape
     name = str(dtype).removeprefix("torch.")
-    if hidden > LARGEST[name]:
+    if hidden > LARGEST_GRID_HIDDEN[name]:
         pytest.skip("does not fit; the planner's test holds the message")
     lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, dtype)
@@ -137,11 +55,11 @@ def test_every_tile_against_float64(
     may = variances(
         Arithmetic.of(dtype), (x, weight_hh, h0), (grad_y, grad_h_n), lengths, nonlinearity, CLIP, of_weight=False
     )
-    for tile in range(len(launches_of(hidden, batch, name))):
+    for tile in range(len(grid_launches_of(hidden, batch, name))):
         monkeypatch.setattr(
             persistent,
             "plan_for",
-            lambda problem, *_, i=tile: launches_of(
+            lambda problem, *_, i=tile: grid_launches_of(
                 hidden, batch, name, cell=problem.nonlinearity, backward=problem.backward
             )[i],
         )
