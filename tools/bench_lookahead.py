@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from ds2_ops import lookahead
-from ds2_ops.reference import lookahead_reference
+from ds2_ops.row_convolution.reference import lookahead_reference
 from timing import Timing, graphed, machine, measure
 from torch import Tensor, nn
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from ds2_ops import recurrence
-from ds2_ops.reference import recurrence_reference
+from ds2_ops.recurrent.reference import recurrence_reference
 from timing import Timing, graphed, machine, measure
 from torch import Tensor, nn
 

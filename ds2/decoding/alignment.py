@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from ds2_ops import align as kernel
+from ds2_ops.ctc import align as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -39,28 +39,6 @@ def check_x(x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         raise TypeError(f"x is {x.dtype}, allowed are {', '.join(map(str, dtypes))}")
 
 
-def check_lengths(lengths: Tensor, batch: int) -> None:
-    """Raise unless ``lengths`` is an integer tensor of shape (B,)."""
-    check_shape("lengths", lengths, (batch,), "(B,)")
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"lengths is {lengths.dtype}, allowed are torch.int32 and torch.int64: frames per utterance")
-
-
-def lengths_on(lengths: Tensor | None, frames: int, device: torch.device) -> Tensor | None:
-    """Bring lengths to ``device`` as int32; raise ValueError where one on the CPU lies outside 0..T.
-
-    Lengths that are on a GPU already are not read back, which would make the host wait for the device; nor are they
-    while torch.compile traces the reference, whose graph would break there.
-    """
-    if lengths is None:
-        return None
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        for row, length in enumerate(lengths.tolist()):
-            if not 0 <= length <= frames:
-                raise ValueError(f"lengths[{row}] is {length}, allowed are 0 to T = {frames} frames")
-    return lengths.to(device=device, dtype=torch.int32, non_blocking=True)
-
-
 def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast floating tensors as torch.autocast would cast the inputs of a matrix product (float64 stays)."""
     device = next(t for t in tensors if t is not None).device.type

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import kernel_on_cpu
 import numpy as np
 import pytest
 import torch
+from support import kernel_on_cpu
 from test_decoding import CHARACTERS, PIECES, language_model, random_log_probs, speechlike
 from torch import Tensor
 
@@ -124,7 +124,7 @@ def test_scores_outside_shared_memory_give_the_same_bits(
     if where == "cpu":
         kernel_on_cpu.patch(monkeypatch)
     inside = search(case, lm, torch.device(where), by_kernel=True)
-    monkeypatch.setattr("ds2_ops.jit.smem_bytes_per_block", lambda index: 170_000)
+    monkeypatch.setattr("ds2_ops.jit.runtime.smem_bytes_per_block", lambda index: 170_000)
     outside = search(case, lm, torch.device(where), by_kernel=True)
     assert inside.labels == outside.labels
     assert (inside.scores == outside.scores).all()

@@ -1,11 +1,11 @@
-"""The batched beam search as one GPU kernel: what `ds2_ops.beam` needs of a fusion, and when it can be used."""
+"""The batched beam search as one GPU kernel: what `ds2_ops.ctc.beam` needs of a fusion, and when it can be used."""
 
 from __future__ import annotations
 
 import logging
 
 import torch
-from ds2_ops import beam as kernel
+from ds2_ops.ctc import beam as kernel
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig

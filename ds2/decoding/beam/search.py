@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from ds2_ops import beam as kernel
+from ds2_ops.ctc import beam as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -1,0 +1,73 @@
+// How the blocks of a whole-chip design hand the state to each other through L2.
+//
+// Data is its own flag. A slot holds one state; a word of it is EMPTY, a pattern that no state contains, until its owner
+// has stored it. Readers poll the very words that the matrix unit wants, straight into registers, so that a step pays one
+// trip to L2 and one back: no flag, and no barrier over the grid.
+//
+// State number e (an epoch) lies in slot e % SLOTS. A thread that owns words stores each of them once a state, and at every
+// EMPTY_EVERYth state, right after publishing e, empties what it stored for the EMPTY_EVERY states up to e - 2, all at
+// once, and fences before it publishes again: a fence takes longer than half a step. Why that is safe:
+//   - The cluster of a block that publishes e has read all of e - 1, so every block has published e - 1, so every cluster
+//     has read e - 2.
+//   - State k is emptied after publishing e <= k + 1 + EMPTY_EVERY; the fence puts this before e + 1 <= k + SLOTS - 1. A
+//     warp polls words of k + SLOTS only after it has read the words of k + SLOTS - 1 that the same threads own. So it
+//     finds EMPTY or the new word, never the old one.
+//   - Every 32-bit word is compared with EMPTY: nothing is assumed about the order in which the words that a wide load
+//     covers were stored.
+// All slots must be EMPTY when the kernel starts.
+#pragma once
+
+#include "ptx/sync.cuh"
+#include "recurrent/pass.cuh"
+
+namespace ds2 {
+
+constexpr unsigned EMPTY = 0xffffffffu;  // a NaN in every number type
+constexpr int SLOTS = 16;
+constexpr int EMPTY_EVERY = 8;
+static_assert(EMPTY_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
+
+// What a lane starts to poll with: it asks for what is EMPTY.
+__device__ inline uint4 unread(bool wanted) {
+    const unsigned word = wanted ? EMPTY : 0;
+    return make_uint4(word, word, word, word);
+}
+
+__device__ inline bool has_empty(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY; }
+
+// A state word that holds NaN in EMPTY's pattern is published as another NaN.
+__device__ inline unsigned publishable(unsigned word) { return word == EMPTY ? EMPTY ^ 0x80008000u : word; }
+__device__ inline uint4 publishable(uint4 v) {
+    return make_uint4(publishable(v.x), publishable(v.y), publishable(v.z), publishable(v.w));
+}
+
+// Cycles that a warp's first poll of the next turn waits, after a turn that took so many rounds of polls. A round that comes too
+// early costs a whole trip to L2, and slows the other warps' trips; so the first one waits, for as long as the last turns have
+// shown to be right: LATER more after a turn of several rounds, SOONER less after any other.
+template <int LATER, int SOONER>
+__device__ int next_pause(int pause, int rounds) {
+    constexpr int LONGEST = 4096;
+    return rounds > 1 ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
+}
+
+// In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
+struct WaitLimit {
+#ifdef DS2_DEBUG_WAIT
+    unsigned long long start = now_ns();
+    __device__ void check(int epoch) const {
+        rest_at_random();
+        if (now_ns() - start < MAX_WAIT_NS) return;
+        printf("ds2: block %d warp %d waits for state %d for more than 2 s\n", blockIdx.x, threadIdx.x / 32, epoch);
+        __trap();
+    }
+#else
+    __device__ void check(int) const { rest_at_random(); }
+#endif
+};
+
+__device__ inline int length_of(const Pass& pass, int utterance) {
+    if (utterance >= pass.batch) return 0;
+    return pass.lengths ? max(0, min(pass.frames, __ldg(pass.lengths + utterance))) : pass.frames;
+}
+
+}  // namespace ds2

@@ -1,0 +1,441 @@
+// Persistent recurrence over the whole chip: every block keeps a part of the matrix for all time steps, in registers and,
+// where these do not suffice, in shared memory, and gets the state from all other blocks through L2 at every step
+// (exchange.cuh). All blocks must run at the same time.
+//
+// A cluster of CLUSTER blocks owns CLUSTER x BLOCK_WORDS words of each utterance's state and the rows of the matrix that
+// make them. Its blocks, and their warps, split K between them, so that a block reads only its share of the state: L2 has
+// little to spare while all multiprocessors poll the same lines.
+//
+// Up to 8 utterances are a group, the columns of one matrix instruction; up to GROUPS groups are a tile and take turns, so
+// that the arithmetic of one hides the exchange of the others. One turn:
+//   1. 8 multiplying warps. A warp polls the words of its part of K, multiplies all rows of the cluster by them, leaves a
+//      partial sum in shared memory and goes on to the next turn.
+//   2. 4 adding warps. When all 8 partial sums are there, they add them up and send them, row by row, to the block of the
+//      cluster that owns the row.
+//   3. 4 finishing warps. There each thread takes one word (2 rows of 16-bit numbers, 1 of fp32) of one utterance: adds the
+//      cluster's sums and the input, applies the cell, publishes the word; then stores y and fetches x.
+//
+// Why two buffers of received sums for each group, by parity of the state's number, are enough, and their mbarriers may be
+// armed for state e + 2 when partial sums of e + 2 are there. Whoever has those has read words of state e + 2, as every warp
+// has a part of K. Some cluster published them after its blocks together had read all of e + 1, which all owners had
+// published after they had received and read the sums of e. For the same reason a warp that owns words never waits for a
+// phase that has passed unseen; one that owns none does not wait.
+#pragma once
+
+#include "recurrent/cells.cuh"
+#include "recurrent/exchange.cuh"
+#include "recurrent/turns.cuh"
+
+namespace ds2 {
+
+template <class Number_, class Cell_, int CLUSTER_, int BLOCK_WORDS_, int K_PAIRS_, int K_PAIRS_SMEM_, int GROUPS_,
+          bool BACKWARD_>
+struct GridShape {
+    using Number = Number_;
+    using Cell = Cell_;
+    static constexpr bool BACKWARD = BACKWARD_;
+    static constexpr int PER_WORD = Number::PER_WORD;
+    static constexpr int CLUSTER = CLUSTER_, BLOCK_WORDS = BLOCK_WORDS_;
+    static constexpr int BLOCK_ROWS = BLOCK_WORDS * PER_WORD, ROWS = CLUSTER * BLOCK_ROWS;
+    static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
+    static constexpr int SPLITS = CLUSTER * WARPS;      // warps that split K
+    static constexpr int K_PAIRS = K_PAIRS_;            // pairs of matrix instructions along K, one warp
+    static constexpr int K_PAIRS_SMEM = K_PAIRS_SMEM_;  // the first of these have weights in shared memory
+    static constexpr int K_PAIRS_REGISTERS = K_PAIRS - K_PAIRS_SMEM;
+    static constexpr int GROUPS = GROUPS_;              // at most, of one tile
+
+    static constexpr int ADDERS = 128, FINISHERS = 128;  // threads: warpgroups, the unit of register reallocation
+    static constexpr int ALL_THREADS = THREADS + ADDERS + FINISHERS;
+    // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
+    static constexpr int MULTIPLY_REGISTERS = 208, ADD_REGISTERS = 40, FINISH_REGISTERS = 56;
+    static_assert(THREADS * MULTIPLY_REGISTERS + ADDERS * ADD_REGISTERS + FINISHERS * FINISH_REGISTERS <=
+                      65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
+                  "what some warps gain, others have given");
+
+    // Partial sums: [turn % 2][warp][row][sample]. Received ones: [group][state % 2][block][row][sample]. Both have room for
+    // as many samples as a group has, rounded up to 2, 4 or 8.
+    static constexpr int PARTIAL_BYTES = WARPS * M_TILES * MMA_ROWS * MMA_SAMPLES * 4;
+    static constexpr int RECEIVED_AT = 2 * PARTIAL_BYTES;
+    static constexpr int RECEIVED_BYTES = CLUSTER * BLOCK_ROWS * MMA_SAMPLES * 4;
+    // What a finishing thread keeps of each group, its utterance's frames, and of the next turns, a word of each input.
+    static constexpr int INPUTS = BACKWARD ? 2 : 1;
+    static constexpr int AHEAD = 8;
+    static constexpr int LENGTHS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
+    static constexpr int INPUTS_AT = LENGTHS_AT + GROUPS * FINISHERS * 4;
+    static constexpr int BARRIERS_AT = INPUTS_AT + AHEAD * INPUTS * FINISHERS * 4;  // of received sums
+    static constexpr int WEIGHTS_AT = BARRIERS_AT + 2 * GROUPS * 8;
+    static constexpr int SMEM_BYTES = WEIGHTS_AT + THREADS * K_PAIRS_SMEM * M_TILES * 32;
+
+    static_assert(Cell::GATES == 1, "a block's rows are its units: cells with gates need their own pointwise end");
+    static_assert(CLUSTER > 1, "shared memory of a block without a cluster has no remote address");
+
+    // Named barriers of partial sums, between multiplying and adding warps, and of finishing warps; 0 is __syncthreads. In
+    // debug builds everybody waits at those of partial sums: race checkers follow no barrier of a part of a block.
+    static __device__ int written(int turn) { return 1 + turn % 2; }
+    static __device__ int read(int turn) { return 3 + turn % 2; }
+    static constexpr int SUM_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + ADDERS;
+    static constexpr int TILE_DONE = 5;
+};
+
+// The sums have room for 2, 4 or 8 samples: log2 of how many pairs.
+__device__ inline int log_sample_pairs(const Pass& pass) { return pass.samples > 4 ? 2 : pass.samples > 2 ? 1 : 0; }
+__device__ inline int sample_pairs(const Pass& pass) { return 1 << log_sample_pairs(pass); }
+
+// Blocks of this cluster that own words: the last cluster may have too many.
+template <class Shape>
+__device__ int owning_blocks(const Pass& pass, int words) {
+    const int left = words - blockIdx.x / Shape::CLUSTER * (Shape::CLUSTER * Shape::BLOCK_WORDS);
+    return min(Shape::CLUSTER, (left + Shape::BLOCK_WORDS - 1) / Shape::BLOCK_WORDS);
+}
+
+template <class Shape>
+struct GridMultiplier {
+    using Number = typename Shape::Number;
+    static constexpr int M_TILES = Shape::M_TILES, K_PAIRS = Shape::K_PAIRS;
+    static constexpr int WAVES = (K_PAIRS + 5) / 6;             // of 16-byte loads that a lane has under way together: more
+    static constexpr int WAVE = (K_PAIRS + WAVES - 1) / WAVES;  // would need registers
+
+    const Pass& pass;
+    char* const smem;
+    const uint4* const exchange;  // [group][slot][unit][sample], as many samples as a group has
+    const int units = state_units<Number>(pass);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int split = warp * Shape::CLUSTER + cluster_rank();  // this warp has pairs split, split + SPLITS, ... of K
+    const int own_pairs = (units + 4 * (Shape::SPLITS - 1 - split) + 3) / (4 * Shape::SPLITS);
+    const int unit = 4 * split + lane % 4;                     // this lane's first
+    const unsigned partial =
+        smem_address(smem) + ((warp * M_TILES * MMA_ROWS + lane / 4) * sample_pairs(pass) + lane % 4) * 8;
+    Weights<Number, M_TILES, 2 * Shape::K_PAIRS_REGISTERS> weights;
+    int pause = 0;  // before the first poll of a turn
+
+    __device__ GridMultiplier(const Pass& pass, const unsigned* exchange, char* smem)
+        : pass(pass), smem(smem), exchange(reinterpret_cast<const uint4*>(exchange)) {
+        const int first_row = blockIdx.x / Shape::CLUSTER * Shape::ROWS, end_row = first_row + Shape::ROWS;
+        weights.load_permuted(pass, first_row, end_row, [=](int k, int q, int words) {
+            return 16 * (split + Shape::SPLITS * (Shape::K_PAIRS_SMEM + k / 2)) + words * q;
+        });
+        for (int p = 0; p < Shape::K_PAIRS_SMEM; p++) {
+            Weights<Number, M_TILES, 2> pair;
+            pair.load(pass, first_row, end_row, 16 * (split + Shape::SPLITS * p));
+            for (int m = 0; m < M_TILES; m++)
+                for (int k = 0; k < 2; k++)
+                    *smem_weight(p, m, k) = make_uint4(pair.a[m][k][0], pair.a[m][k][1], pair.a[m][k][2], pair.a[m][k][3]);
+        }
+    }
+
+    __device__ uint4* smem_weight(int pair, int m, int k) const {  // only ever touched by this lane
+        return reinterpret_cast<uint4*>(smem + Shape::WEIGHTS_AT) + ((pair * M_TILES + m) * 2 + k) * THREADS + threadIdx.x;
+    }
+
+    __device__ void run() {
+        int turn = 0;
+        Turn at{0, 0};
+        for (GridTile<Shape> tile(pass); tile.exists(); tile.next())
+            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
+                block_wait(Shape::read(turn), Shape::SUM_THREADS);
+                const int live = tile.live_of(at.group);
+                float c[M_TILES][4] = {};
+#pragma unroll
+                for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w, w == 0 && tile.groups == 1);
+                store_partial(c, turn, live);
+                block_arrive_or_wait(Shape::written(turn), Shape::SUM_THREADS);
+            }
+    }
+
+    // Polls one wave in rounds, each of which asks again for everything that was not there, and multiplies, in a fixed
+    // order, what has come. `paces` where no other group fills the time until it comes.
+    __device__ void receive_and_multiply(float (&c)[M_TILES][4], Turn at, int live, int w, bool paces) {
+        const unsigned began = clock();
+        const uint4* from =
+            exchange + ((at.group * SLOTS + unsigned(at.epoch) % SLOTS) * units + unit) * pass.samples + lane / 4;
+        const int left = lane / 4 < live ? units - unit : 0;  // units from this lane's first on
+        uint4 chunk[WAVE];
+#pragma unroll
+        for (int p = 0; p < WAVE; p++)
+            chunk[p] = unread(w * WAVE + p < K_PAIRS && 4 * Shape::SPLITS * (w * WAVE + p) < left);
+        while (paces && int(clock() - began) < pause) {
+        }
+        WaitLimit limit;
+        int rounds = 0;
+        for (int done = 0; done < min(WAVE, own_pairs - w * WAVE); rounds++) {
+#pragma unroll
+            for (int p = 0; p < WAVE; p++)
+                if (w * WAVE + p < K_PAIRS)
+                    load_relaxed_if(has_empty(chunk[p]), chunk[p],
+                                    from + (w * WAVE + p) * 4 * Shape::SPLITS * pass.samples);
+#pragma unroll
+            for (int p = 0; p < WAVE; p++)
+                if (w * WAVE + p < K_PAIRS && done == p && !__any_sync(0xffffffffu, has_empty(chunk[p]))) {
+                    multiply_pair(c, w * WAVE + p, chunk[p]);
+                    done = p + 1;
+                }
+            limit.check(at.epoch);
+        }
+        if (paces) pause = next_pause<32, 2>(pause, rounds);
+    }
+
+    __device__ void multiply_pair(float (&c)[M_TILES][4], int p, uint4 b) const {
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                const unsigned b0 = k == 0 ? b.x : b.z, b1 = k == 0 ? b.y : b.w;
+                if (p >= Shape::K_PAIRS_SMEM) {
+                    Number::multiply_add(c[m], weights.a[m][2 * (p - Shape::K_PAIRS_SMEM) + k], b0, b1);
+                } else {
+                    const uint4 w = *smem_weight(p, m, k);
+                    const unsigned a[4] = {w.x, w.y, w.z, w.w};
+                    Number::multiply_add(c[m], a, b0, b1);
+                }
+            }
+    }
+
+    __device__ void store_partial(const float (&c)[M_TILES][4], int turn, int live) const {
+        if (2 * (lane % 4) < live) {
+            unsigned to = partial + turn % 2 * Shape::PARTIAL_BYTES;
+            const unsigned pitch = MMA_ROWS / 2 * 8 * sample_pairs(pass);
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++, to += pitch)
+                    store_shared_8(to, __float_as_uint(c[m][2 * half]), __float_as_uint(c[m][2 * half + 1]));
+        }
+    }
+};
+
+template <class Shape>
+struct GridAdder {
+    const Pass& pass;
+    const int log_pairs = log_sample_pairs(pass);
+    const int thread = threadIdx.x - THREADS;
+    const int first_row = thread >> log_pairs;  // then every (ADDERS >> log_pairs)th: of the thread's pair of samples
+    const int owners = owning_blocks<Shape>(pass, 4 * state_units<typename Shape::Number>(pass));
+    const int rows = owners * Shape::BLOCK_ROWS;
+    const bool arms = thread == 0 && int(cluster_rank()) < owners;
+    // Shared memory: partial sums of turn 0; where to send them, in the owner's memory; mbarriers.
+    const unsigned partial, sent, barriers;
+
+    __device__ GridAdder(const Pass& pass, char* smem)
+        : pass(pass),
+          partial(smem_address(smem) + thread * 8),
+          sent(smem_address(smem) + Shape::RECEIVED_AT +
+               ((cluster_rank() * Shape::BLOCK_ROWS << log_pairs) + thread % (1 << log_pairs)) * 8),
+          barriers(smem_address(smem) + Shape::BARRIERS_AT) {}
+
+    __device__ void run() const {
+        int turn = 0;
+        Turn at{0, 0};
+        if (!DEBUG_WAITS) {
+            block_arrive(Shape::read(0), Shape::SUM_THREADS);
+            block_arrive(Shape::read(1), Shape::SUM_THREADS);
+        }
+        for (GridTile<Shape> tile(pass); tile.exists(); tile.next())
+            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) add_and_send(at, turn);
+    }
+
+    // Adds the block's partial sums, in a fixed order, and sends two utterances of a row at a time to the row's owner.
+    __device__ void add_and_send(Turn at, int turn) const {
+        unsigned from = pinned(partial + turn % 2 * Shape::PARTIAL_BYTES);
+        const unsigned to = pinned(sent + buffer_of(at) * Shape::RECEIVED_BYTES);
+        const unsigned barrier = pinned(barriers + 8 * buffer_of(at));
+        const unsigned warp_pitch = pinned(Shape::M_TILES * MMA_ROWS * 8 << log_pairs);
+        if (DEBUG_WAITS) block_wait(Shape::read(turn), Shape::SUM_THREADS);
+        block_wait(Shape::written(turn), Shape::SUM_THREADS);
+        if (arms) barrier_expect(barrier, Shape::CLUSTER * Shape::BLOCK_ROWS * 8 << log_pairs);
+#pragma unroll 1
+        for (int r = first_row; r < rows; r += Shape::ADDERS >> log_pairs, from += Shape::ADDERS * 8) {
+            uint2 v[WARPS];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) v[w] = load_shared_8(from + w * warp_pitch);
+            const float x = added(v[0].x, v[1].x, v[2].x, v[3].x) + added(v[4].x, v[5].x, v[6].x, v[7].x);
+            const float y = added(v[0].y, v[1].y, v[2].y, v[3].y) + added(v[4].y, v[5].y, v[6].y, v[7].y);
+            const unsigned owner = r / Shape::BLOCK_ROWS;
+            store_async(remote_address(to + (r % Shape::BLOCK_ROWS * 8 << log_pairs), owner), remote_address(barrier, owner),
+                        __float_as_uint(x), __float_as_uint(y));
+        }
+        if (!DEBUG_WAITS) block_arrive(Shape::read(turn), Shape::SUM_THREADS);
+    }
+    static __device__ float added(unsigned a, unsigned b, unsigned c, unsigned d) {
+        return (__uint_as_float(a) + __uint_as_float(b)) + (__uint_as_float(c) + __uint_as_float(d));
+    }
+};
+
+template <class Shape>
+struct GridFinisher {
+    using Number = typename Shape::Number;
+    using Cell = typename Shape::Cell;
+
+    const Pass& pass;
+    const int thread = threadIdx.x - THREADS - Shape::ADDERS;
+    const int pairs = sample_pairs(pass);
+    const int slot_words = state_units<Number>(pass) * pass.samples * 4;
+    // This thread's word of one utterance of each group.
+    const int local_word = thread % Shape::BLOCK_WORDS, sample = thread / Shape::BLOCK_WORDS;
+    const int word = blockIdx.x * Shape::BLOCK_WORDS + local_word;
+    const int valid = min(Shape::PER_WORD, pass.hidden - word * Shape::PER_WORD);  // its elements that exist
+    unsigned* const mine;                                                          // in the first group's slot 0
+    // Shared memory: mbarriers; sums that it receives, in the first buffer; words of its own.
+    const unsigned barriers, received, own;
+
+    __device__ GridFinisher(const Pass& pass, unsigned* exchange, char* smem)
+        : pass(pass),
+          mine(exchange + (word / 4 * pass.samples + sample) * 4 + word % 4),
+          barriers(smem_address(smem) + Shape::BARRIERS_AT),
+          received(smem_address(smem) + Shape::RECEIVED_AT + (local_word * Shape::PER_WORD * 2 * pairs + sample) * 4),
+          own(smem_address(smem) + thread * 4) {}
+
+    __device__ bool owns(const GridTile<Shape>& tile, int group) const {
+        return sample < tile.live_of(group) && word < state_units<Number>(pass) * 4;
+    }
+    // This thread's word in a (T, B, H) array, and with t = 0 in a (B, H) array.
+    __device__ size_t element(const GridTile<Shape>& tile, int group, int t) const {
+        const unsigned utterance = t * pass.batch + tile.first + group * pass.samples + sample;  // T B < 2^31
+        return size_t(utterance) * unsigned(pass.hidden) + unsigned(word * Shape::PER_WORD);
+    }
+    __device__ unsigned load_state(const GridTile<Shape>& tile, int group) const {
+        return pass.state ? load_word<Number>(pass.state, element(tile, group, 0), valid, pass.whole_words) : 0;
+    }
+    __device__ void store_state(const GridTile<Shape>& tile, int group, unsigned value) const {
+        store_word<Number>(pass.last_state, element(tile, group, 0), value, valid, pass.whole_words);
+    }
+    __device__ unsigned* slot(int group, int epoch) const {
+        return mine + (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words;
+    }
+    __device__ unsigned length_at(int group) const { return own + Shape::LENGTHS_AT + group * Shape::FINISHERS * 4; }
+    __device__ unsigned input_at(int turn, int array) const {
+        return own + Shape::INPUTS_AT + (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::FINISHERS * 4;
+    }
+
+    __device__ void run() const {
+        int epoch = 0, debug_turn = 0;
+        for (GridTile<Shape> tile(pass); tile.exists(); tile.next()) {
+            const int iterations = tile.iterations(), turns = tile.turns();
+            open(tile, epoch);
+            Turn at{epoch, 0}, fetching{0, 0};
+            for (int i = 0; i < Shape::AHEAD; i++, fetching.next(tile.groups)) fetch(tile, fetching, i);
+            for (int i = 0; i < turns; i++, at.next(tile.groups), fetching.next(tile.groups)) {
+                const int iteration = at.epoch - epoch;
+                if (DEBUG_WAITS) {
+                    block_wait(Shape::read(debug_turn), Shape::SUM_THREADS);
+                    block_wait(Shape::written(debug_turn++), Shape::SUM_THREADS);
+                }
+                finish(tile, at, Shape::BACKWARD ? tile.steps - 1 - iteration : iteration, i, iteration + 1 < iterations);
+                fetch(tile, fetching, i + Shape::AHEAD);
+            }
+            copies_wait<0>();
+            epoch += iterations;
+            for (int g = 0; g < tile.groups; g++)
+                for (int t = tile.steps; t < pass.frames && owns(tile, g); t++)  // padding
+                    store_word<Number>(pass.result, element(tile, g, t), 0, valid, pass.whole_words);
+            block_wait(Shape::TILE_DONE, Shape::FINISHERS);  // a warp without words in the next tile has seen all phases
+        }
+    }
+
+    // Notes the utterances' frames and publishes their first state.
+    __device__ void open(const GridTile<Shape>& tile, int epoch) const {
+        for (int g = 0; g < tile.groups; g++) {
+            const int length = owns(tile, g) ? length_of(pass, tile.first + g * pass.samples + sample) : 0;
+            store_shared_4(length_at(g), length);
+            if (!owns(tile, g)) continue;
+            // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps at all.
+            if (length == 0 && (!Shape::BACKWARD || tile.steps == 0)) store_state(tile, g, load_state(tile, g));
+            if (tile.steps > 0)
+                store_relaxed(slot(g, epoch), publishable(Number::operand(Shape::BACKWARD ? 0 : load_state(tile, g))));
+        }
+        if (tile.steps > 0) empty_slots(tile, epoch);
+    }
+
+    // Asks for what turn number `turn` of the tile consumes, iteration at.epoch of it. Each thread reads only what itself
+    // has fetched.
+    __device__ void fetch(const GridTile<Shape>& tile, Turn at, int turn) const {
+        const int t = Shape::BACKWARD ? tile.steps - 1 - at.epoch : at.epoch;
+        const bool wanted = t >= 0 && t < int(load_shared_4(length_at(at.group))) && valid > 0;
+        const size_t from = wanted ? element(tile, at.group, t) : 0;
+#pragma unroll
+        for (int a = 0; a < Shape::INPUTS; a++) {
+            const void* array = a == 0 ? pass.input : pass.output_y;
+            if (pass.whole_words)
+                copy_async(input_at(turn, a), static_cast<const typename Number::Storage*>(array) + from, wanted);
+            else  // rows that start between words cannot be copied behind the thread's back
+                store_shared_4(input_at(turn, a), wanted ? load_word<Number>(array, from, valid, false) : 0);
+        }
+        copies_commit();  // one a turn: copies_wait counts them
+    }
+
+    // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. What can be done before the sums
+    // are there, is.
+    __device__ void finish(const GridTile<Shape>& tile, Turn at, int t, int turn, bool more) const {
+        const bool owner = owns(tile, at.group);
+        const unsigned from = pinned(received + buffer_of(at) * Shape::RECEIVED_BYTES);
+        unsigned* const to = pinned(slot(at.group, at.epoch + 1));
+        copies_wait<Shape::AHEAD - 1>();
+        float in[Shape::PER_WORD], y[Shape::PER_WORD];
+        Number::unpack(load_shared_4(input_at(turn, 0)), in);
+        if (Shape::BACKWARD) Number::unpack(load_shared_4(input_at(turn, Shape::INPUTS - 1)), y);
+        const int length = load_shared_4(length_at(at.group));
+        if (Shape::BACKWARD && t >= 0 && t == length - 1) {
+            float last[Shape::PER_WORD];
+            Number::unpack(load_state(tile, at.group), last);
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++) in[e] += last[e];
+        }
+        if (__any_sync(0xffffffffu, owner))
+            barrier_wait(barriers + 8 * buffer_of(at), at.epoch / 2 % 2, "its cluster's sums", at.epoch);
+        if (owner) {
+            float value[Shape::PER_WORD] = {};
+#pragma unroll
+            for (int source = 0; source < Shape::CLUSTER; source++)
+#pragma unroll
+                for (int e = 0; e < Shape::PER_WORD; e++)
+                    value[e] += __uint_as_float(load_shared_4(from + (source * Shape::BLOCK_ROWS + e) * 8 * pairs));
+            if (Shape::BACKWARD && t < 0) {
+                store_state(tile, at.group, length == 0 ? load_state(tile, at.group) : Number::pack(value));
+                return;
+            }
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++)
+                value[e] = Shape::BACKWARD ? Cell::backward(value[e] + in[e], y[e], pass.clip)
+                                           : Cell::forward(value[e] + in[e], pass.clip);
+            const unsigned result = t < length ? Number::pack(value) : 0;
+            if (more) store_relaxed(to, publishable(Number::operand(result)));
+            store_word<Number>(pass.result, element(tile, at.group, t), result, valid, pass.whole_words);
+            if (!Shape::BACKWARD && t == length - 1) store_state(tile, at.group, result);
+        }
+        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
+    }
+
+    // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
+    // published state `epoch` of all groups.
+    __device__ void empty_slots(const GridTile<Shape>& tile, int epoch) const {
+        if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
+#pragma unroll 1
+        for (int g = 0; g < tile.groups && owns(tile, g); g++)
+#pragma unroll 1
+            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2; k++) store_relaxed(slot(g, k), EMPTY);
+        fence_stores();
+    }
+};
+
+template <class Shape>
+__device__ void grid_recurrence(const Pass& pass, unsigned* exchange) {
+    extern __shared__ __align__(128) char smem[];
+    if (threadIdx.x < 2 * Shape::GROUPS) barrier_init(smem_address(smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, 1);
+    barrier_init_fence();
+    cluster_barrier();
+    // In each role's end: no block leaves while its last sums may be on their way to a peer.
+    if (threadIdx.x < THREADS) {
+        registers_up<Shape::MULTIPLY_REGISTERS>();
+        GridMultiplier<Shape>(pass, exchange, smem).run();
+        cluster_barrier();
+    } else if (threadIdx.x < THREADS + Shape::ADDERS) {
+        registers_down<Shape::ADD_REGISTERS>();
+        GridAdder<Shape>(pass, smem).run();
+        cluster_barrier();
+    } else {
+        registers_down<Shape::FINISH_REGISTERS>();
+        GridFinisher<Shape>(pass, exchange, smem).run();
+        cluster_barrier();
+    }
+}
+
+}  // namespace ds2

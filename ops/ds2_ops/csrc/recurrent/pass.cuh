@@ -1,0 +1,124 @@
+// What every design of the persistent recurrence shares: its parameters, its weights in registers, its product with them.
+//
+//   forward        y_t    = f(x_t + W y_{t-1})                               t = 0, 1, ...
+//   backward_data  dpre_t = (dy_t + [t = last] dh_n + W^T dpre_{t+1}) f'(y_t)  t = T-1, T-2, ...
+//
+// Both are one loop over "input + matrix * state" with a pointwise end; backward is given W^T as its matrix.
+// Shape letters: T frames, B batch, H hidden. Arrays are contiguous, x like: (T, B, H), state like: (B, H).
+#pragma once
+
+#include "ptx/sync.cuh"
+#include "recurrent/words.cuh"
+
+namespace ds2 {
+
+struct Pass {
+    const void* input;     // forward: x; backward: dy
+    const void* output_y;  // backward: y of the forward pass
+    const void* matrix;    // forward: W; backward: W^T; (H, H) row-major
+    const void* state;     // forward: h0 or null (zeros); backward: dh_n or null (zeros)
+    const int* lengths;    // (B) or null (all T)
+    void* result;          // forward: y; backward: dx
+    void* last_state;      // forward: h_n; backward: dh0
+    int frames, batch, hidden;
+    int samples;       // utterances of one tile
+    int whole_words;   // rows of every (.., H) array start on a word boundary
+    int wide_rows;     // they start on a 16-byte boundary, and so do the matrix's
+    float clip;        // of ClippedRelu
+};
+
+constexpr int WARPS = 8;
+constexpr int THREADS = 32 * WARPS;
+constexpr int MMA_ROWS = 16;   // rows of the matrix in one instruction
+constexpr int MMA_WORDS = 8;   // words of K in one instruction
+constexpr int MMA_SAMPLES = 8; // columns of the state in one instruction
+
+// Where K lies inside a fragment. The sum over K may run in any order as long as matrix and state agree, so a lane takes
+// 4 consecutive words (one 16-byte load) for two instructions, instead of the documented 2 + 2 words at a distance:
+// lane (g, q) = (lane / 4, lane % 4) holds words 16 j + 4 q .. + 3 of instructions 2 j and 2 j + 1. A last odd
+// instruction takes words 8 * (K_TILES - 1) + 2 q .. + 1.
+
+// Registers of one warp: rows first_row .. + 16 M_TILES - 1 of the matrix, words first_word .. + 8 K_TILES - 1 of K.
+// Rows from end_row on, and elements outside the matrix, are 0.
+template <class Number, int M_TILES, int K_TILES>
+struct Weights {
+    unsigned a[M_TILES][K_TILES][4];
+
+    __device__ void load(const Pass& pass, int first_row, int end_row, int first_word) {
+        load_permuted(pass, first_row, end_row,
+                      [=](int k, int q, int words) { return first_word + MMA_WORDS * k + words * q; });
+    }
+
+    // K in another order: word(k, q, words) is the first of the `words` (4, or 2 for a last odd instruction) that lane
+    // (g, q) holds from instruction k on.
+    template <class WordOf>
+    __device__ void load_permuted(const Pass& pass, int first_row, int end_row, WordOf word) {
+        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = first_row + MMA_ROWS * m + 8 * half + g;
+#pragma unroll
+                for (int k = 0; k < K_TILES; k += 2) {
+                    unsigned w[4];
+                    const int words = k + 1 < K_TILES ? 4 : 2;
+                    load_words(pass, row, row < end_row, word(k, q, words), words, w);
+                    a[m][k][half] = w[0];
+                    a[m][k][half + 2] = w[1];
+                    if (k + 1 < K_TILES) {
+                        a[m][k + 1][half] = w[2];
+                        a[m][k + 1][half + 2] = w[3];
+                    }
+                }
+            }
+        }
+    }
+
+  private:
+    static __device__ void load_words(const Pass& pass, int row, bool wanted, int word, int words, unsigned (&w)[4]) {
+        constexpr int PER_WORD = Number::PER_WORD;
+        const size_t at = size_t(row) * pass.hidden + word * PER_WORD;
+        if (!wanted || row >= pass.hidden) {
+            w[0] = w[1] = w[2] = w[3] = 0;
+        } else if (pass.wide_rows && words == 4) {
+            // A 16-byte row pitch means that a group of 4 words is inside the row or outside as a whole.
+            uint4 v = make_uint4(0, 0, 0, 0);
+            if (word * PER_WORD < pass.hidden)
+                v = __ldg(reinterpret_cast<const uint4*>(static_cast<const typename Number::Storage*>(pass.matrix) + at));
+            w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                w[i] = i < words ? load_word<Number>(pass.matrix, at + i * PER_WORD, pass.hidden - (word + i) * PER_WORD,
+                                                     pass.whole_words)
+                                 : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) w[i] = Number::operand(w[i]);
+    }
+};
+
+// c += weights * state, for row tiles FIRST .. + TILES - 1 of the weights and instructions BEGIN .. END - 1 of K. This lane's
+// 4 words for instructions k and k + 1 (k even) lie at the shared-memory address state + k PITCH, its 2 words for a last odd
+// one at tail.
+template <int PITCH, int FIRST, int BEGIN, int END, class Number, int TILES, int M_TILES, int K_TILES>
+__device__ void multiply_add(float (&c)[TILES][4], const Weights<Number, M_TILES, K_TILES>& weights, unsigned state,
+                             unsigned tail) {
+    static_assert(BEGIN % 2 == 0 && (END % 2 == 0 || END == K_TILES), "words of two instructions are loaded together");
+#pragma unroll
+    for (int k = BEGIN; k + 1 < END; k += 2) {
+        const uint4 b = load_shared_16(state + k * PITCH);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) Number::multiply_add(c[m], weights.a[FIRST + m][k], b.x, b.y);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) Number::multiply_add(c[m], weights.a[FIRST + m][k + 1], b.z, b.w);
+    }
+    if constexpr (END % 2 == 1) {
+        const uint2 b = load_shared_8(tail);
+#pragma unroll
+        for (int m = 0; m < TILES; m++) Number::multiply_add(c[m], weights.a[FIRST + m][END - 1], b.x, b.y);
+    }
+}
+
+}  // namespace ds2

@@ -1,0 +1,30 @@
+// Words of arrays in global memory whose rows may start between words.
+#pragma once
+
+#include "ptx/number.cuh"
+
+namespace ds2 {
+
+// One word at `element` of a contiguous array; only its first `valid` elements exist, the others read as 0.
+// `whole_words` promises that every row starts on a word boundary.
+template <class Number>
+__device__ unsigned load_word(const void* array, size_t element, int valid, bool whole_words) {
+    const auto* at = static_cast<const typename Number::Storage*>(array) + element;
+    if (valid <= 0) return 0;
+    if (Number::PER_WORD == 1 || whole_words) return __ldg(reinterpret_cast<const unsigned*>(at));
+    return unsigned(__ldg(at)) | (valid > 1 ? unsigned(__ldg(at + 1)) << 16 : 0u);
+}
+
+template <class Number>
+__device__ void store_word(void* array, size_t element, unsigned word, int valid, bool whole_words) {
+    auto* at = static_cast<typename Number::Storage*>(array) + element;
+    if (valid <= 0) return;
+    if (Number::PER_WORD == 1 || whole_words) {
+        *reinterpret_cast<unsigned*>(at) = word;
+        return;
+    }
+    at[0] = static_cast<typename Number::Storage>(word);
+    if (valid > 1) at[1] = static_cast<typename Number::Storage>(word >> 16);
+}
+
+}  // namespace ds2

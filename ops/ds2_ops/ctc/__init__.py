@@ -1,0 +1,5 @@
+"""Decoding on the GPU, a block an utterance.
+
+beam   CTC prefix beam search with an n-gram model
+align  the best path through a known label sequence
+"""

@@ -1,0 +1,85 @@
+"""Forced alignment of labels to log-probs on the GPU: a batch in one launch, a block an utterance.
+
+Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of the longest target.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_names, why_no_device
+
+_THREADS = 256
+_PARAMETERS = """const float* log_probs, const long long* frames, const int* labels, const int* sizes,
+    unsigned char* moves, float* log_prob, int* spans, float* peaks, int length, int batch, int vocabulary,
+    int longest"""
+_SOURCE = f"""#include "ctc/align.cuh"
+static_assert(ds2::ALIGN_THREADS == {_THREADS}, "align.py and align.cuh disagree");
+extern "C" __global__ void __launch_bounds__({_THREADS}) ds2_kernel({_PARAMETERS}) {{
+    extern __shared__ __align__(16) unsigned char shared[];
+    ds2::align_utterance(ds2::Targets{{{parameter_names(_PARAMETERS)}}}, reinterpret_cast<float*>(shared));
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Best paths, on the GPU; what lies past a target's labels is not defined."""
+
+    log_prob: Tensor  # (B,) float32 of the whole path; -inf: fewer frames than the labels need
+    spans: Tensor  # (B, 2, L) int32: the first frame of each label, and the frame after its last
+    peaks: Tensor  # (B, L) float32: log-prob of each label at its most certain frame
+
+
+def plan(longest: int, smem_bytes_per_block: int) -> Launch:
+    """Choose the launch for targets of up to `longest` labels.
+
+    Raises:
+        ValueError: the scores of a frame do not fit into a block's shared memory.
+    """
+    smem_bytes = 2 * (2 * longest + 1) * 4
+    if smem_bytes > smem_bytes_per_block:
+        raise ValueError(
+            f"{longest} labels need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}; cut it"
+        )
+    return Launch(_SOURCE, _THREADS, smem_bytes)
+
+
+def why_not(longest: int, device: torch.device) -> str | None:
+    """Say why the kernel cannot align targets of up to `longest` labels to log-probs on a device; None if it can."""
+    if reason := why_no_device(device):
+        return reason
+    try:
+        plan(longest, runtime.smem_bytes_per_block(device_index(device)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Aligned:
+    """Find the most probable path of each utterance that collapses to its target, on torch's current stream.
+
+    Args:
+        log_probs: (T, B, V) float32 contiguous, on the GPU.
+        frames: (B,) int64 on the GPU, 1 to T.
+        labels: (B, L) int32 on the GPU, contiguous.
+        sizes: (B,) int32 on the GPU, labels of each target.
+
+    Raises:
+        ValueError: as ``plan``.
+        RuntimeError: the driver's or compiler's error, with shape and GPU.
+    """
+    length, batch, vocabulary = log_probs.shape
+    longest, device = labels.shape[1], log_probs.device
+    launch = plan(longest, runtime.smem_bytes_per_block(device_index(device)))
+    moves = torch.empty(batch, length, 2 * longest + 1, dtype=torch.uint8, device=device)
+    log_prob = torch.empty(batch, device=device)
+    spans = torch.zeros(batch, 2, longest, dtype=torch.int32, device=device)
+    peaks = torch.zeros(batch, longest, device=device)
+    arguments = [log_probs, frames, labels, sizes, moves, log_prob, spans, peaks, length, batch, vocabulary, longest]
+    launch_kernel(
+        f"alignment, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels", launch, arguments, batch, device
+    )
+    return Aligned(log_prob, spans, peaks)

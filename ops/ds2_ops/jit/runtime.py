@@ -1,0 +1,128 @@
+"""Kernels on a device: what it can hold, loading, launching. Goes through cuda.core."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ds2_ops.jit.build import ENTRY, build, compiler_version
+
+
+@functools.cache
+def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
+    """Build if needed and load a kernel, once a process and device.
+
+    Args:
+        source: as ``build``; static shared memory is not allowed, it would eat from the dynamic limit set here.
+        device_index: the CUDA device; it becomes the current one.
+        arch: as ``build``.
+
+    Returns:
+        A ``cuda.core.Kernel`` that may use clusters of 16 and all the shared memory that a block can have.
+
+    Raises:
+        RuntimeError: as ``build``; or the driver refuses the binary.
+    """
+    binary = build(source, arch)
+    from cuda.bindings import driver
+    from cuda.core import Device, ObjectCode
+
+    Device(device_index).set_current()  # torch creates a device's context at its first allocation, maybe later
+    try:
+        kernel = ObjectCode.from_cubin(binary.code, name=ENTRY).get_kernel(ENTRY)
+    except Exception as error:
+        raise RuntimeError(f"the driver cannot load a kernel built for {arch}: {error}\n{source}") from error
+    status, device = driver.cuDeviceGet(device_index)
+    _check(status, "cuDeviceGet")
+    for attribute in (
+        (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        (
+            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            smem_bytes_per_block(device_index),
+        ),
+    ):
+        (status,) = driver.cuKernelSetAttribute(*attribute, kernel.handle, device)
+        _check(status, f"cuKernelSetAttribute {attribute[0].name}")
+    return kernel
+
+
+def smem_bytes_per_block(device_index: int) -> int:
+    """The most dynamic shared memory that a block may have on this device; RuntimeError as ``build``."""
+    compiler_version()  # says what to install where cuda-python is missing
+    from cuda.bindings import driver
+
+    status, device = driver.cuDeviceGet(device_index)
+    _check(status, "cuDeviceGet")
+    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, smem_bytes = driver.cuDeviceGetAttribute(limit, device)
+    _check(status, "cuDeviceGetAttribute")
+    return int(smem_bytes)
+
+
+def _check(status: Any, call: str) -> None:
+    if int(status) != 0:
+        raise RuntimeError(f"{call} failed: {status.name}")
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(handle: int) -> Any:
+    from cuda.core import Device, Stream
+
+    return Stream.from_handle(handle) if handle else Device().default_stream
+
+
+@functools.lru_cache(maxsize=1024)  # making one costs more than launching with it
+def _config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: bool) -> Any:
+    from cuda.core import LaunchConfig
+
+    # With a cluster, cuda.core counts its grid in clusters; ours is in blocks everywhere.
+    if cluster > 1:
+        grid //= cluster
+    return LaunchConfig(
+        grid=grid,
+        cluster=cluster if cluster > 1 else None,
+        block=block,
+        shmem_size=smem_bytes,
+        is_cooperative=cooperative,
+    )
+
+
+def max_active_clusters(kernel: Any, *, block: int, cluster: int, smem_bytes: int, stream: int) -> int:
+    """How many clusters of this kernel the current device can hold at once (0 if none fits)."""
+    config = _config(cluster, block, cluster, smem_bytes, False)
+    return int(kernel.occupancy.max_active_clusters(config, stream=_stream(stream)))
+
+
+def launch(
+    kernel: Any,
+    args: Sequence[Any],
+    *,
+    grid: int,
+    block: int,
+    cluster: int = 1,
+    smem_bytes: int = 0,
+    cooperative: bool = False,
+    stream: int,
+) -> None:
+    """Launch on a CUDA stream handle (``torch.cuda.current_stream().cuda_stream``), asynchronously.
+
+    Args:
+        kernel: from ``load``.
+        args: pointers as int, 32-bit integers as ``ctypes.c_int``, floats as ``ctypes.c_float``.
+        grid: blocks (not clusters).
+        block: threads a block.
+        cluster: blocks a cluster.
+        smem_bytes: dynamic shared memory a block.
+        cooperative: start all blocks at once or none, because they wait for each other.
+        stream: stream handle.
+
+    Raises:
+        RuntimeError: the driver refuses the launch; the caller adds op, shape, dtype and tile.
+    """
+    from cuda.core import launch as cuda_launch
+
+    try:
+        cuda_launch(_stream(stream), _config(grid, block, cluster, smem_bytes, cooperative), kernel, *args)
+    except Exception as error:
+        raise RuntimeError(
+            f"launch of {grid} blocks x {block} threads, cluster {cluster}, {smem_bytes} B shared memory: {error}"
+        ) from error

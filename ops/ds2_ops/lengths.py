@@ -1,0 +1,44 @@
+"""Frames of each utterance of a padded batch, as all operators take them.
+
+Shape letters: T frames, B batch.
+"""
+
+import torch
+from torch import Tensor
+
+from ds2_ops.checks import check_shape
+
+
+def check_lengths(lengths: Tensor, batch: int) -> None:
+    """Raise unless ``lengths`` is an integer tensor of shape (B,)."""
+    check_shape("lengths", lengths, (batch,), "(B,)")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths is {lengths.dtype}, allowed are torch.int32 and torch.int64: frames per utterance")
+
+
+def lengths_on(lengths: Tensor | None, frames: int, device: torch.device) -> Tensor | None:
+    """Bring lengths to ``device`` as int32; raise ValueError where one on the CPU lies outside 0..T.
+
+    Lengths that are on a GPU already are not read back, which would make the host wait for the device; nor are they
+    while torch.compile traces the reference, whose graph would break there.
+    """
+    if lengths is None:
+        return None
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        for row, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= frames:
+                raise ValueError(f"lengths[{row}] is {length}, allowed are 0 to T = {frames} frames")
+    return lengths.to(device=device, dtype=torch.int32, non_blocking=True)
+
+
+def valid_frames(lengths: Tensor, frames: int) -> Tensor:
+    """Mark the frames that belong to an utterance.
+
+    Args:
+        lengths: (B,) integer tensor, frames per utterance.
+        frames: T, the padded number of frames.
+
+    Returns:
+        (T, B) bool tensor on the device of ``lengths``, True where t < length.
+    """
+    return torch.arange(frames, device=lengths.device)[:, None] < lengths

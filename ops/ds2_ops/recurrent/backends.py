@@ -1,0 +1,47 @@
+"""Which implementation of the recurrence runs: the one that was asked for, or the fastest that can."""
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from ds2_ops.recurrent.persistent import why_not
+
+BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
+_log = logging.getLogger("ds2_ops")
+
+
+def resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> str:
+    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot."""
+    if backend == "gemm" or (x.numel() == 0 and x.device.type != "cpu"):  # nothing to run: any backend does the same
+        return "gemm"
+    if backend == "cpu" or (backend == "auto" and x.device.type == "cpu"):
+        if x.device.type != "cpu":
+            raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
+        return "cpu"
+    frames, batch, hidden = x.shape
+    reason = why_not(frames, batch, hidden, x.dtype, x.device, nonlinearity, max_sms)
+    if backend == "auto":
+        reason = reason or why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
+        _log_choice(reason, hidden, x.dtype, x.device, nonlinearity)
+        return "gemm" if reason else "persistent"
+    if reason:
+        raise RuntimeError(f"backend 'persistent' cannot run this: {reason}")
+    return backend
+
+
+def why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:
+    """Why "auto" leaves a persistent kernel that could run to those who ask for it by name; None if it takes it."""
+    if dtype == torch.float32 and float32_precision == "highest":
+        return (
+            "its products are TF32, and torch.get_float32_matmul_precision() is 'highest': "
+            "torch.set_float32_matmul_precision('high') or backend='persistent' allows them"
+        )
+    return None
+
+
+@functools.cache
+def _log_choice(reason: str | None, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str) -> None:
+    chosen = f"'gemm': {reason}" if reason else "'persistent'"
+    _log.info("recurrence H %d %s %s on %s runs on backend %s", hidden, nonlinearity, dtype, device, chosen)

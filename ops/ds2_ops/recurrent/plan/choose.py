@@ -1,0 +1,75 @@
+"""The tile with the lowest estimated time among those of all designs, or why there is none.
+
+Shape letters: B batch, H hidden.
+"""
+
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
+from ds2_ops.recurrent.plan.grid_narrow import narrow_launches
+from ds2_ops.recurrent.plan.grid_wide import wide_launches
+from ds2_ops.recurrent.plan.problem import NUMBERS, DeviceFacts, DoesNotFit, Launch, Problem
+
+
+def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Launch:
+    """Pick the design and the tile with the lowest estimated time.
+
+    Args:
+        problem: what to run.
+        device: where.
+        max_sms: use at most this many multiprocessors; None for all.
+
+    Returns:
+        The cluster design where it fits: it is faster and its blocks need not all run at once. Else the whole chip.
+
+    Raises:
+        DoesNotFit: no design can; the message gives the reason and the way out.
+    """
+    if problem.dtype not in NUMBERS:
+        raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
+    if problem.nonlinearity not in CELLS:
+        raise DoesNotFit(f"nonlinearity {problem.nonlinearity!r} is not one of {', '.join(CELLS)}")
+    if device.capability != (9, 0):
+        major, minor = device.capability
+        raise DoesNotFit(
+            f"{device.name} has compute capability {major}.{minor}; the persistent kernels are built for 9.0 "
+            "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
+        )
+    sms = device.sms if max_sms is None else min(max_sms, device.sms)
+    launches = cluster_launches(problem, device, sms) or grid_launches(problem, device, sms)
+    if not launches:
+        raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem.dtype, device, sms)))
+    return min(launches, key=lambda launch: launch.step_cycles)
+
+
+def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
+    largest_cluster = largest_cluster_hidden(problem.dtype)
+    if problem.hidden > largest_cluster:
+        return (
+            f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "
+            f"most {largest_cluster} x {largest_cluster} weights, and the {sms} multiprocessors that may be used on "
+            f"{device.name} ({device.sms} in all) at most {largest_grid} x {largest_grid}; use a smaller size, "
+            "or backend='gemm'"
+        )
+    return (
+        f"hidden size {problem.hidden} in {problem.dtype} needs a cluster of 8 or 16 multiprocessors, "
+        f"and {sms} of {device.sms} may be used on {device.name}: raise max_sms, or use backend='gemm'"
+    )
+
+
+def grid_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
+    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each."""
+    return narrow_launches(problem, device, sms) + wide_launches(problem, device, sms)
+
+
+def largest_grid_hidden(dtype: str, device: DeviceFacts, sms: int) -> int:
+    """The largest hidden size that the whole-chip designs can keep on ``sms`` multiprocessors."""
+
+    def fits(hidden: int) -> bool:
+        return bool(grid_launches(Problem(1, hidden, dtype, "relu", True), device, sms))
+
+    hidden = 64 * sms  # more than registers and shared memory hold
+    while hidden > 0 and not fits(hidden):
+        hidden -= 64
+    while fits(hidden + 1):
+        hidden += 1
+    return hidden

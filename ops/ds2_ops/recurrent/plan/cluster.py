@@ -1,0 +1,127 @@
+"""Tiles of the cluster design, whose blocks hand the state to each other through distributed shared memory."""
+
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.problem import (
+    FINISHERS,
+    MMA_ROWS,
+    MMA_SAMPLES,
+    MMA_WORDS,
+    NUMBERS,
+    THREADS,
+    WARPS,
+    DeviceFacts,
+    Launch,
+    Problem,
+)
+
+WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
+STEPS_AHEAD = 4  # inputs are fetched this early
+
+# The one signature of every design's kernel: struct Pass of pass.cuh, spread out.
+_ENTRY = """
+extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
+    const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
+    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_rows, float clip) {
+    ds2::cluster_recurrence<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden,
+                                    samples, whole_words, wide_rows, clip});
+}
+"""
+
+
+def cluster_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
+    """Every tile of the cluster design that can run this problem on ``sms`` multiprocessors."""
+    found = []
+    for cluster in (8, 16):
+        clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
+        rows = cluster_rows(problem.hidden, problem.dtype, cluster)
+        if clusters == 0 or rows is None:
+            continue
+        for groups, parts in ((1, 1), (2, 1), (1, 2)):
+            if parts == 2 and rows <= MMA_ROWS:
+                continue  # one row tile cannot be shared out
+            launch = _cluster_launch(problem, cluster, clusters, rows, groups, parts)
+            if launch.smem_bytes <= device.smem_bytes_per_block:
+                found.append(launch)
+    return found
+
+
+def cluster_rows(hidden: int, dtype: str, cluster: int) -> int | None:
+    """Rows of the matrix that each block of a cluster keeps, or None if they do not fit its registers."""
+    per_word = NUMBERS[dtype][1]
+    # Blocks exchange 16 bytes at a time, and each of 8 warps takes a whole number of matrix instructions.
+    step = per_word * max(4, MMA_WORDS * WARPS // cluster)
+    rows = -(-hidden // (cluster * step)) * step
+    k_tiles = cluster * rows // per_word // (MMA_WORDS * WARPS)
+    m_tiles = -(-rows // MMA_ROWS)
+    return rows if 4 * k_tiles * m_tiles <= WEIGHT_REGISTERS else None
+
+
+def largest_cluster_hidden(dtype: str) -> int:
+    """The largest hidden size that the cluster design can keep in registers."""
+    hidden = 0
+    while cluster_rows(hidden + 1, dtype, 16) is not None:
+        hidden += 1
+    return hidden
+
+
+def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, groups: int, parts: int) -> Launch:
+    number, per_word = NUMBERS[problem.dtype]
+    words = rows // per_word
+    m_tiles = -(-rows // MMA_ROWS)
+    samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
+    tiles = -(-problem.batch // (samples * groups))
+    grid = cluster * min(tiles, clusters)
+    # Two stages of state and of partial sums, padded against bank conflicts, inputs and mbarriers: as in cluster.cuh.
+    sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
+    state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
+    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    head_tiles = -(-m_tiles // parts)  # row tiles of the first part
+    head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
+    rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
+    units = groups * parts
+    input_bytes = (1 + STEPS_AHEAD * (2 if problem.backward else 1)) * rounds * FINISHERS * 4  # 1: lengths
+    smem_bytes = 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
+    flags = (problem.backward, problem.hidden % per_word == 0)
+    numbers = (cluster, rows, groups, head_tiles, *(str(flag).lower() for flag in flags))
+    shape = f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
+    source = (
+        '#include "recurrent/cluster.cuh"\n'
+        f"using Shape = {shape};\n"
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and cluster.cuh disagree on shared memory");'
+        f"{_ENTRY}"
+    )
+    return Launch(
+        design="cluster",
+        source=source,
+        grid=grid,
+        cluster=cluster,
+        threads=THREADS + units * FINISHERS,
+        smem_bytes=smem_bytes,
+        rows=rows,
+        samples=samples,
+        groups=groups,
+        parts=parts,
+        step_cycles=-(-tiles // clusters) * _cluster_step_cycles(m_tiles, words, cluster, samples, groups, head_words),
+    )
+
+
+def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int) -> float:
+    """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/NOTES.md) on an H200.
+
+    One group: its products, then a fixed path through partial sums, cell and network, then a share for each word sent
+    to each block, and for each further round in which the finishing threads take more utterances. Two parts: a longer
+    fixed path, but only the first part's sends count, and mostly by the piece. Two groups: two turns of the multiplying
+    warps, each with a fixed loss and a share of its sends. Within 13 % of all 86 tiles measured.
+    """
+    multiply = 7.3 * m_tiles * (cluster * words // MMA_WORDS) / 4  # 4 sub-cores
+    pieces = samples * cluster  # the network carries each utterance's share of the state to each block
+    rounds = -(-samples // (FINISHERS // head_words))
+    if head_words < words:
+        per_piece = 5.0 + 0.066 * head_words if cluster == 16 else 0.85 + 0.38 * head_words
+        return multiply + 880.0 + per_piece * pieces + 720.0 * (rounds - 1)
+    fixed, per_word = (770.0, 0.30) if cluster == 16 else (740.0, 0.244)
+    one_group = multiply + fixed + per_word * words * pieces + 380.0 * (rounds - 1)
+    if groups == 1:
+        return one_group
+    per_word = 0.195 if cluster == 16 else 0.25
+    return max(one_group, 2 * (multiply + 380.0 + per_word * words * pieces))

@@ -1,0 +1,91 @@
+"""What the planner is asked, what it may use, and its answer.
+
+Shape letters: B batch, H hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
+FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
+MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
+WARPS = THREADS // 32
+
+NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
+
+
+class DoesNotFit(ValueError):
+    """No persistent kernel can run this problem on this device; the message says why and what to use instead."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a kernel may use on one GPU; the defaults are an H200's.
+
+    Attributes:
+        name: for messages.
+        capability: (major, minor).
+        sms: streaming multiprocessors.
+        smem_bytes_per_block: largest dynamic shared memory of a block.
+        active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
+    """
+
+    name: str = "NVIDIA H200"
+    capability: tuple[int, int] = (9, 0)
+    sms: int = 132
+    smem_bytes_per_block: int = 232_448
+    active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 5: 22, 6: 17, 8: 15, 16: 7})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One pass of one recurrence: ``batch`` utterances, ``hidden`` units, dtype "bfloat16" | "float16" | "float32"."""
+
+    batch: int
+    hidden: int
+    dtype: str
+    nonlinearity: str
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and how to launch it.
+
+    Attributes:
+        design: "cluster" (h exchanged through distributed shared memory) or "grid" (through L2).
+        source: the translation unit for ``jit.load``.
+        grid: blocks.
+        cluster: blocks a cluster.
+        threads: a block.
+        smem_bytes: dynamic shared memory a block.
+        rows: rows of the recurrent matrix that a block keeps.
+        samples: utterances of one tile, the columns of a matrix product.
+        groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
+        parts: of a block's rows, finished and sent one after the other, to the same end.
+        step_cycles: the cost model's estimate of one time step of the whole batch.
+        exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
+    """
+
+    design: Literal["cluster", "grid"]
+    source: str
+    grid: int
+    cluster: int
+    threads: int
+    smem_bytes: int
+    rows: int
+    samples: int
+    groups: int
+    step_cycles: float
+    parts: int = 1
+    exchange_words: int = 0
+
+    def explain(self) -> str:
+        """One line for logs and error messages."""
+        return (
+            f"{self.design} design: {self.grid} blocks of {self.threads} threads in clusters of {self.cluster}, "
+            f"{self.rows} rows a block in {self.parts} part{'s'[: self.parts - 1]}, "
+            f"{self.groups} x {self.samples} utterances in flight a cluster, "
+            f"{self.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
+        )

@@ -1,0 +1,75 @@
+"""Decoding kernels without a GPU: they compile without spills, and what does not fit is named."""
+
+import pytest
+import torch
+from ds2_ops.ctc import align, beam
+from ds2_ops.jit import launch as jit_launch
+from ds2_ops.jit import runtime
+from ds2_ops.jit.build import build
+from support.kernel_on_cpu import H200_SMEM_BYTES
+
+QUICK = [(32, "word"), (128, "label"), (512, "word")]
+ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "label")]
+
+
+@pytest.mark.parametrize(
+    ("slots", "unit"), [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in ALL]
+)
+def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
+    launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES)
+    binary = build(launch.source)
+    assert binary.local_bytes == 0
+    assert binary.registers * launch.threads <= 65536
+
+
+def test_other_kernels_compile_without_spills() -> None:
+    for source in (beam.TRACE.source, align.plan(300, H200_SMEM_BYTES).source):
+        assert build(source).local_bytes == 0
+
+
+def test_kernels_compile_for_the_oldest_gpu_they_run_on() -> None:
+    launch = beam.plan(32, 29, 4, "word", H200_SMEM_BYTES)
+    assert build(launch.source, "sm_{}{}".format(*jit_launch.LEAST_CAPABILITY)).local_bytes == 0
+
+
+@pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])
+@pytest.mark.parametrize("labels", [2, 29, 64, 1000])
+def test_scores_stay_on_chip_where_they_fit(beams: int, labels: int) -> None:
+    launch = beam.plan(beams, labels, 4, "word", H200_SMEM_BYTES)
+    assert launch.smem_bytes <= H200_SMEM_BYTES
+    assert launch.table_columns in (0, max(labels + 2, 4))
+    if launch.table_columns:
+        assert launch.smem_bytes + 8 * beams * launch.table_columns > H200_SMEM_BYTES
+    if beams <= 128 and labels <= 64:
+        assert launch.table_columns == 0
+
+
+@pytest.mark.parametrize(
+    ("beams", "labels", "message"),
+    [(0, 29, "beam 0 is not within 1 .. 512"), (513, 29, "beam 513"), (512, 3000, "3000 labels need .* shared memory")],
+)
+def test_searches_that_do_not_fit_are_named(beams: int, labels: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        beam.plan(beams, labels, 4, "word", H200_SMEM_BYTES)
+
+
+def test_targets_that_do_not_fit_are_named() -> None:
+    largest = (H200_SMEM_BYTES // 8 - 1) // 2
+    assert align.plan(largest, H200_SMEM_BYTES).smem_bytes <= H200_SMEM_BYTES
+    with pytest.raises(ValueError, match=f"{largest + 1} labels need"):
+        align.plan(largest + 1, H200_SMEM_BYTES)
+
+
+def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    assert "need a CUDA GPU" in str(beam.why_not(32, 29, 100, 4, torch.device("cpu")))
+    assert "need a CUDA GPU" in str(align.why_not(10, torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 7.5" in str(beam.why_not(32, 29, 100, 4, cuda))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: H200_SMEM_BYTES)
+    assert beam.why_not(32, 29, 100, 4, cuda) is None
+    assert "beam 600" in str(beam.why_not(600, 29, 100, 4, cuda))
+    assert "cut the recording" in str(beam.why_not(512, 29, 2**22, 4, cuda))
+    assert align.why_not(300, cuda) is None
+    assert "100000 labels" in str(align.why_not(100_000, cuda))

@@ -1,0 +1,73 @@
+"""The planner's choice without a GPU: the fastest of the tiles that fit, or the reason why none does."""
+
+from dataclasses import replace
+
+import pytest
+from ds2_ops.recurrent.plan.choose import choose
+from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
+
+H200 = DeviceFacts()
+
+
+def problem(hidden: int, batch: int = 4, dtype: str = "bfloat16", backward: bool = False) -> Problem:
+    return Problem(batch, hidden, dtype, "clipped_relu", backward)
+
+
+def test_small_batches_spread_over_clusters_before_they_fill_a_tile() -> None:
+    for batch in range(1, 8):
+        launch = choose(problem(1152, batch), H200)
+        assert (launch.samples, launch.groups, launch.grid) == (1, 1, 16 * batch)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "batch", "tile"),
+    [
+        (1152, 4, (16, 1, 1)),
+        (1152, 16, (16, 1, 2)),
+        (1152, 32, (16, 1, 2)),
+        (1152, 48, (16, 2, 1)),
+        (1152, 64, (16, 2, 1)),
+        (1024, 32, (16, 1, 2)),
+        (768, 16, (16, 1, 1)),
+        (768, 64, (8, 1, 2)),
+        (512, 4, (16, 1, 1)),
+        (512, 32, (8, 1, 1)),
+        (512, 64, (8, 1, 2)),
+    ],
+)
+def test_the_tile_that_was_measured_fastest_is_chosen(hidden: int, batch: int, tile: tuple[int, int, int]) -> None:
+    launch = choose(problem(hidden, batch), H200)
+    assert (launch.cluster, launch.groups, launch.parts) == tile
+
+
+def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
+    sources = {choose(problem(1152, batch), H200).source for batch in range(1, 200)}
+    assert len(sources) <= 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "device", "max_sms", "message"),
+    [
+        (problem(512), H200, 1, r"cluster of 8 or 16 .* 1 of 132 may be used on NVIDIA H200: raise max_sms"),
+        (problem(512), replace(H200, name="A100", capability=(8, 0)), None, r"A100 has compute capability 8\.0.*gemm"),
+        (
+            problem(512, dtype="float64"),
+            H200,
+            None,
+            "dtype float64 is not one of bfloat16, float16, float32.*reference",
+        ),
+        (replace(problem(512), nonlinearity="gelu"), H200, None, "'gelu' is not one of relu, clipped_relu, tanh"),
+        (problem(512), replace(H200, active_clusters={}), 8, "needs a cluster of 8 or 16"),
+    ],
+)
+def test_refusals_say_what_was_given_and_the_way_out(
+    wrong: Problem, device: DeviceFacts, max_sms: int | None, message: str
+) -> None:
+    with pytest.raises(DoesNotFit, match=message):
+        choose(wrong, device, max_sms)
+
+
+def test_explain_names_the_design_and_the_tile() -> None:
+    text = choose(problem(1152, 32), H200).explain()
+    assert "cluster design" in text
+    assert "72 rows a block in 2 parts" in text

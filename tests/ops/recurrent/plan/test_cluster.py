@@ -1,0 +1,82 @@
+"""Tiles of the cluster design, without a GPU: they fit, and compile without spills."""
+
+import pytest
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.cluster import cluster_launches, cluster_rows, largest_cluster_hidden
+from ds2_ops.recurrent.plan.problem import (
+    FINISHERS,
+    MMA_SAMPLES,
+    NUMBERS,
+    THREADS,
+    DeviceFacts,
+    Launch,
+    Problem,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+H200 = DeviceFacts()
+
+
+def problem(hidden: int, batch: int = 4, dtype: str = "bfloat16", backward: bool = False) -> Problem:
+    return Problem(batch, hidden, dtype, "clipped_relu", backward)
+
+
+@given(
+    hidden=st.integers(1, 1152),
+    batch=st.integers(1, 1000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    backward=st.booleans(),
+    max_sms=st.one_of(st.none(), st.integers(16, 200)),
+)
+def test_every_launch_fits_the_device_and_covers_the_problem(
+    hidden: int, batch: int, dtype: str, backward: bool, max_sms: int | None
+) -> None:
+    allowed = min(max_sms or H200.sms, H200.sms)
+    launches = cluster_launches(problem(hidden, batch, dtype, backward), H200, allowed)
+    assert launches
+    for launch in launches:
+        assert launch.grid <= allowed
+        assert launch.grid % launch.cluster == 0
+        assert launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
+        assert launch.smem_bytes <= H200.smem_bytes_per_block
+        assert launch.rows * launch.cluster >= hidden
+        assert 1 <= launch.samples <= MMA_SAMPLES
+        assert launch.threads == THREADS + FINISHERS * launch.groups * launch.parts <= 512
+        tiles = -(-batch // (launch.samples * launch.groups))
+        assert launch.grid // launch.cluster <= tiles
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 1152), ("float16", 1152), ("float32", 768)])
+def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
+    assert largest_cluster_hidden(dtype) == largest
+    assert cluster_rows(largest, dtype, 16) is not None
+    assert cluster_rows(largest + 1, dtype, 16) is None
+
+
+def assert_no_spills(launch: Launch) -> None:
+    binary = build(launch.source)
+    assert binary.local_bytes == 0, launch.explain()
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_largest_tile_compiles_without_spills(dtype: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    launches = cluster_launches(problem(largest_cluster_hidden(dtype), 64, dtype, backward=True), H200, H200.sms)
+    assert_no_spills(launches[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    largest = largest_cluster_hidden(dtype)
+    hiddens = [*range(64, largest + 1, 64), largest - 1]  # each tile, and rows that start between words
+    problems = [Problem(64, hidden, dtype, "tanh", backward) for hidden in hiddens]
+    problems += [Problem(64, largest, dtype, cell, backward) for cell in CELLS]
+    launches = {launch.source: launch for one in problems for launch in cluster_launches(one, H200, H200.sms)}
+    assert len(launches) >= len(hiddens)
+    for launch in launches.values():
+        assert_no_spills(launch)

@@ -1,0 +1,82 @@
+"""Tiles of the whole-chip designs, without a GPU: they fit, hold what they promise, and compile without spills."""
+
+import pytest
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
+from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
+from hypothesis import given
+from hypothesis import strategies as st
+from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_launches_of
+
+
+@given(
+    hidden=st.integers(1, 4300),
+    batch=st.integers(1, 300),
+    dtype=st.sampled_from(list(LARGEST_GRID_HIDDEN)),
+    sms=st.integers(1, 132),
+)
+def test_every_launch_fits_the_device_and_covers_the_problem(hidden: int, batch: int, dtype: str, sms: int) -> None:
+    for launch in grid_launches_of(hidden, batch, dtype, sms):
+        assert launch.grid <= sms
+        assert launch.grid % launch.cluster == 0
+        assert launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
+        assert launch.smem_bytes <= H200.smem_bytes_per_block
+        assert launch.rows * launch.grid >= hidden
+        assert launch.exchange_words * (2 if dtype != "float32" else 1) >= 16 * hidden * launch.samples * launch.groups
+        tiles = -(-batch // (launch.samples * launch.groups))
+        assert (tiles - 1) * launch.samples * launch.groups < batch
+
+
+@pytest.mark.parametrize(("dtype", "largest"), LARGEST_GRID_HIDDEN.items())
+def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
+    assert largest_grid_hidden(dtype, H200, H200.sms) == largest
+    assert choose(Problem(4, largest, dtype, "relu", False), H200).design == "grid"
+    with pytest.raises(DoesNotFit, match=rf"hidden size {largest + 1} .* {largest} x {largest}; .*backend='gemm'"):
+        choose(Problem(4, largest + 1, dtype, "relu", True), H200)
+
+
+def test_fewer_multiprocessors_hold_less() -> None:
+    assert choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 100).grid <= 100
+    with pytest.raises(DoesNotFit, match=r"the 20 multiprocessors that may be used on NVIDIA H200 \(132 in all\)"):
+        choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 20)
+
+
+def test_large_batches_take_turns_in_groups() -> None:
+    sizes = {}
+    for batch in (4, 9, 64, 70):
+        launch = next(launch for launch in grid_launches_of(2560, batch) if launch.cluster == 4)
+        sizes[batch] = (launch.groups, launch.samples)
+    assert sizes == {4: (1, 4), 9: (2, 5), 64: (8, 8), 70: (5, 8)}
+
+
+def test_a_new_batch_size_needs_no_new_kernel() -> None:
+    sources = {choose(Problem(batch, 1760, "bfloat16", "relu", False), H200).source for batch in range(1, 200)}
+    assert len(sources) == 2
+
+
+@pytest.mark.parametrize("dtype", LARGEST_GRID_HIDDEN)
+def test_largest_tile_compiles_without_spills(dtype: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    (launch,) = grid_launches_of(LARGEST_GRID_HIDDEN[dtype], 8, dtype, backward=True)
+    assert build(launch.source).local_bytes == 0, launch.explain()
+
+
+# The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.
+@pytest.mark.parametrize("hidden", [2200, 2300, 2400, 2480, 2560, 2048, 1760])
+def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for backward in (False, True):
+        binary = build(grid_launches_of(hidden, 64, backward=backward)[-1].source)
+        assert (binary.local_bytes, binary.loss) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("dtype", LARGEST_GRID_HIDDEN)
+@pytest.mark.parametrize("hidden", [1160, 1760, 2048, 2560, 2816])
+def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for backward in (False, True):
+        for launch in grid_launches_of(hidden, 64, dtype, cell=cell, backward=backward):
+            assert build(launch.source).local_bytes == 0, launch.explain()

@@ -1,0 +1,94 @@
+"""The whole-chip kernels' own source on a CPU, with slow warps and late messages, against float64 (chip_on_cpu.h)."""
+
+import ctypes
+import functools
+import re
+
+import pytest
+import torch
+from ds2_ops.recurrent.plan.choose import grid_launches
+from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel
+from support.op_cases import CPU, ragged_lengths, relative_error
+from support.persistent_cases import CLIP, backward_loop, forward_loop, inputs
+from support.rounding import Arithmetic, allowed_beside_stock, variances
+from torch import Tensor
+
+# cluster -> clusters of a chip small enough to run here
+NARROW, WIDE = {2: 5}, {5: 4}
+
+
+@functools.cache
+def _library(source: str) -> ctypes.CDLL:
+    # All that is hardware, at once; the kernels' own headers see its shared memory.
+    headers = {
+        "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
+        "ptx/number.cuh": "#pragma once\n",
+        "ptx/wgmma.cuh": "#pragma once\n",
+    }
+    for name in ("recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh"):
+        text = (CSRC / name).read_text()
+        headers[name] = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
+    shape = "Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES"
+    launch = f"chip::launch(blocks, {shape}, seed, KERNEL)"
+    library = ctypes.CDLL(str(compile_kernel(source, headers, "const char*", "int blocks, int seed", launch)))
+    library.run.restype = ctypes.c_char_p
+    return library
+
+
+def run(
+    launch: Launch, seed: int, arrays: tuple[Tensor | None, ...], shape: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """What persistent._launch does, here: arrays are input, output_y, matrix, state and lengths."""
+    frames, batch, hidden = shape
+    # The results' bits are NaN until they are written.
+    result, last = (torch.full(size, torch.nan, dtype=torch.bfloat16) for size in (shape, shape[1:]))
+    exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32)
+    pointers = [ctypes.c_void_p(0 if a is None else a.data_ptr()) for a in (*arrays, result, last)]
+    numbers = (frames, batch, hidden, launch.samples, int(hidden % 2 == 0), int(hidden % 8 == 0))
+    error = _library(launch.source).run(
+        launch.grid, seed, *pointers, *numbers, ctypes.c_float(0), ctypes.c_void_p(exchange.data_ptr())
+    )
+    assert not error, error.decode()
+    return result, last
+
+
+def the_launch(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Launch:
+    facts = DeviceFacts(sms=max(c * n for c, n in active.items()), active_clusters=active)
+    (launch,) = grid_launches(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
+    return launch
+
+
+# One group and several, two tiles, odd rows, a last cluster that owns little; 20 frames come round the exchange.
+CASES = [
+    pytest.param(NARROW, (6, 5, 520), 1, id="narrow, one group"),
+    pytest.param(NARROW, (20, 5, 520), 2, id="narrow, many frames", marks=pytest.mark.slow),
+    pytest.param(NARROW, (4, 70, 561), 3, id="narrow, two tiles", marks=pytest.mark.slow),
+    pytest.param(WIDE, (4, 40, 392), 4, id="wide, two groups"),
+    pytest.param(WIDE, (20, 3, 264), 5, id="wide, blocks that own nothing", marks=pytest.mark.slow),
+    pytest.param(WIDE, (3, 70, 465), 6, id="wide, two tiles", marks=pytest.mark.slow),
+    pytest.param(WIDE, (3, 9, 396), 7, id="wide, rows of whole words", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("active", "shape", "seed"), CASES)
+def test_slow_warps_and_late_messages_change_nothing(
+    active: dict[int, int], shape: tuple[int, int, int], seed: int
+) -> None:
+    frames, batch, hidden = shape
+    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)
+    lengths = ragged_lengths(frames, batch).to(torch.int32)
+    forward, backward = (the_launch(active, batch, hidden, b) for b in (False, True))
+    y, h_n = run(forward, seed, (x, None, weight_hh, h0, lengths), shape)
+    grads = run(backward, seed, (grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths), shape)
+    given, gradients = (x, weight_hh, h0), (grad_y, grad_h_n, y, weight_hh)
+    truth = (
+        *forward_loop(*(a.double() for a in given), lengths, "tanh"),
+        *backward_loop(*(a.double() for a in gradients), lengths, "tanh"),
+    )
+    stock = (*forward_loop(*given, lengths, "tanh"), *backward_loop(*gradients, lengths, "tanh"))
+    cotangents = (grad_y, grad_h_n)
+    may = variances(Arithmetic.of(torch.bfloat16), given, cotangents, lengths, "tanh", CLIP, of_weight=False)
+    names = ("y", "h_n", "grad_x", "grad_h0")
+    for name, ours, true, other, variance in zip(names, (y, h_n, *grads), truth, stock, may, strict=True):
+        assert relative_error(ours, true) <= allowed_beside_stock(other, true, variance), name

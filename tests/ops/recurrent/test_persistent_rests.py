@@ -1,0 +1,45 @@
+"""Warps that rest at random places: whatever the kernels wait for, they must wait for it.
+
+On an idle GPU all warps keep one pace, and a wait that is missing goes unseen: a race of the whole-chip design passed
+every other test.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.plan.choose import grid_launches
+from ds2_ops.recurrent.plan.cluster import cluster_launches
+from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
+from support.op_cases import CUDA, poison_padding, ragged_lengths
+from support.persistent_cases import inputs, run
+
+H200 = DeviceFacts()
+# Cluster design: one group, two parts. Whole chip: one group and several; the last one comes round the exchange.
+SHAPES = [(6, 3, 130), (5, 40, 700), (1, 1, 1153), (6, 3, 1761), (6, 40, 2558), (20, 70, 1760)]
+
+
+def tiles(problem: Problem) -> list[Launch]:
+    return cluster_launches(problem, H200, H200.sms) or grid_launches(problem, H200, H200.sms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rests_at_random_places_change_no_bit(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    frames, batch, hidden = shape
+    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
+    x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16)
+    given = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
+    for tile in range(len(tiles(Problem(batch, hidden, "bfloat16", "relu", False)))):
+        monkeypatch.setattr(persistent, "plan_for", lambda problem, *_, i=tile: tiles(problem)[i])
+        expected = run(given, lengths, "relu")
+
+        def with_rests(problem: Problem, *_: object, i: int = tile) -> Launch:
+            launch = tiles(problem)[i]
+            return dataclasses.replace(launch, source="#define DS2_JITTER\n" + launch.source)
+
+        monkeypatch.setattr(persistent, "plan_for", with_rests)
+        for attempt in range(60):
+            ours = run(given, lengths, "relu")
+            assert all(map(torch.equal, ours, expected)), (tile, attempt)

@@ -1,0 +1,156 @@
+// The part of CUDA that csrc/ctc uses, for a host compiler: the threads of a block are fibers that take turns at
+// barriers, so a kernel's own source runs without a GPU. Written in place of csrc/ptx/sync.cuh.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "fiber_on_cpu.h"
+
+#define __device__
+#define __global__
+#define __shared__
+#define __align__(n) __attribute__((aligned(n)))
+#define __launch_bounds__(...)
+
+struct Index {
+    int x;
+};
+struct int2 {
+    int x, y;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline Index threadIdx, blockIdx, blockDim;
+alignas(16) inline unsigned char shared[1 << 18];
+
+namespace fibers {
+
+struct Meeting {
+    int arrived = 0, turn = 0;
+};
+struct Warp {
+    Meeting meeting;
+    unsigned long long values[32];
+};
+inline std::vector<fiber::Fiber> contexts;
+inline std::vector<Warp> warps;
+inline Meeting block;
+inline const std::function<void()>* body;
+inline std::vector<char> done;
+
+inline void pause() { fiber::pause(contexts[threadIdx.x]); }
+inline void meet(Meeting& meeting, int expected) {
+    const int turn = meeting.turn;
+    if (++meeting.arrived == expected) {
+        meeting.arrived = 0;
+        meeting.turn++;
+        return;
+    }
+    while (meeting.turn == turn) pause();
+}
+inline void meet_warp() { meet(warps[threadIdx.x / 32].meeting, 32); }
+// All lanes give a value and see those of all.
+template <class Read>
+auto exchange(unsigned long long mine, Read read) {
+    Warp& warp = warps[threadIdx.x / 32];
+    warp.values[threadIdx.x % 32] = mine;
+    meet_warp();
+    const auto result = read(warp.values);
+    meet_warp();
+    return result;
+}
+inline void enter() {
+    (*body)();
+    done[threadIdx.x] = 1;
+    pause();
+}
+
+// Runs blocks one after another; `backwards` lets the last thread go first, which no result may depend on.
+inline void launch(int blocks, int threads, bool backwards, const std::function<void()>& kernel) {
+    fiber::Stacks stacks(threads);
+    body = &kernel;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        std::memset(shared, 0xff, sizeof shared);  // NaN, to whoever reads before writing
+        contexts.assign(threads, {});
+        warps.assign((threads + 31) / 32, {});
+        done.assign(threads, 0);
+        block = {};
+        for (int i = 0; i < threads; i++) stacks.prepare(contexts[i], i, enter);
+        for (bool busy = true; busy;) {
+            busy = false;
+            for (int i = 0; i < threads; i++) {
+                threadIdx.x = backwards ? threads - 1 - i : i;
+                if (done[threadIdx.x]) continue;
+                busy = true;
+                fiber::resume(contexts[threadIdx.x]);
+            }
+        }
+    }
+}
+
+}  // namespace fibers
+
+inline void __syncthreads() { fibers::meet(fibers::block, blockDim.x); }
+inline void __syncwarp() { fibers::meet_warp(); }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+    return fibers::exchange(mine, [](const unsigned long long* v) {
+        unsigned mask = 0;
+        for (int i = 0; i < 32; i++) mask |= unsigned(v[i] != 0) << i;
+        return mask;
+    });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
+    return fibers::exchange(mine, [](const unsigned long long* v) {
+        unsigned most = 0;
+        for (int i = 0; i < 32; i++) most = v[i] > most ? unsigned(v[i]) : most;
+        return most;
+    });
+}
+inline int __shfl_sync(unsigned, int mine, int from) {
+    return fibers::exchange(unsigned(mine), [from](const unsigned long long* v) { return int(v[from]); });
+}
+inline int __shfl_up_sync(unsigned, int mine, int distance) {
+    const int from = threadIdx.x % 32 - distance;
+    return fibers::exchange(unsigned(mine), [=](const unsigned long long* v) { return from < 0 ? mine : int(v[from]); });
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+template <class T>
+T __ldg(const T* at) {
+    return *at;
+}
+template <class T>
+T atomicAdd(T* at, T value) {
+    const T old = *at;
+    *at += value;
+    return old;
+}
+inline unsigned atomicOr(unsigned* at, unsigned value) {
+    const unsigned old = *at;
+    *at |= value;
+    return old;
+}
+template <class To, class From>
+To same_bits(From from) {
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
+inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
+inline float __int_as_float(int x) { return same_bits<float>(x); }
+
+namespace ds2 {
+
+inline float* smem_address(float* at) { return at; }
+inline void copy_async(float* to, const float* from, bool) { *to = *from; }
+inline void copies_commit() {}
+template <int PENDING>
+void copies_wait() {}
+
+}  // namespace ds2

@@ -1,0 +1,78 @@
+"""What the tests of the persistent kernels share: inputs, both passes through them, and their equations as loops."""
+
+from typing import Any
+
+import torch
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.plan.choose import grid_launches
+from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
+from torch import Tensor
+
+from support.op_cases import CUDA, draw
+
+CLIP = 1.0
+H200 = DeviceFacts()
+LARGEST_GRID_HIDDEN = {"bfloat16": 4224, "float16": 4224, "float32": 3072}  # of the whole-chip designs on it
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TF32_ERROR = 1e-3  # the bound for fp32, whose products go through TF32
+
+
+def grid_launches_of(
+    hidden: int,
+    batch: int,
+    dtype: str = "bfloat16",
+    sms: int = H200.sms,
+    *,
+    cell: str = "clipped_relu",
+    backward: bool = False,
+) -> list[Launch]:
+    """Tiles of the whole-chip designs on an H200, for a problem given by its parts."""
+    return grid_launches(Problem(batch, hidden, dtype, cell, backward), H200, sms)
+
+
+def slope(y: Tensor, nonlinearity: str) -> Tensor:
+    if nonlinearity == "tanh":
+        return 1 - y * y
+    return ((y > 0) & (y < (CLIP if nonlinearity == "clipped_relu" else torch.inf))).to(y.dtype)
+
+
+def forward_loop(x: Tensor, weight_hh: Tensor, h0: Tensor, lengths: Tensor, nonlinearity: str) -> tuple[Tensor, Tensor]:
+    """The forward equation in the dtype of x; padding of x must be finite."""
+    h, outputs, last = h0, [], h0
+    for t, frame in enumerate(x):
+        pre = frame + h @ weight_hh.t()
+        h = {"relu": pre.relu(), "clipped_relu": pre.clamp(0, CLIP), "tanh": pre.tanh()}[nonlinearity]
+        outputs.append(h * (lengths > t)[:, None])
+        last = torch.where((lengths == t + 1)[:, None], h, last)
+    return torch.stack(outputs), last
+
+
+def backward_loop(
+    grad_y: Tensor, grad_h_n: Tensor, y: Tensor, weight_hh: Tensor, lengths: Tensor, nonlinearity: str
+) -> tuple[Tensor, Tensor]:
+    """The backward equation in the dtype of grad_y, with the slopes of the given y: no kink can differ."""
+    carried, grads = torch.zeros_like(grad_h_n), []
+    for t in reversed(range(len(y))):
+        last = (lengths == t + 1)[:, None] * grad_h_n
+        carried = (grad_y[t] + last + carried @ weight_hh) * slope(y[t], nonlinearity) * (lengths > t)[:, None]
+        grads.append(carried)
+    return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, carried @ weight_hh)
+
+
+def inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device = CUDA
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, weight_hh, h0, grad_y, grad_h_n."""
+    _, batch, hidden = shape
+    x, grad_y = (draw(seed, *shape, device=device, dtype=dtype) for seed in (1, 4))
+    h0, grad_h_n = (draw(seed, batch, hidden, device=device, dtype=dtype) for seed in (3, 5))
+    return x, draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5), h0, grad_y, grad_h_n
+
+
+def run(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
+) -> list[Tensor]:
+    x, weight_hh, h0, grad_y, grad_h_n = tensors
+    options: dict[str, Any] = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
+    y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
+    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, **options)]
