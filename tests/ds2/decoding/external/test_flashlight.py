@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_decoding import CHARACTERS, CPU, PIECES, WIDE, brute_force, random_log_probs, speechlike, word_worth
+from support.decoding_cases import CHARACTERS, CPU, PIECES, WIDE, brute_force, random_log_probs, speechlike, word_worth
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_lm_build import zipf_text
+from support.lm_cases import zipf_text
 
 from ds2.lm.arpa import read_arpa, write_arpa
 from ds2.lm.files import load_ngram

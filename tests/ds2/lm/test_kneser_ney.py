@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from kneser_ney_oracle import Oracle
+from support.kneser_ney_oracle import Oracle
+from support.lm_cases import same, zipf_text
+from support.paths import REAL_DATA
 
 from ds2.commands.lm import run
 from ds2.lm import counts as lm_counts
@@ -30,23 +31,12 @@ TINY = [
     "on the mat the cat sat",
     "the cat",
 ]
-BOOKS = Path(__file__).parents[3] / "shared/data/text/books_norm_42mb.txt.xz"
+BOOKS = REAL_DATA / "text/books_norm_42mb.txt.xz"
 ALPHABET = Alphabet(("", *" 'abcdefghijklmnopqrstuvwxyz"))
-
-
-def zipf_text(lines: int = 400, words: int = 60, seed: int = 3) -> list[list[str]]:
-    """Sentences with frequent and rare words, so that discounts exist at low orders and not at high ones."""
-    draw = random.Random(seed)
-    return [[f"w{int(words ** draw.random())}" for _ in range(draw.randint(1, 9))] for _ in range(lines)]
 
 
 def tiny_model(order: int = 3, prune: tuple[int, ...] = ()) -> NGram:
     return estimate([line.split() for line in TINY], order, prune).model
-
-
-def same(a: NGram, b: NGram) -> bool:
-    names = ("keys", "log_prob", "next_state", "backoff", "suffix")
-    return a.vocabulary == b.vocabulary and all(torch.equal(getattr(a, n), getattr(b, n)) for n in names)
 
 
 @pytest.mark.parametrize(("order", "prune"), [(1, (0,)), (2, (0, 0)), (3, (0, 0, 1)), (4, (0, 1, 1, 2)), (5, (0,) * 5)])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 
 from ds2.config.schema import Config
 from ds2.system.tensor_file import CheckpointError, load
@@ -81,7 +82,7 @@ def test_the_slurm_script_requeues_a_job_that_saved_and_no_other(status: int, as
         stand_in.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     environment["SLURM_CPUS_PER_TASK"] = "3"
-    command = ["bash", str(Path(__file__).parents[2] / "recipes" / "slurm.sbatch"), "train", "a='b c'"]
+    command = ["bash", str(ROOT / "recipes" / "slurm.sbatch"), "train", "a='b c'"]
     assert subprocess.run(command, env=environment, cwd=tmp_path, check=False).returncode == status
     started = (tmp_path / "srun.txt").read_text()
     assert "--mpi=pmix" in started and "--cpus-per-task=3 ds2 train a='b c'\n" in started

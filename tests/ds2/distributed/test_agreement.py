@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import pytest
 import torch
+from support.launch import mpirun
 from torch import nn
 
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, corpus
 from ds2.distributed.agreement import program, settings, sources, weights
 from ds2.distributed.communicator import Communicator, DisagreementError
-from tests.ds2.launch import mpirun
 
 T = TypeVar("T")
 UTTERANCES = [Utterance(Path("/data/a.wav"), 1.5, "abc"), Utterance(Path("/data/b.wav"), 2.0, "ca", offset_s=3.0)]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import HERE, TIMEOUT_S, mpirun
 
 from ds2.system.tensor_file import load
-from tests.ds2.launch import HERE, TIMEOUT_S, mpirun
 
 pytestmark = pytest.mark.slow
 STEPS = ("train.epochs=3", "optim.schedule=constant")  # 9 steps; every third batch has 2 utterances: ranks idle on 4

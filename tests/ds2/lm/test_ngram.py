@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_lm_build import same, zipf_text
+from support.lm_cases import same, zipf_text
 
 from ds2.lm import ngram as language_model
 from ds2.lm.arpa import write_arpa

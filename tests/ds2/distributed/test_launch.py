@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import mpirun
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.data.batching import deal
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, launched_rank, launched_world
-from tests.ds2.launch import mpirun
 
 LAUNCHERS = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_", "SLURM_")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.paths import ROOT
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.confidence import calibrate, fit_calibration
@@ -16,7 +17,7 @@ from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import make_decoder
 from ds2.text.alphabet import Alphabet
 
-TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "plot_confidence.py"))
+TOOL = runpy.run_path(str(ROOT / "tools" / "plot_confidence.py"))
 
 
 def test_words_are_judged_by_alignment(tmp_path: Path) -> None:

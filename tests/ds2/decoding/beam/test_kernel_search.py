@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import kernel_on_cpu
-from test_decoding import CHARACTERS, PIECES, language_model, random_log_probs, speechlike
+from support.decoding_cases import CHARACTERS, PIECES, language_model, random_log_probs, speechlike
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig

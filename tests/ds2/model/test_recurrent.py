@@ -2,32 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from support.layer_cases import config, padded, ragged, utterances
+from torch import nn
 
-from ds2.config.schema import ConvConfig, ModelConfig
-from ds2.model.convolution import MaskedConv, RowConvolution
-from ds2.model.ragged import Ragged, reverse
 from ds2.model.recurrent import RecurrentLayer, TorchRecurrentLayer
-
-LENGTHS = [6, 3, 0]
-
-
-def ragged(frames: int = 8, lengths: list[int] = LENGTHS) -> Ragged:
-    return Ragged.of(torch.tensor(lengths), frames, torch.device("cpu"))
-
-
-def padded(width: int, frames: int = 8) -> Tensor:
-    x = torch.randn(frames, len(LENGTHS), width, dtype=torch.float64)
-    return torch.where(ragged(frames).valid.t()[:, :, None], x, 0.0)
-
-
-def config(**overrides: object) -> ModelConfig:
-    return ModelConfig(**({"hidden": 6, "batch_norm": False} | overrides))  # type: ignore[arg-type]
-
-
-def utterances(x: Tensor) -> list[Tensor]:
-    """The valid frames of each utterance that has any, (T, 1, D)."""
-    return [x[:length, row, None] for row, length in enumerate(LENGTHS) if length]
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -90,37 +68,6 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(layer(x, ragged())[0], layer(x, ragged())[0])
     layer.eval()
     assert torch.equal(layer(x, ragged())[0], layer(x, ragged())[0])
-
-
-def test_reverse_keeps_padding_in_place_and_undoes_itself() -> None:
-    x = padded(2)
-    flipped = reverse(x, ragged())
-    assert torch.equal(flipped[:6, 0], x[:6, 0].flip(0))
-    assert torch.equal(flipped[:3, 1], x[:3, 1].flip(0))
-    assert not flipped[3:, 1].any()
-    assert torch.equal(reverse(flipped, ragged()), x)
-
-
-@pytest.mark.parametrize(("kernel", "stride"), [(11, 2), (11, 1), (1, 1), (5, 4)])
-def test_convolution_lengths_and_chunks(kernel: int, stride: int) -> None:
-    conv = MaskedConv(2, ConvConfig([3, kernel], [2, stride], 5), config()).double()
-    for frames in (1, 2, 9, 10):
-        x = torch.randn(1, 2, 7, frames, dtype=torch.float64)
-        whole, after = conv(x, ragged(frames, [frames]))
-        assert whole.shape == (1, 5, conv.output_bins(7), after.frames)
-        assert after.lengths_cpu.tolist() == [-(-frames // stride)]
-        tail, outputs = None, []
-        for t in range(frames):
-            y, tail = conv.stream(x[..., t : t + 1], tail, final=False)
-            outputs.append(y)
-        outputs.append(conv.stream(x[..., :0], tail, final=True)[0])
-        torch.testing.assert_close(torch.cat(outputs, 3), whole)
-
-
-def test_row_convolution_starts_as_the_identity() -> None:
-    x = padded(6)
-    row_conv = RowConvolution(6, 3).double()
-    torch.testing.assert_close(row_conv(x, ragged()), x)
 
 
 def test_bf16_autocast_keeps_products_in_bf16_and_statistics_in_float32() -> None:
