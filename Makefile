@@ -21,7 +21,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -m 'not gpu'
 
 lint: $(VENV)/installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
 
 wheel: $(VENV)/installed
 	$(BIN)/python -m build --wheel --outdir dist .
