@@ -217,5 +217,5 @@ running = loader.epoch(PLAN, 1)
 next(running)
 raise RuntimeError("on purpose")
 """
-    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 1 and "on purpose" in ended.stderr
