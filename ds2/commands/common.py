@@ -10,6 +10,7 @@ from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
 
 USER_ERROR = 2
+PRECISION_HELP = "auto: on a GPU the precision that the model was trained in, on a CPU fp32"
 
 
 def with_search_path(arguments: Sequence[str]) -> list[str]:

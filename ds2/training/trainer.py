@@ -288,7 +288,13 @@ class Trainer:
         if self.comm.rank != 0:
             return
         model = self.average.model if self.average is not None else self.model
-        facts = {**metrics, "epoch": self.progress.epoch, "step": self.progress.step, "git_commit": git_commit()}
+        facts = {
+            **metrics,
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "precision": self.precision,
+            "git_commit": git_commit(),
+        }
         save_model(path, model, self.features, self.alphabet, self.config, facts)
 
     def keep_last(self, metrics: dict[str, float]) -> None:
