@@ -49,7 +49,7 @@ def alphabet(config: Config) -> Alphabet:
 
 
 def loader_of(utterances: list[Utterance], config: Config, *, training: bool = True) -> SpeechLoader:
-    device = torch.device("cpu")
+    device = torch.device(config.device)
     if not training:
         return SpeechLoader(utterances, config.data, device)
     return SpeechLoader(utterances, config.data, device, alphabet(config), config.augment, config.train.seed)
