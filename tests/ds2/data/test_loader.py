@@ -56,8 +56,9 @@ def loader_of(utterances: list[Utterance], config: Config, *, training: bool = T
 
 
 def batches(utterances: list[Utterance], config: Config, epoch: int = 1, *, training: bool = True) -> list[Batch]:
-    labelled = SpeechLoader(utterances, config.data, torch.device("cpu"), alphabet(config))
-    loader = loader_of(utterances, config) if training else labelled
+    loader = loader_of(utterances, config)
+    if not training:
+        loader = SpeechLoader(utterances, config.data, torch.device("cpu"), alphabet(config))
     return list(loader.epoch(PLAN, epoch))
 
 
