@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
+from ds2.system.stops import Stopped, stoppable
 
 USER_ERROR = 2
 
@@ -44,9 +45,16 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def report_errors(action: Callable[[], int]) -> int:
-    """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
+    """Run `action`; errors that a user can mend become one message and status 2, SIGTERM 143.
+
+    Whatever else is raised keeps its traceback.
+    """
     try:
-        return action()
+        with stoppable():
+            return action()
+    except Stopped as stopped:
+        print(f"ds2: stopped by {stopped}", file=sys.stderr)
+        return stopped.status
     except (UserError, OSError) as error:
         from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
 
