@@ -18,8 +18,8 @@ from ds2.training.state import read_state
 
 # What the first version's files hold; every key that came later must be allowed to be missing.
 FIRST_VERSION = {
-    "data": "train dev test corpus prepare work_dir sample_rate_hz min_duration_s max_duration_s on_bad_utterance cache "
-    "workers",
+    "data": "train dev test corpus prepare work_dir sample_rate_hz min_duration_s max_duration_s on_bad_utterance "
+    "cache workers",
     "alphabet": "symbols case replace unknown pieces pieces_file",
     "features": "kind window_s step_s mels normalise statistics_utterances",
     "augment": "speed gain_db noise_probability noise_snr_db noise frequency_masks frequency_width time_masks "
