@@ -26,7 +26,7 @@ from support.decoding_cases import (
 )
 from torch import Tensor
 
-from ds2.config.schema import DecodeConfig
+from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.decoder import decode_long
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError
@@ -188,12 +188,15 @@ def test_ctcdecode_gets_a_model_that_it_can_read_and_its_scores_are_split(
         ({"label_min_log_prob": 0.0}, "label_min_log_prob"),
         ({"method": "viterbi"}, "greedy, beam, native, ctcdecode"),
         ({"prune": math.inf}, "decode.prune"),
+        ({"alpha": math.nan}, "decode.alpha=nan: allowed are numbers from"),
+        ({"alpha": math.inf}, "decode.alpha=inf"),
+        ({"confidence": [1.0, math.nan]}, "decode.confidence"),
         ({"method": "ctcdecode"}, "pip install ctcdecode"),
     ],
 )
 def test_settings_that_cannot_work_are_named(changes: dict[str, object], message: str) -> None:
     options = replace(DecodeConfig(method="beam"), **changes)  # type: ignore[arg-type]
-    with pytest.raises(DecodeError, match=message):
+    with pytest.raises(DecodeError if "pip" in message else ConfigError, match=message):
         make_decoder(options, CHARACTERS, 0.02, CPU)
 
 
