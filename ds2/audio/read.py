@@ -176,9 +176,7 @@ def _check_header(file: _ForwardFile, path: Path, descriptor: int) -> None:
             f"{path}: truncated: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC"
         )
     if file.frames <= 0:
-        raise EmptyAudioError(
-            f"{path}: holds no samples, or its header was never completed and says that it holds none"
-        )
+        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed and says none")
 
 
 def _mono_blocks(

@@ -24,10 +24,10 @@ def to_config(composed: DictConfig) -> Config:
         ConfigError: an unknown key (Hydra's `+key=value` adds one), a wrong type, or values that cannot work together.
     """
     known = {*_keys(OmegaConf.structured(Config))}
-    for key in _keys(composed):
-        if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
-            _unknown(key)
     try:
+        for key in _keys(composed):
+            if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
+                _unknown(key)
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         explain(error)
