@@ -50,6 +50,11 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
+    if not trainer.dev:
+        log.warning(
+            "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "
+            "best.safetensors, only last.safetensors; `ds2 data split` makes a dev set"
+        )
     while not (reason := finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
         due = evaluation_due(trainer, complete)
