@@ -26,6 +26,7 @@ _WAY_OUT = 'pip install av (the extra "media"), or put ffmpeg on the PATH'
 
 
 _HEAD_BYTES = 16
+_SHORT_S = 0.5  # sound may end so much before its header says: encoders pad, and leave the padding out
 _SIGNATURES = (  # where it stands, and what: MP4 and QuickTime, Matroska and WebM, ASF (wma), AMR
     (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"), (0, b"#!AMR"),
 )  # fmt: skip
@@ -43,13 +44,9 @@ class Source(Protocol):
     frames: int
     format: str
     subtype: str
-    extra_info: str
 
     def read(self, frames: int, *, dtype: str, always_2d: bool) -> NDArray[np.float32]:
         """Return the next frames (N, channels), fewer at the end."""
-
-    def seek(self, frame: int) -> int:
-        """Go to a frame, forward from the start."""
 
 
 def looks_foreign(path: Path) -> bool:
@@ -85,12 +82,11 @@ def opened_foreign(path: Path) -> Iterator[Source]:
 class _DecodedStream:
     """The first audio stream of a file, decoded from its start by PyAV.
 
-    Seeking decodes and forgets: containers keep times in units of their own, often milliseconds, and a segment is to be
-    exactly that part of the whole.
+    It does not seek: containers keep times in units of their own, often milliseconds, and a segment is to be exactly
+    that part of the whole.
     """
 
     subtype = "PyAV"
-    extra_info = ""
 
     def __init__(self, package: Any, path: Path) -> None:
         self._package, self._path = package, path
@@ -116,13 +112,6 @@ class _DecodedStream:
         self._rest = joined[frames:]
         return joined[:frames]
 
-    def seek(self, frame: int) -> int:
-        """Go to a frame that lies ahead."""
-        left = frame
-        while left > 0 and len(passed := self.read(min(left, 1 << 18))):
-            left -= len(passed)
-        return frame - left
-
 
 @lru_cache(maxsize=4096)
 def _facts(package: Any, path: str, size: int, changed_ns: int) -> tuple[int, int, int, str]:
@@ -134,7 +123,25 @@ def _facts(package: Any, path: str, size: int, changed_ns: int) -> tuple[int, in
     for facts, block in _decoded(package, path):
         rate_hz, channels, name = facts
         frames += len(block)
+    if not frames:
+        raise ForeignError("it holds no samples")
+    with package.open(path, metadata_errors="ignore") as container:
+        stated_s = _stated_s(container)
+    if frames / rate_hz < stated_s - _SHORT_S:
+        raise ForeignError(
+            f"truncated: its header says {stated_s:.3f} s, decoding ends at {frames / rate_hz:.3f} s. Copy it again; "
+            "if what is there will do, write that anew, e.g. as FLAC"
+        )
     return rate_hz, channels, frames, name
+
+
+def _stated_s(container: Any) -> float:
+    """The length that a header promises for the sound, seconds; 0 where it is that of the video, a guess or missing."""
+    stream = container.streams.audio[0]
+    if stream.duration and stream.time_base and container.format.name.startswith("mov"):
+        return float(stream.duration * stream.time_base)
+    alone = len(container.streams) == 1 and container.format.name.split(",")[0] in ("matroska", "asf")
+    return container.duration / 1e6 if alone and container.duration else 0.0
 
 
 def _decoded(package: Any, path: str) -> Generator[Any, None, None]:

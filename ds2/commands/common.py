@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
+from ds2.system.stops import Stopped, stoppable
 
 USER_ERROR = 2
 
@@ -47,12 +49,30 @@ def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path
     return remaining, [Path(folder) for folder in folders]
 
 
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Declare where a model runs and in which precision."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument(
+        "--precision",
+        default="auto",
+        choices=["fp32", "bf16", "auto"],
+        help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
+    )
+
+
 def report_errors(action: Callable[[], int]) -> int:
-    """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
+    """Run `action`; errors that a user can mend become one message and status 2, SIGTERM 143.
+
+    Whatever else is raised keeps its traceback.
+    """
     try:
-        status = action()
-        sys.stdout.flush()
-        return status
+        with stoppable():
+            status = action()
+            sys.stdout.flush()
+            return status
+    except Stopped as stopped:
+        print(f"ds2: stopped by {stopped}", file=sys.stderr)
+        return stopped.status
     except BrokenPipeError:  # the reader of our output has seen enough: `ds2 ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -27,7 +27,7 @@ class DataConfig:
     min_duration_s: float = 0.1
     max_duration_s: float = 40.0
     on_bad_utterance: str = "stop"  # stop | skip: what training does with utterances that `ds2 data check` refuses
-    cache: str = "disk"  # none | disk: decoded audio kept as 16-bit samples, memory-mapped by the loader's workers
+    cache: str = "disk"  # none | disk: decoded audio kept as 16-bit samples with checksums
     workers: int = -1  # loader processes, of train and dev each; -1: on a GPU one a core, at most 8; on a CPU 0: none
 
 

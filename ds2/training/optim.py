@@ -15,6 +15,7 @@ from ds2.config.schema import ConfigError, OptimConfig
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Nesterov SGD (Persistent RNN paper, section 5.3) or AdamW; weight decay only on matrices and kernels.
 
+    On a GPU each parameter is read and written once a step (torch's fused implementation); on a CPU, foreach.
     Weights whose names start with a key of `layer_rates` (the longest one counts) learn at that factor of the rate.
 
     Raises:
@@ -35,11 +36,13 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
         for params, decay in ((matrices, config.weight_decay), (vectors, 0.0)):
             groups.append({"params": params, "weight_decay": decay, "rate_factor": factor})
     groups = [group for group in groups if group["params"]]
+    on_gpu = all(p.is_cuda for p in model.parameters())
+    rate, momentum, betas = config.learning_rate, config.momentum, (config.betas[0], config.betas[1])
     if config.name == "sgd":
         return torch.optim.SGD(
-            groups, lr=config.learning_rate, momentum=config.momentum, nesterov=config.momentum > 0, foreach=True
+            groups, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=on_gpu, foreach=not on_gpu
         )
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.betas[0], config.betas[1]), foreach=True)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu)
 
 
 def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -> float:

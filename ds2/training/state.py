@@ -21,6 +21,7 @@ from ds2.training.averaging import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
+_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
 _FIXED = ("model.", "features.", "alphabet.", "train.freeze", "optim.layer_rates")  # the last two order the optimizer
 
@@ -30,7 +31,9 @@ class Progress:
     """How far a run is: everything that changes and is not a tensor."""
 
     epoch: int = 1  # 1-based, the epoch that is running
-    batch: int = 0  # batches of it that are behind us
+    batch: int = 0  # batches of its plan that are behind us
+    plan: str = ""  # fingerprint of the plan that `batch` counts in; '' in files of before it was noted
+    batches: int = 0  # of that plan
     step: int = 0  # optimizer steps, skipped ones not counted
     skipped: int = 0  # steps skipped for a loss or gradient that was not finite
     infeasible: int = 0  # utterances left out of a loss because no alignment exists (after speed change)
@@ -117,6 +120,8 @@ def read_state(run_dir: Path, config: Config) -> tuple[Parts, Progress]:
             "or start from its weights with checkpoint.init_from"
         )
     progress = Progress(**metadata["progress"])
+    if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
+        progress.plan = "of other settings"
     log.info(
         "resumed %s: epoch %d, batch %d, step %d%s", path, progress.epoch, progress.batch, progress.step,
         f"; changed: {', '.join(changed)}" if changed else "",

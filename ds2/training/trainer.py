@@ -79,8 +79,8 @@ class Trainer:
         self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
         freeze(self.model, config.train.freeze)
         with self.comm.in_turn():
-            ensure_manifests(config)
-            self.utterances = training_utterances(config, self.alphabet, self.output_frames)
+            ensure_manifests(config.data)
+            self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
             self.dev = scored_utterances(config.data.dev, self.alphabet)
             data, seed = config.data, config.train.seed
             self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
@@ -291,7 +291,13 @@ class Trainer:
         if self.comm.rank != 0:
             return
         model = self.average.model if self.average is not None else self.model
-        facts = {**metrics, "epoch": self.progress.epoch, "step": self.progress.step, "git_commit": git_commit()}
+        facts = {
+            **metrics,
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "precision": self.precision,
+            "git_commit": git_commit(),
+        }
         save_model(path, model, self.features, self.alphabet, self.config, facts)
 
     def keep_last(self, metrics: dict[str, float]) -> None:

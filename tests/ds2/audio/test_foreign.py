@@ -115,6 +115,12 @@ def test_damaged_and_silent_containers_are_named(tmp_path: Path) -> None:
     cut.write_bytes(encode(tmp_path / "x.m4a", "m4a").read_bytes()[:3000])
     with pytest.raises(AudioError, match=r"cut\.m4a: not readable as audio: "):
         read_audio(cut)
+    whole = encode(tmp_path / "x.webm", "webm").read_bytes()
+    (tmp_path / "half.webm").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        AudioError, match=r"half\.webm: .*(truncated: its header says 3\.\d* s|End of file|Invalid data)"
+    ):
+        read_audio(tmp_path / "half.webm")
     mute = tmp_path / "mute.mkv"
     with av.open(str(mute), "w") as output:
         pictures = output.add_stream("mpeg4", rate=10)
