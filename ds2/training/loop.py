@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from ds2.config.convert import save_config
@@ -132,7 +133,8 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
     config, epoch = trainer.config.train, trainer.progress.epoch
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
-    return bool(trainer.dev) and (regular or not complete or epoch == config.epochs)
+    last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
+    return bool(trainer.dev) and (regular or last)
 
 
 def finished(config: Config, progress: Progress) -> str:
