@@ -1,9 +1,8 @@
 """What the tests of the persistent kernels share: inputs, both passes through them, and their equations as loops."""
 
-from typing import Any
-
 import torch
 from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import grid_launches
 from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
 from torch import Tensor
@@ -73,6 +72,6 @@ def run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
 ) -> list[Tensor]:
     x, weight_hh, h0, grad_y, grad_h_n = tensors
-    options: dict[str, Any] = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
-    y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
-    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, **options)]
+    options = Options(nonlinearity, CLIP)
+    y, h_n = persistent.forward(x, weight_hh, h0, lengths, options)
+    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.jit import runtime
+from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import choose
 from ds2_ops.recurrent.plan.problem import THREADS, DeviceFacts, DoesNotFit, Launch, Problem
 
@@ -55,10 +56,7 @@ def forward(
     weight_hh: Tensor,
     h0: Tensor | None,
     lengths: Tensor | None,
-    *,
-    nonlinearity: str,
-    clip: float,
-    max_sms: int | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward time loop (Persistent RNNs, Diamos et al. 2016, sections 3 and 4).
 
@@ -71,9 +69,7 @@ def forward(
         weight_hh: (H, H) contiguous, same dtype and device.
         h0: (B, H) contiguous first state, or None for zeros.
         lengths: (B,) int32 on the device, or None when all utterances have T frames.
-        nonlinearity: "relu", "clipped_relu" or "tanh".
-        clip: upper bound of "clipped_relu".
-        max_sms: the most multiprocessors to use, or None.
+        options: the nonlinearity, its clip, and the most multiprocessors to use.
 
     Returns:
         y (T, B, H), 0 at padding, and h_n (B, H), the state after each utterance's last frame.
@@ -83,7 +79,7 @@ def forward(
         RuntimeError: the driver's or compiler's error, with op, shape, dtype, tile and GPU.
     """
     y, h_n = torch.empty_like(x), torch.empty_like(x[0])
-    _launch("forward", nonlinearity, clip, max_sms, x, None, weight_hh, h0, lengths, y, h_n)
+    _launch("forward", options, x, None, weight_hh, h0, lengths, y, h_n)
     return y, h_n
 
 
@@ -93,10 +89,7 @@ def backward_data(
     y: Tensor,
     weight_hh: Tensor,
     lengths: Tensor | None,
-    *,
-    nonlinearity: str,
-    clip: float,
-    max_sms: int | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Run the time loop backwards: gradients of the pre-activations and of the first state.
 
@@ -104,7 +97,7 @@ def backward_data(
         grad_y: (T, B, H) contiguous gradient of y; what it holds at padding does not matter.
         grad_h_n: (B, H) contiguous gradient of h_n, or None for zeros.
         y: (T, B, H) output of ``forward``, from which alone the nonlinearities' slopes come.
-        weight_hh, lengths, nonlinearity, clip, max_sms: as ``forward``.
+        weight_hh, lengths, options: as ``forward``.
 
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
@@ -114,7 +107,7 @@ def backward_data(
     """
     grad_x, grad_h0 = torch.empty_like(grad_y), torch.empty_like(grad_y[0])
     matrix = weight_hh.t().contiguous()
-    _launch("backward_data", nonlinearity, clip, max_sms, grad_y, y, matrix, grad_h_n, lengths, grad_x, grad_h0)
+    _launch("backward_data", options, grad_y, y, matrix, grad_h_n, lengths, grad_x, grad_h0)
     return grad_x, grad_h0
 
 
@@ -155,9 +148,7 @@ def _index(device: torch.device) -> int:
 
 def _launch(
     op: str,
-    nonlinearity: str,
-    clip: float,
-    max_sms: int | None,
+    options: Options,
     inputs: Tensor,
     output_y: Tensor | None,
     matrix: Tensor,
@@ -171,10 +162,10 @@ def _launch(
     _check_rows(frames, batch)
     index = _index(inputs.device)
     problem = Problem(
-        batch, hidden, str(inputs.dtype).removeprefix("torch."), nonlinearity, backward=output_y is not None
+        batch, hidden, str(inputs.dtype).removeprefix("torch."), options.nonlinearity, backward=output_y is not None
     )
     with torch.cuda.device(index):
-        launch = plan_for(problem, index, max_sms)
+        launch = plan_for(problem, index, options.max_sms)
         tensors = [_on_words(t) for t in (inputs, output_y, matrix, state, lengths, result, last_state)]
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         row_bytes = hidden * inputs.element_size()
@@ -182,7 +173,7 @@ def _launch(
         rows = pointers[:4] + pointers[5:]  # all but the lengths
         wide_rows = row_bytes % 16 == 0 and all(pointer % 16 == 0 for pointer in rows)
         numbers = (frames, batch, hidden, launch.samples, int(whole_words), int(wide_rows))
-        args = [*pointers, *map(ctypes.c_int, numbers), ctypes.c_float(clip)]
+        args = [*pointers, *map(ctypes.c_int, numbers), ctypes.c_float(options.clip)]
         if launch.exchange_words:
             exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32, device=inputs.device)
             args.append(exchange.data_ptr())

@@ -3,13 +3,13 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ds2_ops.jit.build import build
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.backends import resolve
+from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import Launch, Problem
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
@@ -75,11 +75,11 @@ def test_every_tile_against_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
     x, weight_hh, h0, _, _ = inputs((11, 20, 700), dtype)
-    options: dict[str, Any] = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
-    whole, last = persistent.forward(x, weight_hh, h0, None, **options)
+    options = Options("tanh", CLIP)
+    whole, last = persistent.forward(x, weight_hh, h0, None, options)
     for cut in (1, 4, 10):
-        head, state = persistent.forward(x[:cut], weight_hh, h0, None, **options)
-        tail, end = persistent.forward(x[cut:], weight_hh, state, None, **options)
+        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
+        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
         assert torch.equal(torch.cat([head, tail]), whole)
         assert torch.equal(end, last)
 
@@ -87,28 +87,26 @@ def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_few_multiprocessors_give_the_same_bits() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 30, 1152), torch.bfloat16)
-    options: dict[str, Any] = {"nonlinearity": "relu", "clip": CLIP}
-    everything = persistent.forward(x, weight_hh, h0, None, max_sms=None, **options)
-    one_cluster = persistent.forward(x, weight_hh, h0, None, max_sms=16, **options)
+    options = Options("relu", CLIP)
+    everything = persistent.forward(x, weight_hh, h0, None, options)
+    one_cluster = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=16))
     assert all(torch.equal(a, b) for a, b in zip(everything, one_cluster, strict=True))
 
 
 @pytest.mark.gpu
 def test_views_that_start_inside_a_word_are_read_right() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
-    options: dict[str, Any] = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
+    options = Options("relu", CLIP)
     shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
     assert shifted.data_ptr() % 4
-    y, h_n = persistent.forward(shifted, weight_hh, h0, None, **options)
-    assert all(map(torch.equal, (y, h_n), persistent.forward(x, weight_hh, h0, None, **options)))
+    y, h_n = persistent.forward(shifted, weight_hh, h0, None, options)
+    assert all(map(torch.equal, (y, h_n), persistent.forward(x, weight_hh, h0, None, options)))
 
 
 @pytest.mark.gpu
 def test_nan_weights_show_in_the_output_and_do_not_hang() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
-    y, _ = persistent.forward(
-        x, torch.full_like(weight_hh, torch.nan), h0, None, nonlinearity="relu", clip=CLIP, max_sms=None
-    )
+    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, Options("relu", CLIP))
     assert y.isnan().all()
 
 
@@ -133,7 +131,7 @@ def test_refused_launch_names_op_shape_dtype_tile_and_gpu(monkeypatch: pytest.Mo
     with pytest.raises(
         RuntimeError, match=r"forward failed for \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.*H\d00"
     ):
-        persistent.forward(x, weight_hh, h0, None, nonlinearity="relu", clip=CLIP, max_sms=None)
+        persistent.forward(x, weight_hh, h0, None, Options("relu", CLIP))
 
 
 def test_without_a_gpu_the_reason_is_named() -> None:

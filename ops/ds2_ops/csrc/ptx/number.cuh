@@ -2,14 +2,29 @@
 //
 // Everything downstream counts in words. A word holds PER_WORD consecutive elements of the hidden dimension, and one
 // matrix instruction consumes 8 words of K, whatever the type: m16n8k16 for 16-bit types, m16n8k8 for TF32.
+//
+// A type gives its elements' Storage, PER_WORD, unpack and pack, the word as the matrix unit takes it (operand), and the
+// product (multiply_add).
 #pragma once
 
 namespace ds2 {
 
-struct Bf16 {
+// One matrix instruction, c += a * b: 16 rows by 8 columns, and as much of K as 8 words hold.
+#define DS2_MMA(SHAPE, TYPE)                                                                                          \
+    asm volatile("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE                                              \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// What the 16-bit types share: the matrix unit takes a word as it is.
+struct TwoAWord {
     using Storage = unsigned short;
     static constexpr int PER_WORD = 2;
 
+    static __device__ unsigned operand(unsigned word) { return word; }
+};
+
+struct Bf16 : TwoAWord {
     static __device__ void unpack(unsigned word, float (&v)[2]) {
         v[0] = __uint_as_float(word << 16);
         v[1] = __uint_as_float(word & 0xffff0000u);
@@ -19,20 +34,12 @@ struct Bf16 {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(v[1]), "f"(v[0]));
         return word;
     }
-    // The word as the matrix unit takes it.
-    static __device__ unsigned operand(unsigned word) { return word; }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        DS2_MMA("m16n8k16", "bf16");
     }
 };
 
-struct Fp16 {
-    using Storage = unsigned short;
-    static constexpr int PER_WORD = 2;
-
+struct Fp16 : TwoAWord {
     static __device__ void unpack(unsigned word, float (&v)[2]) {
         asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
             : "=f"(v[0]), "=f"(v[1])
@@ -43,12 +50,8 @@ struct Fp16 {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(v[1]), "f"(v[0]));
         return word;
     }
-    static __device__ unsigned operand(unsigned word) { return word; }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        DS2_MMA("m16n8k16", "f16");
     }
 };
 
@@ -66,11 +69,10 @@ struct Fp32 {
         return rounded;
     }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        DS2_MMA("m16n8k8", "tf32");
     }
 };
+
+#undef DS2_MMA
 
 }  // namespace ds2
