@@ -3,8 +3,8 @@
 import torch
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.options import Options
-from ds2_ops.recurrent.plan.choose import grid_launches
-from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
+from ds2_ops.recurrent.plan.choose import grid_choices
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from torch import Tensor
 
 from support.op_cases import CUDA, draw
@@ -16,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TF32_ERROR = 1e-3  # the bound for fp32, whose products go through TF32
 
 
-def grid_launches_of(
+def grid_choices_of(
     hidden: int,
     batch: int,
     dtype: str = "bfloat16",
@@ -24,9 +24,9 @@ def grid_launches_of(
     *,
     cell: str = "clipped_relu",
     backward: bool = False,
-) -> list[Launch]:
+) -> list[Choice]:
     """Tiles of the whole-chip designs on an H200, for a problem given by its parts."""
-    return grid_launches(Problem(batch, hidden, dtype, cell, backward), H200, sms)
+    return grid_choices(Problem(batch, hidden, dtype, cell, backward), H200, sms)
 
 
 def slope(y: Tensor, nonlinearity: str) -> Tensor:

@@ -10,8 +10,8 @@ from ds2_ops.jit.build import build
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.backends import resolve
 from ds2_ops.recurrent.options import Options
-from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
-from ds2_ops.recurrent.plan.problem import Launch, Problem
+from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
+from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, run
 from support.rounding import Arithmetic, allowed_beside_stock, variances
@@ -22,10 +22,10 @@ SHAPES = [(9, 4, 1152), (7, 40, 1152), (6, 130, 1151), (5, 3, 1), (8, 33, 512), 
 NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
 
 
-def launches_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Launch]:
+def choices_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Choice]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
     facts = persistent.device_facts(torch.cuda.current_device())
-    return cluster_launches(problem, facts, facts.sms)
+    return cluster_choices(problem, facts, facts.sms)
 
 
 @pytest.mark.gpu
@@ -39,13 +39,13 @@ def test_every_tile_against_float64(
     lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
     x, weight_hh, h0, grad_y, grad_h_n = inputs((frames, batch, hidden), dtype)
     poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
-    tiles = len(launches_of(batch, hidden, dtype, "relu", False))
+    tiles = len(choices_of(batch, hidden, dtype, "relu", False))
     assert tiles >= 2
     for index, nonlinearity in itertools.product(range(tiles), NONLINEARITIES):
         monkeypatch.setattr(
             persistent,
             "plan_for",
-            lambda problem, *_, i=index: launches_of(
+            lambda problem, *_, i=index: choices_of(
                 problem.batch, problem.hidden, dtype, problem.nonlinearity, problem.backward
             )[i],
         )
@@ -126,10 +126,11 @@ def test_graph_replay_reads_new_inputs() -> None:
 @pytest.mark.gpu
 def test_refused_launch_names_op_shape_dtype_tile_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight_hh, h0, _, _ = inputs((4, 3, 128), torch.bfloat16)
-    launch = launches_of(3, 128, torch.bfloat16, "relu", False)[0]
-    monkeypatch.setattr(persistent, "plan_for", lambda *_: replace(launch, smem_bytes=10**6))
+    choice = choices_of(3, 128, torch.bfloat16, "relu", False)[0]
+    too_much = replace(choice, launch=replace(choice.launch, smem_bytes=10**6))
+    monkeypatch.setattr(persistent, "plan_for", lambda *_: too_much)
     with pytest.raises(
-        RuntimeError, match=r"forward failed for \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.*H\d00"
+        RuntimeError, match=r"forward of \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.* failed on .*H\d00"
     ):
         persistent.forward(x, weight_hh, h0, None, Options("relu", CLIP))
 

@@ -16,7 +16,7 @@ from support.persistent_cases import (
     TF32_ERROR,
     backward_loop,
     forward_loop,
-    grid_launches_of,
+    grid_choices_of,
     inputs,
     run,
 )
@@ -56,11 +56,11 @@ def test_every_tile_against_float64(
     may = variances(
         Arithmetic.of(dtype), (x, weight_hh, h0), (grad_y, grad_h_n), lengths, nonlinearity, CLIP, of_weight=False
     )
-    for tile in range(len(grid_launches_of(hidden, batch, name))):
+    for tile in range(len(grid_choices_of(hidden, batch, name))):
         monkeypatch.setattr(
             persistent,
             "plan_for",
-            lambda problem, *_, i=tile: grid_launches_of(
+            lambda problem, *_, i=tile: grid_choices_of(
                 hidden, batch, name, cell=problem.nonlinearity, backward=problem.backward
             )[i],
         )

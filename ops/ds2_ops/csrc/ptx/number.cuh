@@ -16,15 +16,10 @@ namespace ds2 {
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
-// What the 16-bit types share: the matrix unit takes a word as it is.
-struct TwoAWord {
+struct Bf16 {
     using Storage = unsigned short;
     static constexpr int PER_WORD = 2;
 
-    static __device__ unsigned operand(unsigned word) { return word; }
-};
-
-struct Bf16 : TwoAWord {
     static __device__ void unpack(unsigned word, float (&v)[2]) {
         v[0] = __uint_as_float(word << 16);
         v[1] = __uint_as_float(word & 0xffff0000u);
@@ -34,12 +29,16 @@ struct Bf16 : TwoAWord {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(v[1]), "f"(v[0]));
         return word;
     }
+    static __device__ unsigned operand(unsigned word) { return word; }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         DS2_MMA("m16n8k16", "bf16");
     }
 };
 
-struct Fp16 : TwoAWord {
+struct Fp16 {
+    using Storage = unsigned short;
+    static constexpr int PER_WORD = 2;
+
     static __device__ void unpack(unsigned word, float (&v)[2]) {
         asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
             : "=f"(v[0]), "=f"(v[1])
@@ -50,6 +49,7 @@ struct Fp16 : TwoAWord {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(v[1]), "f"(v[0]));
         return word;
     }
+    static __device__ unsigned operand(unsigned word) { return word; }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
         DS2_MMA("m16n8k16", "f16");
     }
