@@ -59,7 +59,7 @@ def _uncalibrated(
     if options.method == "greedy":
         return GreedyDecoder(alphabet, frame_s)
     if lm is None and options.lm:
-        lm = load_ngram(Path(options.lm))
+        lm = load_ngram(Path(options.lm)).check()
     if options.method == "beam":
         return SearchDecoder(batched_search(alphabet, options, lm, device), alphabet, frame_s, options.times, device)
     native = LexiconSearch if options.lexicon else NativeSearch

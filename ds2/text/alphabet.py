@@ -12,6 +12,7 @@ from typing import Any
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
+from ds2.system.plain import FieldError, from_plain
 
 BLANK = 0  # the label of CTC's blank
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
@@ -20,6 +21,17 @@ _CASE: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper
 
 class AlphabetError(UserError):
     """A transcript that the alphabet cannot write, or an alphabet that cannot work; the message names characters."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An alphabet in a file."""
+
+    case: str
+    unknown: str
+    replace: dict[str, str]
+    symbols: str = ""
+    pieces: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,14 @@ class Alphabet:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
-        """Restore what `to_dict` gave."""
-        symbols = stored["pieces"] if "pieces" in stored else stored["symbols"]
-        return cls(("", *symbols), stored["case"], tuple(sorted(stored["replace"].items())), stored["unknown"])
+        """Restore what `to_dict` gave; raises AlphabetError for what it never gives."""
+        try:
+            given = from_plain(_Stored, stored, "alphabet")
+        except FieldError as error:
+            raise AlphabetError(str(error)) from error
+        return cls(
+            ("", *(given.pieces or given.symbols)), given.case, tuple(sorted(given.replace.items())), given.unknown
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alphabet as plain containers for checkpoints, without the blank.
