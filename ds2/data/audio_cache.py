@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import DataConfig
 from ds2.data.manifest import Utterance
-from ds2.system.files import whole_file
+from ds2.system.files import sweep, whole_file
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ _FORMAT = 1
 _CHUNK = 16  # utterances a thread takes at a time
 _ERRORS_NAMED = 10
 _SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
-_STALE_S = 3600.0  # a partial file that nobody wrote to for so long was left by a killed process
 
 
 class AudioStore(Sequence[NDArray[np.float32]]):
@@ -109,7 +108,7 @@ def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path
     """
     started = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path.parent)
+    sweep(path.parent)
     _require_space(
         path.parent, round(sum(u.duration_s for u in utterances) * sample_rate_hz) * 2 + 16 * len(utterances)
     )
@@ -188,15 +187,6 @@ def _write_at(descriptor: int, content: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _remove_stale(folder: Path) -> None:
-    for partial in folder.glob("*.partial"):
-        try:
-            if time.time() - partial.stat().st_mtime > _STALE_S:
-                partial.unlink()
-        except FileNotFoundError:
-            continue  # its writer published or removed it meanwhile
 
 
 def _summary(errors: dict[int, AudioError], total: int) -> str:

@@ -116,7 +116,8 @@ def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
 
 
 def _content_digest(tensor: Tensor) -> str:
-    return hashlib.sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).hexdigest()
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
