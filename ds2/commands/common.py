@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,17 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     if folders:
         remaining.append(f"hydra.searchpath=[{','.join('file://' + str(Path(f).resolve()) for f in folders)}]")
     return remaining
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Declare where a model runs and in which precision."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument(
+        "--precision",
+        default="auto",
+        choices=["fp32", "bf16", "auto"],
+        help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
+    )
 
 
 def report_errors(action: Callable[[], int]) -> int:

@@ -86,14 +86,18 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
-    ensure_manifests(config)
+    ensure_manifests(config.data)
     features = Features(config.features, config.data.sample_rate_hz)
-    labels = len(Alphabet.from_config(config.alphabet))
+    alphabet = Alphabet.from_config(config.alphabet)
     with torch.device("meta"):
-        model = AcousticModel(config.model, features.bins, labels, config.features.step_s)
+        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
     named = {"train": config.data.train, "dev": config.data.dev, "test": config.data.test}
     splits = {split: read_manifests([Path(p) for p in paths]) for split, paths in named.items() if paths}
-    report = check(splits, config, lambda samples: int(model.output_frames(int(features.frames(samples)))))
+
+    def output_frames(samples: int) -> int:
+        return int(model.output_frames(int(features.frames(samples))))
+
+    report = check(splits, config.data, config.augment, alphabet, output_frames)
     print(report.format())
     if json_path is not None:
         report.write_json(json_path)
@@ -111,7 +115,7 @@ def learn(config: Config, count: int, output: Path) -> None:
     Raises:
         AlphabetError: no text, a count too small, or sentencepiece is not installed.
     """
-    ensure_manifests(config)
+    ensure_manifests(config.data)
     texts = [u.text for u in read_manifests([Path(p) for p in config.data.train])]
     characters = replace(config.alphabet, pieces=[], unknown="drop")
     found = learn_pieces(texts, Alphabet.from_config(characters), count)

@@ -46,6 +46,11 @@ class LoadedModel:
         """Seconds from one output frame to the next."""
         return self.features.step_s * self.model.time_stride
 
+    @property
+    def trained_precision(self) -> str:
+        """fp32 or bf16; `auto` in files of runs that did not note what it came to."""
+        return str(self.metadata["metrics"].get("precision", self.config.train.precision))
+
 
 def save_model(
     path: Path, model: AcousticModel, features: Features, alphabet: Alphabet, config: Config, metrics: Mapping[str, Any]

@@ -58,20 +58,29 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
     Raises:
         CheckpointError: no such file, a truncated, damaged or foreign file, or one of a newer format.
     """
+    return _read(path, str(device), tensors=True)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read the metadata of a file that `save` wrote, without its tensors; raises CheckpointError as `load`."""
+    return _read(path, "cpu", tensors=False)[1]
+
+
+def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             header = opened.metadata() or {}
             metadata = read_header(header, FORMAT_VERSION)
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-        if metadata["format"] >= 2 or _DIGEST_KEY in header:
-            check_digest(header, tensors)
+            found = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (no dict)
+        if tensors and (metadata["format"] >= 2 or _DIGEST_KEY in header):
+            check_digest(header, found)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, metadata
+    return {name: tensor.to(device) for name, tensor in found.items()}, metadata
 
 
 def make_header(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], *, content: bool = True) -> dict[str, str]:

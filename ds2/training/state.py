@@ -24,6 +24,14 @@ log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
 _PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
+_FIXED = (
+    "model.",
+    "features.",
+    "alphabet.",
+    "train.freeze",
+    "optim.layer_rates",
+    "optim.name",
+)  # the optimizer's order
 
 
 @dataclass
@@ -132,8 +140,8 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
     progress, then = stored.progress, stored.config
     if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
-    changed = changed_keys(asdict(then), config_to_dict(config))
-    fixed = [k for k in changed if k.split(".")[0] in ("model", "features", "alphabet") or k == "optim.name"]
+    changed = changed_keys(config_to_dict(then), config_to_dict(config))  # keys newer than the file have their defaults
+    fixed = [key for key in changed if key.startswith(_FIXED)]
     if fixed:
         raise ConfigError(
             f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "

@@ -36,7 +36,7 @@ from ds2.training.batch_norm import NormStatistics
 from ds2.training.ctc import ctc_losses
 from ds2.training.metrics import RunLog, StepTimer
 from ds2.training.optim import clip_gradients, gradient_norm, make_optimizer
-from ds2.training.start import begin
+from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
 
 log = logging.getLogger(__name__)
@@ -73,9 +73,10 @@ class Trainer:
         self.alphabet = Alphabet.from_config(config.alphabet)
         self.features = Features(config.features, config.data.sample_rate_hz)
         self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
+        freeze(self.model, config.train.freeze)
         with self.comm.in_turn():
-            ensure_manifests(config)
-            self.utterances = training_utterances(config, self.alphabet, self.output_frames)
+            ensure_manifests(config.data)
+            self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
             self.dev = scored_utterances(config.data.dev, self.alphabet)
             data, seed = config.data, config.train.seed
             self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
@@ -270,13 +271,15 @@ class Trainer:
         progress = self.progress
         board.scalars("dev", progress.step, scores)
         self._show_first(board, hypotheses[0].text)
-        better = (scores["wer"], scores["cer"]) < (progress.best_wer, progress.best_cer)
+        first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
+        best = {"wer": progress.best_wer, "cer": progress.best_cer}
+        better = (scores[first], scores[second]) < (best[first], best[second])
         if better:
             progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
             self.save_model(self.run_dir / "best.safetensors", scores)
         log.info(
             "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
-            " (best)" if better else f"; best {100 * progress.best_wer:.2f} % in epoch {progress.best_epoch}",
+            " (best)" if better else f"; best {100 * best[first]:.2f} % {first.upper()} in epoch {progress.best_epoch}",
         )  # fmt: skip
         return scores
 
@@ -291,7 +294,13 @@ class Trainer:
         if self.comm.rank != 0:
             return
         model = self.average.model if self.average is not None else self.model
-        facts = {**metrics, "epoch": self.progress.epoch, "step": self.progress.step, "git_commit": git_commit()}
+        facts = {
+            **metrics,
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "precision": self.precision,
+            "git_commit": git_commit(),
+        }
         save_model(path, model, self.features, self.alphabet, self.config, facts)
 
     def keep_last(self, metrics: dict[str, float]) -> None:

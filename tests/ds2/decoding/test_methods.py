@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +26,12 @@ from support.decoding_cases import (
 )
 from torch import Tensor
 
+from ds2.config.check import DECODE_METHODS
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.decoder import decode_long
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError
-from ds2.decoding.methods import make_decoder
+from ds2.decoding.methods import METHODS, make_decoder
 from ds2.lm.arpa import read_arpa
 from ds2.lm.ngram import LanguageModelError
 from ds2.text.alphabet import Alphabet
@@ -228,3 +229,23 @@ def test_a_long_recording_is_decoded_in_pieces_with_times_of_the_whole() -> None
     assert [w.end_s for w in cut.words] == pytest.approx([w.end_s for w in whole.words])
     assert spell(cut.labels, CHARACTERS) == cut.text == whole.text
     assert (1, 1) not in pairwise(cut.labels)
+
+
+def test_the_table_holds_every_method_and_every_setting_counts_for_one() -> None:
+    assert tuple(METHODS) == DECODE_METHODS
+    settings = {field.name for field in fields(DecodeConfig)} - {"method", "confidence"}
+    assert set().union(*(row.options for row in METHODS.values())) == settings
+
+
+def test_settings_that_a_method_ignores_are_named_with_the_methods_that_take_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_decoder(DecodeConfig(hot_words=["ab"], beam=9), CHARACTERS, 0.02, CPU)
+    assert (
+        "decode.beam changes nothing under decode.method=greedy; it counts for beam, native, ctcdecode" in caplog.text
+    )
+    assert "decode.hot_words changes nothing under decode.method=greedy; it counts for beam, native" in caplog.text
+    caplog.clear()
+    make_decoder(DecodeConfig(method="beam", hot_words=["ab"]), CHARACTERS, 0.02, CPU)
+    make_decoder(DecodeConfig(), CHARACTERS, 0.02, CPU)
+    assert not caplog.text

@@ -119,3 +119,23 @@ def test_mistakes_of_the_user_are_named(
     assert "none.jsonl" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["evaluate", str(model_file), "--batch-audio-s", "0"])
+
+
+@pytest.mark.parametrize(
+    ("noted", "configured", "precision", "chosen"),
+    [
+        ({"precision": "fp32"}, "auto", "auto", "fp32"),
+        ({"precision": "bf16"}, "auto", "auto", "bf16"),
+        ({}, "auto", "auto", "bf16"),  # files of before: what `auto` is on a GPU
+        ({}, "fp32", "auto", "fp32"),
+        ({"precision": "bf16"}, "auto", "fp32", "fp32"),
+    ],
+)
+def test_a_gpu_recognises_in_the_precision_of_training_and_a_cpu_in_fp32(
+    model_file: Path, noted: dict[str, str], configured: str, precision: str, chosen: str
+) -> None:
+    loaded = load_model(model_file)
+    loaded.metadata["metrics"] = noted
+    loaded.config.train.precision = configured
+    assert Recogniser.of(loaded, DecodeConfig(), torch.device("cuda", 0), precision).precision == chosen
+    assert Recogniser.of(loaded, DecodeConfig(), CPU).precision == "fp32"
