@@ -29,7 +29,7 @@ AUDIO_SUFFIXES = (
 )  # fmt: skip
 """What files with audio are called; where one recording lies in several formats, the first of these is taken."""
 _BLOCK_FRAMES = 1 << 18
-_RATES_HZ = (1000, 768_000)
+RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
 _STREAMED_BYTES = 0x7FFF0000  # sizes from here up, and 0, are what a writer to a pipe puts into a WAV header
@@ -163,7 +163,7 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
 
 
 def _check_header(file: _ForwardFile, path: Path) -> None:
-    low, high = _RATES_HZ
+    low, high = RATES_HZ
     if not low <= file.samplerate <= high or not 1 <= file.channels <= _MAX_CHANNELS:
         raise AudioError(
             f"{path}: its header says {file.channels} channels at {file.samplerate} Hz; "

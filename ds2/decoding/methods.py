@@ -9,7 +9,7 @@ import torch
 
 from ds2.config.check import DECODE_METHODS
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.beam.search import batched_search
+from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.confidence import AS_IT_IS, CalibratedDecoder
 from ds2.decoding.decoder import Decoder, SearchDecoder
 from ds2.decoding.external.ctc_beam_decoder import NativeSearch
@@ -61,7 +61,7 @@ def _uncalibrated(
     if lm is None and options.lm:
         lm = load_ngram(Path(options.lm))
     if options.method == "beam":
-        return SearchDecoder(batched_search(alphabet, options, lm, device), alphabet, frame_s, options.times, device)
+        return BeamDecoder(alphabet, options, lm, frame_s, device)
     native = LexiconSearch if options.lexicon else NativeSearch
     search = (native if options.method == "native" else CtcdecodeSearch)(alphabet, options, lm).search
-    return SearchDecoder(search, alphabet, frame_s, options.times, torch.device("cpu"))
+    return SearchDecoder(search, alphabet, frame_s, options.times)
