@@ -65,9 +65,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     while not (reason := interrupts.name or finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
         due = evaluation_due(trainer, complete)
-        if (
-            interrupts.agree(comm) or not complete or due
-        ):  # an evaluation may be long: who is killed in it loses no step
+        # An evaluation may be long: who is killed in it loses no step.
+        if interrupts.agree(comm) or not complete or due:
             trainer.save()
         if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
             continue
