@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from ds2 import __version__
+from ds2.system.terminal import VisibleFormatter, safe_output
 
 _USAGE = """\
 usage: ds2 COMMAND [...]
@@ -47,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"ds2: unknown command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[terminal])
     report_errors = import_module("ds2.commands.common").report_errors
-    status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
+    with safe_output():
+        status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
     return status
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
-from ds2.system.stops import Stopped, stoppable
+from ds2.system.stops import Stopped, end_children, stoppable
+from ds2.system.terminal import visible
 
 USER_ERROR = 2
 
@@ -53,13 +54,14 @@ def report_errors(action: Callable[[], int]) -> int:
         with stoppable():
             return action()
     except Stopped as stopped:
+        end_children()
         print(f"ds2: stopped by {stopped}", file=sys.stderr)
         return stopped.status
     except (UserError, OSError) as error:
         from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
 
         yield_to_rank_0()
-        print(f"ds2: {error}", file=sys.stderr)
+        print(visible(f"ds2: {error}"), file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("ds2: interrupted", file=sys.stderr)
