@@ -126,7 +126,8 @@ def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -
 def test_workers_end_with_their_process_whatever_they_are_doing(tone_manifest: Path, number: int) -> None:
     code = (
         "import sys, time, torch\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
-        "from ds2.config.schema import DataConfig\nfrom ds2.data import audio_cache\nfrom ds2.data.loader import SpeechLoader\n"
+        "from ds2.config.schema import DataConfig\nfrom ds2.data import audio_cache\n"
+        "from ds2.data.loader import SpeechLoader\n"
         "from ds2.data.manifest import read_manifest\n"
         "def stuck(*_):\n    print('reading', flush=True)\n    time.sleep(3600)\n"
         "audio_cache._decode = stuck\n"
