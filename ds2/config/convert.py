@@ -26,10 +26,10 @@ def to_config(composed: DictConfig) -> Config:
         ConfigError: an unknown key (Hydra's `+key=value` adds one), a wrong type, or values that cannot work together.
     """
     known = {*_keys(OmegaConf.structured(Config))}
-    for key in _keys(composed):
-        if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
-            _unknown(key)
     try:
+        for key in _keys(composed):
+            if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
+                _unknown(key)
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         explain(error)
@@ -70,8 +70,14 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(node[key], f"{prefix}{key}.")
 
 
+_SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
+          "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
+
+
 def nearest_key(key: str) -> str | None:
     """The configuration key most like `key`, by its whole path or, failing that, by its last part."""
+    if key in _SHORT:
+        return _SHORT[key]
     known = [*_keys(OmegaConf.structured(Config)), "recipe"]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if close:

@@ -143,3 +143,11 @@ def test_composed_and_decomposed_letters_are_the_same(write: Write, capsys: pyte
     assert "%WER 0.00" in capsys.readouterr().out
     assert cli.main(["wer", str(nested), str(nested)]) == 2
     assert "deep.jsonl:1: not JSON" in capsys.readouterr().err
+
+
+def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ref.txt").write_text("Hello, world!\n")
+    (tmp_path / "hyp.txt").write_text("hello world\n")
+    assert cli.main(["wer", str(tmp_path / "ref.txt"), str(tmp_path / "hyp.txt"), "--fold"]) == 0
+    shown = capsys.readouterr().out
+    assert "%WER 100.00 [ 2 / 2" in shown and "%WER 0.00 [ 0 / 2" in shown.partition("without case")[2]
