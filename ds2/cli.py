@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from ds2 import __version__
+from ds2.system.terminal import VisibleFormatter, safe_output
 
 _USAGE = """\
 usage: ds2 COMMAND [...]
@@ -55,9 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}? There are" if close else "one of"
         print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[terminal])
     report_errors = import_module("ds2.commands.common").report_errors
-    status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
+    with safe_output():
+        status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
     return status
 
 

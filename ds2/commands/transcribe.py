@@ -21,6 +21,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcribe import Transcript
 from ds2.system.files import own_folder
+from ds2.system.terminal import visible
 
 _STDIN = "-"
 
@@ -72,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
             with _readable(name) as path:
                 transcript = recogniser.transcribe(path)
         except (AudioError, DecodeError) as error:
-            print(f"ds2 transcribe: {error}", file=sys.stderr)
+            print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
             failed += 1
             continue
         if given.format == "json":

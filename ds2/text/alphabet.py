@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
 
@@ -198,15 +199,32 @@ class Alphabet:
     def _pieces(self, word: str) -> list[int]:
         """Merge the characters of a word as the encoding was learnt: earliest pieces first, from the left."""
         if word not in self._spelled:
-            parts, worst = [WORD_MARK, *word], len(self.symbols)
-            while True:
-                ranks = [self._labels.get(a + b, worst) for a, b in pairwise(parts)]
-                if min(ranks, default=worst) == worst:
-                    break
-                at = ranks.index(min(ranks))
-                parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            self._spelled[word] = [self._labels[part] for part in parts]
+            self._spelled[word] = [self._labels[part] for part in self._merged([WORD_MARK, *word])]
         return self._spelled[word]
+
+    def _merged(self, parts: list[str]) -> list[str]:
+        """Merge neighbours while some make a piece: a heap of pairs and links past what is merged, so n log n."""
+        before, after = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
+        pairs: list[tuple[int, int, str]] = []
+
+        def offer(at: int) -> None:
+            if at >= 0 and after[at] < len(parts):
+                both = parts[at] + parts[after[at]]
+                if both in self._labels:
+                    heappush(pairs, (self._labels[both], at, both))
+
+        for at in range(len(parts)):
+            offer(at)
+        while pairs:
+            _, at, both = heappop(pairs)
+            right = after[at]
+            if right < len(parts) and parts[at] and parts[at] + parts[right] == both:  # neither was merged meanwhile
+                parts[at], parts[right], after[at] = both, "", after[right]
+                if after[at] < len(parts):
+                    before[after[at]] = at
+                offer(before[at])
+                offer(at)
+        return [part for part in parts if part]
 
     def decode(self, labels: Iterable[int]) -> str:
         """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""

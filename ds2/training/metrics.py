@@ -87,7 +87,11 @@ class RunLog:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._jsonl = (run_dir / "log.jsonl").open("a", encoding="utf-8")
+        self._path = run_dir / "log.jsonl"
+        torn = self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        self._jsonl = self._path.open("a", encoding="utf-8")
+        if torn:  # by a kill in the middle of a line: the next event must not be part of it
+            self._jsonl.write("\n")
         purge = resume_step + 1 if resume_step else None
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
 
@@ -97,8 +101,12 @@ class RunLog:
             return
         finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
-        self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._jsonl.flush()
+        try:
+            self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._jsonl.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk is told with a place to free
+            raise
 
     def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
         """Log numbers to both places, as `group/name` in TensorBoard."""

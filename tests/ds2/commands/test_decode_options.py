@@ -65,3 +65,12 @@ def test_evaluate_and_transcribe_take_a_beam(
     assert '"words"' in capsys.readouterr().out
     assert main([*arguments, "decode.method=beam", "decode.beam=0"]) == 2
     assert "decode.beam=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", ["models[1]/x.lm", "[a]/x.lm", "a, b=c/{x}.lm", "it's.lm", "~/x y.lm", "12", "a\\b.lm"]
+)
+def test_any_path_of_a_language_model_is_taken_as_it_is(path: str, tmp_path: Path) -> None:
+    config = Config(run_dir="x")
+    for overrides in ([f"decode.lm={path}"], ["decode=beam", f"decode.lm={path}"]):
+        assert resolve_options(overrides, tmp_path / "m.safetensors", config).lm == path

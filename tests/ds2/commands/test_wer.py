@@ -132,6 +132,19 @@ def test_a_report_of_no_utterances_and_of_no_words() -> None:
     assert "%WER inf [ 1 / 0, 1 ins, 0 del, 0 sub ]" in format_report(corpus_report([""], ["a"]))
 
 
+def test_composed_and_decomposed_letters_are_the_same(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """And JSON that nests without end is a message."""
+    nested = write("deep.jsonl", "{" + '"a":{' * 100_000)
+    one, other = write("a.txt", "caf\u00e9 ol\u00e9\n"), write("b.txt", "cafe\u0301 ole\u0301\n")
+    assert cli.main(["wer", str(one), str(other)]) == 0
+    assert "%WER 0.00" in capsys.readouterr().out
+    one, other = (write(f"{n}.jsonl", json.dumps({"text": t}) + "\n") for n, t in (("a", "\u00e9"), ("b", "e\u0301")))
+    assert cli.main(["wer", str(one), str(other)]) == 0
+    assert "%WER 0.00" in capsys.readouterr().out
+    assert cli.main(["wer", str(nested), str(nested)]) == 2
+    assert "deep.jsonl:1: not JSON" in capsys.readouterr().err
+
+
 def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ref.txt").write_text("Hello, world!\n")
     (tmp_path / "hyp.txt").write_text("hello world\n")
