@@ -45,6 +45,14 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 def config_from_dict(values: dict[str, Any]) -> Config:
     """The inverse of `config_to_dict`; raises `ConfigError` for keys this version does not know."""
     try:
