@@ -189,9 +189,7 @@ def _check_header(file: Source, path: Path) -> None:
             f"allowed are 1 to {_MAX_CHANNELS} channels at {low} to {high} Hz"
         )
     if file.frames <= 0:
-        raise EmptyAudioError(
-            f"{path}: holds no samples, or its header was never completed and says that it holds none"
-        )
+        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed and says none")
 
 
 def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:

@@ -19,7 +19,7 @@ from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.position import settle
 from ds2.training.run_dir import probe_run_dir, sole_use
 from ds2.training.state import Progress
-from ds2.training.trainer import Trainer
+from ds2.training.trainer import Trainer, TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,12 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(flat(config_to_dict(config)), scores)
     board.close()
+    if not progress.step and not interrupts.agreed:
+        raise TrainingError(
+            f"{run_dir}: nothing was learned: {progress.skipped} steps were tried, none was finite. "
+            "The warnings above name the utterances; lower optim.learning_rate or the augmentation, or run `ds2 data "
+            "check`"
+        )
     return 128 + interrupts.agreed if interrupts.agreed else 0
 
 
