@@ -31,7 +31,7 @@ AUDIO_SUFFIXES = (
 )  # fmt: skip
 """What files with audio are called; where one recording lies in several formats, the first of these is taken."""
 _BLOCK_FRAMES = 1 << 18
-_RATES_HZ = (1000, 768_000)
+RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
 _UNKNOWN_FRAMES = 1 << 62
@@ -182,7 +182,7 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
 
 
 def _check_header(file: Source, path: Path) -> None:
-    low, high = _RATES_HZ
+    low, high = RATES_HZ
     if not low <= file.samplerate <= high or not 1 <= file.channels <= _MAX_CHANNELS:
         raise AudioError(
             f"{path}: its header says {file.channels} channels at {file.samplerate} Hz; "
