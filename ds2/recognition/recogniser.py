@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -112,13 +112,19 @@ class Recogniser(Parts):
 
     @torch.inference_mode()
     def recognise(
-        self, loader: SpeechLoader, *, batch_audio_s: float | None = None, comm: Communicator | None = None
+        self,
+        loader: SpeechLoader,
+        *,
+        batch_audio_s: float | None = None,
+        comm: Communicator | None = None,
+        watch: Callable[[list[int], Tensor, Tensor], None] | None = None,
     ) -> list[Hypothesis]:
         """Recognise utterances, in batches of like duration, longest first; their texts are not looked at.
 
         Args:
             loader, batch_audio_s: as `logits`.
             comm: ranks that share the batches out and all get all hypotheses; None is this process alone.
+            watch: is given what `logits` yields, too.
 
         Returns:
             Hypotheses in the order of the utterances.
@@ -134,6 +140,8 @@ class Recogniser(Parts):
             comm.agree(weights(self.model), "give all hosts the same model; in training, run on GPUs of one kind")
         found: dict[int, Hypothesis] = {}
         for indices, logits, lengths in self.logits(loader, batch_audio_s=batch_audio_s, comm=comm):
+            if watch is not None:
+                watch(indices, logits, lengths)
             try:
                 rows = decode_batch(self.decoder, logits, lengths)
             except DecodeError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain
-from ds2.text.normalise import check_numbers, drop_punctuation, lower, spell_numbers, upper
+from ds2.text.normalise import check_locale, check_numbers, drop_punctuation, lower, spell_numbers, upper
 
 BLANK = 0  # the label of CTC's blank
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
@@ -74,6 +74,7 @@ class Alphabet:
                 f"alphabet.punctuation={self.punctuation!r} must be keep or drop"
             )
         check_numbers(self.numbers)
+        check_locale(self.locale)
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
             raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct ones")
