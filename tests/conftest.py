@@ -1,4 +1,4 @@
-"""A tiny corpus of tone words and the smallest configuration that learns it, for tests that train."""
+"""What all tests share: a tiny corpus of tone words, the smallest configuration that learns it, unhurried examples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from hypothesis import HealthCheck, settings
 
 from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
@@ -17,6 +18,10 @@ from ds2.data.manifest import Utterance, write_manifest
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.text.alphabet import Alphabet
+
+# Examples that Hypothesis draws may take their time, on a busy machine all the more.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 RATE_HZ = 16000
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}

@@ -113,11 +113,8 @@ def _query(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     defaults = AlphabetConfig()
-    parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question n-gram language models.")
-    commands = parser.add_subparsers(required=True, metavar="build | convert | ppl | query | tune")
-
     build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
@@ -148,6 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
     build.set_defaults(run=_build)
+    _add_unknown(build)
+
+
+def _add_unknown(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--unknown", choices=("skip", "drop", "stop"), default="skip",
+                         help="what becomes of characters outside the alphabet: skip the line (default), drop them "
+                              "or stop; always counted and reported")  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question n-gram language models.")
+    commands = parser.add_subparsers(required=True, metavar="build | convert | ppl | query | tune")
+
+    _add_build(commands)
 
     convert = commands.add_parser("convert", help="an ARPA file of any tool to the compact binary, or back")
     convert.add_argument("lm", type=Path, help="binary or ARPA")
@@ -158,10 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     ppl.add_argument("lm", type=Path, help="binary or ARPA")
     ppl.add_argument("text", type=Path, nargs="+")
     ppl.set_defaults(run=_ppl)
-    for command in (build, ppl):
-        command.add_argument("--unknown", choices=("skip", "drop", "stop"), default="skip",
-                             help="what becomes of characters outside the alphabet: skip the line (default), drop them "
-                                  "or stop; always counted and reported")  # fmt: skip
+    _add_unknown(ppl)
 
     query = commands.add_parser("query", help="natural-log probability of each sentence on standard input, by token")
     query.add_argument("lm", type=Path, help="binary or ARPA")

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_blocks
+from ds2.audio.stream import Pcm16
+from ds2.commands.common import add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
-from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import step
 from ds2.recognition.transcribe import Transcript
-from ds2.system.files import write_text
+from ds2.system.files import own_folder, write_text
 
 _STDIN = "-"
 _CAPTIONS = {"srt": srt, "vtt": vtt}
@@ -53,13 +55,14 @@ def _readable(name: str) -> Iterator[Path]:
     if name != _STDIN:
         yield Path(name)
         return
-    with tempfile.NamedTemporaryFile(prefix="ds2-stdin-", suffix=".audio") as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.flush()
+    with own_folder(Path(tempfile.gettempdir()), "ds2-stdin") as folder:
+        copy = folder / "stdin.audio"
+        with copy.open("wb") as out:
+            shutil.copyfileobj(sys.stdin.buffer, out)
         try:
-            yield Path(copy.name)
+            yield copy
         except AudioError as error:
-            raise AudioError(str(error).replace(copy.name, "standard input")) from error
+            raise AudioError(str(error).replace(str(copy), "standard input")) from error
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -113,7 +116,11 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
         while live.final:
             segment = live.final.popleft()
             if given.format == "json":
-                record = {"audio_filepath": name, "start_s": segment.start_s, "end_s": segment.end_s}
+                record = {
+                    "audio_filepath": name,
+                    "start_s": round(segment.start_s, 3),
+                    "end_s": round(segment.end_s, 3),
+                }
                 print(json.dumps(record | _heard(segment.hypothesis), ensure_ascii=False), flush=True)
             else:
                 text = segment.hypothesis.text
@@ -131,19 +138,18 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
 
 def _raw_samples() -> Iterator[NDArray[np.float32]]:
     """Headerless 16-bit little-endian mono samples of standard input, as they come."""
-    left = b""
-    while chunk := sys.stdin.buffer.read1():
-        whole = len(left + chunk) // 2 * 2
-        samples, left = (left + chunk)[:whole], (left + chunk)[whole:]
-        yield np.frombuffer(samples, "<i2").astype(np.float32) / 32768
+    samples, source = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer)
+    while chunk := source.read1():
+        yield samples.accept(chunk)
 
 
 def _record(name: str, transcript: Transcript) -> dict[str, Any]:
-    return {"audio_filepath": name, "duration": transcript.duration_s} | _heard(transcript.hypothesis)
+    record = {"audio_filepath": name, "duration": round(transcript.duration_s, 3)}
+    return record | _heard(transcript.hypothesis)
 
 
 def _heard(hypothesis: Hypothesis) -> dict[str, Any]:
-    words = [asdict(word) for word in hypothesis.words]
+    words = [word_record(word) for word in hypothesis.words]
     return {"text": hypothesis.text, "score": hypothesis.score, "words": words}
 
 
@@ -169,8 +175,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
     )
     parser.add_argument("--rate", type=int, help="samples a second of - with --stream; default: the model's")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "auto"])
+    add_where(parser)
     given = parser.parse_args(arguments)
     if given.stream and given.format in _CAPTIONS:
         parser.error(f"--stream writes text or json, not {given.format}")

@@ -17,11 +17,12 @@ from statistics import median
 from tqdm import tqdm
 
 from ds2.audio.read import END_TOLERANCE_S, AudioError
-from ds2.config.schema import Config
+from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
+from ds2.text.unfit import count_unfit, help_text
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class CheckReport:
     hours: float
     findings: list[Finding]
     notes: list[str] = field(default_factory=list)  # of the corpus as a whole
+    unfit: str = ""  # the table of characters outside the alphabet, and an alphabet in which they fit
 
     @property
     def may_start(self) -> bool:
@@ -74,6 +76,7 @@ class CheckReport:
         lines += [f"note: {note}" for note in self.notes]
         lines.append(f"{self.utterances} utterances, {self.hours:.2f} h")
         lines += [f"  {count:6d} {severity}s: {kind}" for (severity, kind), count in sorted(self.counts.items())]
+        lines += ["", self.unfit, ""] if self.unfit else []
         lines.append("training may start" if self.may_start else "training may not start: mend the errors above")
         return "\n".join(lines)
 
@@ -89,7 +92,13 @@ class CheckReport:
         )
 
 
-def check(splits: Mapping[str, Sequence[Utterance]], config: Config, output_frames: OutputFrames) -> CheckReport:
+def check(
+    splits: Mapping[str, Sequence[Utterance]],
+    data: DataConfig,
+    augment: AugmentConfig,
+    alphabet: Alphabet,
+    output_frames: OutputFrames,
+) -> CheckReport:
     """Read every utterance, in parallel, and judge audio, transcript and splits.
 
     Errors are what would stop or mislead training: audio that is unreadable, empty, silent or ends before its segment;
@@ -101,47 +110,58 @@ def check(splits: Mapping[str, Sequence[Utterance]], config: Config, output_fram
 
     Args:
         splits: utterances by part; `train` is judged as training data, any other as test data.
-        config: data limits, alphabet, augment.speed.
+        data: rate, limits of duration.
+        augment: its speeds may make an utterance too short.
+        alphabet: what transcripts may hold.
         output_frames: samples of audio at `data.sample_rate_hz` -> frames that the model puts out.
     Raises:
         AudioError: a reading process died; names what it was reading.
     """
-    alphabet = Alphabet.from_config(config.alphabet)
     listed = [(split, u) for split, utterances in splits.items() for u in utterances]
-    probes = _probe_all([u for _, u in listed], config.data.sample_rate_hz)
+    probes = _probe_all([u for _, u in listed], data.sample_rate_hz)
     shared = Counter(u.audio_filepath for _, u in listed)
     findings: list[Finding] = []
     for (split, u), measured in zip(listed, probes, strict=True):
         whole_file = shared[u.audio_filepath] == 1 and not u.offset_s
-        problems = _audio_problems(u, measured, config, whole_file)
-        problems += transcript_problems(u, config, alphabet, output_frames, training=split == "train")
+        problems = _audio_problems(u, measured, data.sample_rate_hz, whole_file)
+        problems += transcript_problems(
+            u, data, alphabet, output_frames, speeds=augment.speed if split == "train" else None
+        )
         findings += [Finding(severity, kind, split, u.source, u.name, text) for severity, kind, text in problems]
     findings += _duplicates(listed, probes)
     findings += _pace_outliers(listed)
     hours = sum(u.duration_s for _, u in listed) / 3600
-    return CheckReport(len(listed), hours, findings, _notes(splits, alphabet))
+    unfit = help_text(count_unfit((u.text for _, u in listed), alphabet), alphabet)
+    return CheckReport(len(listed), hours, findings, _notes(splits, alphabet), unfit)
 
 
 def transcript_problems(
-    u: Utterance, config: Config, alphabet: Alphabet, output_frames: OutputFrames, *, training: bool
+    u: Utterance,
+    data: DataConfig,
+    alphabet: Alphabet,
+    output_frames: OutputFrames,
+    *,
+    speeds: Sequence[float] | None,
 ) -> list[tuple[str, str, str]]:
-    """Return (severity, kind, message) of what a manifest line alone shows, audio unread; see `check`."""
+    """Return (severity, kind, message) of what a manifest line alone shows, audio unread; see `check`.
+
+    `speeds` are the factors by which training may speed the utterance up; None is an utterance that is only scored.
+    """
     problems = []
-    strict = "error" if training else "warning"
-    data = config.data
+    strict = "warning" if speeds is None else "error"
     if not data.min_duration_s <= u.duration_s <= data.max_duration_s:
         limits = f"data.min_duration_s={data.min_duration_s:g} to data.max_duration_s={data.max_duration_s:g}"
         problems.append((strict, "duration_limits", f"{u.duration_s:.2f} s is outside {limits}"))
     text, unknown = alphabet.normalise(u.text)
     if unknown:
-        severity = strict if config.alphabet.unknown == "stop" else "warning"
+        severity = strict if alphabet.unknown == "stop" else "warning"
         problems.append((severity, "characters", f"outside the alphabet: {describe(unknown)}"))
     labels = alphabet.encode("".join(character for character in text if character not in unknown))
     if not labels:
         problems.append((strict, "no_transcript", f"the transcript {u.text!r} has no labels"))
         return problems
     needed = fewest_frames(labels)
-    fastest = max([1.0, *config.augment.speed]) if training else 1.0
+    fastest = max([1.0, *(speeds or ())])
     frames = output_frames(round(u.duration_s * data.sample_rate_hz))
     if frames < needed:
         reason = f"{u.duration_s:.2f} s make {frames} output frames, CTC needs {needed} for {len(labels)} labels"
@@ -177,11 +197,10 @@ def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Pro
             return probes
 
 
-def _audio_problems(u: Utterance, measured: Probe, config: Config, whole_file: bool) -> list[tuple[str, str, str]]:
+def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, whole_file: bool) -> list[tuple[str, str, str]]:
     if measured.error:
         return [("error", measured.kind, measured.error)]
     problems = []
-    wanted_hz = config.data.sample_rate_hz
     if measured.peak < SILENT_PEAK:
         problems.append(("error", "silent", f"its peak is {_decibel(measured.peak)} of full scale"))
     if measured.clipped > CLIPPED_FRACTION:

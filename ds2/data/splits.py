@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
+from ds2.text.unfit import count_unfit, help_text
 
 log = logging.getLogger(__name__)
 _NAMED_AT_MOST = 20
@@ -22,57 +22,58 @@ class CorpusError(UserError):
     """Utterances that training refuses; the message names them and the ways out."""
 
 
-def ensure_manifests(config: Config) -> None:
+def ensure_manifests(data: DataConfig) -> None:
     """Run the recipe's prepare step where one of its manifests is missing.
 
     Raises:
         ConfigError: a manifest is missing and the recipe has no prepare step, or no training manifest is named.
     """
-    if not config.data.train:
+    if not data.train:
         raise ConfigError(
             "data.train names no manifest: choose a recipe (recipe=an4) or set data.train=[my/train.jsonl]"
         )
-    missing = [p for p in (*config.data.train, *config.data.dev, *config.data.test) if not Path(p).is_file()]
+    missing = [p for p in (*data.train, *data.dev, *data.test) if not Path(p).is_file()]
     if not missing:
         return
-    if not config.data.prepare:
+    if not data.prepare:
         raise ConfigError(f"manifests not found: {', '.join(missing)}; write them with `ds2 data import`")
-    log.info("preparing %s: %s not there yet", config.data.prepare, ", ".join(missing))
-    made = prepare(config.data.prepare, config.data.corpus, config.data.work_dir)
+    log.info("preparing %s: %s not there yet", data.prepare, ", ".join(missing))
+    made = prepare(data.prepare, data.corpus, data.work_dir)
     still = [p for p in missing if not Path(p).is_file()]
     if still:
         raise ConfigError(
-            f"data.prepare={config.data.prepare} wrote {', '.join(str(p) for p in made.values())}, "
+            f"data.prepare={data.prepare} wrote {', '.join(str(p) for p in made.values())}, "
             f"but the config names {', '.join(still)}"
         )
 
 
-def training_utterances(config: Config, alphabet: Alphabet, output_frames: Callable[[int], int]) -> list[Utterance]:
+def training_utterances(
+    data: DataConfig, augment: AugmentConfig, alphabet: Alphabet, output_frames: Callable[[int], int]
+) -> list[Utterance]:
     """The utterances of `data.train` that training can use; every other one is named and counted.
 
     Raises:
         CorpusError: some are refused and `data.on_bad_utterance` is `stop`, or none is left.
     """
-    utterances = read_manifests([Path(p) for p in config.data.train])
-    found = [(u, transcript_problems(u, config, alphabet, output_frames, training=True)) for u in utterances]
+    utterances = read_manifests([Path(p) for p in data.train])
+    found = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=augment.speed)) for u in utterances]
     refused = [(u, text) for u, problems in found for severity, _, text in problems if severity == "error"]
-    if config.alphabet.unknown == "drop":
-        dropped = sum((alphabet.normalise(u.text)[1] for u in utterances), Counter())
-        if dropped:
-            log.warning("characters outside the alphabet dropped from training texts: %s", dict(dropped.most_common()))
+    kept = [u for u, problems in found if not any(severity == "error" for severity, _, _ in problems)]
+    unfit = count_unfit((u.text for u in utterances), alphabet)
+    if alphabet.unknown == "drop" and unfit:
+        log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
     if refused:
         lines = [f"  {u.source or u.name}: {u.name}: {reason}" for u, reason in refused]
-        if config.data.on_bad_utterance == "stop":
+        if data.on_bad_utterance == "stop":
             listed = "\n".join(lines[:_NAMED_AT_MOST]) + ("\n  ..." if len(lines) > _NAMED_AT_MOST else "")
             raise CorpusError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
                 "Mend the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
+                + (f"\n\n{help_text(unfit, alphabet)}" if alphabet.unknown == "stop" and unfit else "")
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
-    bad = {id(u) for u, _ in refused}
-    kept = [u for u in utterances if id(u) not in bad]
     if not kept:
-        raise CorpusError(f"no training utterance is left of {len(utterances)} in {', '.join(config.data.train)}")
+        raise CorpusError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
     return kept
 
 
@@ -82,7 +83,7 @@ def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utte
     They are reported once here, never dropped, so that a WER is comparable between systems.
     """
     utterances = read_manifests([Path(p) for p in manifests])
-    unknown = sum((alphabet.normalise(u.text)[1] for u in utterances), Counter())
+    unknown = count_unfit((u.text for u in utterances), alphabet)
     if unknown:
         log.warning(
             "references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common())

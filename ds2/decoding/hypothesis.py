@@ -32,6 +32,16 @@ class Word:
     confidence: float
 
 
+def word_record(word: Word) -> dict[str, str | float]:
+    """Return a word for JSON: times to the millisecond, which is finer than any output frame."""
+    return {
+        "text": word.text,
+        "start_s": round(word.start_s, 3),
+        "end_s": round(word.end_s, 3),
+        "confidence": round(word.confidence, 4),
+    }
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """What was recognised in one utterance; scores are natural logarithms.

@@ -136,37 +136,55 @@ def _levels(
         total, gamma = _masses(level, counts, discount, threshold, len(lower), size, scratch)
         if n > 1:
             levels[-1].backoff[:] = _backoffs(gamma, new_position)
-        probability = scratch.zeros(len(counts), np.float64)
-        parts: list[Level] = []
-        position = scratch.zeros(len(counts))
-        done = 0
-        for part in blocks(len(counts)):
-            prefix, word = np.divmod(level.keys[part], size)
-            a = counts[part]
-            shorter = lower[level.suffix[part]]
-            p = (a - discount[a.clip(max=3)]) / total[prefix] + gamma[prefix] * shorter
-            if n == 1:
-                p[word == START_ID] = 1.0  # so that scoring <s> as a token changes nothing
-            probability[part] = p
-            kept = level.counts[part] > threshold
-            position[part] = np.where(kept, done - 1 + np.cumsum(kept), -1)
-            done += int(np.count_nonzero(kept))
-            logs = np.minimum(0.0, np.log(p[kept])).astype(np.float32)
-            parts.append(Level(new_position[prefix[kept]], word[kept].astype(np.int32), logs, np.zeros(0, np.float32)))
-        if not done:
+        share = _Share(discount, total, gamma, lower)
+        made, probability, position = _kept_level(level, counts, share, threshold, new_position, size, scratch)
+        if not len(made):
             raise LanguageModelError(
                 f"pruning {n}-grams seen at most {threshold} times leaves none: lower it or the order"
             )
-        levels.append(
-            Level(
-                np.concatenate([p.prefix for p in parts]),
-                np.concatenate([p.word for p in parts]),
-                np.concatenate([p.log_prob for p in parts]),
-                np.zeros(done, np.float32),
-            )
-        )
+        levels.append(made)
         lower, new_position = probability, position
     return levels
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What the probabilities of one order are made of, by history; `lower` are those of the order below."""
+
+    discount: Floats
+    total: Floats
+    gamma: Floats
+    lower: Floats
+
+
+def _kept_level(
+    level: Counted, counts: Ints, share: _Share, threshold: int, new_position: Ints, size: int, scratch: Scratch
+) -> tuple[Level, Floats, Ints]:
+    """The n-grams of one order that pruning keeps; of all n-grams the probability and the place among those kept."""
+    probability = scratch.zeros(len(counts), np.float64)
+    position = scratch.zeros(len(counts))
+    parts: list[Level] = []
+    done = 0
+    for part in blocks(len(counts)):
+        prefix, word = np.divmod(level.keys[part], size)
+        a = counts[part]
+        shorter = share.lower[level.suffix[part]]
+        p = (a - share.discount[a.clip(max=3)]) / share.total[prefix] + share.gamma[prefix] * shorter
+        if len(share.lower) == 1:  # unigrams
+            p[word == START_ID] = 1.0  # so that scoring <s> as a token changes nothing
+        probability[part] = p
+        kept = level.counts[part] > threshold
+        position[part] = np.where(kept, done - 1 + np.cumsum(kept), -1)
+        done += int(np.count_nonzero(kept))
+        logs = np.minimum(0.0, np.log(p[kept])).astype(np.float32)
+        parts.append(Level(new_position[prefix[kept]], word[kept].astype(np.int32), logs, np.zeros(0, np.float32)))
+    whole = Level(
+        np.concatenate([part.prefix for part in parts]),
+        np.concatenate([part.word for part in parts]),
+        np.concatenate([part.log_prob for part in parts]),
+        np.zeros(done, np.float32),
+    )
+    return whole, probability, position
 
 
 def _masses(

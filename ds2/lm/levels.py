@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ds2.lm.ngram import LanguageModelError, NGram, longest_match
 
@@ -68,18 +69,8 @@ def link(
             at = slice(first + part.start, first + part.stop)
             parents, words = prefix_state[level.prefix[part]], level.word[part]
             keys[at] = parents.astype(np.int64) * size + words
-            if n == 1:
-                next_state[at] = 0
-                continue
-            _, found, shortened = longest_match(
-                torch.from_numpy(keys[:first]),
-                torch.from_numpy(suffix),
-                size,
-                n - 1,
-                torch.from_numpy(suffix[parents]),
-                torch.from_numpy(words),
-            )
-            next_state[at] = next_state[found.gather(1, shortened)[:, 0].numpy()]
+            shorter = (torch.from_numpy(suffix[parents]), torch.from_numpy(words))
+            next_state[at] = 0 if n == 1 else next_state[_entries(keys[:first], suffix, size, n - 1, *shorter)]
         if n < order:
             flags = kept[n - 1]
             states = slice(state_starts[n], state_starts[n + 1])
@@ -99,6 +90,15 @@ def link(
         unit=unit,
         alphabet=alphabet,
     )
+
+
+def _entries(
+    keys: NDArray[np.int64], suffix: NDArray[np.int32], size: int, order: int, states: Tensor, words: Tensor
+) -> NDArray[np.int64]:
+    """The entries of the longest n-grams, of at most `order` words, that end with these words after these states."""
+    _, found, shortened = longest_match(torch.from_numpy(keys), torch.from_numpy(suffix), size, order, states, words)
+    entries: NDArray[np.int64] = found.gather(1, shortened)[:, 0].numpy()
+    return entries
 
 
 def unlink(model: NGram) -> list[Level]:

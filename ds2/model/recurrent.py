@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
+from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.ragged import Ragged, reverse
 
@@ -25,10 +26,7 @@ class RecurrentLayer(nn.Module):
     Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
 
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
-    frames back, and with the unit variance that batch norm gives at any depth the state stays far below the clip.
-    Tried on AN4 for 17 s each (8 x 512, one H200, one seed), greedy WER on its test part: identity * 0.5 19 %,
-    uniform as torch.nn 29 %, orthogonal 32 %, orthogonal * 0.5 54 %; identity * 0.3 39 % and * 0.5 17 % in 15 s, while
-    * 0.7 and * 0.9 had not begun to learn.
+    frames back and the state stays far below the clip (tried beside others: recipes/initialisation.md).
 
     Args:
         width_in: D.
@@ -39,7 +37,7 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         hidden = config.hidden
         self.nonlinearity, self.clip, self.backend = config.nonlinearity, config.clip, config.backend
-        self.dropout = config.dropout
+        self.dropout = UtteranceDropout(config.dropout)
         self.weight_ih = nn.Parameter(torch.empty(hidden, width_in))
         nn.init.kaiming_normal_(self.weight_ih, nonlinearity="relu")
         self.norm = SequenceBatchNorm(hidden, config.batch_norm_momentum) if config.batch_norm else None
@@ -52,13 +50,13 @@ class RecurrentLayer(nn.Module):
 
         Args:
             x: (T, B, D), 0 past each length.
-            ragged: lengths of ``x``.
+            ragged: lengths of ``x``, keys of its dropout.
             state: one (B, H) tensor, h before frame 0; zeros when None.
 
         Returns:
             (T, B, H), 0 past each length, and the state after each utterance's last frame.
         """
-        x = functional.dropout(x, self.dropout, self.training)
+        x = self.dropout(x, ragged.keys)
         z = functional.linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
@@ -86,7 +84,7 @@ class TorchRecurrentLayer(nn.Module):
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__()
         make = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
-        self.dropout = config.dropout
+        self.dropout = UtteranceDropout(config.dropout)
         self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum) if config.batch_norm else None
         self.cell = make(width_in, config.hidden)
         self.cell_reverse = make(width_in, config.hidden) if config.bidirectional else None
@@ -95,7 +93,7 @@ class TorchRecurrentLayer(nn.Module):
         """See :meth:`RecurrentLayer.forward`."""
         if self.norm is not None:
             x = self.norm(x, ragged.count)
-        x = functional.dropout(x, self.dropout, self.training)
+        x = self.dropout(x, ragged.keys)
         carried = None if state is None else tuple(s[None] for s in state)
         y, last = self.cell(x, carried[0] if carried is not None and len(carried) == 1 else carried)
         if self.cell_reverse is not None:

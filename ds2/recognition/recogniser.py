@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from ds2.recognition.settings import decode_settings
 from ds2.recognition.stream import BLOCK_S, Session
 from ds2.recognition.transcribe import Transcript, transcribe_file
 
+log = logging.getLogger(__name__)
 _BATCH_AUDIO_S = {"cpu": 120.0, "cuda": 1200.0}  # padded audio a batch: fills the device, small beside training
 
 
@@ -42,7 +44,7 @@ class Recogniser(Parts):
         path: Path | str,
         *,
         device: str = "auto",
-        precision: str = "fp32",
+        precision: str = "auto",
         decode: DecodeConfig | None = None,
     ) -> Recogniser:
         """Open a model file, or the best one of a run folder.
@@ -50,7 +52,7 @@ class Recogniser(Parts):
         Args:
             path: the file or folder.
             device: auto, cpu, cuda, cuda:N.
-            precision: fp32, bf16 or auto (bf16 on a GPU).
+            precision: fp32, bf16 or auto: on a GPU the precision of its training, on a CPU fp32.
             decode: decoder settings; None takes those tuned for the model, else those of its own config.
 
         Raises:
@@ -63,10 +65,12 @@ class Recogniser(Parts):
         return cls.of(loaded, decode or decode_settings(file, loaded.config), chosen, precision)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, decode: DecodeConfig, device: torch.device, precision: str = "fp32") -> Recogniser:
+    def of(cls, loaded: LoadedModel, decode: DecodeConfig, device: torch.device, precision: str = "auto") -> Recogniser:
         """Put a model that is loaded on `device` together with the decoder that settings name; errors as `load`."""
         decoder = make_decoder(decode, loaded.alphabet, loaded.frame_s, device)
-        chosen = resolve_precision(precision, device)
+        chosen = loaded.trained_precision if precision == "auto" and device.type == "cuda" else precision
+        chosen = resolve_precision(chosen, device)
+        log.info("recognising on %s in %s", device, chosen)
         return cls(loaded.model, loaded.features, loaded.alphabet, decoder, device, chosen)
 
     def transcribe(self, path: Path | str) -> Transcript:

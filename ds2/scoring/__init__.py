@@ -1,1 +1,5 @@
-"""Hypotheses against references: WER and its alignment, intervals, reports as text, JSON and a page."""
+"""Hypotheses against references.
+
+wer: alignment and counts. statistics: intervals and paired tests. report, html: a report as text, JSON and a page.
+texts: files to score, and which hypothesis belongs to which reference.
+"""

@@ -1,1 +1,5 @@
-"""The ground: files written whole, tensors with a header, facts of the machine, the one error base. Knows no speech."""
+"""The ground, which knows nothing of speech.
+
+errors: the base of all errors that a user can mend. files: files written whole, the cache folder. tensor_file:
+tensors with a JSON header in one file. machine: cores, the commit that runs.
+"""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import HERE, TIMEOUT_S
 
 from ds2.audio.read import AudioError
 from ds2.cli import main
@@ -26,6 +27,7 @@ from ds2.training.metrics import RunLog
 from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
+RANK_JOB = HERE / "rank_job.py"
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, object]]:
@@ -95,11 +97,14 @@ def test_killed_at_random_steps_and_started_again_is_the_unbroken_run(
     extra = ["train.epochs=12", "checkpoint.every_steps=1", "augment.speed=[0.9,1.0,1.1]", "data.workers=2"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(tiny_config(*extra), whole)
-    command = [sys.executable, "-m", "ds2.cli", "train", *tiny_overrides, *extra, f"run_dir={broken}"]
     kills = 0
     for wait_steps in (3, 2, 5, 1000):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         seen = len(losses(broken)) if (broken / "log.jsonl").is_file() else 0
+        # The run waits ten steps on, for a test that comes late on a busy machine.
+        job = ["hang", "0", str(seen + wait_steps + 10), *tiny_overrides, *extra, f"run_dir={broken}"]
+        process = subprocess.Popen(
+            [sys.executable, str(RANK_JOB), *job], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while process.poll() is None:
             now = len(losses(broken)) if (broken / "log.jsonl").is_file() else 0
             if now >= seen + wait_steps:
@@ -107,7 +112,7 @@ def test_killed_at_random_steps_and_started_again_is_the_unbroken_run(
                 kills += 1
                 break
             time.sleep(0.01)
-        process.wait(timeout=120)
+        process.wait(timeout=TIMEOUT_S)
     assert kills >= 3 and process.returncode == 0
     assert losses(broken) == losses(whole)
 
@@ -124,7 +129,7 @@ def test_a_signal_saves_and_ends_cleanly(tiny_overrides: list[str], tmp_path: Pa
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + number
     assert "Traceback" not in errors and number.name in errors
     assert load(run_dir / "trainer.safetensors")[1]["progress"]["step"] > 0
@@ -264,6 +269,8 @@ def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
     sweep = ["--multirun", "model.hidden=32,48", "train.max_steps=1"]
     assert main(["train", *tiny_overrides, *sweep]) == 0
     folder = tmp_path / "run-sweep"
-    hidden = [load_model(folder / job).config.model.hidden for job in ("0", "1")]
-    assert hidden == [32, 48]
-    assert load_model(folder / "1").config.run_dir == str(folder / "1")
+    jobs = ("model.hidden=32", "model.hidden=48")
+    assert [load_model(folder / job).config.model.hidden for job in jobs] == [32, 48]
+    table = (folder / "ranking.txt").read_text()
+    assert all(job in table for job in jobs) and (folder / "ranking.png").is_file()
+    assert load_model(folder / jobs[1]).config.run_dir == str(folder / jobs[1])

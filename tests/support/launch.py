@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 150  # generous: the machine may be shared, and every rank imports torch
+TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
 
 
 def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -67,7 +67,7 @@ def check_turns(comm: Communicator, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with connect(CommConfig(backend="mpi", timeout_s=60), "cpu") as joined:
+    with connect(CommConfig(backend="mpi", timeout_s=600), "cpu") as joined:
         check_sums(joined)
         check_values(joined)
         check_turns(joined, Path(sys.argv[1]))

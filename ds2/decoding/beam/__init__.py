@@ -1,1 +1,1 @@
-"""Our own beam search: batched in PyTorch, one kernel on a GPU, fused with a language model."""
+"""Our beam search: in PyTorch for a whole batch, as one kernel on a GPU, fused with a language model."""

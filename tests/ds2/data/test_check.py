@@ -15,6 +15,7 @@ from ds2.config.schema import Config
 from ds2.data import check as data_check
 from ds2.data.check import CheckReport, check
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.text.alphabet import Alphabet
 
 RATE_HZ = 16000
 TEXT = "a plain transcript"
@@ -47,7 +48,8 @@ def checked(folder: Path, *planted: Utterance, split: str = "train", config: Con
     if planted:
         write_manifest(folder / f"{split}.jsonl", [*splits[split], *planted])
         splits[split] = read_manifest(folder / f"{split}.jsonl")
-    return check(splits, config or Config(run_dir="x"), frames_at_25_hz)
+    config = config or Config(run_dir="x")
+    return check(splits, config.data, config.augment, Alphabet.from_config(config.alphabet), frames_at_25_hz)
 
 
 def test_a_good_corpus_has_no_findings(folder: Path) -> None:

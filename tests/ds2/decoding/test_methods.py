@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +26,11 @@ from support.decoding_cases import (
 )
 from torch import Tensor
 
-from ds2.config.schema import DecodeConfig
+from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.decoder import decode_long
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError
-from ds2.decoding.methods import make_decoder
+from ds2.decoding.methods import METHODS, make_decoder
 from ds2.lm.arpa import read_arpa
 from ds2.lm.ngram import LanguageModelError
 from ds2.text.alphabet import Alphabet
@@ -188,12 +188,15 @@ def test_ctcdecode_gets_a_model_that_it_can_read_and_its_scores_are_split(
         ({"label_min_log_prob": 0.0}, "label_min_log_prob"),
         ({"method": "viterbi"}, "greedy, beam, native, ctcdecode"),
         ({"prune": math.inf}, "decode.prune"),
+        ({"alpha": math.nan}, "decode.alpha=nan: allowed are numbers from"),
+        ({"alpha": math.inf}, "decode.alpha=inf"),
+        ({"confidence": [1.0, math.nan]}, "decode.confidence"),
         ({"method": "ctcdecode"}, "pip install ctcdecode"),
     ],
 )
 def test_settings_that_cannot_work_are_named(changes: dict[str, object], message: str) -> None:
     options = replace(DecodeConfig(method="beam"), **changes)  # type: ignore[arg-type]
-    with pytest.raises(DecodeError, match=message):
+    with pytest.raises(DecodeError if "pip" in message else ConfigError, match=message):
         make_decoder(options, CHARACTERS, 0.02, CPU)
 
 
@@ -228,3 +231,24 @@ def test_a_long_recording_is_decoded_in_pieces_with_times_of_the_whole() -> None
     assert [w.end_s for w in cut.words] == pytest.approx([w.end_s for w in whole.words])
     assert spell(cut.labels, CHARACTERS) == cut.text == whole.text
     assert (1, 1) not in pairwise(cut.labels)
+
+
+def test_the_table_holds_every_method_and_every_setting_counts_for_one() -> None:
+    (declared,) = (field for field in fields(DecodeConfig) if field.name == "method")
+    assert tuple(METHODS) == declared.metadata["allowed"]
+    settings = {field.name for field in fields(DecodeConfig)} - {"method", "confidence"}
+    assert set().union(*(row.options for row in METHODS.values())) == settings
+
+
+def test_settings_that_a_method_ignores_are_named_with_the_methods_that_take_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_decoder(DecodeConfig(hot_words=["ab"], beam=9), CHARACTERS, 0.02, CPU)
+    assert (
+        "decode.beam changes nothing under decode.method=greedy; it counts for beam, native, ctcdecode" in caplog.text
+    )
+    assert "decode.hot_words changes nothing under decode.method=greedy; it counts for beam, native" in caplog.text
+    caplog.clear()
+    make_decoder(DecodeConfig(method="beam", hot_words=["ab"]), CHARACTERS, 0.02, CPU)
+    make_decoder(DecodeConfig(), CHARACTERS, 0.02, CPU)
+    assert not caplog.text

@@ -128,7 +128,7 @@ def test_bf16_keeps_statistics_in_float32() -> None:
 def test_reduce_makes_two_ranks_equal_one_batch() -> None:
     x = torch.randn(8, 3, 4, dtype=torch.float64, requires_grad=True)
     grad_y = torch.randn_like(x)
-    barrier, vectors = threading.Barrier(2, timeout=30), [torch.empty(0)] * 2
+    barrier, vectors = threading.Barrier(2, timeout=600), [torch.empty(0)] * 2
 
     def rank(index: int) -> tuple[Tensor, Tensor]:
         def reduce(vector: Tensor) -> None:

@@ -89,8 +89,15 @@ def test_the_reproducible_gradient_is_as_near_to_float64_as_that_of_torch(
     exact = results(logits.double(), torch_loss)
     stock = results(logits, torch_loss)
     ours = results(logits, lambda values: reproducible_ctc(values, labels, frames, lengths))
-    for wanted, theirs, got in zip(exact, stock, ours, strict=True):
-        assert (got - wanted).norm() <= 2 * (theirs - wanted).norm() + 1e-7 * wanted.norm()
+    # What rounding alone explains: the logarithms of alpha and beta grow to the loss L within T frames and are rounded
+    # at each, which adds up to a variance of (u L)^2 T / 9 if roundings are independent and uniform; their sum is
+    # rounded too. Three standard deviations, of the losses and, through exp, of the occupancies inside the gradient.
+    deviation = 3 * torch.finfo(torch.float32).eps / 2 * exact[0].cpu() * torch.sqrt(2 * frames / 9 + 1)
+    valid = torch.arange(len(logits))[:, None] < frames
+    occupancy = weights.cpu()[:, None] * logits.cpu().double().softmax(-1) * valid[:, :, None] - exact[1].cpu()
+    explained = deviation.norm(), (occupancy.norm(dim=(0, 2)) * deviation).norm()
+    for wanted, theirs, got, floor in zip(exact, stock, ours, explained, strict=True):
+        assert (got - wanted).norm() <= max(2 * (theirs - wanted).norm(), floor)
 
 
 def test_the_reproducible_gradient_ignores_what_lies_at_padding() -> None:
