@@ -21,6 +21,7 @@ from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
+from ds2.recognition.live import Endpoints, Live
 from ds2.recognition.parts import Parts
 from ds2.recognition.settings import decode_settings
 from ds2.recognition.stream import BLOCK_S, Session
@@ -76,9 +77,13 @@ class Recogniser(Parts):
         """Transcribe an audio file of any format and length; errors as `transcribe_file`."""
         return transcribe_file(self, path)
 
-    def session(self, block_s: float = BLOCK_S) -> Session:
+    def session(self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None) -> Session:
         """Begin to hear a source chunk by chunk; arguments and errors as `Session`."""
-        return Session(self, block_s)
+        return Session(self, block_s, sample_rate_hz=sample_rate_hz)
+
+    def live(self, *, sample_rate_hz: int | None = None, endpoints: Endpoints | None = None) -> Live:
+        """Begin to hear a source without end, that comes in segments; arguments and errors as `Live`."""
+        return Live(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints)
 
     @torch.inference_mode()
     def logits(
