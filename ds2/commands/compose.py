@@ -51,7 +51,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
             composed = compose(config_name=PRIMARY_CONFIG, overrides=list(overrides))
     except MissingConfigException as error:
         _missing(error)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a number of 5000 digits
         explain(error, overrides)
     return read_config(composed)
 
@@ -87,7 +87,7 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
 def _parse(override: str) -> Override:
     try:
         return OverridesParser.create().parse_override(override)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(
             f"{override!r} is no override ({reason}): write key=value, and quote a value with blanks or brackets in it "

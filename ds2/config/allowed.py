@@ -26,7 +26,9 @@ class Range:
     below: bool = False  # high itself is not allowed
     lengths: tuple[int, ...] = ()  # of a list of them; none: any
 
-    def __contains__(self, value: float) -> bool:
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float):
+            return False
         enough = self.low < value if self.above else self.low <= value
         return enough and (value < self.high if self.below else value <= self.high)
 

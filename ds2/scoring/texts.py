@@ -65,7 +65,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
 def _manifest_line(line: str, path: Path, source: str, position: int, *, hypotheses: bool) -> tuple[str, Line]:
     try:
         record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ScoringError(f"{source}: not JSON ({error}), as the lines before it are") from error
     name = "pred_text" if hypotheses and isinstance(record, dict) and "pred_text" in record else "text"
     if not isinstance(record, dict) or not isinstance(record.get(name), str):
@@ -75,7 +75,10 @@ def _manifest_line(line: str, path: Path, source: str, position: int, *, hypothe
         return str(position), Line(str(position), record[name], str(record.get("speaker") or ""))
     if not isinstance(audio, str) or not isinstance(offset, int | float):
         raise ScoringError(f"{source}: audio_filepath must be a string and offset a number")
-    key = f"{(path.parent / audio).resolve()}+{offset:g}"
+    try:
+        key = f"{(path.parent / audio).resolve()}+{offset:g}"
+    except (ValueError, OverflowError) as error:
+        raise ScoringError(f"{source}: audio_filepath or offset cannot be: {error}") from error
     shown = Path(audio).stem + (f"+{offset:g}s" if offset else "")
     return key, Line(shown, record[name], str(record.get("speaker") or ""))
 
