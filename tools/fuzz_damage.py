@@ -1,4 +1,4 @@
-"""Damage to files, drawn by seed: bytes of any file, words of a text, values inside the JSON of a safetensors header."""
+"""Damage to files, drawn by seed: bytes of any file, words of a text, values in the JSON of a safetensors header."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 NUMBERS = ("nan", "-nan", "inf", "-inf", "-1", "0", "1", "1e999", "1e-999", "-0.0", "1" * 40, "9" * 5000, "0x10", "½")
 WORDS = (
     "", " ", "\0", "\x1b[2J", "\ufeff", "\u202e", "null", "true", "[]", "{}", "[" * 3000, '"', "'", "\\", "\n", "\r",
-    "\t", "${oc.env:HOME}", "${decode}", "../../../../etc/passwd", "/dev/zero", "é", "日本", "\U0001f600", "<s>", "</s>",
-    "a" * 70_000,
+    "\t", "${oc.env:HOME}", "${decode}", "../../../../etc/passwd", "/dev/zero", "é", "日本", "\U0001f600", "<s>",
+    "</s>", "a" * 70_000,
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**400, 0.5, -0.5, 1e300, float("nan"), float("inf"), "", "x",
@@ -81,7 +81,7 @@ def _lines(draw: random.Random, content: bytes) -> bytes:
     where = draw.randrange(len(lines) + 1)
     return b"\n".join(
         draw.choice(
-            (lines[:chosen] + lines[chosen + 1 :], lines[:where] + [lines[chosen]] + lines[where:], lines[::-1])
+            (lines[:chosen] + lines[chosen + 1 :], [*lines[:where], lines[chosen], *lines[where:]], lines[::-1])
         )
     )
 

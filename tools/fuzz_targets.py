@@ -270,10 +270,151 @@ def _texts(folder: Path) -> Any:
 
 
 def _targets() -> Mapping[str, Target]:
+    sounds = (
+        "WAV/PCM_16 WAV/FLOAT FLAC/PCM_16 OGG/OPUS OGG/VORBIS CAF/ALAC_16 MP3/MPEG_LAYER_III NIST/PCM_16 AIFF/PCM_16"
+    )
+    rows = (f'{u.audio_filepath.relative_to(folder)},"{u.text}",{u.speaker}' for u in spoken)
+    _lines(folder / "table.csv", ["wav_filename,transcript,speaker", *rows])
+
+
+def _make_deepspeech(folder: Path) -> None:
+    samples = []
+    for utterance in _speech(folder):
+        text = utterance.audio_filepath.with_suffix(".txt")
+        _lines(text, [utterance.text])
+        names = (str(path.relative_to(folder)) for path in (utterance.audio_filepath, text))
+        samples.append(dict(zip(("wav_path", "transcript_path"), names, strict=True)))
+    (folder / "m.json").write_text(json.dumps({"root_path": str(folder), "samples": samples}))
+
+
+def _importer(format_name: str, make: Callable[[Path], None], only: str, inside: str = "") -> Target:
+    def read(folder: Path) -> Any:
+        return [
+            (u.name, u.text, u.duration_s) for u in import_corpus(format_name, folder / inside, _PARTS[format_name])
+        ]
+
+    return Target(f"import {format_name}", make, read, TEXT, only)
+
+
+_PARTS = {"an4": "train", "librispeech": "dev-clean", "kaldi": "", "csv": "", "deepspeech_pytorch": ""}
+
+
+def _parts_of_model(config: Config = TINY) -> tuple[AcousticModel, Features, Alphabet]:
+    torch.manual_seed(0)
+    alphabet, features = Alphabet.from_config(config.alphabet), Features(config.features, RATE_HZ)
+    return AcousticModel(config.model, features.bins, len(alphabet)), features, alphabet
+
+
+def _make_model(folder: Path) -> None:
+    save_model(folder / "best.safetensors", *_parts_of_model(), TINY, {"wer": 0.5, "epoch": 1})
+
+
+def _read_model(folder: Path) -> Any:
+    loaded = load_model(folder / "best.safetensors")
+    tensors = (*loaded.model.state_dict().values(), *loaded.features.state_dict().values())
+    return digest([*tensors, loaded.alphabet.symbols, loaded.config])
+
+
+def _train_state() -> TrainState:
+    model, features, _ = _parts_of_model()
+    state = TrainState(model, features, make_optimizer(model, TINY.optim))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    return state
+
+
+def _make_state(folder: Path) -> None:
+    save_state(folder, _train_state(), TINY)
+
+
+def _read_state(folder: Path) -> Any:
+    state = _train_state()
+    state.take(*read_state(folder, TINY), average_decay=0.0)
+    tensors = (tensor for part in state.tensors().values() for tensor in part.values())
+    return digest([*tensors, asdict(state.progress)])
+
+
+def _make_cache(folder: Path) -> None:
+    _make_manifest(folder)
+    _read_cache(folder)
+
+
+def _read_cache(folder: Path) -> Any:
+    return digest(open_audio(read_manifest(folder / "m.jsonl"), DataConfig(work_dir=str(folder))))
+
+
+def _language_model() -> Any:
+    draw = random.Random(0)
+    return estimate([[draw.choice(WORDS_OF_LM) for _ in range(draw.randint(1, 6))] for _ in range(60)], 3).model
+
+
+def _read_lm(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        lm = load_ngram(folder / name)
+        scores = [score for words in (WORDS_OF_LM, ["none", "one", "one"], []) for score in lm.sentence(list(words))]
+        if not all(math.isfinite(score) and score <= 1e-3 for score in scores):
+            raise AssertionError(f"scores that are no log-probs: {scores}")
+        return digest(scores)
+
+    return read
+
+
+def _make_tuned(folder: Path) -> None:
+    options = replace(TINY.decode, method="beam", alpha=0.7, hot_words=["one"], confidence=[1.5, -0.5])
+    save_settings(options, tuned_file(folder / "best.safetensors"))
+
+
+def _read_tuned(folder: Path) -> Any:
+    options = decode_settings(folder / "best.safetensors", TINY)
+    make_decoder(replace(options, lm=""), Alphabet.from_config(TINY.alphabet), 0.02, CPU)
+    return options
+
+
+def _keys(section: type, prefix: str = "") -> Iterable[str]:
+    hints = get_type_hints(section)
+    for declared in fields(section):
+        kind = hints[declared.name]
+        if is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{declared.name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + declared.name
+
+
+KEYS = tuple(_keys(Config))
+
+
+def _override(draw: random.Random, content: bytes) -> bytes:
+    key = draw.choice(KEYS)
+    value = draw.choice((*NUMBERS, *WORDS, "[1,2]", "[nan]", "[-1,1]", "{a:1}", "100000", "-5", "1e9", "0.5"))
+    return f"{key}={value}".encode()
+
+
+def _read_override(folder: Path) -> Any:
+    """What `ds2 train` builds from its settings before it looks at data, without the memory of the weights."""
+    config = compose_config([(folder / "override").read_bytes().decode()])
+    alphabet = Alphabet.from_config(config.alphabet)
+    features = Features(config.features, config.data.sample_rate_hz)
+    with torch.device("meta"):
+        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+    make_optimizer(model, config.optim)
+    make_decoder(replace(config.decode, lm=""), alphabet, 0.02, CPU)
+    return None
+
+
+def _make_override(folder: Path) -> None:
+    (folder / "override").write_text("model.depth=2")
+
+
+def _texts(folder: Path) -> Any:
+    return [read_texts(folder / "m.jsonl", ids=ids, hypotheses=True) for ids in (False, True)]
+
+
+def _targets() -> Mapping[str, Target]:
     sounds = (("WAV", "PCM_16"), ("WAV", "FLOAT"), ("FLAC", "PCM_16"), ("OGG", "OPUS"), ("OGG", "VORBIS"), ("CAF", "ALAC_16"),
               ("MP3", "MPEG_LAYER_III"), ("NIST", "PCM_16"), ("AIFF", "PCM_16"), ("AU", "PCM_16"), ("W64", "PCM_16"))  # fmt: skip
     rows = (
-        *(_audio(*sound) for sound in sounds),
+        *(_audio(*sound.split("/")) for sound in f"{sounds} AU/PCM_16 W64/PCM_16".split()),
         Target("manifest", _make_manifest, lambda f: read_manifest(f / "m.jsonl"), JSON_LINES, "m.jsonl"),
         Target("texts to score", _make_manifest, _texts, JSON_LINES, "m.jsonl"),
         _importer("kaldi", _make_kaldi, "[!w]*"),

@@ -162,10 +162,12 @@ def _files(folder: Path, pattern: str, *, order: bool = True) -> object:
     """Names and content of files, paths of the folder left out; or, where content may lie in any order, sizes."""
     files = sorted(path for path in folder.glob(pattern) if path.is_file())
     here = str(folder).encode()
-    return [
-        (str(f.relative_to(folder)), hashlib.sha256(f.read_bytes().replace(here, b"")).hexdigest() if order else f.stat().st_size)
-        for f in files
-    ]  # fmt: skip
+
+    def content(file: Path) -> str | int:
+        held = file.read_bytes()
+        return hashlib.sha256(held.replace(here, b"")).hexdigest() if order else len(held)
+
+    return [(str(file.relative_to(folder)), content(file)) for file in files]
 
 
 def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:

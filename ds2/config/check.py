@@ -23,8 +23,8 @@ def check_allowed(section: Any, key: str = "") -> None:
         if isinstance(allowed, tuple):
             _require(value in allowed, f"{name}={value!r} is not one of {', '.join(allowed)}")
         elif isinstance(allowed, Range):
-            given = value if isinstance(value, list) else [value]
-            fits = not allowed.lengths or not isinstance(value, list) or len(value) in allowed.lengths
+            given = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            fits = not allowed.lengths or len(given) in allowed.lengths
             _require(fits and all(number in allowed for number in given), f"{name}={value}: allowed are {allowed}")
 
 

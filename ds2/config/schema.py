@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers
+from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name
 from ds2.system.errors import UserError
 
 
@@ -44,6 +44,10 @@ class AlphabetConfig:
     unknown: str = choice("stop", "drop")  # a character outside the alphabet; drop is counted and logged
     pieces: list[str] = field(default_factory=list)  # byte-pair pieces of the symbols, as merged: then the labels
     pieces_file: str = ""  # where `pieces` are read from, unless given: what `ds2 data pieces` wrote
+    locale: str = ""  # tr or az: case with dotted and dotless i; lt, de, ...: as everywhere else
+    unicode: str = choice("NFC", "NFKC")  # the latter makes full-width letters, ligatures and the like plain ones
+    numbers: str = ""  # a language (en, de, tr, pt_BR): digits become its words, by num2words; empty: digits stay
+    punctuation: str = choice("keep", "drop")  # drop: what is neither letter nor digit and no symbol becomes a space
 
 
 @dataclass
@@ -133,6 +137,9 @@ class OptimConfig:
     anneal: float = number(1.2, 0, 1e6, above=True)
     warmup_steps: int = number(0, 0, COUNT)
     clip_norm: float = number(400.0, 0, UNLIMITED)  # 0: off
+    layer_rates: dict[str, float] = numbers_by_name(  # factors by start of a weight's name: {convs: 0.1}
+        0, 1e6, above=True, way_out="train.freeze=[NAME] lets weights stay as they are"
+    )
 
 
 @dataclass
@@ -152,6 +159,8 @@ class TrainConfig:
     evaluate_every_epochs: int = number(1, 1, COUNT)
     evaluate_from_epoch: int = number(1, 1, COUNT)
     log_every_steps: int = number(10, 1, COUNT)
+    metric: str = choice("wer", "cer")  # which of them, on the dev set, makes a model the best one
+    freeze: list[str] = field(default_factory=list)  # weights that stay, by the start of their names: [convs]
     seed: int = number(1, 0, SEED)
 
 
@@ -162,7 +171,7 @@ class CheckpointConfig:
     every_minutes: float = number(10.0, 0, UNLIMITED)  # timed trainer states between epochs; 0: only at epochs
     every_steps: int = number(0, 0, COUNT)  # 0: off
     keep_last: int = number(1, 1, COUNT)
-    init_from: str = ""  # a model file whose weights start this run
+    init_from: str = ""  # a model file or run folder: its architecture, features, alphabet and weights start this run
     resume: bool = True  # continue the run folder's last trainer state where there is one
 
 

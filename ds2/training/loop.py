@@ -147,5 +147,5 @@ def finished(config: Config, progress: Progress) -> str:
         return f"{progress.elapsed_s / 60:.1f} minutes trained (train.max_minutes)"
     patience = limits.early_stop_epochs
     if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
-        return f"no better dev WER for {patience} epochs (train.early_stop_epochs)"
+        return f"no better dev {limits.metric.upper()} for {patience} epochs (train.early_stop_epochs)"
     return ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.config.convert import config_to_dict
+from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
 _PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
+_FIXED = ("model.", "features.", "alphabet.", "train.freeze", "optim.layer_rates")  # the last two order the optimizer
 
 
 @dataclass
@@ -110,8 +111,9 @@ def read_state(run_dir: Path, config: Config) -> tuple[Parts, Progress]:
     tensors, metadata = load(path)
     if metadata.get("kind") != "trainer":
         raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
-    changed = changed_keys(metadata["config"], config_to_dict(config))
-    fixed = [key for key in changed if key.split(".")[0] in ("model", "features", "alphabet")]
+    old = config_to_dict(config_from_dict(metadata["config"]))  # keys that are newer than the file get their defaults
+    changed = changed_keys(old, config_to_dict(config))
+    fixed = [key for key in changed if key.startswith(_FIXED)]
     if fixed:
         raise ConfigError(
             f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
