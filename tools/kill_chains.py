@@ -93,7 +93,7 @@ def works(base: Path) -> list[Work]:
     """What is killed, on a corpus that is made in `base`."""
     manifest, text = _corpus(base / "corpus"), base / "text.txt"
     draw = random.Random(0)
-    words = [f"w{number}" for number in range(3000)]
+    words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
     text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(20_000)), encoding="utf-8")
     settings = (
         f"data.train=[{manifest}]", f"data.dev=[{manifest}]", "data.workers=0", "alphabet.symbols='abc '", "device=cpu",
