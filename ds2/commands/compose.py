@@ -102,7 +102,10 @@ def _source(config: Config) -> Config:
             f"checkpoint.init_from={config.checkpoint.init_from}: {file} is a {metadata.get('kind')}, not a model: "
             "give a run folder, or its best.safetensors or last.safetensors"
         )
-    return config_from_dict(metadata["config"])
+    try:
+        return config_from_dict(metadata["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def open_free_form(overrides: Sequence[str]) -> list[str]:

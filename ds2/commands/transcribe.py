@@ -21,6 +21,7 @@ from ds2.decoding.hypothesis import DecodeError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcribe import Transcript
+from ds2.system.files import own_folder
 
 _STDIN = "-"
 
@@ -47,13 +48,14 @@ def _readable(name: str) -> Iterator[Path]:
     if name != _STDIN:
         yield Path(name)
         return
-    with tempfile.NamedTemporaryFile(prefix="ds2-stdin-", suffix=".audio") as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.flush()
+    with own_folder(Path(tempfile.gettempdir()), "ds2-stdin") as folder:
+        copy = folder / "stdin.audio"
+        with copy.open("wb") as out:
+            shutil.copyfileobj(sys.stdin.buffer, out)
         try:
-            yield Path(copy.name)
+            yield copy
         except AudioError as error:
-            raise AudioError(str(error).replace(copy.name, "standard input")) from error
+            raise AudioError(str(error).replace(str(copy), "standard input")) from error
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config.check import check
 from ds2.config.schema import Config, ConfigError
 from ds2.system.files import write_text
+from ds2.system.plain import FieldError, UnknownField, from_plain
 
 FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys are the user's
 
@@ -42,15 +44,23 @@ def save_config(config: Config, path: Path) -> None:
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain containers, for JSON."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    return asdict(config)
 
 
-def config_from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of `config_to_dict`; raises `ConfigError` for keys this version does not know."""
+def config_from_dict(values: object) -> Config:
+    """The inverse of `config_to_dict`: values of files are data, nothing in them is interpolated.
+
+    Raises:
+        ConfigError: a key that this version does not know, a wrong type, or values that cannot work together.
+    """
     try:
-        return to_config(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values)))
-    except OmegaConfBaseException as error:
-        explain(error)
+        config = from_plain(Config, {"run_dir": MISSING, **values} if isinstance(values, dict) else values, "config")
+    except UnknownField as error:
+        _unknown(error.field.removeprefix("config."))
+    except FieldError as error:
+        raise ConfigError(str(error)) from error
+    check(config)
+    return config
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:

@@ -109,6 +109,6 @@ def make_decoder(
         log.warning("decode.%s changes nothing under decode.method=%s; it counts for %s", name, options.method, others)
     row = METHODS[options.method]
     if lm is None and options.lm and "lm" in row.options:
-        lm = load_ngram(Path(options.lm))
+        lm = load_ngram(Path(options.lm)).check()
     decoder = row.make(options, alphabet, frame_s, device, lm)
     return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)
