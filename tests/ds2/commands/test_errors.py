@@ -43,7 +43,7 @@ def test_every_error_is_one_line_and_status_2_of_every_command(
     error: type[UserError], command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: list[str]) -> int:
-        raise error("what was given, what is allowed, the way out")
+        raise error.__new__(error, "what was given, what is allowed, the way out")
 
     stand_in = ModuleType(f"ds2.commands.{command}")
     stand_in.run = fail  # type: ignore[attr-defined]
