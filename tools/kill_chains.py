@@ -181,7 +181,7 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
     if status:
         count.faults.append(f"the unbroken run ended with status {status}: {_said(unbroken)}")
         return count
-    expected = work.result(unbroken)
+    expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
     while count.kills < kills:
         chain = folder / f"chain{count.chains}"
         count.chains += 1
@@ -199,12 +199,16 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
             count.faults.append(f"chain {count.chains} ended otherwise than the unbroken run")
         else:
             count.equal += 1
-        left = [path for path in chain.rglob("*") if path.suffix == ".partial" or path.parent.name == "tmp"]
+        left = [path for path in _temporary(chain) if path.name not in ordinary]
         if left:
             size = sum(path.stat().st_size for path in left if path.is_file()) / 1e6
             count.faults.append(f"chain {count.chains} left {len(left)} temporary files, {size:.1f} MB: {left[0].name}")
         shutil.rmtree(chain, ignore_errors=True)
     return count
+
+
+def _temporary(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
 
 
 def _run(
