@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             count = chains(work, base / work.name.replace(" ", "-"), given.kills, draw)
             found = count.faults or []
             rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(found)} |")
-            print(rows[-1], file=sys.stderr)
+            print(rows[-1], *found, sep="\n", file=sys.stderr)
             faults += [f"{work.name}: {fault}" for fault in found]
     print(f"seed {given.seed}, {time.monotonic() - started:.0f} s, commit {git_commit()}\n")
     print("\n".join([*rows, "", *(f"- {fault}" for fault in faults)]))

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ds2.audio.read import AUDIO_SUFFIXES, AudioError
 from ds2.commands.common import add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
-from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.hypothesis import DecodeError, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcribe import Transcript
@@ -88,10 +87,10 @@ def run(arguments: Sequence[str]) -> int:
 def _record(name: str, transcript: Transcript) -> dict[str, Any]:
     return {
         "audio_filepath": name,
-        "duration": transcript.duration_s,
+        "duration": round(transcript.duration_s, 3),
         "text": transcript.text,
         "score": transcript.hypothesis.score,
-        "words": [asdict(word) for word in transcript.words],
+        "words": [word_record(word) for word in transcript.words],
     }
 
 

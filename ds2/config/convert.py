@@ -70,8 +70,14 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(node[key], f"{prefix}{key}.")
 
 
+_SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
+          "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
+
+
 def nearest_key(key: str) -> str | None:
     """The configuration key most like `key`, by its whole path or, failing that, by its last part."""
+    if key in _SHORT:
+        return _SHORT[key]
     known = [*_keys(OmegaConf.structured(Config)), "recipe"]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if close:

@@ -131,9 +131,8 @@ class OptimConfig:
     momentum: float = number(0.99, 0, 1, below=True)  # sgd
     betas: list[float] = numbers([0.9, 0.98], 0, 1, below=True, lengths=(2,))  # adamw
     weight_decay: float = number(0.0, 0, 1e6)
-    schedule: str = choice(
-        "anneal", "cosine", "constant"
-    )  # anneal (divide by `anneal` each epoch) | cosine (to zero at the last epoch) | constant
+    # anneal: divided by `anneal` each epoch; cosine: to zero at the last epoch
+    schedule: str = choice("anneal", "cosine", "constant")
     anneal: float = number(1.2, 0, 1e6, above=True)
     warmup_steps: int = number(0, 0, COUNT)
     clip_norm: float = number(400.0, 0, UNLIMITED)  # 0: off
@@ -151,9 +150,7 @@ class TrainConfig:
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
     accumulate: int = number(1, 1, COUNT)  # batches a step
-    average_decay: float = number(
-        0.0, 0, 1, below=True
-    )  # exponential moving average of the weights, evaluated and kept as best; 0: off
+    average_decay: float = number(0.0, 0, 1, below=True)  # of a moving average of the weights, kept as best; 0: off
     early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev WER; 0: off
     max_skipped_steps: int = number(20, 0, COUNT)  # non-finite losses or gradients before training stops
     evaluate_every_epochs: int = number(1, 1, COUNT)

@@ -12,7 +12,7 @@ import torch
 
 from ds2.config.check import check_allowed
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.beam.search import batched_search
+from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.confidence import AS_IT_IS, CalibratedDecoder
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
 from ds2.decoding.external.ctc_beam_decoder import NativeSearch
@@ -49,7 +49,7 @@ def _greedy(
 
 
 def _beam(options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None) -> Decoder:
-    return SearchDecoder(batched_search(alphabet, options, lm, device), alphabet, frame_s, options.times, device)
+    return BeamDecoder(alphabet, options, lm, frame_s, device)
 
 
 def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) -> Maker:
@@ -59,7 +59,7 @@ def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) ->
         options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
     ) -> Decoder:
         found = search(alphabet, options, lm)
-        return SearchDecoder(found, alphabet, frame_s, options.times, torch.device("cpu"))
+        return SearchDecoder(found, alphabet, frame_s, options.times)
 
     return make
 

@@ -142,6 +142,13 @@ class Alphabet:
         """Whether symbols are pieces of words."""
         return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
 
+    @property
+    def as_printed(self) -> bool:
+        """Whether the network writes capitals among small letters, or punctuation other than the apostrophe."""
+        cased = self.case == "keep" and any(c != c.lower() for c in self._characters)
+        marks = self._characters - {"'", " ", WORD_MARK}
+        return cased or any(unicodedata.category(c)[0] in "PS" for c in marks)
+
     def normalise(self, text: str) -> tuple[str, Counter[str]]:
         """Return the transcript as the network should write it, and the count of each character that it cannot write.
 

@@ -27,7 +27,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
-from ds2.recognition.evaluate import score
+from ds2.recognition.evaluate import score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
@@ -268,6 +268,8 @@ class Trainer:
         model.train(model is self.model)
         report = score(self.dev, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
+        if (words_only := score_words(report, self.alphabet)) is not None:
+            scores["wer_without_case_and_punctuation"] = words_only.wer
         progress = self.progress
         board.scalars("dev", progress.step, scores)
         self._show_first(board, hypotheses[0].text)
