@@ -61,7 +61,7 @@ def _read(file: Path) -> DictConfig:
         text = file.read_text(encoding="utf-8")
         _refuse_interpolation(file, text)
         read = OmegaConf.create(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}: no YAML ({reason}); delete it or run `ds2 lm tune` again") from error
     if not isinstance(read, DictConfig):

@@ -76,7 +76,10 @@ def _manifest_line(line: str, path: Path, source: str, position: int, *, hypothe
         return str(position), Line(str(position), _nfc(record[name]), str(record.get("speaker") or ""))
     if not isinstance(audio, str) or not isinstance(offset, int | float):
         raise ScoringError(f"{source}: audio_filepath must be a string and offset a number")
-    key = f"{(path.parent / audio).resolve()}+{offset:g}"
+    try:
+        key = f"{(path.parent / audio).resolve()}+{offset:g}"
+    except (ValueError, OverflowError) as error:
+        raise ScoringError(f"{source}: audio_filepath or offset cannot be: {error}") from error
     shown = Path(audio).stem + (f"+{offset:g}s" if offset else "")
     return key, Line(shown, _nfc(record[name]), str(record.get("speaker") or ""))
 

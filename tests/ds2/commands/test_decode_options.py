@@ -40,6 +40,14 @@ def test_the_nearest_key_is_named(tmp_path: Path) -> None:
         resolve_options([], model, config)
 
 
+@pytest.mark.parametrize("content", [b"beam: 1" + b"0" * 5000, b"beam: \xff", b"beam: [", b"- 1", b"[" * 5000])
+def test_a_damaged_tuned_file_is_named(content: bytes, tmp_path: Path) -> None:
+    model = tmp_path / "best.safetensors"
+    tuned_file(model).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"best-decode\.yaml: .*`ds2 lm tune` again"):
+        resolve_options([], model, Config(run_dir="run"))
+
+
 def test_arguments_part() -> None:
     given = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
     assert split_overrides(given) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])

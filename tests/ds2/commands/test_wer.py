@@ -95,6 +95,9 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
         (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: not JSON"),
         (b'{"txt": "a"}\n', b"a\n", [], "ref:1: no string 'text'"),
         (b'{"text": "a", "audio_filepath": 3}\n', b"a\n", [], "ref:1: audio_filepath must be a string"),
+        (b'{"text": "a", "audio_filepath": "\\u0000"}\n', b"a\n", [], "ref:1: audio_filepath or offset cannot be"),
+        (b'{"text": ' + b"[" * 100_000, b"a\n", [], "ref:1: not JSON"),
+        (b'{"text": 1' + b"0" * 5000 + b"}", b"a\n", [], "ref:1: not JSON"),
     ],
 )
 def test_input_that_cannot_be_scored(
