@@ -21,7 +21,7 @@ usage: ds2 COMMAND [...]
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
   transcribe MODEL FILE...           audio files to text or JSON
-  serve MODEL                        live recognition for OpenAI's REST clients and Vosk's WebSocket clients
+  serve MODEL                        live recognition for clients of OpenAI's interfaces and of Vosk's
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe

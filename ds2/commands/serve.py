@@ -1,4 +1,4 @@
-"""`ds2 serve`: live recognition for clients of OpenAI's REST interface and of Vosk's WebSocket."""
+"""`ds2 serve`: live recognition for clients of OpenAI's REST and realtime interfaces and of Vosk's WebSocket."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ds2 serve",
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="POST /v1/audio/transcriptions as OpenAI has it, Vosk's WebSocket at /, /healthz and /metrics; "
-        "with DS2_API_KEY in the environment, clients must send it as Authorization: Bearer KEY",
+        description="/v1/audio/transcriptions and /v1/realtime (transcription) as OpenAI has them, Vosk's WebSocket at "
+        "/, /healthz and /metrics; with DS2_API_KEY in the environment, clients must send it as Authorization: Bearer "
+        "KEY",
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")

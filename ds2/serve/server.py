@@ -16,7 +16,9 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.serve.batcher import Batcher
 from ds2.serve.limits import Limits
 from ds2.serve.metrics import Metrics
+from ds2.serve.realtime import Realtime
 from ds2.serve.rest import Transcriptions
+from ds2.serve.sockets import Socket
 from ds2.serve.vosk import Vosk
 
 _SHUTDOWN_S = 30  # for requests that are being answered
@@ -41,11 +43,13 @@ def application(recogniser: Recogniser, limits: Limits) -> Starlette:
         yield
         batcher.close()
 
-    rest, vosk = Transcriptions(batcher, limits), Vosk(batcher, limits)
+    rest = Transcriptions(batcher, limits)
+    realtime, vosk = (Socket(protocol, batcher, limits) for protocol in (Realtime, Vosk))
     routes = [
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/v1/audio/transcriptions", rest.__call__, methods=["POST"]),
+        WebSocketRoute("/v1/realtime", realtime.__call__),
         WebSocketRoute("/", vosk.__call__),
     ]
     return Starlette(routes=routes, lifespan=lifespan)

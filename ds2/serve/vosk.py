@@ -7,79 +7,34 @@ session goes on.
 
 from __future__ import annotations
 
-import asyncio
-import json
 from typing import Any
 
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
-from ds2.audio.stream import Pcm16
 from ds2.recognition.live import Endpoints
-from ds2.serve.batcher import Batcher, FullError, Heard, Source
-from ds2.serve.limits import LimitError, Limits
-from ds2.system.errors import UserError
+from ds2.serve.batcher import Heard
+from ds2.serve.limits import LimitError
+from ds2.serve.sockets import BAD_DATA, Client, json_object
 
 _DEFAULT_RATE_HZ = 8000
-_TRY_LATER, _BAD_DATA = 1013, 1007
 
 
-class Vosk:
-    """The endpoint."""
-
-    def __init__(self, batcher: Batcher, limits: Limits) -> None:
-        self.batcher, self.limits = batcher, limits
-
-    async def __call__(self, socket: WebSocket) -> None:
-        """Serve a connection to its end."""
-        client = _Client(self.batcher, self.limits)
-        try:
-            await socket.accept()
-            self.limits.check_key(socket)
-            await client.serve(socket)
-        except WebSocketDisconnect:
-            return
-        except TimeoutError:
-            await self._refuse(socket, f"nothing came for {self.limits.idle_s:g} s", _TRY_LATER)
-        except LimitError as error:
-            await self._refuse(socket, str(error), error.code)
-        except FullError as error:
-            await self._refuse(socket, str(error), _TRY_LATER)
-        except UserError as error:
-            await self._refuse(socket, str(error), _BAD_DATA)
-        finally:
-            client.close()
-
-    async def _refuse(self, socket: WebSocket, message: str, code: int) -> None:
-        self.batcher.metrics.refused.labels(str(code)).inc()
-        try:
-            await socket.send_json({"error": message})
-            await socket.close(code, message[:100])
-        except (WebSocketDisconnect, RuntimeError):
-            return  # it has gone meanwhile
-
-
-class _Client:
+class Vosk(Client):
     """One connection's settings and source, which begins with its first audio."""
 
-    def __init__(self, batcher: Batcher, limits: Limits) -> None:
-        self.batcher, self.limits = batcher, limits
-        self.rate_hz, self.words = _DEFAULT_RATE_HZ, False
-        self.source: Source | None = None
-        self.samples = Pcm16()
+    rate_hz, words = _DEFAULT_RATE_HZ, False
 
-    def close(self) -> None:
-        if self.source is not None:
-            self.source.close()
+    def refusal(self, message: str) -> dict[str, Any]:
+        """What a client is told before its connection ends."""
+        return {"error": message}
 
     async def serve(self, socket: WebSocket) -> None:
-        while True:
-            message = await asyncio.wait_for(socket.receive(), self.limits.idle_s)
-            if message["type"] == "websocket.disconnect":
-                return
+        """Answer until eof or the end of the connection."""
+        while (message := await self.next(socket)) is not None:
             if message.get("bytes") is not None:
-                await socket.send_json(self._reply(await self._hear(message["bytes"])))
+                await socket.send_json(self._reply(await self.hear(message["bytes"], self.rate_hz, Endpoints())))
                 continue
-            command = _command(message.get("text") or "")
+            command = json_object(message.get("text") or "")
             if "config" in command:
                 self._configure(command["config"])
             if command.get("reset") or command.get("eof"):
@@ -89,22 +44,15 @@ class _Client:
                 await socket.close()
                 return
 
-    async def _hear(self, data: bytes) -> Heard:
-        if self.source is None:
-            self.source = self.batcher.open(self.rate_hz, Endpoints())
-        heard = await self.source.accept(self.samples.accept(data))
-        self.limits.check_duration(self.source.accepted_s)
-        return heard
-
     def _configure(self, config: Any) -> None:
         if not isinstance(config, dict) or self.source is not None:
-            raise LimitError("config is an object and comes before the first audio", 400, _BAD_DATA)
+            raise LimitError("config is an object and comes before the first audio", 400, BAD_DATA)
         for key in ("phrase_list", "max_alternatives"):
             if config.get(key):
-                raise LimitError(f"config.{key} is not offered by this server: leave it out", 400, _BAD_DATA)
+                raise LimitError(f"config.{key} is not offered by this server: leave it out", 400, BAD_DATA)
         rate_hz = config.get("sample_rate", self.rate_hz)
         if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool):
-            raise LimitError(f"config.sample_rate={rate_hz!r} is no number", 400, _BAD_DATA)
+            raise LimitError(f"config.sample_rate={rate_hz!r} is no number", 400, BAD_DATA)
         self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
 
     def _reply(self, heard: Heard) -> dict[str, Any]:
@@ -124,13 +72,3 @@ class _Client:
                 for word in segment.hypothesis.words
             ]
         return found
-
-
-def _command(text: str) -> dict[str, Any]:
-    try:
-        command = json.loads(text)
-    except ValueError as error:
-        raise LimitError(f"text messages are JSON: {error}", 400, _BAD_DATA) from error
-    if not isinstance(command, dict):
-        raise LimitError("text messages are JSON objects", 400, _BAD_DATA)
-    return command

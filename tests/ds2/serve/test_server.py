@@ -6,110 +6,27 @@ import asyncio
 import io
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 import soundfile
 import torch
-from numpy.typing import NDArray
+from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from ds2.audio.stream import Pcm16
 from ds2.cli import main
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.decoding.hypothesis import Hypothesis
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import step
 from ds2.serve.limits import Limits
-from ds2.serve.server import application, make_server
-
-RATE_HZ = 16000
-
-
-@dataclass
-class Running:
-    """A server that answers."""
-
-    recogniser: Recogniser
-    port: int
-
-    @property
-    def web(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def vosk(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/"
-
-    def text(self, path: str) -> str:
-        with urllib.request.urlopen(self.web + path, timeout=30) as answer:
-            return str(answer.read().decode())
-
-    def metric(self, name: str) -> float:
-        return next(
-            float(line.split()[1]) for line in self.text("/metrics").splitlines() if line.startswith(name + " ")
-        )
-
-    def client(self, key: str = "none") -> Any:
-        return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-@pytest.fixture
-def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
-    """Start servers of the tiny model with given limits; each ends with the test."""
-    started: list[tuple[Any, threading.Thread]] = []
-
-    def start(method: str = "greedy", **limits: Any) -> Running:
-        recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method=method, beam=8), torch.device("cpu"))
-        server = make_server(recogniser, Limits(**limits), "127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        started.append((server, thread))
-        return Running(recogniser, server.servers[0].sockets[0].getsockname()[1])
-
-    yield start
-    for server, thread in started:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def speech(seed: int, seconds: float) -> bytes:
-    """Tones that change every tenth of a second, as 16-bit samples."""
-    draw = np.random.default_rng(seed)
-    pitch_hz = np.repeat(draw.uniform(200, 3000, size=int(seconds * 10) + 1), RATE_HZ // 10)
-    samples = draw.uniform(0.05, 0.5) * np.sin(2 * np.pi * np.cumsum(pitch_hz) / RATE_HZ)
-    return (samples[: int(seconds * RATE_HZ)] * 32767).astype("<i2").tobytes()
-
-
-def samples_of(data: bytes) -> NDArray[np.float32]:
-    return Pcm16().accept(data)
-
-
-def alone(recogniser: Recogniser, data: bytes) -> Hypothesis:
-    session = recogniser.session()
-    session.accept(samples_of(data))
-    while session.ready():
-        step([session])
-    return session.finish()
-
-
-def text_alone(recogniser: Recogniser, data: bytes) -> str:
-    return alone(recogniser, data).text
+from ds2.serve.server import application
 
 
 def flac(data: bytes) -> io.BytesIO:
