@@ -89,8 +89,10 @@ def test_metadata_of_any_other_type_are_named(model_file: Path, form: int) -> No
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("config", "model", "depth"), 100_000, "has 10000[0-9] layers, but there are"),
-        (("config", "model", "hidden"), 100_000, "weights do not fit the config"),
+        (("config", "model", "depth"), 100_000, "model.depth=100000: allowed are"),
+        (("config", "model", "depth"), 1000, "has 100[0-9] layers, but there are"),
+        (("config", "model", "hidden"), 100_000, "lower model.hidden=100000|weights do not fit the config"),
+        (("config", "model", "hidden"), 5000, "weights do not fit the config"),
         (("config", "model", "convs"), [], "weights do not fit the config"),
         (("config", "model", "cell"), "lstmm", "model.cell='lstmm' is not one of"),
         (("config", "model", "hiden"), 3, "unknown key 'model.hiden'; did you mean 'model.hidden'"),
