@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ds2.data.manifest import Utterance, write_manifest
@@ -130,7 +131,7 @@ def works(base: Path) -> list[Work]:
         Work("train", training, _trained),
         Work("train on 2 ranks", two_ranks, _trained, ranks=2),
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
-        Work("lm build", model_of_text, lambda folder: _files(folder, "*.lm")),
+        Work("lm build", model_of_text, _built),
         Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
         Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.pcm", order=False)),
     ]
@@ -156,6 +157,13 @@ def _trained(folder: Path) -> object:
     losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
     models = [name for name in ("best.safetensors", "last.safetensors") if (folder / "run" / name).is_file()]
     return tensors, losses, models
+
+
+def _built(folder: Path) -> object:
+    """A language model's header and tensors; safetensors writes the entries of a header in any order."""
+    with safe_open(str(folder / "text.lm"), framework="np") as file:
+        tensors = {name: hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest() for name in file.keys()}  # noqa: SIM118
+        return file.metadata(), tensors
 
 
 def _files(folder: Path, pattern: str, *, order: bool = True) -> object:
