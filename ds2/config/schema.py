@@ -163,7 +163,7 @@ class CheckpointConfig:
 class CommConfig:
     """How ranks that train together exchange gradients."""
 
-    backend: str = "auto"  # auto | single | mpi | nccl
+    backend: str = "auto"  # auto | single | mpi | gloo | nccl
     batch_norm: str = "shared"  # shared: statistics over the batch of all ranks | local: over each rank's part
     overlap: bool = True  # send gradients while back-propagation goes on
     bucket_mib: float = 25.0  # gradients that travel together

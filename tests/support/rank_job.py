@@ -1,7 +1,9 @@
-"""One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun.
+"""One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun or torchrun.
 
 python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
-FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone)
+FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone),
+    launcher (SIGTERM to who started it)
+A fault strikes the first time only, not after torchrun has started its ranks again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from ds2.cli import main
-from ds2.distributed.launch import launched_rank
+from ds2.distributed.launcher import launched
 from ds2.training.trainer import Trainer
 
 
@@ -31,6 +33,8 @@ def strike(fault: str, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "launcher":
+        os.kill(os.getppid(), signal.SIGTERM)
     elif fault == "poison":
         healthy = trainer.losses
 
@@ -47,7 +51,8 @@ def run(fault: str, rank: str, step: str, *overrides: str) -> int:
 
     def faulty_step(self: Trainer, *arguments: Any) -> float | None:
         taken = self.progress.step + self.progress.skipped
-        if launched_rank() == int(rank) and taken == int(step):
+        first_time = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first_time and launched().rank == int(rank) and taken == int(step):
             strike(fault, self)
         return HEALTHY_STEP(self, *arguments)
 
