@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
+from ds2.audio.container import what_is_missing
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ _BLOCK_FRAMES = 1 << 18
 _RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
-_STREAMED_BYTES = 0x7FFF0000  # sizes from here up, and 0, are what a writer to a pipe puts into a WAV header
-_DECLARED = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _UNKNOWN_FRAMES = 1 << 62
 
 
@@ -80,7 +78,8 @@ def read_audio(
 
     Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, and `.raw` and `.pcm`
     files as headerless 16-bit little-endian mono at `sample_rate_hz`. Other rates are resampled; several channels are
-    averaged, which is logged once; samples over full scale are clipped.
+    averaged, which is logged once; samples over full scale are clipped. A file shorter than its header states, or an
+    Ogg stream without its last page, is truncated; a header written to a pipe states nothing (the largest sizes).
 
     Args:
         path: the file.
@@ -142,7 +141,7 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[_ForwardFile]:
         if status.st_size == 0:
             raise EmptyAudioError(f"{path}: the file is empty (0 bytes)")
         with _ForwardFile(descriptor, closefd=False, **_raw_format(path, status.st_size, raw_rate_hz)) as file:
-            _check_header(file, path)
+            _check_header(file, path, descriptor)
             yield file
     except AudioError:
         raise
@@ -162,20 +161,24 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
     return {"samplerate": rate_hz, "channels": 1, "format": "RAW", "subtype": "PCM_16", "endian": "LITTLE"}
 
 
-def _check_header(file: _ForwardFile, path: Path) -> None:
+def _check_header(file: _ForwardFile, path: Path, descriptor: int) -> None:
     low, high = _RATES_HZ
     if not low <= file.samplerate <= high or not 1 <= file.channels <= _MAX_CHANNELS:
         raise AudioError(
             f"{path}: its header says {file.channels} channels at {file.samplerate} Hz; "
             f"allowed are 1 to {_MAX_CHANNELS} channels at {low} to {high} Hz"
         )
-    declared = _DECLARED.search(file.extra_info)
-    if declared:
-        stated, present = map(int, declared.groups())
-        if present < stated < _STREAMED_BYTES:
-            raise AudioError(f"{path}: truncated: its header says {stated} bytes of samples, the file holds {present}")
+    missing = what_is_missing(descriptor, file.format)
+    if missing is None:
+        _log_unknown_length(file.format)
+    elif missing:
+        raise AudioError(
+            f"{path}: truncated: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC"
+        )
     if file.frames <= 0:
-        raise EmptyAudioError(f"{path}: holds no samples (empty, or truncated before the first of them)")
+        raise EmptyAudioError(
+            f"{path}: holds no samples, or its header was never completed and says that it holds none"
+        )
 
 
 def _mono_blocks(
@@ -222,10 +225,10 @@ def _check_segment(file: _ForwardFile, path: Path, offset_s: float, duration_s: 
 
 
 def _skip(file: _ForwardFile, frames: int) -> None:
-    if file.format != "MP3":
+    if file.format != "MP3" and soundfile.SoundFile.seekable(file):
         file.seek(frames)
         return
-    while frames > 0:  # seeking in MP3 is inexact: decode and forget
+    while frames > 0:  # seeking in MP3 is inexact, in some codecs (GSM) impossible: decode and forget
         skipped = len(file.read(min(_BLOCK_FRAMES, frames), dtype="float32"))
         if not skipped:
             return
@@ -245,3 +248,11 @@ def _with_last(blocks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[
 @cache
 def _log_averaging(channels: int) -> None:
     log.warning("audio with %d channels is averaged to one (said once)", channels)
+
+
+@cache
+def _log_unknown_length(container: str) -> None:
+    log.warning(
+        "whether a %s file is whole is not checked: convert such audio, e.g. to FLAC (said once)",
+        container,
+    )

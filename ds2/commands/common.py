@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
+from ds2.system.stops import Stopped, stoppable
 
 USER_ERROR = 2
-PRECISION_HELP = "auto: on a GPU the precision that the model was trained in, on a CPU fp32"
 
 
 def with_search_path(arguments: Sequence[str]) -> list[str]:
@@ -32,10 +33,28 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     return remaining
 
 
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Declare where a model runs and in which precision."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument(
+        "--precision",
+        default="auto",
+        choices=["fp32", "bf16", "auto"],
+        help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
+    )
+
+
 def report_errors(action: Callable[[], int]) -> int:
-    """Run `action`; errors that a user can mend become one message and status 2, others keep their traceback."""
+    """Run `action`; errors that a user can mend become one message and status 2, SIGTERM 143.
+
+    Whatever else is raised keeps its traceback.
+    """
     try:
-        return action()
+        with stoppable():
+            return action()
+    except Stopped as stopped:
+        print(f"ds2: stopped by {stopped}", file=sys.stderr)
+        return stopped.status
     except (UserError, OSError) as error:
         from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
 

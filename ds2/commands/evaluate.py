@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import PRECISION_HELP
+from ds2.commands.common import add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.distributed.launch import connect
@@ -52,8 +52,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="folder of the reports (default: best-evaluation beside best.safetensors, ...)"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--precision", default="auto", choices=["fp32", "bf16", "auto"], help=PRECISION_HELP)
+    add_where(parser)
     parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")
     parser.add_argument("--workers", type=int, default=-1, help="processes that read audio; -1 chooses, 0 none")
     given = parser.parse_args(arguments)

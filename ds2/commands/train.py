@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ds2.commands.common import report_errors, with_search_path
-from ds2.commands.compose import PRIMARY_CONFIG, compose_config, config_dir, first_of_sweep, read_config, register
+from ds2.commands.compose import (
+    PRIMARY_CONFIG,
+    compose_config,
+    config_dir,
+    first_of_sweep,
+    open_free_form,
+    read_config,
+    register,
+)
 from ds2.training.loop import train
+
+log = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -24,13 +35,20 @@ def run(arguments: Sequence[str]) -> int:
     statuses: list[int] = []
 
     def job(composed: DictConfig) -> None:
-        config = read_config(composed)
-        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        run_dir = Path(HydraConfig.get().runtime.output_dir if sweep else config.run_dir)
-        config.run_dir = str(run_dir)
-        statuses.append(report_errors(lambda: train(config, run_dir)))
+        statuses.append(report_errors(lambda: _train(composed)))
 
     register()
-    sys.argv = ["ds2 train", *arguments]
+    sys.argv = ["ds2 train", *open_free_form(arguments)]
     hydra.main(config_path=str(config_dir()), config_name=PRIMARY_CONFIG, version_base="1.3")(job)()
     return max(statuses, default=0)
+
+
+def _train(composed: DictConfig) -> int:
+    job = HydraConfig.get()
+    run_dir = Path(job.runtime.output_dir) if job.mode == RunMode.MULTIRUN else None
+    config, inheritance = read_config(composed, list(job.overrides.task), run_dir)
+    if inheritance.replaced:
+        log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
+    if inheritance.differing:
+        log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, inheritance.differing)
+    return train(config, Path(config.run_dir))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import AUDIO_SUFFIXES, AudioError
-from ds2.commands.common import PRECISION_HELP
+from ds2.commands.common import add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import DecodeError
@@ -107,6 +107,5 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default="text",
         help="text (after the file's name and a tab where there are several files), or one JSON object a file",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--precision", default="auto", choices=["fp32", "bf16", "auto"], help=PRECISION_HELP)
+    add_where(parser)
     return parser.parse_args(arguments)

@@ -12,6 +12,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "data.cache": ("none", "disk"),
     "alphabet.case": ("lower", "upper", "keep"),
     "alphabet.unknown": ("stop", "drop"),
+    "alphabet.unicode": ("NFC", "NFKC"),
+    "alphabet.punctuation": ("keep", "drop"),
     "features.kind": ("log_spectrogram", "log_mel"),
     "features.normalise": ("corpus", "none"),
     "model.cell": ("rnn", "lstm", "gru"),
@@ -21,6 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.name": ("sgd", "adamw"),
     "optim.schedule": ("anneal", "cosine", "constant"),
     "train.precision": ("auto", "fp32", "bf16"),
+    "train.metric": ("wer", "cer"),
     "comm.backend": ("auto", "single", "mpi", "gloo", "nccl"),
     "comm.batch_norm": ("shared", "local"),
     "decode.method": DECODE_METHODS,
@@ -123,6 +126,12 @@ def check(config: Config) -> None:
         config.optim.name != "sgd" or 0 <= config.optim.momentum < 1,
         f"optim.momentum={config.optim.momentum} is not in [0, 1)",
     )
+    for name, factor in config.optim.layer_rates.items():
+        _require(
+            0 < factor < float("inf"),
+            f"optim.layer_rates has {name}: {factor}; factors of the learning rate are above 0, and "
+            f"train.freeze=[{name}] lets weights stay as they are",
+        )
     _require(len(config.optim.betas) == 2, f"optim.betas={config.optim.betas} must be two numbers")
     symbols = config.alphabet.symbols
     _require(len(symbols) > 0, "alphabet.symbols is empty: list every character that transcripts may hold")

@@ -14,7 +14,7 @@ from ds2.config.check import check
 from ds2.config.schema import Config, ConfigError
 from ds2.system.files import write_text
 
-_FREE_FORM = ("alphabet.replace",)  # mappings whose keys are the user's
+FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys are the user's
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -25,7 +25,7 @@ def to_config(composed: DictConfig) -> Config:
     """
     known = {*_keys(OmegaConf.structured(Config))}
     for key in _keys(composed):
-        if key not in known and not any(key.startswith(f"{free}.") for free in _FREE_FORM):
+        if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
             _unknown(key)
     try:
         config = cast(Config, OmegaConf.to_object(composed))

@@ -27,7 +27,7 @@ class DataConfig:
     min_duration_s: float = 0.1
     max_duration_s: float = 40.0
     on_bad_utterance: str = "stop"  # stop | skip: what training does with utterances that `ds2 data check` refuses
-    cache: str = "disk"  # none | disk: decoded audio kept as 16-bit samples, memory-mapped by the loader's workers
+    cache: str = "disk"  # none | disk: decoded audio kept as 16-bit samples with checksums
     workers: int = -1  # loader processes, of train and dev each; -1: on a GPU one a core, at most 8; on a CPU 0: none
 
 
@@ -41,6 +41,10 @@ class AlphabetConfig:
     unknown: str = "stop"  # stop | drop: a character outside the alphabet; drop is counted and logged
     pieces: list[str] = field(default_factory=list)  # byte-pair pieces of the symbols, as merged: then the labels
     pieces_file: str = ""  # where `pieces` are read from, unless given: what `ds2 data pieces` wrote
+    locale: str = ""  # tr or az: case with dotted and dotless i; lt, de, ...: as everywhere else
+    unicode: str = "NFC"  # NFC | NFKC: the latter makes full-width letters, ligatures and the like plain ones
+    numbers: str = ""  # a language (en, de, tr, pt_BR): digits become its words, by num2words; empty: digits stay
+    punctuation: str = "keep"  # keep | drop: what is neither letter nor digit and no symbol becomes a space
 
 
 @dataclass
@@ -128,6 +132,7 @@ class OptimConfig:
     anneal: float = 1.2
     warmup_steps: int = 0
     clip_norm: float = 400.0  # 0: off
+    layer_rates: dict[str, float] = field(default_factory=dict)  # factors by start of a weight's name: {convs: 0.1}
 
 
 @dataclass
@@ -145,6 +150,8 @@ class TrainConfig:
     evaluate_every_epochs: int = 1
     evaluate_from_epoch: int = 1
     log_every_steps: int = 10
+    metric: str = "wer"  # wer | cer: which of them, on the dev set, makes a model the best one
+    freeze: list[str] = field(default_factory=list)  # weights that stay, by the start of their names: [convs]
     seed: int = 1
 
 
@@ -155,7 +162,7 @@ class CheckpointConfig:
     every_minutes: float = 10.0  # timed trainer states between epochs; 0: only at epochs
     every_steps: int = 0  # 0: off
     keep_last: int = 1
-    init_from: str = ""  # a model file whose weights start this run
+    init_from: str = ""  # a model file or run folder: its architecture, features, alphabet and weights start this run
     resume: bool = True  # continue the run folder's last trainer state where there is one
 
 

@@ -1,7 +1,4 @@
-"""Decoded audio on disk: one memory-mapped file of 16-bit samples for a list of utterances, built once.
-
-File layout: samples of all utterances, int16; padding to 8 bytes; (first sample, samples) of each utterance, int64.
-"""
+"""Decoded audio on disk: one file of 16-bit samples for a list of utterances, built once; damage is seen and mended."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +18,14 @@ from tqdm import tqdm
 
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import DataConfig
+from ds2.data import cache_file
+from ds2.data.cache_file import CacheError, CacheFile, CacheWriter, cache_bytes
 from ds2.data.manifest import Utterance
 from ds2.system.files import whole_file
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
 _CHUNK = 16  # utterances a thread takes at a time
 _ERRORS_NAMED = 10
 _SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
@@ -44,31 +40,40 @@ class AudioStore(Sequence[NDArray[np.float32]]):
     Args:
         utterances: what to read.
         sample_rate_hz: rate of the waveforms returned.
-        cache: a file written by `build_cache` for the same utterances and rate; None decodes.
+        cache: of the same utterances and rate; None decodes.
     """
 
-    def __init__(self, utterances: Sequence[Utterance], sample_rate_hz: int, cache: Path | None = None) -> None:
+    def __init__(self, utterances: Sequence[Utterance], sample_rate_hz: int, cache: CacheFile | None = None) -> None:
         self.utterances = utterances
         self.sample_rate_hz = sample_rate_hz
         self.cache = cache
-        if cache is not None:
-            index_bytes = 16 * len(utterances)
-            self._samples = np.memmap(cache, dtype=np.int16, mode="r")
-            self._index = self._samples[len(self._samples) - index_bytes // 2 :].view(np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
         return len(self.utterances)
 
     def __getitem__(self, position: int) -> NDArray[np.float32]:  # type: ignore[override]  # no slices
         """Return the waveform of one utterance; raises AudioError naming it where it must be decoded and cannot be."""
-        if self.cache is None:
+        pcm = self._cached(self.cache, position) if self.cache else None
+        if pcm is None:
             pcm = _decode(self.utterances[position], self.sample_rate_hz)
-        else:
-            first, count = self._index[position]
-            pcm = self._samples[first : first + count]
         waveform = pcm.astype(np.float32)
         waveform *= np.float32(1 / 32768)  # in place: one mixed-type multiplication takes ten times as long
         return waveform
+
+    def _cached(self, cache: CacheFile, position: int) -> NDArray[np.int16] | None:
+        """The samples that the cache holds, or None, with a word, where they are damaged: then it is built anew."""
+        try:
+            return cache.samples(position)
+        except CacheError as error:
+            log.warning(
+                "audio cache %s is damaged: the samples of %s: %s. They are decoded again; the file is removed, the "
+                "next start builds a new one. Check the disk",
+                cache.path,
+                self.utterances[position].name,
+                error,
+            )
+            cache.discard()
+            return None
 
 
 def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
@@ -83,23 +88,28 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     """
     if data.cache == "none" or not utterances:
         return AudioStore(utterances, data.sample_rate_hz)
-    path = Path(data.work_dir) / "audio_cache" / f"{_content_key(utterances, data.sample_rate_hz)}.pcm"
-    if not path.is_file():
+    key = _content_key(utterances, data.sample_rate_hz)
+    path = Path(data.work_dir) / "audio_cache" / f"{key.hex()[:24]}.pcm"
+    if path.is_file():
         try:
-            build_cache(utterances, data.sample_rate_hz, path)
-        except OSError as error:
-            log.warning(
-                "audio cache %s not written (%s): every epoch decodes its audio again. Free the disk, set "
-                "data.work_dir to a larger one, or silence this with data.cache=none",
-                path,
-                error,
-            )
-            return AudioStore(utterances, data.sample_rate_hz)
-    return AudioStore(utterances, data.sample_rate_hz, path)
+            return AudioStore(utterances, data.sample_rate_hz, CacheFile(path, len(utterances), key))
+        except CacheError as error:
+            log.warning("audio cache %s is damaged and built again: %s. Check the disk", path, error)
+    try:
+        build_cache(utterances, data.sample_rate_hz, path, key)
+        return AudioStore(utterances, data.sample_rate_hz, CacheFile(path, len(utterances), key))
+    except (OSError, CacheError) as error:
+        log.warning(
+            "audio cache %s not written (%s): every epoch decodes its audio again. Free the disk, set "
+            "data.work_dir to a larger one, or silence this with data.cache=none",
+            path,
+            error,
+        )
+        return AudioStore(utterances, data.sample_rate_hz)
 
 
-def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path) -> None:
-    """Decode utterances in parallel into the cache file `path`, which appears whole or not at all.
+def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path, key: bytes) -> None:
+    """Decode utterances in parallel into the cache file `path` of their `key`, which appears whole or not at all.
 
     Threads, not processes: decoding and resampling leave the interpreter lock, and nothing need be forked or pickled.
 
@@ -110,37 +120,30 @@ def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path
     started = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path.parent)
-    _require_space(
-        path.parent, round(sum(u.duration_s for u in utterances) * sample_rate_hz) * 2 + 16 * len(utterances)
-    )
-    index = np.zeros((len(utterances), 2), np.int64)
+    samples = round(sum(u.duration_s for u in utterances) * sample_rate_hz)
+    _require_space(path.parent, cache_bytes(samples, len(utterances)))
     errors: dict[int, AudioError] = {}
-    end = 0
-    lock = threading.Lock()
 
     def decode_chunk(first: int) -> None:
-        nonlocal end
         for position in range(first, min(first + _CHUNK, len(utterances))):
             try:
                 pcm = _decode(utterances[position], sample_rate_hz)
             except AudioError as error:
                 errors[position] = error
                 continue
-            with lock:
-                start, end = end, end + len(pcm)
-            index[position] = start, len(pcm)
-            _write_at(file.fileno(), pcm.tobytes(), 2 * start)
+            writer.add(position, pcm)
             progress.update()
 
     threads = ThreadPoolExecutor(max_workers=usable_cores())
     progress = tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None)
     try:
         with whole_file(path) as partial, partial.open("wb") as file:
+            writer = CacheWriter(file, len(utterances), key)
             for _ in threads.map(decode_chunk, range(0, len(utterances), _CHUNK)):
                 pass
             if errors:
                 raise AudioError(_summary(errors, len(utterances)))
-            _write_at(file.fileno(), index.tobytes(), -(-2 * end // 8) * 8)
+            writer.finish()
     except BaseException:
         threads.shutdown(cancel_futures=True)
         raise
@@ -159,9 +162,9 @@ def _decode(utterance: Utterance, sample_rate_hz: int) -> NDArray[np.int16]:
     return pcm
 
 
-def _content_key(utterances: Sequence[Utterance], sample_rate_hz: int) -> str:
+def _content_key(utterances: Sequence[Utterance], sample_rate_hz: int) -> bytes:
     """Hash what the samples depend on: each file's path, size and time of change, the segment, the rate."""
-    digest = hashlib.sha256(json.dumps([_FORMAT, sample_rate_hz]).encode())
+    digest = hashlib.sha256(json.dumps([cache_file.VERSION, sample_rate_hz]).encode())
     stats: dict[Path, tuple[int, int]] = {}
     for u in utterances:
         if u.audio_filepath not in stats:
@@ -171,7 +174,7 @@ def _content_key(utterances: Sequence[Utterance], sample_rate_hz: int) -> str:
                 raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.source or u.name})") from error
             stats[u.audio_filepath] = (stat.st_size, stat.st_mtime_ns)
         digest.update(json.dumps([str(u.audio_filepath), *stats[u.audio_filepath], u.offset_s, u.duration_s]).encode())
-    return digest.hexdigest()[:24]
+    return digest.digest()
 
 
 def _require_space(folder: Path, needed_bytes: int) -> None:
@@ -181,13 +184,6 @@ def _require_space(folder: Path, needed_bytes: int) -> None:
             errno.ENOSPC,
             f"needs {needed_bytes / 1e9:.2f} GB and {_SPARE_BYTES / 1e9:.2f} GB to spare, {free / 1e9:.2f} free",
         )
-
-
-def _write_at(descriptor: int, content: bytes, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def _remove_stale(folder: Path) -> None:

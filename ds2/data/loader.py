@@ -59,7 +59,7 @@ class SpeechLoader:
     """Reads batches of a list of utterances, epoch after epoch, with workers that start once.
 
     What a batch holds depends on the utterances, the config, the epoch and the plan alone, never on the workers. They
-    are forked, which takes milliseconds and shares the mapped cache; none touches CUDA or the parent's threads: a
+    are forked, which takes milliseconds and shares the open cache; none touches CUDA or the parent's threads: a
     worker uses numpy, the audio readers and one torch thread.
 
     Args:

@@ -55,7 +55,11 @@ class _Bucket:
         return tuple(source.detach() for source in self._sources)
 
     def place(self, tensors: Sequence[Tensor]) -> None:
-        """Give the modules these tensors in place of their parameters."""
+        """Give the modules these tensors in place of their parameters.
+
+        Until the parameters are placed again, nothing else may read a module's parameters (state_dict, optimizer,
+        deepcopy): autograd only sees a copy that is an attribute of the module.
+        """
         for slot, tensor in zip(self.slots, tensors, strict=True):
             slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
 

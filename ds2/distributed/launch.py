@@ -25,6 +25,7 @@ from ds2.distributed.ordered import OrderedCommunicator
 from ds2.distributed.world import World
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
+from ds2.system.stops import Stopped
 
 log = logging.getLogger(__name__)
 _YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
@@ -153,12 +154,14 @@ def _device_name(device: torch.device) -> str:
 
 def _end_job(comm: Communicator, error: BaseException) -> None:
     """Say on the terminal who failed where and why, and end every rank."""
-    status = 130 if isinstance(error, KeyboardInterrupt) else 1
-    expected = isinstance(error, UserError | OSError | KeyboardInterrupt)
+    status = error.status if isinstance(error, Stopped) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    expected = isinstance(error, UserError | OSError | KeyboardInterrupt | Stopped)
     yield_to_rank_0()
     trace = "" if expected else "".join(traceback.format_exception(error))
     reason = f"{error}" if expected and str(error) else f"{type(error).__name__}: {error}"
-    place = f"rank {comm.rank} on {comm.host} failed at {comm.whereabouts}"
+    place = (
+        f"rank {comm.rank} on {comm.host} {'stopped' if isinstance(error, Stopped) else 'failed'} at {comm.whereabouts}"
+    )
     print(f"{trace}ds2: {place}: {reason}", file=sys.stderr, flush=True)
     comm.abort(2 if expected and status == 1 else status)
 
@@ -179,6 +182,9 @@ def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
     root.addHandler(handler)
     try:
         yield
+    except Stopped:
+        log.warning("stopped at %s", comm.whereabouts)
+        raise
     except BaseException:
         change(root.removeHandler, [h for h in root.handlers if h is not handler])  # `connect` tells the terminal
         log.exception("failed at %s", comm.whereabouts)

@@ -22,7 +22,7 @@ class MpiWorld(World):
     name = "mpi"
 
     def __init__(self) -> None:
-        self.library = _library_version()
+        self.library = library_version()
         self._opened: list[MPI.Intracomm] = []
         self._blocking, self._scatter, self._gather = (self._open() for _ in range(3))
         self.rank, self.size = self._blocking.rank, self._blocking.size
@@ -99,16 +99,17 @@ def open_world(launched: int) -> MpiWorld:
     found = MPI.COMM_WORLD.size
     if found != launched:
         raise ConfigError(
-            f"the launcher started {launched} ranks, but {_library_version()} sees {found}: mpirun and the library "
+            f"the launcher started {launched} ranks, but {library_version()} sees {found}: mpirun and the library "
             "that mpi4py loads are of different MPIs; start with the mpirun beside the python that holds mpi4py"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ConfigError(f"{_library_version()} gives no MPI_THREAD_MULTIPLE, which overlap and watchdog need")
+        raise ConfigError(f"{library_version()} gives no MPI_THREAD_MULTIPLE, which overlap and watchdog need")
     return MpiWorld()
 
 
-def _library_version() -> str:
-    return MPI.Get_library_version().split(",")[0].strip("\0 \n")
+def library_version() -> str:
+    """The MPI library's name and version."""
+    return MPI.Getlibrary_version().split(",")[0].strip("\0 \n")
 
 
 def _reads_device_memory() -> bool:

@@ -51,12 +51,21 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
     Raises:
         CheckpointError: no such file, a truncated or foreign file, or one of a newer format.
     """
+    return _read(path, str(device), tensors=True)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read the metadata of a file that `save` wrote, without its tensors; raises CheckpointError as `load`."""
+    return _read(path, "cpu", tensors=False)[1]
+
+
+def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
-        with safe_open(str(path), framework="pt", device=str(device)) as opened:
+        with safe_open(str(path), framework="pt", device=device) as opened:
             header = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            found = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     if _JSON_KEY not in header:
@@ -66,7 +75,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
         raise CheckpointError(
             f"{path} has format {metadata['format']}; this ds2 reads up to {FORMAT_VERSION}: install a newer ds2"
         )
-    return tensors, metadata
+    return found, metadata
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

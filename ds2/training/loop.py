@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from pathlib import Path
 
@@ -12,9 +11,11 @@ from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
+from ds2.system.stops import Stopped
 from ds2.training.interrupts import Interrupts
 from ds2.training.metrics import RunLog, Window, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
+from ds2.training.position import settle
 from ds2.training.run_dir import probe_run_dir, sole_use
 from ds2.training.state import Progress
 from ds2.training.trainer import Trainer
@@ -30,19 +31,24 @@ def train(config: Config, run_dir: Path) -> int:
         run_dir: receives the resolved config, log, TensorBoard, model files and the trainer state.
 
     Returns:
-        0 when training ended by itself; 128 + n when signal n stopped it after a save.
+        0 when training ended by itself; 128 + n when signal n stopped it, in a step after a save.
 
     Raises:
         ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
     """
-    with connect(config.comm, config.device) as comm:
-        probe_run_dir(run_dir)
-        with sole_use(run_dir, comm), rank_log(comm, run_dir), Interrupts() as interrupts:
-            return _train(config, run_dir, comm, interrupts)
+    try:
+        with Interrupts() as interrupts, connect(config.comm, config.device) as comm:
+            probe_run_dir(run_dir)
+            with sole_use(run_dir, comm), rank_log(comm, run_dir):
+                return _train(config, run_dir, comm, interrupts)
+    except Stopped as stopped:
+        log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)
+        return stopped.status
 
 
 def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
-    trainer = Trainer(config, run_dir, comm)
+    with interrupts.at_once():
+        trainer = Trainer(config, run_dir, comm)
     progress = trainer.progress
     if comm.rank == 0:
         save_config(config, run_dir / "config.yaml")
@@ -50,19 +56,24 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
-    while not (reason := finished(config, progress)):
+    while not (reason := interrupts.name or finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
         due = evaluation_due(trainer, complete)
-        if interrupts.agreed or not complete or due:  # an evaluation may be long: who is killed in it loses no step
+        if (
+            interrupts.agree(comm) or not complete or due
+        ):  # an evaluation may be long: who is killed in it loses no step
             trainer.save()
-        if interrupts.agreed:
-            reason = signal.Signals(interrupts.agreed).name
-            break
-        with comm.whereabouts.slow("evaluation"):
-            trainer.keep_last(trainer.evaluate(board) if due else {})
+        if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
+            continue
+        metrics: dict[str, float] = {}
+        if due:
+            with comm.whereabouts.slow("evaluation"), interrupts.at_once():
+                metrics = trainer.evaluate(board)
+        trainer.keep_last(metrics)
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
             trainer.save()
+        interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     board.close()
     return 128 + interrupts.agreed if interrupts.agreed else 0
@@ -72,6 +83,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
     config, progress = trainer.config, trainer.progress
     plan = trainer.plan()
+    settle(progress, plan, trainer.utterances)
     batches = trainer.epoch(plan)
     trainer.model.train()
     epoch, window, clock, saved_at = Window(progress), Window(progress), time.monotonic(), time.monotonic()
@@ -129,5 +141,5 @@ def finished(config: Config, progress: Progress) -> str:
         return f"{progress.elapsed_s / 60:.1f} minutes trained (train.max_minutes)"
     patience = limits.early_stop_epochs
     if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
-        return f"no better dev WER for {patience} epochs (train.early_stop_epochs)"
+        return f"no better dev {limits.metric.upper()} for {patience} epochs (train.early_stop_epochs)"
     return ""

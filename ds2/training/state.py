@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.config.convert import config_to_dict
+from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
@@ -21,7 +21,9 @@ from ds2.training.averaging import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
+_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
+_FIXED = ("model.", "features.", "alphabet.", "train.freeze", "optim.layer_rates")  # the last two order the optimizer
 
 
 @dataclass
@@ -29,7 +31,9 @@ class Progress:
     """How far a run is: everything that changes and is not a tensor."""
 
     epoch: int = 1  # 1-based, the epoch that is running
-    batch: int = 0  # batches of it that are behind us
+    batch: int = 0  # batches of its plan that are behind us
+    plan: str = ""  # fingerprint of the plan that `batch` counts in; '' in files of before it was noted
+    batches: int = 0  # of that plan
     step: int = 0  # optimizer steps, skipped ones not counted
     skipped: int = 0  # steps skipped for a loss or gradient that was not finite
     infeasible: int = 0  # utterances left out of a loss because no alignment exists (after speed change)
@@ -107,14 +111,17 @@ def read_state(run_dir: Path, config: Config) -> tuple[Parts, Progress]:
     tensors, metadata = load(path)
     if metadata.get("kind") != "trainer":
         raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
-    changed = changed_keys(metadata["config"], config_to_dict(config))
-    fixed = [key for key in changed if key.split(".")[0] in ("model", "features", "alphabet")]
+    old = config_to_dict(config_from_dict(metadata["config"]))  # keys that are newer than the file get their defaults
+    changed = changed_keys(old, config_to_dict(config))
+    fixed = [key for key in changed if key.startswith(_FIXED)]
     if fixed:
         raise ConfigError(
             f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
             "or start from its weights with checkpoint.init_from"
         )
     progress = Progress(**metadata["progress"])
+    if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
+        progress.plan = "of other settings"
     log.info(
         "resumed %s: epoch %d, batch %d, step %d%s", path, progress.epoch, progress.batch, progress.step,
         f"; changed: {', '.join(changed)}" if changed else "",

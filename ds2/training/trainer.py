@@ -35,7 +35,7 @@ from ds2.training.batch_norm import NormStatistics
 from ds2.training.ctc import ctc_losses
 from ds2.training.metrics import RunLog, StepTimer
 from ds2.training.optim import clip_gradients, gradient_norm, make_optimizer
-from ds2.training.start import begin
+from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Trainer:
         self.alphabet = Alphabet.from_config(config.alphabet)
         self.features = Features(config.features, config.data.sample_rate_hz)
         self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
+        freeze(self.model, config.train.freeze)
         with self.comm.in_turn():
             ensure_manifests(config.data)
             self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
@@ -267,13 +268,15 @@ class Trainer:
         progress = self.progress
         board.scalars("dev", progress.step, scores)
         self._show_first(board, hypotheses[0].text)
-        better = (scores["wer"], scores["cer"]) < (progress.best_wer, progress.best_cer)
+        first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
+        best = {"wer": progress.best_wer, "cer": progress.best_cer}
+        better = (scores[first], scores[second]) < (best[first], best[second])
         if better:
             progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
             self.save_model(self.run_dir / "best.safetensors", scores)
         log.info(
             "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
-            " (best)" if better else f"; best {100 * progress.best_wer:.2f} % in epoch {progress.best_epoch}",
+            " (best)" if better else f"; best {100 * best[first]:.2f} % {first.upper()} in epoch {progress.best_epoch}",
         )  # fmt: skip
         return scores
 

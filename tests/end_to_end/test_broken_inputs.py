@@ -45,6 +45,11 @@ def cut(container: str, subtype: str, fraction: float = 0.5) -> Callable[[Path],
 BROKEN_AUDIO: dict[str, tuple[Callable[[Path], bytes], str]] = {
     "empty": (lambda _: b"", "empty"),
     "zero length": (lambda _: wav_header(0), "no samples"),
+    "truncated opus": (
+        lambda f: encoded(f, "OGG", "OPUS", np.tile(TONE, 5))[:-9000],
+        r"truncated: its page at byte \d+ ends at byte \d+, the file at \d+",
+    ),
+    "never completed header": (lambda _: wav_header(0) + bytes(32000), "no samples, or its header was never completed"),
     "wrong magic": (lambda _: b"RIFX is not what this says" * 100, "not readable as audio"),
     "text": (lambda _: b"hello\n" * 1000, "not readable as audio"),
     "web page": (lambda _: b"<!DOCTYPE html><title>404</title>" + b" " * 4096, "not readable as audio"),
@@ -91,15 +96,6 @@ def test_files_without_samples_are_told_apart(tmp_path: Path) -> None:
                 read(tmp_path / "a.wav")
 
 
-def test_a_truncated_opus_file_is_caught_by_its_manifest_duration(tmp_path: Path) -> None:
-    path = tmp_path / "a.opus"
-    whole = encoded(tmp_path, "OGG", "OPUS", np.tile(TONE, 5))
-    path.write_bytes(whole[: len(whole) // 2])
-    assert 0 < len(read_audio(path)) < 5 * RATE_HZ  # the format itself does not tell
-    with pytest.raises(AudioError, match="goes past the end of the file"):
-        read_audio(path, duration_s=5.0)
-
-
 def test_odd_bytes_are_no_raw_audio(tmp_path: Path) -> None:
     (tmp_path / "a.raw").write_bytes(b"123")
     with pytest.raises(AudioError, match="3 bytes cannot be headerless 16-bit"):
@@ -141,7 +137,7 @@ def test_permission_error_of_the_system_becomes_an_audio_error(tmp_path: Path, m
         read_audio(tmp_path / "a.wav")
 
 
-@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFFFFF])
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0xFFFFFFFF - 44, 0x7FFFFFFF, 0x7FFFF000, 0x7F000000])
 def test_a_header_from_a_pipe_states_no_true_size_and_is_read_to_the_end(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.wav"
     path.write_bytes(wav_header(size) + (TONE * 32767).astype("<i2").tobytes())

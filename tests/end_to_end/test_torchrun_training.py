@@ -72,6 +72,5 @@ def test_ranks_that_torchrun_starts_again_after_one_was_killed_go_on_from_the_la
 def test_an_error_of_one_rank_ends_all_with_rank_step_and_reason(tiny_overrides: list[str], tmp_path: Path) -> None:
     run = train(2, ("throw", "1", "5", *tiny_overrides, "comm.timeout_s=600"))
     assert run.returncode != 0
-    assert re.search(
-        r"ds2: rank 1 on \S+ failed at step 5, between steps: RuntimeError: thrown on purpose", run.stdout
-    ), run.stdout
+    told = r"ds2: rank 1 on \S+ failed at step 5, .*: RuntimeError: thrown on purpose"
+    assert re.search(told, run.stdout), run.stdout

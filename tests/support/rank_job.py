@@ -2,8 +2,8 @@
 
 python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
 FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone),
-    launcher (SIGTERM to who started it)
-A fault strikes the first time only, not after torchrun has started its ranks again.
+launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin)
+A fault before a step strikes the first time only, not after torchrun has started its ranks again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.distributed.launcher import launched
+from ds2.recognition.recogniser import Recogniser
+from ds2.training import trainer
 from ds2.training.trainer import Trainer
 
 
@@ -57,10 +60,27 @@ def run(fault: str, rank: str, step: str, *overrides: str) -> int:
         return HEALTHY_STEP(self, *arguments)
 
     Trainer.step = faulty_step  # type: ignore[method-assign]
+    if fault.startswith("signal:") and launched().rank == int(rank):
+        _signal_in(*PHASES[fault.partition(":")[2]])
     return main(["train", *overrides])
 
 
+def _signal_in(owner: Any, name: str) -> None:
+    healthy = getattr(owner, name)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return healthy(*arguments, **options)
+
+    setattr(owner, name, signalled)
+
+
 HEALTHY_STEP = Trainer.step
+PHASES = {
+    "statistics": (Features, "estimate"),
+    "evaluation": (Recogniser, "recognise"),
+    "saving": (trainer, "save_state"),
+}
 
 if __name__ == "__main__":
     jobs: list[list[str]] = [[]]

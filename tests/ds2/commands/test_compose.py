@@ -93,3 +93,8 @@ def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
 def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(Config(augment=augment, run_dir="x"))
+
+
+def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
+    config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
+    assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def assert_same(store: AudioStore, utterances: list[Utterance]) -> None:
 
 def test_cached_samples_are_the_decoded_ones(tmp_path: Path, utterances: list[Utterance]) -> None:
     store = open_audio(utterances, data_config(tmp_path))
-    assert store.cache in written(tmp_path)
+    assert store.cache is not None and store.cache.path in written(tmp_path)
     assert_same(store, utterances)
     original, _ = soundfile.read(utterances[1].audio_filepath, dtype="float32")
     assert np.array_equal(store[1], original)
@@ -136,3 +137,70 @@ def test_leftovers_of_killed_builds_are_removed(tmp_path: Path, utterances: list
     (folder / "live.partial").write_bytes(b"12")
     open_audio(utterances, data_config(tmp_path))
     assert [path.name for path in written(tmp_path) if path.suffix == ".partial"] == ["live.partial"]
+
+
+def flipped(at: int) -> Callable[[bytes], bytes]:
+    """The content with one bit of one byte turned, counted from the end where `at` is negative."""
+    return lambda content: content[: at % len(content)] + bytes([content[at] ^ 4]) + content[at % len(content) + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "header only": lambda content: content[:72],
+    "half": lambda content: content[: len(content) // 2],
+    "one byte short": lambda content: content[:-1],
+    "longer": lambda content: content + bytes(8),
+    "zeros": lambda content: bytes(len(content)),
+    "without its header": lambda content: content[72:],
+    "samples lost in the middle": lambda content: content[:1000] + content[1016:],
+    "two blocks of samples changed places": lambda c: c[:72] + c[1072:2072] + c[72:1072] + c[2072:],
+    "a hole where samples were": lambda content: content[:4096] + bytes(4096) + content[8192:],
+    **{f"bit in byte {at}": flipped(at) for at in (0, 8, 12, 16, 24, 32, 64, 68, 72, 9001, -300, -144, -24, -8, -1)},
+}
+"""Six utterances: the header has 72 bytes, the index behind samples and padding 144."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_said_and_built_again(
+    damage: str, tmp_path: Path, utterances: list[Utterance], caplog: pytest.LogCaptureFixture
+) -> None:
+    open_audio(utterances, data_config(tmp_path))
+    (path,) = written(tmp_path)
+    whole = path.read_bytes()
+    index = np.frombuffer(whole[-144:], np.int64).reshape(6, 3)
+    assert index[:, 1].tolist() == [round(u.duration_s * RATE) for u in utterances]
+    path.write_bytes(DAMAGES[damage](whole))
+    with caplog.at_level(logging.WARNING):
+        assert_same(open_audio(utterances, data_config(tmp_path)), utterances)
+    assert f"audio cache {path} is damaged" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        store = open_audio(utterances, data_config(tmp_path))
+        assert_same(store, utterances)
+    assert not caplog.records and store.cache is not None and store.cache.path == path
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_cache_that_is_damaged_under_a_run_gives_no_wrong_sample(
+    cut: bool, tmp_path: Path, utterances: list[Utterance], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_audio(utterances, data_config(tmp_path))
+    (path,) = written(tmp_path)
+    if cut:
+        os.truncate(path, 1000)
+    else:
+        with path.open("rb+") as file:
+            file.seek(72)
+            file.write(bytes(path.stat().st_size - 72 - 144))
+    with caplog.at_level(logging.WARNING):
+        assert_same(store, utterances)
+    assert all(f"the samples of {u.name}" in caplog.text for u in utterances) and written(tmp_path) == []
+
+
+def test_another_corpus_under_the_name_of_this_one_is_not_taken(tmp_path: Path, utterances: list[Utterance]) -> None:
+    open_audio(utterances, data_config(tmp_path))
+    (path,) = written(tmp_path)
+    open_audio(utterances[::-1], data_config(tmp_path))
+    (other,) = set(written(tmp_path)) - {path}
+    shutil.copyfile(other, path)
+    assert_same(open_audio(utterances, data_config(tmp_path)), utterances)

@@ -49,15 +49,16 @@ def alphabet(config: Config) -> Alphabet:
 
 
 def loader_of(utterances: list[Utterance], config: Config, *, training: bool = True) -> SpeechLoader:
-    device = torch.device("cpu")
+    device = torch.device(config.device)
     if not training:
         return SpeechLoader(utterances, config.data, device)
     return SpeechLoader(utterances, config.data, device, alphabet(config), config.augment, config.train.seed)
 
 
 def batches(utterances: list[Utterance], config: Config, epoch: int = 1, *, training: bool = True) -> list[Batch]:
-    labelled = SpeechLoader(utterances, config.data, torch.device("cpu"), alphabet(config))
-    loader = loader_of(utterances, config) if training else labelled
+    loader = loader_of(utterances, config)
+    if not training:
+        loader = SpeechLoader(utterances, config.data, torch.device("cpu"), alphabet(config))
     return list(loader.epoch(PLAN, epoch))
 
 
