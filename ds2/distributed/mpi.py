@@ -109,7 +109,7 @@ def open_world(launched: int) -> MpiWorld:
 
 def library_version() -> str:
     """The MPI library's name and version."""
-    return MPI.Getlibrary_version().split(",")[0].strip("\0 \n")
+    return MPI.Get_library_version().split(",")[0].strip("\0 \n")
 
 
 def _reads_device_memory() -> bool:
