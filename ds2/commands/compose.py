@@ -102,7 +102,10 @@ def _source(config: Config) -> Config:
             f"checkpoint.init_from={config.checkpoint.init_from}: {file} is a {metadata.get('kind')}, not a model: "
             "give a run folder, or its best.safetensors or last.safetensors"
         )
-    return config_from_dict(metadata["config"])
+    try:
+        return config_from_dict(metadata["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def open_free_form(overrides: Sequence[str]) -> list[str]:
@@ -114,7 +117,7 @@ def open_free_form(overrides: Sequence[str]) -> list[str]:
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys and groups that overrides set."""
-    return {_parse(override).key_or_group.replace("/", ".") for override in overrides}
+    return {parse_override(override).key_or_group.replace("/", ".") for override in overrides}
 
 
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
@@ -123,7 +126,7 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an override is not in Hydra's grammar.
     """
-    parsed = [_parse(override) for override in overrides]
+    parsed = [parse_override(override) for override in overrides]
     return [
         f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
         if override.is_sweep_override()
@@ -132,7 +135,8 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def _parse(override: str) -> Override:
+def parse_override(override: str) -> Override:
+    """Read one override; raises ConfigError where it is not in Hydra's grammar."""
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:

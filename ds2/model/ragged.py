@@ -15,19 +15,21 @@ class Ragged:
         lengths: (B,) int32 on the model's device.
         count: valid frames of the batch.
         valid: (B, T) bool on the device, True where t < length.
+        keys: (B,) int64 on the device, from which each utterance's dropout follows; None where nothing depends on them.
     """
 
     lengths_cpu: Tensor
     lengths: Tensor
     count: int
     valid: Tensor
+    keys: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths_cpu: Tensor, frames: int, device: torch.device) -> "Ragged":
+    def of(cls, lengths_cpu: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
         """Make one from (B,) lengths on the CPU, for batches padded to ``frames``."""
         lengths = lengths_cpu.to(device, torch.int32, non_blocking=True)
         valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
-        return cls(lengths_cpu, lengths, int(lengths_cpu.sum()), valid)
+        return cls(lengths_cpu, lengths, int(lengths_cpu.sum()), valid, keys)
 
     @property
     def frames(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
+from ds2.system.plain import FieldError, from_plain
 from ds2.text.normalise import check_numbers, drop_punctuation, lower, spell_numbers, upper
 
 BLANK = 0  # the label of CTC's blank
@@ -22,6 +23,21 @@ _RULES = {"locale": "", "unicode": "NFC", "numbers": "", "punctuation": "keep"} 
 
 class AlphabetError(UserError):
     """A transcript that the alphabet cannot write, or an alphabet that cannot work; the message names characters."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An alphabet in a file."""
+
+    case: str
+    unknown: str
+    replace: dict[str, str]
+    symbols: str = ""
+    pieces: list[str] = field(default_factory=list)
+    locale: str = _RULES["locale"]
+    unicode: str = _RULES["unicode"]
+    numbers: str = _RULES["numbers"]
+    punctuation: str = _RULES["punctuation"]
 
 
 @dataclass(frozen=True)
@@ -92,10 +108,14 @@ class Alphabet:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
-        """Restore what `to_dict` gave."""
-        symbols = stored["pieces"] if "pieces" in stored else stored["symbols"]
-        rules = {key: stored.get(key, default) for key, default in _RULES.items()}
-        return cls(("", *symbols), stored["case"], tuple(sorted(stored["replace"].items())), stored["unknown"], **rules)
+        """Restore what `to_dict` gave; raises AlphabetError for what it never gives."""
+        try:
+            given = from_plain(_Stored, stored, "alphabet")
+        except FieldError as error:
+            raise AlphabetError(str(error)) from error
+        symbols = ("", *(given.pieces or given.symbols))
+        rules = {key: getattr(given, key) for key in _RULES}
+        return cls(symbols, given.case, tuple(sorted(given.replace.items())), given.unknown, **rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alphabet as plain containers for checkpoints, without the blank.
@@ -121,6 +141,13 @@ class Alphabet:
     def has_pieces(self) -> bool:
         """Whether symbols are pieces of words."""
         return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
+
+    @property
+    def as_printed(self) -> bool:
+        """Whether the network writes capitals among small letters, or punctuation other than the apostrophe."""
+        cased = self.case == "keep" and any(c != c.lower() for c in self._characters)
+        marks = self._characters - {"'", " ", WORD_MARK}
+        return cased or any(unicodedata.category(c)[0] in "PS" for c in marks)
 
     def normalise(self, text: str) -> tuple[str, Counter[str]]:
         """Return the transcript as the network should write it, and the count of each character that it cannot write.

@@ -58,8 +58,8 @@ def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
 
 
 def fold(text: str, locale: str = "") -> str:
-    """Return a text without case and punctuation, for a WER that asks about words only."""
-    return " ".join(drop_punctuation(lower(unicodedata.normalize("NFC", text), locale)).split())
+    """Return a text without case and punctuation but for apostrophes in words: for a WER that asks about words only."""
+    return " ".join(drop_punctuation(lower(unicodedata.normalize("NFC", text), locale), keep="'").split())
 
 
 def spell_numbers(text: str, language: str) -> str:

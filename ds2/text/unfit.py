@@ -47,28 +47,29 @@ def block(unfit: Mapping[str, int], alphabet: Alphabet) -> str:
     """Return a YAML block of the alphabet's settings, changed so that it can write the characters given."""
     kinds = {character: unicodedata.category(character)[0] for character in unfit}
     letters = {character for character, kind in kinds.items() if kind in "LM"}
-    if alphabet.locale == "" and _DOTTED_I & letters:
-        letters.discard("\u0307")
-    lines = ["alphabet:"]
-    if alphabet.has_pieces:
-        lines.append("  # the pieces have to be learnt anew for other symbols: `ds2 data pieces`")
-        symbols = " " + "".join(sorted(letters))
-    else:
-        symbols = "".join(sorted({*alphabet.symbols[1:], *letters}))
-    lines.append(f"  symbols: {_quoted(symbols)}")
-    lines.append(f"  case: {alphabet.case}")
     rules = alphabet.rules()
     if alphabet.locale == "" and _DOTTED_I & unfit.keys():
+        letters.discard("\u0307")
         rules["locale"] = "tr"
     if any(kind in "PSZC" for kind in kinds.values()):
         rules["punctuation"] = "drop"
+    own = set() if alphabet.has_pieces else set(alphabet.symbols[1:])
+    lines = settings({*own, *letters, " "}, alphabet, rules)
+    if alphabet.has_pieces:
+        lines.insert(0, "# with other symbols the pieces have to be learnt anew: `ds2 data pieces`")
     if "N" in kinds.values() and not alphabet.numbers:
-        lines.append("  numbers: en  # digits to words: your language; needs the package num2words")
-    lines += [f"  {key}: {value}" for key, value in rules.items()]
+        lines.append("numbers: en  # digits to words: your language; needs the package num2words")
+    return "\n".join(["alphabet:", *(f"  {line}" for line in lines)])
+
+
+def settings(symbols: Iterable[str], alphabet: Alphabet, rules: Mapping[str, str]) -> list[str]:
+    """Return YAML lines of an alphabet: these symbols in order, case and replacements of another one, these rules."""
+    lines = [f"symbols: {_quoted(''.join(sorted(symbols)))}", f"case: {alphabet.case}"]
+    lines += [f"{key}: {value}" for key, value in rules.items()]
     if alphabet.replace:
-        lines.append("  replace:")
-        lines += [f"    {_quoted(key)}: {_quoted(value)}" for key, value in alphabet.replace]
-    return "\n".join(lines)
+        lines.append("replace:")
+        lines += [f"  {_quoted(key)}: {_quoted(value)}" for key, value in alphabet.replace]
+    return lines
 
 
 def _quoted(text: str) -> str:

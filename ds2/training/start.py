@@ -41,7 +41,7 @@ def begin(
         AudioError: audio cannot be read.
     """
     if config.checkpoint.resume and state_file(run_dir).is_file():
-        return read_state(run_dir, config)
+        return read_state(run_dir, config, state)
     if any(run_dir.glob("*.safetensors")):
         raise CheckpointError(
             f"{run_dir} holds the checkpoints of another run: resume it (checkpoint.resume=true), "

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds2.audio.augment import utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.config.device import resolve_device, resolve_precision
@@ -26,7 +27,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
-from ds2.recognition.evaluate import score
+from ds2.recognition.evaluate import score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
@@ -54,11 +55,6 @@ class StepReport:
     infeasible: int = 0
     audio_s: float = 0.0
     bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
-
-
-def _dropout_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """The seed of what a rank's forward pass draws; a hash of integers is the same in every process."""
-    return hash((seed, epoch, batch, rank)) % 2**63
 
 
 class Trainer:
@@ -140,8 +136,16 @@ class Trainer:
         )
         features = apply_masks(features, masks)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            logits, logit_lengths = self.model(features, lengths)
+            logits, logit_lengths = self.model(features, lengths, self._dropout_keys(indices))
         return ctc_losses(logits, logit_lengths, batch.labels, batch.label_lengths)
+
+    def _dropout_keys(self, indices: Sequence[int]) -> Tensor | None:
+        """One a utterance and epoch: its masks are the same on any rank of any number."""
+        if not self.config.model.dropout:
+            return None
+        seed, epoch = self.config.train.seed, self.progress.epoch
+        keys = [int(utterance_rng(seed, epoch, index, "dropout").integers(2**62)) for index in indices]
+        return torch.tensor(keys).to(self.device, non_blocking=True)
 
     def step(self, batches: Iterator[Batch], group: Sequence[Sequence[int]]) -> float | None:
         """One optimizer step over all ranks.
@@ -177,14 +181,13 @@ class Trainer:
         self, batches: Iterator[Batch], group: Sequence[Sequence[int]]
     ) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
         """Forward and backward passes of a step: what this rank did, and its batches with their losses."""
-        config, progress, comm = self.config, self.progress, self.comm
+        config, comm = self.config, self.comm
         utterances = sum(map(len, group))
         done = StepReport()
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
                 batch = next(batches)
-            torch.manual_seed(_dropout_seed(config.train.seed, progress.epoch, progress.batch + number, comm.rank))
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
             last = number == len(group) - 1
             try:
@@ -265,6 +268,8 @@ class Trainer:
         model.train(model is self.model)
         report = score(self.dev, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
+        if (words_only := score_words(report, self.alphabet)) is not None:
+            scores["wer_without_case_and_punctuation"] = words_only.wer
         progress = self.progress
         board.scalars("dev", progress.step, scores)
         self._show_first(board, hypotheses[0].text)

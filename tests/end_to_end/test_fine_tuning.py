@@ -141,3 +141,19 @@ def test_info_of_what_is_not_there_names_both_ways(capsys: pytest.CaptureFixture
     assert main(["info", "nowhere.safetensors"]) == 2
     assert "give a model file or a run folder, or overrides" in capsys.readouterr().err
     assert main(["info", "x", "model=rnn_8"]) == 2
+
+
+def test_without_a_dev_set_the_user_is_warned_and_gets_the_last_model(
+    tiny_overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(compose_config([*tiny_overrides, "data.dev=[]", "train.max_steps=2"]), tmp_path / "run")
+    assert "no dev set (data.dev is empty)" in caplog.text and "ds2 data split" in caplog.text
+    assert load_model(tmp_path / "run").metadata["metrics"]["step"] == 2
+    assert not (tmp_path / "run" / "best.safetensors").exists()
+
+
+def test_a_run_that_ends_with_an_epoch_by_its_steps_is_evaluated(tiny_overrides: list[str], tmp_path: Path) -> None:
+    steps_an_epoch = 3  # ten utterances in batches of four
+    config = compose_config([*tiny_overrides, f"train.max_steps={steps_an_epoch}", "train.evaluate_every_epochs=100"])
+    train(config, tmp_path / "run")
+    assert (tmp_path / "run" / "best.safetensors").is_file()

@@ -269,6 +269,8 @@ def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
     sweep = ["--multirun", "model.hidden=32,48", "train.max_steps=1"]
     assert main(["train", *tiny_overrides, *sweep]) == 0
     folder = tmp_path / "run-sweep"
-    hidden = [load_model(folder / job).config.model.hidden for job in ("0", "1")]
-    assert hidden == [32, 48]
-    assert load_model(folder / "1").config.run_dir == str(folder / "1")
+    jobs = ("model.hidden=32", "model.hidden=48")
+    assert [load_model(folder / job).config.model.hidden for job in jobs] == [32, 48]
+    table = (folder / "ranking.txt").read_text()
+    assert all(job in table for job in jobs) and (folder / "ranking.png").is_file()
+    assert load_model(folder / jobs[1]).config.run_dir == str(folder / jobs[1])

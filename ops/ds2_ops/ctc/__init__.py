@@ -1,5 +1,6 @@
 """Decoding on the GPU, a block an utterance.
 
-beam   CTC prefix beam search with an n-gram model
-align  the best path through a known label sequence
+device  which GPUs these kernels run on
+beam    CTC prefix beam search with an n-gram model
+align   the best path through a known label sequence
 """

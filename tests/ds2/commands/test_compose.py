@@ -37,10 +37,11 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("optim=adam", "did you mean 'adamw'?"),
         ("model.depth=many", "model.depth"),
         ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru"),
-        ("train.epochs=0", "train.epochs=0 must be above 0"),
+        ("train.epochs=0", "train.epochs=0: allowed are numbers from 1 to "),
         ("batching.audio_s=10", "set one of batching.utterances"),
         ("augment.gain_db=[3,1]", "augment.gain_db"),
         ("model.depth", "model.depth"),
+        ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
     ],
 )
 def test_a_wrong_override_names_the_key_and_the_nearest_right_one(override: str, hint: str) -> None:

@@ -114,3 +114,10 @@ def test_senseless_rules_are_refused() -> None:
         Alphabet(("", "a"), unicode="NFX")
     with pytest.raises(AlphabetError, match="keep or drop"):
         Alphabet(("", "a"), punctuation="lose")
+
+
+def test_what_is_written_as_printed_is_known() -> None:
+    assert alphabet("alphabet=english_cased").as_printed
+    assert alphabet("alphabet.symbols=' ab,'").as_printed
+    assert not alphabet().as_printed and not alphabet("alphabet=german").as_printed
+    assert not alphabet("alphabet.case=upper", "alphabet.symbols=' AB'").as_printed
