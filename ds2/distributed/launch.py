@@ -26,6 +26,7 @@ from ds2.distributed.world import World
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
 from ds2.system.stops import Stopped
+from ds2.system.terminal import visible
 
 log = logging.getLogger(__name__)
 _YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
@@ -162,7 +163,7 @@ def _end_job(comm: Communicator, error: BaseException) -> None:
     place = (
         f"rank {comm.rank} on {comm.host} {'stopped' if isinstance(error, Stopped) else 'failed'} at {comm.whereabouts}"
     )
-    print(f"{trace}ds2: {place}: {reason}", file=sys.stderr, flush=True)
+    print(visible(f"{trace}ds2: {place}: {reason}"), file=sys.stderr, flush=True)
     comm.abort(2 if expected and status == 1 else status)
 
 
