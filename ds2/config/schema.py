@@ -176,7 +176,7 @@ class CheckpointConfig:
 class CommConfig:
     """How ranks that train together exchange gradients."""
 
-    backend: str = choice("auto", "single", "mpi", "nccl")
+    backend: str = choice("auto", "single", "mpi", "gloo", "nccl")
     batch_norm: str = choice(
         "shared", "local"
     )  # shared: statistics over the batch of all ranks; local: over each rank's part
