@@ -216,7 +216,9 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
 
 
 def _temporary(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
+    """Files that ds2 puts somewhere for a while; the folders of an mpirun that was killed are not its own."""
+    found = [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
+    return [path for path in found if not path.name.startswith(("ompi.", "prte.", "pmix"))]
 
 
 def _run(
