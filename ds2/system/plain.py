@@ -14,7 +14,7 @@ _NAMES = {str: "a text", bool: "true or false", int: "a whole number", float: "a
 _SHOWN = 60
 
 
-class FieldError(UserError):
+class FieldError(UserError, ValueError):
     """A value of a file that does not fit; the message is `field: what is wrong`."""
 
     def __init__(self, field: str, what: str) -> None:
