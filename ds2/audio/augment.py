@@ -18,6 +18,8 @@ from ds2.config.schema import AugmentConfig
 Waveform = NDArray[np.float32]
 NoiseSource = Callable[[np.random.Generator, int], Waveform]
 """Draws that many samples of noise at any level."""
+Draws = Callable[[str], np.random.Generator]
+"""The generator of one utterance's draws of one purpose in one epoch: `utterance_rng` but for its last argument."""
 
 
 def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.Generator:
@@ -31,7 +33,7 @@ def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.
 
 
 def augment_waveform(
-    waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, rng: np.random.Generator, noise: NoiseSource
+    waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, draws: Draws, noise: NoiseSource
 ) -> Waveform:
     """Return the waveform after speed, noise and gain, in this order.
 
@@ -39,13 +41,15 @@ def augment_waveform(
         waveform: (N,) float32 in [-1, 1]; not written to.
         config: which of them, and their ranges.
         sample_rate_hz: of the waveform.
-        rng: the utterance's own (`utterance_rng`). The four decisions are drawn whether used or not, so switching one
-            kind of augmentation off leaves the others as they were.
+        draws: the utterance's generators, by purpose. These three share one, whose four decisions are drawn whether
+            used or not, so switching one kind off leaves the others as they were; another kind takes a purpose of its
+            own, since what follows the four is the noise.
         noise: source of noise, scaled here to the drawn ratio of mean powers over the whole utterance. Without speech
             or noise power (digital silence) no ratio exists and nothing is added.
     Returns:
         (N',) float32, N' = N / speed factor; gain and noise may exceed 1 in size: nothing is clipped.
     """
+    rng = draws("waveform")
     speed_draw, gain_draw, noise_draw, snr_draw = rng.random(4)
     if config.speed:
         factor = config.speed[int(speed_draw * len(config.speed))]

@@ -191,9 +191,9 @@ class _Batches(Dataset["Batch | AudioError"]):
         waveform = self.audio[position]
         if self.augmentation is None:
             return waveform
-        rng = utterance_rng(self.seed, epoch, position, "waveform")
+        draws = partial(utterance_rng, self.seed, epoch, position)
         return augment_waveform(
-            waveform, self.augmentation.config, self.audio.sample_rate_hz, rng, self.augmentation.noise
+            waveform, self.augmentation.config, self.audio.sample_rate_hz, draws, self.augmentation.noise
         )
 
 

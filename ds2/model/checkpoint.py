@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
         config, alphabet = config_from_dict(stored.config), Alphabet.from_dict(stored.alphabet)
         _require_shapes(config, len(alphabet), tensors)
         features = Features(config.features, config.data.sample_rate_hz)
-        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+        anywhere = replace(config.model, backend="auto")  # which one training asked for is no matter of the model's
+        model = AcousticModel(anywhere, features.bins, len(alphabet), config.features.step_s)
     except (FieldError, UserError) as error:
         raise CheckpointError(f"{file}: {error}; {WAY_OUT}") from error
     model.load_state_dict(part("model", tensors))

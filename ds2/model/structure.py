@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ds2.config.check import check_allowed
@@ -85,4 +86,14 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
         raise ConfigError(
             f"the model looks {total_ms:g} ms ahead ({sums} ms), allowed by model.max_lookahead_ms are "
             f"{config.max_lookahead_ms:g}: {way_out}"
+        )
+
+
+def check_backend(config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError where the recurrent backend that was asked for by name cannot run on a device."""
+    needed = {"persistent": "cuda", "cpu": "cpu"}.get(config.backend, device.type)
+    if needed != device.type:
+        raise ConfigError(
+            f"model.backend={config.backend} runs on {needed} devices, this run is on {device}: "
+            "model.backend=auto takes the fastest that can"
         )

@@ -19,6 +19,7 @@ from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import Hypothesis, word_record
+from ds2.decoding.methods import METHODS
 from ds2.distributed.communicator import Communicator
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import kaldi_line, write_report
@@ -139,7 +140,10 @@ def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: s
 
 def describe(options: DecodeConfig) -> str:
     """Return decoder settings in one line for a report."""
-    if options.method == "greedy":
-        return "greedy"
-    weights = f", {options.lm}, alpha {options.alpha:g}, beta {options.beta:g}" if options.lm else ", no language model"
-    return f"{options.method}, beam {options.beam}{weights}"
+    taken, parts = METHODS[options.method].options, [options.method]
+    if "beam" in taken:
+        parts.append(f"beam {options.beam}")
+    if "lm" in taken:
+        weights = f"{options.lm}, alpha {options.alpha:g}, beta {options.beta:g}"
+        parts.append(weights if options.lm else "no language model")
+    return ", ".join(parts)

@@ -27,6 +27,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.structure import check_backend
 from ds2.recognition.evaluate import score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
@@ -67,6 +68,7 @@ class Trainer:
         self.comm = comm or Communicator(resolve_device(config.device))
         self.device = self.comm.device
         self.precision = resolve_precision(config.train.precision, self.device)
+        check_backend(config.model, self.device)
         self.comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
         torch.manual_seed(config.train.seed)
         torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ def tone(hz: float = 500.0, samples: int = RATE) -> np.ndarray:
 
 def augmented(config: AugmentConfig, waveform: np.ndarray | None = None, index: int = 0) -> np.ndarray:
     source = tone() if waveform is None else waveform
-    return augment_waveform(source, config, RATE, utterance_rng(1, 1, index, "waveform"), pink_noise)
+    return augment_waveform(source, config, RATE, partial(utterance_rng, 1, 1, index), pink_noise)
 
 
 def peak_hz(waveform: np.ndarray) -> float:
@@ -75,9 +77,9 @@ def test_noise_comes_as_often_as_asked() -> None:
 def test_silence_and_silent_noise_stay_finite() -> None:
     config = AugmentConfig(noise_probability=1.0, gain_db=[0.0, 0.0], speed=[0.9])
     assert not augmented(config, np.zeros(3200, np.float32)).any()
-    rng = utterance_rng(1, 1, 0, "waveform")
+    draws = partial(utterance_rng, 1, 1, 0)
     same = augment_waveform(
-        tone(), AugmentConfig(noise_probability=1.0), RATE, rng, lambda _, n: np.zeros(n, np.float32)
+        tone(), AugmentConfig(noise_probability=1.0), RATE, draws, lambda _, n: np.zeros(n, np.float32)
     )
     assert np.array_equal(same, tone())
     assert len(augmented(config, np.zeros(0, np.float32))) == 0

@@ -167,3 +167,10 @@ def test_damaged_tuned_settings_are_named(model_file: Path, case: str, monkeypat
     with pytest.raises(ConfigError, match=says) as caught:
         resolve_options([], model_file, copy.deepcopy(load_model(model_file).config))
     assert "best-decode.yaml" in str(caught.value) and "hunter2" not in str(caught.value)
+
+
+def test_a_model_runs_where_its_training_backend_cannot(model_file: Path) -> None:
+    rewrite(model_file, set_key("config", "model", "backend", value="persistent"))
+    loaded = load_model(model_file)
+    logits, _ = loaded.model(torch.zeros(1, loaded.features.bins, 20), torch.tensor([20]))
+    assert bool(logits.isfinite().all())
