@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.name": ("sgd", "adamw"),
     "optim.schedule": ("anneal", "cosine", "constant"),
     "train.precision": ("auto", "fp32", "bf16"),
+    "train.graphs": ("auto", "on", "off"),
     "comm.backend": ("auto", "single", "mpi", "nccl"),
     "comm.batch_norm": ("shared", "local"),
     "decode.method": DECODE_METHODS,

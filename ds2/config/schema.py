@@ -138,6 +138,7 @@ class TrainConfig:
     max_minutes: float = 0.0  # stop cleanly after this long; 0: no limit
     max_steps: int = 0  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = "auto"  # fp32 | bf16 | auto (bf16 on CUDA, else fp32)
+    graphs: str = "auto"  # auto | on | off: launch steps as CUDA graphs; auto where they can be: one rank, on a GPU
     accumulate: int = 1  # batches a step
     average_decay: float = 0.0  # exponential moving average of the weights, evaluated and kept as best; 0: off
     early_stop_epochs: int = 0  # stop after this many epochs without a better dev WER; 0: off

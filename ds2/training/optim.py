@@ -13,7 +13,8 @@ from ds2.config.schema import OptimConfig
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Nesterov SGD (Persistent RNN paper, section 5.3) or AdamW; weight decay only on matrices and kernels.
 
-    On a GPU each parameter is read and written once a step (torch's fused implementation); on a CPU, foreach.
+    On a GPU each parameter is read and written once a step (torch's fused implementation), and the learning rate is a
+    tensor there, which a CUDA graph of the step reads anew each time; on a CPU, foreach.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -22,12 +23,15 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     ]
     groups = [group for group in groups if group["params"]]
     on_gpu = all(p.is_cuda for p in parameters)
-    rate, momentum, betas = config.learning_rate, config.momentum, (config.betas[0], config.betas[1])
+    rate: float | Tensor = config.learning_rate
+    if on_gpu:
+        rate = torch.tensor(rate, device=parameters[0].device)
+    momentum, betas = config.momentum, (config.betas[0], config.betas[1])
     if config.name == "sgd":
         return torch.optim.SGD(
             groups, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=on_gpu, foreach=not on_gpu
         )
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu, capturable=on_gpu)
 
 
 def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -> float:
@@ -56,7 +60,10 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every parameter group the same rate."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
 from ds2.data.batching import deal, padded_durations_s, plan_epoch
@@ -32,9 +32,12 @@ from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
-from ds2.training.ctc import ctc_losses
+from ds2.training.graphs import GraphedPasses, Update
+from ds2.training.graphs import wanted as graphs_wanted
+from ds2.training.inputs import FRAMES_MULTIPLE, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
-from ds2.training.optim import clip_gradients, gradient_norm, make_optimizer
+from ds2.training.optim import gradient_norm, make_optimizer
+from ds2.training.passes import Passes
 from ds2.training.start import begin
 from ds2.training.state import Progress, TrainState, save_state, share
 
@@ -105,6 +108,15 @@ class Trainer:
             overlap=config.comm.overlap,
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
+        longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
+        longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
+        graphed = graphs_wanted(config, self.comm, why_no_loss(longest, len(self.alphabet), self.device))
+        kind = GraphedPasses if graphed else Passes
+        self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
+        self.inputs = InputMaker(
+            self.features, self.model, config.augment, config.features, config.train.seed, self.device, padded=graphed
+        )
+        self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -128,19 +140,6 @@ class Trainer:
         """This rank's parts of the batches that are left of the running epoch."""
         parts = [deal(batch, self.comm.rank, self.comm.world) for batch in plan[self.progress.batch :]]
         return self.loader.epoch(parts, self.progress.epoch)
-
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Forward pass of a training batch: losses (B,) in nats and which rows are feasible."""
-        features, lengths = self.features(batch.waveforms.to(self.device, non_blocking=True), batch.sample_lengths)
-        indices = batch.indices.tolist()
-        seed, epoch = self.config.train.seed, self.progress.epoch
-        masks = spectrogram_masks(
-            lengths, features.shape[1], self.config.augment, self.config.features, seed, epoch, indices
-        )
-        features = apply_masks(features, masks)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            logits, logit_lengths = self.model(features, lengths)
-        return ctc_losses(logits, logit_lengths, batch.labels, batch.label_lengths)
 
     def step(self, batches: Iterator[Batch], group: Sequence[Sequence[int]]) -> float | None:
         """One optimizer step over all ranks.
@@ -187,19 +186,16 @@ class Trainer:
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
             last = number == len(group) - 1
             try:
-                with (
-                    self.timer.phase("forward"),
-                    self.statistics.passing(backward=False),
-                    self.gradients.passing(last=last),
-                ):
-                    losses, feasible = self.losses(batch)
+                with self.timer.phase("forward"), self.statistics.passing(backward=False):
+                    inputs = self.inputs(batch, progress.epoch, utterances)
+                    losses = self.passes.forward(inputs, last=last, idle=idle)
                 with self.timer.phase("backward"), self.statistics.passing(backward=True):
-                    torch.autograd.backward(losses.sum() * 0.0 if idle else losses.sum() / utterances)
+                    self.passes.backward()
             except torch.OutOfMemoryError as error:
                 raise TrainingError(self._out_of_memory(batch)) from error
             if not idle:
-                seen.append((batch, losses.detach()))
-                done.infeasible += int((~feasible).sum())
+                seen.append((batch, losses))
+                done.infeasible += inputs.infeasible
                 done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
         return done, seen
 
@@ -214,8 +210,7 @@ class Trainer:
 
     def _apply(self, norm: Tensor) -> None:
         """Let the gradients, clipped, change the weights, and count the step."""
-        clip_gradients(self.gradients.buckets, norm, self.config.optim.clip_norm)
-        self.optimizer.step()
+        self.update(norm)
         self.statistics.end_step()
         if self.average is not None:
             self.average.update(self.model)
@@ -247,12 +242,13 @@ class Trainer:
 
     def _out_of_memory(self, batch: Batch) -> str:
         longest = float(batch.sample_lengths.max()) / self.config.data.sample_rate_hz
+        graphs = "train.graphs=off keeps no memory for CUDA graphs; " if self.inputs.padded else ""
         return (
             f"out of memory on {self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}: "
             f"{len(batch.indices)} utterances, the longest {longest:.1f} s. Lower batching.utterances="
             f"{self.config.batching.utterances} or batching.audio_s={self.config.batching.audio_s} (and raise "
-            "train.accumulate to keep the step's size), or lower data.max_duration_s; batching.longest_first=true "
-            "shows the need in the first step"
+            f"train.accumulate to keep the step's size), or lower data.max_duration_s; {graphs}"
+            "batching.longest_first=true shows the need in the first step"
         )
 
     def evaluate(self, board: RunLog) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.ctc import align, beam
+from ds2_ops.ctc import align, beam, loss
 from ds2_ops.jit import launch as jit_launch
 from ds2_ops.jit import runtime
 
@@ -33,7 +33,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
         run.argtypes = None
         run(blocks, launch.threads, int(backwards), *(_value(argument) for argument in arguments))
 
-    for module in (align, beam):
+    for module in (align, beam, loss):
         monkeypatch.setattr(module, "launch_kernel", launch)
         monkeypatch.setattr(module, "why_no_device", lambda device: None)
         monkeypatch.setattr(module, "device_index", lambda device: 0)

@@ -1,5 +1,6 @@
-"""Decoding on the GPU, a block an utterance.
+"""CTC on the GPU: decoding a block an utterance, and the loss.
 
-beam   CTC prefix beam search with an n-gram model
+beam   prefix beam search with an n-gram model
 align  the best path through a known label sequence
+loss   the sum over all paths through it, and its gradient
 """
