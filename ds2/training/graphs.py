@@ -43,6 +43,7 @@ def wanted(config: Config, comm: Communicator, no_loss: str | None) -> bool:
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
         (comm.world > 1, f"{comm.world} ranks exchange gradients within a step"),
         (config.model.dropout > 0, f"model.dropout={config.model.dropout} draws random numbers within a step"),
+        (config.model.cell != "rnn", f"model.cell={config.model.cell} is torch's, which launches on streams of its own"),
         (no_loss is not None, f"the CTC loss: {no_loss}"),
     )
     reason = next((text for applies, text in reasons if applies), None)
