@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 from ds2 import __version__
@@ -13,6 +14,8 @@ _USAGE = """\
 usage: ds2 COMMAND [...]
 
   train [OVERRIDE...] [--multirun]   train, or resume the run folder: ds2 train recipe=an4 model.depth=8
+                                     fine-tune: checkpoint.init_from=MODEL; all keys: ds2 train --help
+  info MODEL                         what a model file or run folder holds
   info [OVERRIDE...]                 layers, parameters, lookahead and memory: ds2 info model=rnn_48_skip_4
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
@@ -21,6 +24,9 @@ usage: ds2 COMMAND [...]
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
+  data split MANIFEST --out FOLDER   train, dev and test by speaker; also stats and filter
+  data alphabet MANIFEST...          the characters of transcripts as an alphabet
+  data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
@@ -45,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"ds2: unknown command {name!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}? There are" if close else "one of"
+        print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     report_errors = import_module("ds2.commands.common").report_errors

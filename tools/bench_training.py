@@ -5,11 +5,12 @@
     python tools/bench_training.py --model rnn_8 --batch 4 --graphs off auto  # launch by launch, beside CUDA graphs
 
 Utterances are noise of equal length with random transcripts. Prints a table and one JSON line: milliseconds a step
-(median, 10th and 90th percentile of host-timed steps, each ending in the trainer's own synchronisation), what of it the
-host takes (all but its wait for the step's loss and norm) and, on a GPU, how long some kernel or copy runs and how many
-of these there are (from a trace of three further steps): the larger of host and GPU sets the pace. Seconds of audio a
-second, peak memory. With `train.graphs` steps are recorded once running averages weigh a batch by their momentum, by
-default after 10: no sooner does the measurement begin.
+(median, 10th and 90th percentile of host-timed steps that follow each other as in training: each ends when its update
+is launched, after the trainer's own wait for loss and gradient norm), what of it the host takes (all but that wait)
+and, on a GPU, how long some kernel or copy runs and how many of these there are (from a trace of three further steps):
+the larger of host and GPU sets the pace. Seconds of audio a second, peak memory. Steps are recorded as CUDA graphs once
+running averages weigh a batch by their momentum, with that of the config from the tenth on: the default warm-up lasts
+longer.
 """
 
 from __future__ import annotations
@@ -108,19 +109,18 @@ def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder:
         torch.cuda.reset_peak_memory_stats()
     times_ms, host_ms = [], []
     waits = Waits(trainer)
+    batches = trainer.ahead(itertools.repeat(prepared))
     for step in range(args.warmup + args.steps):
-        trainer.timer.means(1)
+        if step == args.warmup:
+            trainer.timer.means(1)  # forgets the steps before
         waits.seconds = 0.0
         began = time.perf_counter()
-        trainer.step(iter([prepared]), [range(batch)])
-        launched = time.perf_counter()
-        if on_gpu:
-            torch.cuda.synchronize()
+        trainer.step(batches, [range(batch)])
         if step >= args.warmup:
             times_ms.append(1000 * (time.perf_counter() - began))
-            host_ms.append(1000 * (launched - began - waits.seconds))
-    split = trainer.timer.means(1)
-    busy_ms, launches = traced(lambda: trainer.step(iter([prepared]), [range(batch)])) if on_gpu else (None, None)
+            host_ms.append(times_ms[-1] - 1000 * waits.seconds)
+    split = trainer.timer.means(args.steps)
+    busy_ms, launches = traced(lambda: trainer.step(batches, [range(batch)])) if on_gpu else (None, None)
     deciles = statistics.quantiles(times_ms, n=10)
     median_ms = statistics.median(times_ms)
     return {

@@ -1,4 +1,4 @@
-"""Audio files to mono float32 waveforms at one rate: any format that libsndfile reads, in bounded memory."""
+"""Audio files to mono float32 waveforms at one rate: whatever libsndfile or FFmpeg reads, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import soxr
 from numpy.typing import NDArray
 
 from ds2.audio.container import what_is_missing
+from ds2.audio.foreign import FOREIGN_SUFFIXES, ForeignError, Source, looks_foreign, opened_foreign
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -26,10 +27,11 @@ END_TOLERANCE_S = 0.1  # a segment may end so far past its file: manifests round
 RAW_SUFFIXES = (".raw", ".pcm")
 AUDIO_SUFFIXES = (
     ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64", *RAW_SUFFIXES,
+    *FOREIGN_SUFFIXES,
 )  # fmt: skip
 """What files with audio are called; where one recording lies in several formats, the first of these is taken."""
 _BLOCK_FRAMES = 1 << 18
-_RATES_HZ = (1000, 768_000)
+RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
 _UNKNOWN_FRAMES = 1 << 62
@@ -76,10 +78,11 @@ def read_audio(
 ) -> NDArray[np.float32]:
     """Return audio as a mono waveform (N,) float32 in [-1, 1] at `sample_rate_hz`.
 
-    Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, and `.raw` and `.pcm`
-    files as headerless 16-bit little-endian mono at `sample_rate_hz`. Other rates are resampled; several channels are
-    averaged, which is logged once; samples over full scale are clipped. A file shorter than its header states, or an
-    Ogg stream without its last page, is truncated; a header written to a pipe states nothing (the largest sizes).
+    Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, m4a, webm, aac, wma and
+    the sound of videos by PyAV or ffmpeg, and `.raw` and `.pcm` files as headerless 16-bit little-endian mono at
+    `sample_rate_hz`. Other rates are resampled; several channels are averaged, which is logged once; samples over full
+    scale are clipped. A file shorter than its header states, or an Ogg stream without its last page, is truncated; a
+    header written to a pipe states nothing (the largest sizes).
 
     Args:
         path: the file.
@@ -127,7 +130,7 @@ class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has 
 
 
 @contextmanager
-def _opened(path: Path, raw_rate_hz: int) -> Iterator[_ForwardFile]:
+def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
     """Open a file for reading; whatever goes wrong inside the block is raised as AudioError with the file's name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -140,17 +143,34 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[_ForwardFile]:
             raise AudioError(f"{path}: is {kind}, not an audio file")
         if status.st_size == 0:
             raise EmptyAudioError(f"{path}: the file is empty (0 bytes)")
-        with _ForwardFile(descriptor, closefd=False, **_raw_format(path, status.st_size, raw_rate_hz)) as file:
-            _check_header(file, path, descriptor)
+        with _decoder(path, descriptor, _raw_format(path, status.st_size, raw_rate_hz)) as file:
+            _check_header(file, path)
             yield file
     except AudioError:
         raise
+    except ForeignError as error:
+        raise AudioError(f"{path}: {error}") from error
     except soundfile.LibsndfileError as error:
         raise AudioError(f"{path}: not readable as audio: {error.error_string or error}") from error
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise AudioError(f"{path}: not readable as audio: {error}") from error
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iterator[Source]:
+    try:
+        file = _ForwardFile(descriptor, closefd=False, **raw_format)
+    except soundfile.LibsndfileError:
+        if not looks_foreign(path):
+            raise
+        with opened_foreign(path) as source:
+            yield source
+        return
+    with file:
+        _check_length(file, path, descriptor)
+        yield file
 
 
 def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
@@ -161,13 +181,18 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
     return {"samplerate": rate_hz, "channels": 1, "format": "RAW", "subtype": "PCM_16", "endian": "LITTLE"}
 
 
-def _check_header(file: _ForwardFile, path: Path, descriptor: int) -> None:
-    low, high = _RATES_HZ
+def _check_header(file: Source, path: Path) -> None:
+    low, high = RATES_HZ
     if not low <= file.samplerate <= high or not 1 <= file.channels <= _MAX_CHANNELS:
         raise AudioError(
             f"{path}: its header says {file.channels} channels at {file.samplerate} Hz; "
             f"allowed are 1 to {_MAX_CHANNELS} channels at {low} to {high} Hz"
         )
+    if file.frames <= 0:
+        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed and says none")
+
+
+def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:
     missing = what_is_missing(descriptor, file.format)
     if missing is None:
         _log_unknown_length(file.format)
@@ -175,13 +200,9 @@ def _check_header(file: _ForwardFile, path: Path, descriptor: int) -> None:
         raise AudioError(
             f"{path}: truncated: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC"
         )
-    if file.frames <= 0:
-        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed and says that it holds none")
 
 
-def _mono_blocks(
-    file: _ForwardFile, path: Path, offset_s: float, duration_s: float | None
-) -> Iterator[NDArray[np.float32]]:
+def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | None) -> Iterator[NDArray[np.float32]]:
     rate_hz = file.samplerate
     first = round(offset_s * rate_hz)
     wanted = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
@@ -215,19 +236,19 @@ def _mono_blocks(
         )
 
 
-def _check_segment(file: _ForwardFile, path: Path, offset_s: float, duration_s: float | None) -> None:
+def _check_segment(file: Source, path: Path, offset_s: float, duration_s: float | None) -> None:
     length_s = file.frames / file.samplerate
     if offset_s >= length_s or (duration_s is not None and offset_s + duration_s > length_s + END_TOLERANCE_S):
         asked = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
         raise AudioError(f"{path}: the segment {asked} goes past the end of the file, which is {length_s:.3f} s long")
 
 
-def _skip(file: _ForwardFile, frames: int) -> None:
-    if file.format != "MP3" and soundfile.SoundFile.seekable(file):
+def _skip(file: Source, frames: int) -> None:
+    if isinstance(file, soundfile.SoundFile) and file.format != "MP3" and soundfile.SoundFile.seekable(file):
         file.seek(frames)
         return
-    while frames > 0:  # seeking in MP3 is inexact, in some codecs (GSM) impossible: decode and forget
-        skipped = len(file.read(min(_BLOCK_FRAMES, frames), dtype="float32"))
+    while frames > 0:  # in MP3 it is inexact, in GSM and others' containers impossible: decode and forget
+        skipped = len(file.read(min(_BLOCK_FRAMES, frames), dtype="float32", always_2d=True))
         if not skipped:
             return
         frames -= skipped

@@ -1,15 +1,50 @@
-"""Samples in, feature frames out: the frames of the whole recording, block by block."""
+"""Samples of any rate in, feature frames out: those of the whole recording, block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
+import soxr
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.features import Features
+from ds2.audio.read import RATES_HZ, AudioError
+
+
+class Resampler:
+    """Samples of one source at another rate, as they come: however they are cut, those of the whole.
+
+    Raises:
+        AudioError: a rate that is no audio's.
+    """
+
+    def __init__(self, from_hz: int, to_hz: int) -> None:
+        low, high = RATES_HZ
+        if not low <= from_hz <= high:
+            raise AudioError(f"samples at {from_hz} Hz: allowed are {low} to {high} Hz")
+        self._stream = None if from_hz == to_hz else soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
+
+    def accept(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Take the next samples (N,); return those that are known by now, in [-1, 1].
+
+        Raises:
+            AudioError: NaN or infinite samples.
+        """
+        if not np.isfinite(samples).all():
+            raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
+        return self._next(np.asarray(samples, np.float32), last=False)
+
+    def finish(self) -> NDArray[np.float32]:
+        """Return the samples that were held back."""
+        return self._next(np.empty(0, np.float32), last=True)
+
+    def _next(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
+        found = samples if self._stream is None else self._stream.resample_chunk(samples, last=last)
+        clipped: NDArray[np.float32] = np.clip(found, -1.0, 1.0)
+        return clipped
 
 
 class FeatureStream:

@@ -6,12 +6,12 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
 from ds2.data.splits import scored_utterances
+from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
                 "duration": u.duration_s,
                 "text": u.text,
                 "surprise": a.surprise if math.isfinite(a.surprise) else None,
-                "words": [asdict(word) for word in a.words],
+                "words": [word_record(word) for word in a.words],
             }
             for u, a in zip(utterances, order, strict=True)
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +16,24 @@ from ds2.system.stops import Stopped, stoppable
 USER_ERROR = 2
 
 
+def own_folders(arguments: Sequence[str]) -> list[Path]:
+    """Return the folders that `--config-dir` names.
+
+    Raises:
+        ConfigError: one that is no folder.
+    """
+    return _without_config_dirs(arguments)[1]
+
+
 def with_search_path(arguments: Sequence[str]) -> list[str]:
     """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
+    remaining, folders = _without_config_dirs(arguments)
+    if folders:
+        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(folder.resolve()) for folder in folders)}]")
+    return remaining
+
+
+def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
     remaining, folders = [], []
     pending = iter(arguments)
     for argument in pending:
@@ -28,9 +46,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder!r} is not a folder: give the one that holds your recipe/NAME.yaml")
-    if folders:
-        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(Path(f).resolve()) for f in folders)}]")
-    return remaining
+    return remaining, [Path(folder) for folder in folders]
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +67,15 @@ def report_errors(action: Callable[[], int]) -> int:
     """
     try:
         with stoppable():
-            return action()
+            status = action()
+            sys.stdout.flush()
+            return status
     except Stopped as stopped:
         print(f"ds2: stopped by {stopped}", file=sys.stderr)
         return stopped.status
+    except BrokenPipeError:  # the reader of our output has seen enough: `ds2 ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
         from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
 

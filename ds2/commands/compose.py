@@ -17,7 +17,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 import ds2
-from ds2.config.convert import explain, to_config
+from ds2.config.check import check
+from ds2.config.convert import FREE_FORM, config_from_dict, explain, to_config
+from ds2.config.inherit import Inheritance, inherit
 from ds2.config.schema import Config, ConfigError
 from ds2.text.pieces import read_pieces
 
@@ -48,25 +50,74 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-            composed = compose(config_name=PRIMARY_CONFIG, overrides=list(overrides))
+            composed = compose(config_name=PRIMARY_CONFIG, overrides=open_free_form(overrides))
     except MissingConfigException as error:
         _missing(error)
     except (HydraException, OmegaConfBaseException) as error:
         explain(error, overrides)
-    return read_config(composed)
+    return read_config(composed, overrides)[0]
 
 
-def read_config(composed: DictConfig) -> Config:
-    """Turn a composed tree into a checked Config, and read the file of pieces that it names.
+def read_config(
+    composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None
+) -> tuple[Config, Inheritance]:
+    """Turn a composed tree into a checked Config, and read the files it names: pieces, and the model to start from.
+
+    Args:
+        composed: by Hydra.
+        overrides: of the command line: what they set, no model to start from changes.
+        run_dir: where the run is kept, if that is not the config's own.
+
+    Returns:
+        The config, and what of it came from `checkpoint.init_from`.
 
     Raises:
         ConfigError: as `ds2.config.convert.to_config`.
         AlphabetError: `alphabet.pieces_file` cannot be read.
+        CheckpointError: `checkpoint.init_from` is no model.
     """
     config = to_config(composed)
+    if run_dir is not None:
+        config.run_dir = str(run_dir)
     if config.alphabet.pieces_file and not config.alphabet.pieces:
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
-    return config
+    if not config.checkpoint.init_from:
+        return config, Inheritance("", "")
+    inheritance = inherit(config, _source(config), given_keys(overrides))
+    check(config)
+    return config, inheritance
+
+
+def _source(config: Config) -> Config:
+    """The settings of the model that a run starts from, or of the run itself where it goes on."""
+    from ds2.model.checkpoint import find_model  # here: most commands compose without torch
+    from ds2.system.tensor_file import CheckpointError, read_metadata
+
+    state = Path(config.run_dir) / "trainer.safetensors"
+    resumed = config.checkpoint.resume and state.is_file()
+    file = state if resumed else find_model(Path(config.checkpoint.init_from))
+    metadata = read_metadata(file)
+    if "config" not in metadata or (not resumed and metadata.get("kind") != "model"):
+        raise CheckpointError(
+            f"checkpoint.init_from={config.checkpoint.init_from}: {file} is a {metadata.get('kind')}, not a model: "
+            "give a run folder, or its best.safetensors or last.safetensors"
+        )
+    try:
+        return config_from_dict(metadata["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def open_free_form(overrides: Sequence[str]) -> list[str]:
+    """Return overrides of which those of mappings with keys of the user's own are in Hydra's form for new keys."""
+    keys = [override.split("=", 1)[0] for override in overrides]
+    mine = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
+    return [f"++{override}" if free else override for override, free in zip(overrides, mine, strict=True)]
+
+
+def given_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups that overrides set."""
+    return {parse_override(override).key_or_group.replace("/", ".") for override in overrides}
 
 
 def first_of_sweep(overrides: Sequence[str]) -> list[str]:
@@ -75,7 +126,7 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an override is not in Hydra's grammar.
     """
-    parsed = [_parse(override) for override in overrides]
+    parsed = [parse_override(override) for override in overrides]
     return [
         f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
         if override.is_sweep_override()
@@ -84,7 +135,8 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def _parse(override: str) -> Override:
+def parse_override(override: str) -> Override:
+    """Read one override; raises ConfigError where it is not in Hydra's grammar."""
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:

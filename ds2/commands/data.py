@@ -1,4 +1,4 @@
-"""`ds2 data check | prepare | import | pieces | export-kaldi`."""
+"""`ds2 data`: check, prepare, import, pieces, export-kaldi here; split, stats, filter, alphabet in `data_tools`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ds2.audio.features import Features
+from ds2.commands import data_tools
 from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
@@ -25,7 +26,9 @@ from ds2.text.pieces import learn_pieces
 
 def run(arguments: Sequence[str]) -> int:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
-    parser = argparse.ArgumentParser(prog="ds2 data", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="ds2 data", description="corpora to manifests, and what can be done with those"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     checked = commands.add_parser("check", help="read every utterance and name what is wrong with it")
@@ -55,7 +58,13 @@ def run(arguments: Sequence[str]) -> int:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
+    for add in (data_tools.add_split, data_tools.add_stats, data_tools.add_filter, data_tools.add_alphabet):
+        add(commands)
+
     given = parser.parse_args(with_search_path(arguments))
+    if "run" in given:
+        status: int = given.run(given)
+        return status
     if given.command == "check":
         return run_check(compose_config(given.overrides), given.json)
     if given.command == "prepare":

@@ -14,7 +14,7 @@ from ds2.distributed.launch import connect
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.evaluate import evaluate
 from ds2.recognition.recogniser import Recogniser
-from ds2.scoring.report import format_report
+from ds2.scoring.report import format_report, kaldi_line
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,10 +35,19 @@ def run(arguments: Sequence[str]) -> int:
         how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers, "comm": comm}
         for evaluation in evaluate(recogniser, manifests, data, **how):
             if comm.rank == 0:
-                folder = (given.out or file.with_name(f"{file.stem}-evaluation")) / evaluation.manifest.stem
+                folder = (given.out or report_folder(given.model, file)) / evaluation.manifest.stem
                 evaluation.write(folder, file, options)
-                print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}\nreport: {folder}")
+                print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
+                if evaluation.words_only is not None:
+                    print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
+                print(f"report: {folder}")
     return 0
+
+
+def report_folder(given: Path, file: Path) -> Path:
+    """Return where reports go: into the run folder, beside the model; a bare model file's to the current folder."""
+    in_a_run = given.is_dir() or (file.parent / "log.jsonl").is_file()
+    return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -50,7 +59,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", type=Path, nargs="*", help="default: data.test of the model's config")
     parser.add_argument(
-        "--out", type=Path, help="folder of the reports (default: best-evaluation beside best.safetensors, ...)"
+        "--out",
+        type=Path,
+        help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
     )
     add_where(parser)
     parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")

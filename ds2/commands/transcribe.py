@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from ds2.audio.read import AUDIO_SUFFIXES, AudioError
 from ds2.commands.common import add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
-from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.hypothesis import DecodeError, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcribe import Transcript
+from ds2.system.files import own_folder
 
 _STDIN = "-"
 
@@ -47,13 +47,14 @@ def _readable(name: str) -> Iterator[Path]:
     if name != _STDIN:
         yield Path(name)
         return
-    with tempfile.NamedTemporaryFile(prefix="ds2-stdin-", suffix=".audio") as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.flush()
+    with own_folder(Path(tempfile.gettempdir()), "ds2-stdin") as folder:
+        copy = folder / "stdin.audio"
+        with copy.open("wb") as out:
+            shutil.copyfileobj(sys.stdin.buffer, out)
         try:
-            yield Path(copy.name)
+            yield copy
         except AudioError as error:
-            raise AudioError(str(error).replace(copy.name, "standard input")) from error
+            raise AudioError(str(error).replace(str(copy), "standard input")) from error
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -86,10 +87,10 @@ def run(arguments: Sequence[str]) -> int:
 def _record(name: str, transcript: Transcript) -> dict[str, Any]:
     return {
         "audio_filepath": name,
-        "duration": transcript.duration_s,
+        "duration": round(transcript.duration_s, 3),
         "text": transcript.text,
         "score": transcript.hypothesis.score,
-        "words": [asdict(word) for word in transcript.words],
+        "words": [word_record(word) for word in transcript.words],
     }
 
 

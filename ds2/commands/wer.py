@@ -15,6 +15,7 @@ from ds2.scoring.report import format_alignments, format_paired_test, format_rep
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.texts import Line, match, read_texts, some
 from ds2.scoring.wer import corpus_report
+from ds2.text.normalise import fold
 
 
 def _warn_of_ids(references: dict[str, Line], hypotheses: dict[str, Line]) -> None:
@@ -61,6 +62,14 @@ def _score(given: argparse.Namespace) -> None:
         )
     report = reports[0]
     print(format_report(report), end="")
+    if given.fold:
+        folded = corpus_report(
+            [fold(" ".join(u.reference)) for u in report.utterances],
+            [fold(" ".join(u.hypothesis)) for u in report.utterances],
+            names=names,
+            speakers=speakers,
+        )
+        print(f"\nwithout case and punctuation:\n{summary(folded)}")
     if given.errors:
         print(f"\n{format_alignments(report)}", end="")
     if len(reports) == 2:
@@ -88,6 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--ids", action="store_true", help="text files in Kaldi's form: the first word is the id")
     parser.add_argument("--utt2spk", type=Path, help="Kaldi's utt2spk: speaker of each utterance name")
     parser.add_argument("--lower", action="store_true", help="compare in lower case")
+    parser.add_argument("--fold", action="store_true", help="score again without case and punctuation")
     parser.add_argument("--missing", choices=["stop", "empty"], default="stop", help="references without hypothesis")
     parser.add_argument("--errors", action="store_true", help="print the aligned errors too")
     parser.add_argument("--out", type=Path, help="folder for report.txt, report.json, errors.txt and errors.html")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config.check import check
 from ds2.config.schema import Config, ConfigError
 from ds2.system.files import write_text
+from ds2.system.plain import FieldError, UnknownField, from_plain
 
-_FREE_FORM = ("alphabet.replace",)  # mappings whose keys are the user's
+FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys are the user's
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -24,10 +26,10 @@ def to_config(composed: DictConfig) -> Config:
         ConfigError: an unknown key (Hydra's `+key=value` adds one), a wrong type, or values that cannot work together.
     """
     known = {*_keys(OmegaConf.structured(Config))}
-    for key in _keys(composed):
-        if key not in known and not any(key.startswith(f"{free}.") for free in _FREE_FORM):
-            _unknown(key)
     try:
+        for key in _keys(composed):
+            if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
+                _unknown(key)
         config = cast(Config, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         explain(error)
@@ -42,15 +44,23 @@ def save_config(config: Config, path: Path) -> None:
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain containers, for JSON."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    return asdict(config)
 
 
-def config_from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of `config_to_dict`; raises `ConfigError` for keys this version does not know."""
+def config_from_dict(values: object) -> Config:
+    """The inverse of `config_to_dict`: values of files are data, nothing in them is interpolated.
+
+    Raises:
+        ConfigError: a key that this version does not know, a wrong type, or values that cannot work together.
+    """
     try:
-        return to_config(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), values)))
-    except OmegaConfBaseException as error:
-        explain(error)
+        config = from_plain(Config, {"run_dir": MISSING, **values} if isinstance(values, dict) else values, "config")
+    except UnknownField as error:
+        _unknown(error.field.removeprefix("config."))
+    except FieldError as error:
+        raise ConfigError(str(error)) from error
+    check(config)
+    return config
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:
@@ -60,8 +70,14 @@ def _keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(node[key], f"{prefix}{key}.")
 
 
+_SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs": "batching.utterances",
+          "layers": "model.depth", "lm": "decode.lm", "output": "run_dir", "gpu": "device"}  # fmt: skip
+
+
 def nearest_key(key: str) -> str | None:
     """The configuration key most like `key`, by its whole path or, failing that, by its last part."""
+    if key in _SHORT:
+        return _SHORT[key]
     known = [*_keys(OmegaConf.structured(Config)), "recipe"]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if close:

@@ -21,7 +21,7 @@ from ds2.config.schema import DataConfig
 from ds2.data import cache_file
 from ds2.data.cache_file import CacheError, CacheFile, CacheWriter, cache_bytes
 from ds2.data.manifest import Utterance
-from ds2.system.files import whole_file
+from ds2.system.files import sweep, whole_file
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 _CHUNK = 16  # utterances a thread takes at a time
 _ERRORS_NAMED = 10
 _SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
-_STALE_S = 3600.0  # a partial file that nobody wrote to for so long was left by a killed process
 
 
 class AudioStore(Sequence[NDArray[np.float32]]):
@@ -119,7 +118,7 @@ def build_cache(utterances: Sequence[Utterance], sample_rate_hz: int, path: Path
     """
     started = time.monotonic()
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path.parent)
+    sweep(path.parent)
     samples = round(sum(u.duration_s for u in utterances) * sample_rate_hz)
     _require_space(path.parent, cache_bytes(samples, len(utterances)))
     errors: dict[int, AudioError] = {}
@@ -184,15 +183,6 @@ def _require_space(folder: Path, needed_bytes: int) -> None:
             errno.ENOSPC,
             f"needs {needed_bytes / 1e9:.2f} GB and {_SPARE_BYTES / 1e9:.2f} GB to spare, {free / 1e9:.2f} free",
         )
-
-
-def _remove_stale(folder: Path) -> None:
-    for partial in folder.glob("*.partial"):
-        try:
-            if time.time() - partial.stat().st_mtime > _STALE_S:
-                partial.unlink()
-        except FileNotFoundError:
-            continue  # its writer published or removed it meanwhile
 
 
 def _summary(errors: dict[int, AudioError], total: int) -> str:

@@ -22,6 +22,7 @@ from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
+from ds2.text.unfit import count_unfit, help_text
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class CheckReport:
     hours: float
     findings: list[Finding]
     notes: list[str] = field(default_factory=list)  # of the corpus as a whole
+    unfit: str = ""  # the table of characters outside the alphabet, and an alphabet in which they fit
 
     @property
     def may_start(self) -> bool:
@@ -74,6 +76,7 @@ class CheckReport:
         lines += [f"note: {note}" for note in self.notes]
         lines.append(f"{self.utterances} utterances, {self.hours:.2f} h")
         lines += [f"  {count:6d} {severity}s: {kind}" for (severity, kind), count in sorted(self.counts.items())]
+        lines += ["", self.unfit, ""] if self.unfit else []
         lines.append("training may start" if self.may_start else "training may not start: mend the errors above")
         return "\n".join(lines)
 
@@ -128,7 +131,8 @@ def check(
     findings += _duplicates(listed, probes)
     findings += _pace_outliers(listed)
     hours = sum(u.duration_s for _, u in listed) / 3600
-    return CheckReport(len(listed), hours, findings, _notes(splits, alphabet))
+    unfit = help_text(count_unfit((u.text for _, u in listed), alphabet), alphabet)
+    return CheckReport(len(listed), hours, findings, _notes(splits, alphabet), unfit)
 
 
 def transcript_problems(

@@ -15,7 +15,7 @@ from ds2_ops.ctc import align as kernel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.hypothesis import Hypothesis, spell_words
+from ds2.decoding.hypothesis import Hypothesis, Run, spell_words
 from ds2.text.alphabet import BLANK, Alphabet
 
 _STAY, _NEXT, _SKIP = range(3)
@@ -31,8 +31,8 @@ class Alignment:
     peaks: NDArray[np.float32]  # (L,) natural log-prob of the label at its most certain frame
     log_prob: float  # of the whole path
 
-    def runs(self) -> list[tuple[int, int, int, float]]:
-        """Label, first frame, end frame and peak of each label, as `spell_words` takes them."""
+    def runs(self) -> list[Run]:
+        """The runs of the labels, as `spell_words` takes them."""
         columns = (self.starts.tolist(), self.ends.tolist(), self.peaks.tolist())
         return list(zip(self.labels, *columns, strict=True))
 
@@ -136,17 +136,30 @@ def _trace(
     return found
 
 
+def align_all(
+    log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[Sequence[int]]]
+) -> list[list[Alignment | None]]:
+    """`force_align` for any number of targets an utterance, those of one rank at once."""
+    found: list[list[Alignment | None]] = [[] for _ in targets]
+    for rank in range(max(map(len, targets), default=0)):
+        chosen = [index for index, row in enumerate(targets) if rank < len(row)]
+        at = torch.tensor(chosen)
+        some = log_probs if len(chosen) == len(targets) else log_probs[:, at.to(log_probs.device)]
+        aligned = force_align(some, lengths[at], [targets[index][rank] for index in chosen])
+        for index, alignment in zip(chosen, aligned, strict=True):
+            found[index].append(alignment)
+    return found
+
+
 def with_times(
     rows: Sequence[Sequence[Hypothesis]], log_probs: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float
 ) -> list[list[Hypothesis]]:
     """Give words to the hypotheses, with times and confidences from their best paths through the log-probs."""
-    timed: list[list[Hypothesis]] = [[] for _ in rows]
-    for rank in range(max(map(len, rows), default=0)):
-        chosen = [index for index, row in enumerate(rows) if rank < len(row)]
-        targets = [rows[index][rank].labels for index in chosen]
-        at = torch.tensor(chosen)
-        some = log_probs if len(chosen) == len(rows) else log_probs[:, at.to(log_probs.device)]
-        for index, alignment in zip(chosen, force_align(some, lengths[at], targets), strict=True):
-            runs = [] if alignment is None else alignment.runs()
-            timed[index].append(replace(rows[index][rank], words=spell_words(runs, alphabet, frame_s)))
-    return timed
+    aligned = align_all(log_probs, lengths, [[h.labels for h in row] for row in rows])
+    return [
+        [
+            replace(h, words=spell_words([] if alignment is None else alignment.runs(), alphabet, frame_s))
+            for h, alignment in zip(row, alignments, strict=True)
+        ]
+        for row, alignments in zip(rows, aligned, strict=True)
+    ]

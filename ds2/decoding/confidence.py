@@ -37,6 +37,10 @@ class CalibratedDecoder:
         """Begin as the decoder does."""
         return CalibratedDecoding(self.decoder.start(rows), self.calibration)
 
+    def step(self, decodings: Sequence[CalibratedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+        """Step as the decoder does."""
+        self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
+
 
 class CalibratedDecoding:
     """Utterances on their way whose words carry calibrated confidences."""

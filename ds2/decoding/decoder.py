@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,10 @@ class Decoding(Protocol):
         """
 
     def best(self) -> list[Hypothesis]:
-        """Return the best hypothesis of each utterance as far as it was heard; empty before the first frame."""
+        """Return the best hypothesis of each utterance as far as it was heard; empty before the first frame.
+
+        A search gives its text and labels, but no words: their times cost an alignment.
+        """
         ...
 
     def finish(self) -> list[list[Hypothesis]]:
@@ -47,6 +50,10 @@ class Decoder(Protocol):
 
     def start(self, rows: int = 1) -> Decoding:
         """Begin `rows` utterances whose frames come chunk by chunk."""
+        ...
+
+    def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
+        """Let what `start` began hear the next frames in one batch: as `Decoding.step`, rows in order of decodings."""
         ...
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
@@ -95,23 +102,33 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, empty_to
 
 
 class SearchDecoder:
-    """A search with its settings, guarded against bad log-probs, and word times for what it finds."""
+    """A search of whole utterances on the CPU, guarded against bad log-probs, and word times for what it finds."""
 
-    def __init__(self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, device: torch.device) -> None:
-        self.search, self.alphabet, self.frame_s, self.times, self.device = search, alphabet, frame_s, times, device
+    def __init__(self, search: Search, alphabet: Alphabet, frame_s: float, times: bool) -> None:
+        self.search, self.alphabet, self.frame_s, self.times = search, alphabet, frame_s, times
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode as :class:`Decoder` says; log-probs come to the decoder's device if they are elsewhere."""
+        """Decode as :class:`Decoder` says; log-probs come to the CPU if they are elsewhere."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
         if not len(lengths):
             return []
-        log_probs = log_probs.float().to(self.device)
+        log_probs = log_probs.float().cpu()
         rows = self.search(log_probs, lengths)
         return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
 
-    def start(self, rows: int = 1) -> Decoding:
+    def start(self, rows: int = 1) -> Kept:
         """Begin utterances of any length; what was heard is kept, and searched when it is asked for."""
         return Kept(self, rows, self.alphabet, self.frame_s)
+
+    def step(self, decodings: Sequence[Kept], log_probs: Tensor, lengths: Tensor) -> None:
+        """Keep the next frames of each."""
+        step_apart(decodings, log_probs, lengths)
+
+
+def step_apart(decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
+    """`Decoder.step` one after the other, for decodings of one utterance each that gain nothing from a batch."""
+    for row, decoding in enumerate(decodings):
+        decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
 
 
 class Kept:

@@ -5,14 +5,16 @@ Shapes: T' output frames, B batch, V labels (0 is the CTC blank).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.decoding.decoder import check_log_probs
-from ds2.decoding.hypothesis import DecodeError, Hypothesis, spell_words
-from ds2.text.alphabet import BLANK, Alphabet
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, Run, Word, spell_words
+from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 
 def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
@@ -47,27 +49,56 @@ def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], 
     return paths
 
 
-def collapse(
-    labels: NDArray[np.int64], log_probs: NDArray[np.float32], alphabet: Alphabet, frame_s: float
-) -> Hypothesis:
-    """Merge repeats, take blanks away and gather words.
+class BestPath:
+    """The best path of one utterance on its way: repeats merged, blanks taken away, words gathered.
 
     Args:
-        labels: (T',) label of each frame.
-        log_probs: (T',) their natural log-probs.
-        alphabet: symbols of the labels; white space among them separates words.
+        alphabet: symbols of the labels; white space or word marks among them separate words.
         frame_s: seconds an output frame.
     """
-    score = float(log_probs.sum(dtype=np.float64))
-    if not len(labels):
-        return Hypothesis("", score, (), (), score)
-    starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
-    ends = np.concatenate([starts[1:], [len(labels)]])
-    peaks = np.maximum.reduceat(log_probs, starts)
-    kept = labels[starts] != BLANK
-    runs = list(zip(*(column[kept].tolist() for column in (labels[starts], starts, ends, peaks)), strict=True))
-    words = spell_words(runs, alphabet, frame_s)
-    return Hypothesis(" ".join(word.text for word in words), score, tuple(run[0] for run in runs), words, score)
+
+    def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
+        self.alphabet, self.frame_s = alphabet, frame_s
+        self._starts_word = [symbol.isspace() or symbol.startswith(WORD_MARK) for symbol in alphabet.symbols]
+        self._frames, self._score = 0, 0.0
+        self._labels: list[int] = []  # of the runs that are complete
+        self._words: list[Word] = []  # that are complete
+        self._runs: list[Run] = []  # complete, of the last word
+        self._open: Run = (BLANK, 0, 0, 0.0)  # which the next frames may go on
+
+    def hear(self, labels: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
+        """Take the labels (T',) of the next frames and their natural log-probs (T',)."""
+        if not len(labels):
+            return
+        self._score = float(np.add.accumulate(np.append(self._score, log_probs))[-1])  # in order, whatever the chunks
+        starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
+        ends = np.concatenate([starts[1:], [len(labels)]]) + self._frames
+        peaks = np.maximum.reduceat(log_probs, starts)
+        columns = (labels[starts], starts + self._frames, ends, peaks)
+        self._frames += len(labels)
+        for label, start, end, peak in zip(*(column.tolist() for column in columns), strict=True):
+            if label == self._open[0]:
+                self._open = (label, self._open[1], end, max(self._open[3], peak))
+            else:
+                self._close()
+                self._open = (label, start, end, peak)
+
+    def _close(self) -> None:
+        label = self._open[0]
+        if label == BLANK:
+            return
+        if self._starts_word[label]:
+            self._words += spell_words(self._runs, self.alphabet, self.frame_s)
+            self._runs = []
+        self._labels.append(label)
+        self._runs.append(self._open)
+
+    def hypothesis(self) -> Hypothesis:
+        """What was heard so far."""
+        last = [] if self._open[0] == BLANK else [self._open]
+        words = (*self._words, *spell_words(self._runs + last, self.alphabet, self.frame_s))
+        labels = (*self._labels, *(run[0] for run in last))
+        return Hypothesis(" ".join(word.text for word in words), self._score, labels, words, self._score)
 
 
 def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float) -> list[Hypothesis]:
@@ -85,7 +116,12 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
     """
     if logits.shape[-1] != len(alphabet):
         raise ValueError(f"logits have {logits.shape[-1]} labels, the alphabet has {len(alphabet)} with the blank")
-    return [collapse(labels, log_probs, alphabet, frame_s) for labels, log_probs in best_path(logits, lengths)]
+    found = []
+    for labels, log_probs in best_path(logits, lengths):
+        path = BestPath(alphabet, frame_s)
+        path.hear(labels, log_probs)
+        found.append(path.hypothesis())
+    return found
 
 
 class GreedyDecoder:
@@ -103,29 +139,29 @@ class GreedyDecoder:
         """Begin utterances whose frames come chunk by chunk; the result is that of the whole."""
         return GreedyDecoding(rows, self.alphabet, self.frame_s)
 
+    def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+        """Let decodings hear their next frames in one batch."""
+        check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
+        paths = [path for decoding in decodings for path in decoding.paths]
+        for path, frames in zip(paths, best_path(log_probs, lengths), strict=True):
+            path.hear(*frames)
+
 
 class GreedyDecoding:
-    """Best paths on their way: two numbers a frame are kept."""
+    """Best paths on their way: nothing is kept of frames."""
 
     def __init__(self, rows: int, alphabet: Alphabet, frame_s: float) -> None:
-        self.alphabet, self.frame_s = alphabet, frame_s
-        self._labels = [[np.empty(0, np.int64)] for _ in range(rows)]
-        self._log_probs = [[np.empty(0, np.float32)] for _ in range(rows)]
+        self.decoder = GreedyDecoder(alphabet, frame_s)
+        self.paths = [BestPath(alphabet, frame_s) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
         """Hear the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
-        check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
-        for row, (labels, path) in enumerate(best_path(log_probs, lengths)):
-            self._labels[row].append(labels)
-            self._log_probs[row].append(path)
+        self.decoder.step([self], log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:
-        """Collapse what was heard so far; see :class:`~ds2.decoding.decoder.Decoding`."""
-        return [
-            collapse(np.concatenate(labels), np.concatenate(log_probs), self.alphabet, self.frame_s)
-            for labels, log_probs in zip(self._labels, self._log_probs, strict=True)
-        ]
+        """What was heard so far, words and all; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [path.hypothesis() for path in self.paths]
 
     def finish(self) -> list[list[Hypothesis]]:
-        """Collapse all; see :class:`~ds2.decoding.decoder.Decoding`."""
+        """What was heard; see :class:`~ds2.decoding.decoder.Decoding`."""
         return [[found] for found in self.best()]

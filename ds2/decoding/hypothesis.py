@@ -32,6 +32,16 @@ class Word:
     confidence: float
 
 
+def word_record(word: Word) -> dict[str, str | float]:
+    """Return a word for JSON: times to the millisecond, which is finer than any output frame."""
+    return {
+        "text": word.text,
+        "start_s": round(word.start_s, 3),
+        "end_s": round(word.end_s, 3),
+        "confidence": round(word.confidence, 4),
+    }
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """What was recognised in one utterance; scores are natural logarithms.
@@ -51,15 +61,19 @@ class Hypothesis:
 EMPTY = Hypothesis("", 0.0, (), ())  # of what is too short for a frame
 
 
-def spell_words(runs: Sequence[tuple[int, int, int, float]], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
+Run = tuple[int, int, int, float]
+"""A label, its first frame, the frame after its last, its highest natural log-prob."""
+
+
+def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
     """Gather labels into words, at white space or, in alphabets of pieces, before the word mark.
 
     Args:
-        runs: label, first frame, frame after the last, highest log-prob; in order.
+        runs: of the labels, in order.
         alphabet: symbols of the labels.
         frame_s: seconds an output frame.
     """
-    spelled: list[list[tuple[int, int, int, float]]] = [[]]
+    spelled: list[list[Run]] = [[]]
     for run in runs:
         symbol = alphabet.symbols[run[0]]
         if symbol.isspace() or symbol.startswith(WORD_MARK):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Protocol
 
 import torch
 
+from ds2.config.check import check_allowed
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.beam.search import batched_search
+from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.confidence import AS_IT_IS, CalibratedDecoder
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder
 from ds2.decoding.external.ctc_beam_decoder import NativeSearch
 from ds2.decoding.external.ctcdecode import CtcdecodeSearch
 from ds2.decoding.external.flashlight import LexiconSearch
 from ds2.decoding.greedy import GreedyDecoder
-from ds2.decoding.hypothesis import DecodeError
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
@@ -50,7 +49,7 @@ def _greedy(
 
 
 def _beam(options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None) -> Decoder:
-    return SearchDecoder(batched_search(alphabet, options, lm, device), alphabet, frame_s, options.times, device)
+    return BeamDecoder(alphabet, options, lm, frame_s, device)
 
 
 def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) -> Maker:
@@ -60,7 +59,7 @@ def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) ->
         options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
     ) -> Decoder:
         found = search(alphabet, options, lm)
-        return SearchDecoder(found, alphabet, frame_s, options.times, torch.device("cpu"))
+        return SearchDecoder(found, alphabet, frame_s, options.times)
 
     return make
 
@@ -92,23 +91,6 @@ def ignored_options(options: DecodeConfig) -> list[str]:
     return [name for name in names if name not in taken and getattr(options, name) != getattr(plain, name)]
 
 
-def check_options(options: DecodeConfig) -> None:
-    """Raise DecodeError for settings that no search can work with."""
-    if options.method not in METHODS:
-        raise DecodeError(f"decode.method={options.method!r} is not one of {', '.join(METHODS)}")
-    for key, least in (("beam", 1), ("nbest", 1), ("threads", 0)):
-        if getattr(options, key) < least:
-            raise DecodeError(f"decode.{key}={getattr(options, key)} must be at least {least}")
-    if not 0 < options.prune < math.inf:
-        raise DecodeError(f"decode.prune={options.prune} must be above 0: the distance to the best, natural log")
-    if len(options.confidence) != 2 or not all(map(math.isfinite, options.confidence)):
-        raise DecodeError(
-            f"decode.confidence={options.confidence} must be a slope and an offset: [1,0] changes nothing"
-        )
-    if not options.label_min_log_prob < 0:
-        raise DecodeError(f"decode.label_min_log_prob={options.label_min_log_prob} must be below 0")
-
-
 def make_decoder(
     options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None = None
 ) -> Decoder:
@@ -117,15 +99,16 @@ def make_decoder(
     Settings that the method does not look at are named in a warning, with the methods that do.
 
     Raises:
-        DecodeError: settings that cannot work, or a decoder package that is not installed.
+        ConfigError: settings that no search can work with.
+        DecodeError: settings that this method cannot work with, or its package is not installed.
         LanguageModelError: a model that cannot be read or does not fit the alphabet.
     """
-    check_options(options)
+    check_allowed(options, "decode")
     for name in ignored_options(options):
         others = ", ".join(key for key, method in METHODS.items() if name in method.options)
         log.warning("decode.%s changes nothing under decode.method=%s; it counts for %s", name, options.method, others)
     row = METHODS[options.method]
     if lm is None and options.lm and "lm" in row.options:
-        lm = load_ngram(Path(options.lm))
+        lm = load_ngram(Path(options.lm)).check()
     decoder = row.make(options, alphabet, frame_s, device, lm)
     return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ds2.lm.arpa import write_arpa
 from ds2.lm.ngram import TENSORS, LanguageModelError, NGram
-from ds2.system.files import cache_dir
+from ds2.system.files import cache_dir, own_folder, sweep
 
 log = logging.getLogger(__name__)
 _FORMAT = 1  # another one when `write_arpa` writes the same model otherwise
@@ -41,9 +41,9 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
     else:
         yield kept
         return
-    with tempfile.TemporaryDirectory(prefix="ds2-lm-") as folder:
-        write_arpa(lm, Path(folder) / "model.arpa")
-        yield Path(folder) / "model.arpa"
+    with own_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
+        write_arpa(lm, folder / "model.arpa")
+        yield folder / "model.arpa"
 
 
 def _kept(lm: NGram) -> Path:
@@ -66,6 +66,7 @@ def _content_key(lm: NGram) -> str:
 
 def _drop_least_recent(newest: Path) -> None:
     """Remove what was not used for longest, and what killed processes left, until the folder is within its limit."""
+    sweep(newest.parent)
     others = []
     for path in newest.parent.iterdir():
         with suppress(OSError):  # another process removed it meanwhile

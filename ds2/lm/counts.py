@@ -8,7 +8,6 @@ done in chunks: memory does not grow with the text.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from ds2.lm.levels import blocks
 from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError
+from ds2.system.files import own_folder
 
 Ints = NDArray[np.int64]
 UNKNOWN_ID, START_ID, END_ID = 0, 1, 2
@@ -33,8 +33,9 @@ class Scratch:
     """Arrays in a temporary folder, mapped into memory; a full disk is an error, not a signal."""
 
     def __init__(self, folder: Path | None) -> None:
+        self._open = ExitStack()
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="ds2-lm-", dir=folder))
+            self._folder = self._open.enter_context(own_folder(folder or Path(tempfile.gettempdir()), "ds2-lm"))
         except OSError as error:
             raise LanguageModelError(
                 f"no temporary folder in {folder}: {error}; choose another with --temp-dir"
@@ -47,7 +48,7 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._open.close()
         if isinstance(error, OSError):
             raise LanguageModelError(
                 f"the n-grams do not fit {self._folder.parent} ({error}): choose another folder with --temp-dir"

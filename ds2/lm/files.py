@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ds2.lm.arpa import read_arpa
-from ds2.lm.ngram import TENSORS, LanguageModelError, NGram
+from ds2.lm.ngram import TENSORS, UNITS, LanguageModelError, NGram
 from ds2.system.files import whole_file
+from ds2.system.plain import from_plain
+from ds2.system.tensor_file import WAY_OUT, check_digest, make_header, read_header
+from ds2.text.alphabet import Alphabet, AlphabetError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no digest of the header
 _HEAD_BYTES = 4096  # an ARPA file says so within these
 
 
@@ -26,7 +31,7 @@ def save_ngram(model: NGram, path: Path) -> None:
     """
     tensors = {name: getattr(model, name).cpu().contiguous() for name in TENSORS}
     tensors["vocabulary"] = torch.frombuffer(bytearray("\n".join(model.vocabulary).encode()), dtype=torch.uint8)
-    header = {
+    metadata = {
         "format": FORMAT_VERSION,
         "kind": "n-gram",
         "entry_starts": model.entry_starts,
@@ -36,7 +41,7 @@ def save_ngram(model: NGram, path: Path) -> None:
     }
     try:
         with whole_file(path) as partial:
-            save_file(tensors, partial, metadata={"ds2": json.dumps(header)})
+            save_file(tensors, partial, metadata=make_header(metadata, tensors, content=False))
     except (OSError, SafetensorError) as error:
         needed_mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
         free = f", {shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free" if path.parent.is_dir() else ""
@@ -47,7 +52,8 @@ def load_ngram(path: Path) -> NGram:
     """Open a language model: a binary of `save_ngram`, whose pages are read as queries need them, or an ARPA file.
 
     Raises:
-        LanguageModelError: no such file, a cut-off or foreign file, or a binary of a newer format.
+        LanguageModelError: no such file, a cut-off, damaged or foreign file, or a binary of a newer format. The numbers
+            of a binary are not looked at: `NGram.check` does.
     """
     if not path.is_file():
         raise LanguageModelError(f"there is no language model {path}")
@@ -55,25 +61,62 @@ def load_ngram(path: Path) -> NGram:
         return read_arpa(path)
     try:
         with safe_open(str(path), framework="pt") as opened:
-            header = json.loads((opened.metadata() or {}).get("ds2", "{}"))
-            if header.get("kind") != "n-gram":
+            header = opened.metadata() or {}
+            metadata = read_header(header, FORMAT_VERSION)
+            if metadata.get("kind") != "n-gram":
                 raise LanguageModelError(f"{path} is a safetensors file, but not a language model of ds2")
-            if header["format"] > FORMAT_VERSION:
-                raise LanguageModelError(
-                    f"{path} has format {header['format']}, this ds2 reads up to {FORMAT_VERSION}: install a newer ds2"
-                )
+            stored = from_plain(_Header, metadata, "metadata")
             tensors = {name: opened.get_tensor(name) for name in (*TENSORS, "vocabulary")}
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        if stored.format >= 2:
+            check_digest(header, tensors, content=False)
+        return _model(stored, tensors)
+    except (SafetensorError, OSError) as error:
         raise LanguageModelError(
             f"{path} is not a whole language model ({error}): cut off, or not written by ds2 lm build"
         ) from error
+    except (ValueError, LanguageModelError) as error:
+        raise LanguageModelError(f"{path}: {error}") from error
+
+
+@dataclass
+class _Header:
+    """The metadata of a binary."""
+
+    format: int
+    kind: str
+    entry_starts: tuple[int, ...]
+    state_starts: tuple[int, ...]
+    unit: str
+    alphabet: dict[str, Any] | None
+
+
+def _model(stored: _Header, tensors: dict[str, Tensor]) -> NGram:
+    """Put a model together; raises ValueError where header and tensors do not fit. Pages of tensors are not read."""
+    text = tensors.pop("vocabulary")
+    types = {"keys": torch.int64, "log_prob": torch.float32, "next_state": torch.int32, "backoff": torch.float32,
+             "suffix": torch.int32, "vocabulary": torch.uint8}  # fmt: skip
+    for name, tensor in {**tensors, "vocabulary": text}.items():
+        if tensor.dtype != types[name] or tensor.ndim != 1:
+            raise ValueError(f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, expected {types[name]}, one row")
+    vocabulary = tuple(bytes(text.numpy()).decode().split("\n"))
+    entries, states = stored.entry_starts, stored.state_starts
+    for name, starts, held in (
+        ("entry_starts", entries, [tensors[key].numel() for key in ("keys", "log_prob", "next_state")]),
+        ("state_starts", states, [tensors[key].numel() for key in ("backoff", "suffix")]),
+    ):
+        if len(starts) < 2 or starts[0] != 0 or list(starts) != sorted(starts) or {starts[-1]} != set(held):
+            raise ValueError(f"metadata.{name}: is {starts}, expected to rise from 0 to {held}; {WAY_OUT}")
+    if len(entries) != len(states) or entries[1] != len(vocabulary) or states[1] != 1:
+        raise ValueError(f"metadata: {entries} and {states} do not fit {len(vocabulary)} words; {WAY_OUT}")
+    if stored.unit not in UNITS:
+        raise ValueError(f"metadata.unit: is {stored.unit!r}, expected one of {', '.join(UNITS)}; {WAY_OUT}")
+    if stored.alphabet is not None:
+        try:
+            Alphabet.from_dict(stored.alphabet)
+        except AlphabetError as error:
+            raise ValueError(f"metadata.{error}; {WAY_OUT}") from error
     return NGram(
-        tuple(bytes(tensors.pop("vocabulary").numpy()).decode().split("\n")),
-        **tensors,
-        entry_starts=tuple(header["entry_starts"]),
-        state_starts=tuple(header["state_starts"]),
-        unit=header["unit"],
-        alphabet=header["alphabet"],
+        vocabulary, **tensors, entry_starts=entries, state_starts=states, unit=stored.unit, alphabet=stored.alphabet
     )
 
 

@@ -25,6 +25,7 @@ SPACE = "<space>"  # how a character-level model writes a space, as tokens of AR
 UNITS = ("word", "character", "piece")
 _DENSE_LIMIT_BYTES = 2**30
 _CACHED_QUERIES = 2**18
+_CHECKED = 2**22  # entries at a time
 TENSORS = ("keys", "log_prob", "next_state", "backoff", "suffix")
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,26 @@ class NGram:
     def order(self) -> int:
         """The longest n-gram, in tokens."""
         return len(self.entry_starts) - 1
+
+    def check(self) -> NGram:
+        """Read all transitions and return the model, for searches that follow them unchecked.
+
+        Raises:
+            LanguageModelError: transitions that leave the model, or suffixes that go round in circles.
+        """
+        states = self.suffix.numel()
+        for part in (slice(at, at + _CHECKED) for at in range(0, max(states, self.keys.numel()), _CHECKED)):
+            keys, following, suffix = self.keys[part], self.next_state[part], self.suffix[part]
+            numbers = torch.arange(part.start, part.start + suffix.numel(), device=suffix.device)
+            shorter = (suffix >= 0) & (suffix < numbers.clamp(min=1))  # a shorter history has a smaller number
+            sound = (following >= 0) & (following < states) & (keys >= 0) & (keys < states * len(self.vocabulary))
+            ordered = (keys[1:] > keys[:-1]).all()
+            if not (bool(shorter.all()) and bool(sound.all()) and bool(ordered)):
+                raise LanguageModelError(
+                    f"the language model's automaton is damaged, at {part.start} to {part.stop}: its transitions leave "
+                    "it or its histories go round in circles: copy the file again or build it anew"
+                )
+        return self
 
     def to(self, device: torch.device | str) -> NGram:
         """Return the model with its tensors on `device`."""
@@ -161,12 +182,14 @@ class NGram:
     @cached_property
     def _query(self) -> Callable[[int, int], tuple[float, int]]:
         keys, log_prob, following, backoff, suffix = (memoryview(getattr(self, name).cpu().numpy()) for name in TENSORS)
-        size = len(self.vocabulary)
+        size, depth = len(self.vocabulary), self.order - 1
 
         @lru_cache(maxsize=_CACHED_QUERIES)
         def query(state: int, word: int) -> tuple[float, int]:
             penalty = 0.0
-            while state:
+            for _ in range(depth):  # as long as a chain of suffixes can be: a damaged one ends too
+                if not state:
+                    break
                 key = state * size + word
                 entry = bisect_left(keys, key)
                 if entry < len(keys) and keys[entry] == key:

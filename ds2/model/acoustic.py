@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError, ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import Count, SequenceBatchNorm
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import make_recurrent_layer
@@ -109,6 +110,8 @@ class AcousticModel(nn.Module):
             residual = config.skip > 0 and (index > 0 or config.skip_first == "projection")
             self.recurrent_modules.append(RecurrentModule(width, layers, row_convs, config, residual=residual))
             width = config.hidden
+        for number, dropout in enumerate(m for m in self.modules() if isinstance(m, UtteranceDropout)):
+            dropout.layer = number
         self._scale_branches()
         self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
         self.classifier = nn.Linear(width, labels)
@@ -149,13 +152,14 @@ class AcousticModel(nn.Module):
             frames = frames_after(frames, conv.stride[1])
         return frames
 
-    def forward(self, features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run whole utterances.
 
         Args:
             features: (B, F, T) float32; what lies past an utterance's length is ignored, NaN included.
             lengths: (B,) integers, valid frames; on the CPU, or on the features' device: then never read back, so that
                 their values are the caller's promise.
+            keys: (B,) int64 on the device, from which each utterance's dropout follows; None: torch's generator.
 
         Returns:
             Logits (T', B, V) float32, 0 past each length, and output lengths (B,) int64 where the lengths are.
@@ -164,7 +168,7 @@ class AcousticModel(nn.Module):
             ValueError: shapes or lengths that do not fit.
         """
         lengths = self._checked_lengths(features, lengths)
-        ragged = Ragged.of(lengths, features.shape[2], features.device)
+        ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
             x, ragged = conv(x, ragged)

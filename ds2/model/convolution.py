@@ -46,7 +46,7 @@ class MaskedConv(nn.Module):
             (B, C', F', T') and its lengths; 0 past each of them.
         """
         z = self._convolve(x, self.kernel[1] // 2)
-        after = Ragged.of(frames_after(ragged.lengths, self.stride[1]), z.shape[3], z.device)
+        after = Ragged.of(frames_after(ragged.lengths, self.stride[1]), z.shape[3], z.device, ragged.keys)
         valid = after.valid[:, None, None, :].to(z.dtype)
         if self.norm is not None:  # a convolution's edge spills past the end: out of the statistics with it
             z = self.norm(z.mul_(valid), after.count.times(z.shape[2]))

@@ -16,18 +16,20 @@ class Ragged:
         lengths: (B,) int32, valid frames.
         count: valid positions among the B T of the batch.
         valid: (B, T) bool, True where t < length.
+        keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
     """
 
     lengths: Tensor
     count: Count
     valid: Tensor
+    keys: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: Tensor, frames: int, device: torch.device) -> "Ragged":
+    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
         """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
         lengths = lengths.to(device, torch.int32, non_blocking=True)
         valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
-        return cls(lengths, Count(lengths, lengths.numel() * frames), valid)
+        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys)
 
     @property
     def frames(self) -> int:

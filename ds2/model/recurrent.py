@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
+from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.ragged import Ragged, reverse
 
@@ -36,7 +37,7 @@ class RecurrentLayer(nn.Module):
         super().__init__()
         hidden = config.hidden
         self.nonlinearity, self.clip, self.backend = config.nonlinearity, config.clip, config.backend
-        self.dropout = config.dropout
+        self.dropout = UtteranceDropout(config.dropout)
         self.weight_ih = nn.Parameter(torch.empty(hidden, width_in))
         nn.init.kaiming_normal_(self.weight_ih, nonlinearity="relu")
         self.norm = SequenceBatchNorm(hidden, config.batch_norm_momentum) if config.batch_norm else None
@@ -49,13 +50,13 @@ class RecurrentLayer(nn.Module):
 
         Args:
             x: (T, B, D), 0 past each length.
-            ragged: lengths of ``x``.
+            ragged: lengths of ``x``, keys of its dropout.
             state: one (B, H) tensor, h before frame 0; zeros when None.
 
         Returns:
             (T, B, H), 0 past each length, and the state after each utterance's last frame.
         """
-        x = functional.dropout(x, self.dropout, self.training)
+        x = self.dropout(x, ragged.keys)
         z = functional.linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
@@ -83,7 +84,7 @@ class TorchRecurrentLayer(nn.Module):
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__()
         make = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
-        self.dropout = config.dropout
+        self.dropout = UtteranceDropout(config.dropout)
         self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum) if config.batch_norm else None
         self.cell = make(width_in, config.hidden)
         self.cell_reverse = make(width_in, config.hidden) if config.bidirectional else None
@@ -92,7 +93,7 @@ class TorchRecurrentLayer(nn.Module):
         """See :meth:`RecurrentLayer.forward`."""
         if self.norm is not None:
             x = self.norm(x, ragged.count)
-        x = functional.dropout(x, self.dropout, self.training)
+        x = self.dropout(x, ragged.keys)
         carried = None if state is None else tuple(s[None] for s in state)
         y, last = self.cell(x, carried[0] if carried is not None and len(carried) == 1 else carried)
         if self.cell_reverse is not None:

@@ -4,9 +4,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ds2.config.check import check_allowed
 from ds2.config.schema import ConfigError, ModelConfig
+from ds2.system.machine import memory_bytes
 
 Frames = TypeVar("Frames", int, Tensor)
+_GATES = {"rnn": 1, "lstm": 4, "gru": 3}
 
 
 def frames_after(frames: Frames, stride: int) -> Frames:
@@ -40,26 +43,35 @@ def lookahead_parts_ms(config: ModelConfig, step_s: float) -> dict[str, float]:
     return parts | ({"bidirectional": float("inf")} if config.bidirectional else {})
 
 
+def least_weights(config: ModelConfig) -> int:
+    """Weights of a model without its first recurrent inputs, row convolutions and classifier: a little too few."""
+    channels = [1, *(conv.channels for conv in config.convs)]
+    convs = sum(
+        c.kernel[0] * c.kernel[1] * c.channels * before for c, before in zip(config.convs, channels, strict=False)
+    )
+    directions = 2 if config.bidirectional else 1
+    return convs + (2 * config.depth - 1) * directions * _GATES[config.cell] * config.hidden**2
+
+
 def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
     """Raise ConfigError where a model config cannot work, naming the key, what is allowed and the way out."""
+    check_allowed(config, "model")
     for index, conv in enumerate(config.convs):
         key = f"model.convs[{index}]"
-        if len(conv.kernel) != 2 or any(k < 1 or k % 2 == 0 for k in conv.kernel):
+        if any(k % 2 == 0 for k in conv.kernel):
             raise ConfigError(f"{key}.kernel is {conv.kernel}, allowed are two odd sizes [frequency, time]")
-        if len(conv.stride) != 2 or any(not 1 <= s <= k for s, k in zip(conv.stride, conv.kernel, strict=True)):
+        if any(s > k for s, k in zip(conv.stride, conv.kernel, strict=True)):
             raise ConfigError(
                 f"{key}.stride is {conv.stride}, allowed are two sizes [frequency, time] from 1 to the kernel's, "
                 f"here {conv.kernel}: a larger one would leave frames unheard"
             )
-        if conv.channels < 1:
-            raise ConfigError(f"{key}.channels is {conv.channels}, allowed are 1 or more")
-    for name, least in (("hidden", 1), ("depth", 1), ("skip", 0), ("row_convs", 0), ("row_conv_context", 0)):
-        if (given := getattr(config, name)) < least:
-            raise ConfigError(f"model.{name} is {given}, allowed are {least} or more")
-    if not 0.0 <= config.dropout < 1.0:
-        raise ConfigError(f"model.dropout is {config.dropout}, allowed are 0 to below 1")
-    if not config.clip > 0.0:
-        raise ConfigError(f"model.clip is {config.clip}, allowed are numbers above 0")
+    needed, present = 4 * least_weights(config), memory_bytes()
+    if needed > present:
+        raise ConfigError(
+            f"the model has more than {needed / 2**30:,.0f} GiB of weights in fp32, this machine has "
+            f"{present / 2**30:,.0f} GiB of memory: lower model.hidden={config.hidden}, model.depth={config.depth} or "
+            "model.convs"
+        )
     parts = lookahead_parts_ms(config, step_s)
     total_ms = sum(parts.values())
     if config.max_lookahead_ms > 0 and total_ms > config.max_lookahead_ms:

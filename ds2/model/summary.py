@@ -4,8 +4,10 @@ from itertools import groupby
 
 from ds2.config.schema import ModelConfig
 from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import LoadedModel
 from ds2.model.structure import lookahead_parts_ms, module_plan
 
+_LABELS_SHOWN = 20
 _GATE_VALUES = {"lstm": 6, "gru": 5}  # gates, output and cell state that torch keeps a unit and frame
 
 
@@ -52,6 +54,35 @@ def summary(model: AcousticModel) -> str:
             f"activations {memory[0]:.2f} MiB (bf16), {memory[1]:.2f} MiB (fp32) kept for backward per second of audio",
         ]
     )
+
+
+def contents(loaded: LoadedModel) -> str:
+    """Describe for `ds2 info` what a model file holds beside weights: scores, data, features, labels."""
+    config, alphabet, metrics = loaded.config, loaded.alphabet, loaded.metadata["metrics"]
+    scores = [f"{name.upper()} {100 * metrics[name]:.2f} %" for name in ("wer", "cer") if name in metrics]
+    rules = [f"case {alphabet.case}", f"unknown characters {alphabet.unknown}"]
+    rules += [f"{key} {value}" for key, value in alphabet.rules().items()]
+    if alphabet.replace:
+        rules.append(f"{len(alphabet.replace)} replacements")
+    labels = (
+        [repr(symbol) for symbol in alphabet.symbols[1:]] if alphabet.has_pieces else [repr("".join(alphabet.symbols))]
+    )
+    shown = " ".join(labels[:_LABELS_SHOWN]) + (" ..." if len(labels) > _LABELS_SHOWN else "")
+    features, data = config.features, config.data
+    rows = {
+        "dev set": ", ".join(scores) or "no scores",
+        "trained": f"epoch {metrics.get('epoch', '?')}, step {metrics.get('step', '?')}, "
+        f"commit {str(metrics.get('git_commit', 'unknown'))[:12]}, run folder {config.run_dir}",
+        "init from": config.checkpoint.init_from or "nothing",
+        "train": ", ".join(data.train),
+        "dev": ", ".join(data.dev) or "none",
+        "features": f"{features.kind}, {1000 * features.window_s:g} ms every {1000 * features.step_s:g} ms, "
+        f"{loaded.features.bins} bins, audio at {data.sample_rate_hz} Hz",
+        "labels": f"{len(alphabet)} with the blank: {shown}",
+        "transcripts": ", ".join(rules),
+        "decoder": config.decode.method,
+    }
+    return "\n".join(f"{key:<12}{value}" for key, value in rows.items())
 
 
 def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:

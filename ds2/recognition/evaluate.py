@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from ds2.config.schema import ConfigError, DataConfig, DecodeConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
-from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.hypothesis import Hypothesis, word_record
 from ds2.distributed.communicator import Communicator
 from ds2.recognition.recogniser import Recogniser
-from ds2.scoring.report import write_report
+from ds2.scoring.report import kaldi_line, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet
+from ds2.text.normalise import fold
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Evaluation:
     utterances: list[Utterance]
     hypotheses: list[Hypothesis]
     report: Report
+    words_only: Report | None = None  # without case and punctuation, where the network writes them
 
     def write(self, folder: Path, model: Path, options: DecodeConfig) -> None:
         """Write hypotheses.jsonl, report.txt, report.json, errors.txt and errors.html into `folder`."""
@@ -46,6 +48,8 @@ class Evaluation:
         )
         write_text(folder / "hypotheses.jsonl", "".join(line + "\n" for line in lines))
         facts = {"model": str(model), "manifest": str(self.manifest), "decoder": describe(options), "ds2": __version__}
+        if self.words_only is not None:
+            facts["without case and punctuation"] = kaldi_line("WER", self.words_only.words)
         write_report(self.report, folder, f"{self.manifest.stem} by {model}", facts)
 
 
@@ -84,7 +88,8 @@ def evaluate(
         hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
-        yield Evaluation(path, utterances, hypotheses, score(utterances, hypotheses, recogniser.alphabet))
+        report = score(utterances, hypotheses, recogniser.alphabet)
+        yield Evaluation(path, utterances, hypotheses, report, score_words(report, recogniser.alphabet))
 
 
 def recognition_loader(
@@ -104,6 +109,18 @@ def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alp
     )
 
 
+def score_words(report: Report, alphabet: Alphabet) -> Report | None:
+    """Report on the same texts without case and punctuation; None where the network writes neither."""
+    if not alphabet.as_printed:
+        return None
+    return corpus_report(
+        [fold(" ".join(u.reference), alphabet.locale) for u in report.utterances],
+        [fold(" ".join(u.hypothesis), alphabet.locale) for u in report.utterances],
+        names=[u.name for u in report.utterances],
+        speakers=[u.speaker for u in report.utterances],
+    )
+
+
 def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: str) -> dict[str, Any]:
     """Return one line of hypotheses.jsonl: NeMo's keys (`pred_text` is the hypothesis), score and words with times."""
     return {
@@ -116,7 +133,7 @@ def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: s
         "score": hypothesis.score,
         "acoustic_score": hypothesis.acoustic,
         "lm_score": hypothesis.lm,
-        "words": [asdict(word) for word in hypothesis.words],
+        "words": [word_record(word) for word in hypothesis.words],
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -31,18 +32,40 @@ def decode_settings(model_file: Path, config: Config, changes: Sequence[str] = (
         ConfigError: an unknown key, a wrong type or value, or a tuned file that does not fit.
     """
     file = tuned_file(model_file)
+    _refuse_interpolation(model_file, repr(config.decode))
     try:
-        base = OmegaConf.structured(Config(decode=config.decode, run_dir=config.run_dir))
+        base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
         if file.is_file():
-            base = OmegaConf.merge(base, {"decode": OmegaConf.load(file)})
+            base = OmegaConf.merge(base, {"decode": _read(file)})
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(changes)))
     except OmegaConfBaseException as error:
-        place = f"{file}, {' '.join(changes)}" if file.is_file() else " ".join(changes)
+        place = ", ".join([str(file)] * file.is_file() + list(changes))
         unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)
         near = nearest_key(str(error.full_key)) if unknown else None
         hint = f"; did you mean {near!r}?" if near else ""
-        raise ConfigError(f"{place}: {str(error).splitlines()[0]}{hint}") from error
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{place}: {key}{str(error).splitlines()[0]}{hint}") from error
     return to_config(cast(DictConfig, merged)).decode
+
+
+def _read(file: Path) -> DictConfig:
+    """The values of a tuned file; errors as `decode_settings`, those of OmegaConf as they are."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        _refuse_interpolation(file, text)
+        read = OmegaConf.create(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{file}: no YAML ({reason}); delete it or run `ds2 lm tune` again") from error
+    if not isinstance(read, DictConfig):
+        raise ConfigError(f"{file}: expected lines `KEY: VALUE`; delete it or run `ds2 lm tune` again")
+    return read
+
+
+def _refuse_interpolation(file: Path, text: str) -> None:
+    """Values of files are data: what OmegaConf would look up in the environment or elsewhere is refused."""
+    if "${" in text:
+        raise ConfigError(f"{file}: decode: holds '${{', but settings in files are plain values: write them out")
 
 
 def save_settings(options: DecodeConfig, path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.stream import FeatureStream
+from ds2.audio.stream import FeatureStream, Resampler
+from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.stream_state import join, split
@@ -28,43 +29,53 @@ class Session:
     Args:
         parts: with a unidirectional model.
         block_s: audio that the model hears at once, seconds.
+        sample_rate_hz: of the samples; None is the model's own. Others are resampled as a stream.
+        decoder: another than that of `parts`.
 
     Raises:
         ConfigError: a bidirectional model, which needs the end of a source first.
+        AudioError: a rate that is no audio's.
         ValueError: blocks of less than one output frame.
     """
 
-    def __init__(self, parts: Parts, block_s: float = BLOCK_S) -> None:
-        self.parts = parts
+    def __init__(
+        self,
+        parts: Parts,
+        block_s: float = BLOCK_S,
+        *,
+        sample_rate_hz: int | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self.parts, self.decoder = parts, decoder or parts.decoder
         frames = parts.model.time_stride * round(block_s / parts.frame_s)
         if frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {parts.frame_s:g} s")
         self.state = parts.model.start()
         self.blocks: deque[Tensor] = deque()  # (1, F, T) features that the model has not heard
+        self.decoding = self.decoder.start()
+        self._resampler = Resampler(sample_rate_hz or parts.features.sample_rate_hz, parts.features.sample_rate_hz)
         self._features = FeatureStream(parts.features, parts.device, frames)
-        self._decoding = parts.decoder.start()
 
     @property
     def duration_s(self) -> float:
-        """Audio accepted so far, seconds."""
+        """Audio heard so far, seconds; of a source that is resampled, all of it only after `finish`."""
         return self._features.samples / self.parts.features.sample_rate_hz
 
     def accept(self, samples: NDArray[np.float32]) -> None:
-        """Take the next samples (N,) of the model's rate in [-1, 1], any number."""
-        self.blocks.extend(self._features.accept(samples))
+        """Take the next samples (N,) in [-1, 1], any number; what is over full scale is clipped.
+
+        Raises:
+            AudioError: NaN or infinite samples; none of them are taken.
+        """
+        self.blocks.extend(self._features.accept(self._resampler.accept(samples)))
 
     def ready(self) -> bool:
         """Whether `step` has something to do for this session."""
         return bool(self.blocks)
 
-    def heard(self, logits: Tensor) -> None:
-        """Take what the model says of this session's next frames, logits (T', 1, V); `step` does it."""
-        if len(logits):
-            self._decoding.step(logits.float().log_softmax(2), torch.tensor([len(logits)]))
-
     def best(self) -> Hypothesis:
-        """The best hypothesis of what was heard so far."""
-        return self._decoding.best()[0]
+        """The best hypothesis of what was heard so far; of a search without words, as `Decoding.best` says."""
+        return self.decoding.best()[0]
 
     @torch.inference_mode()
     def finish(self) -> Hypothesis:
@@ -73,12 +84,13 @@ class Session:
         Raises:
             DecodeError: the model gives NaN or infinity.
         """
+        self.blocks.extend(self._features.accept(self._resampler.finish()))
         self.blocks.extend(self._features.finish())
         while self.ready():
             step([self])
         with self.parts.running():
-            self.heard(self.parts.model.finish(self.state))
-        return self._decoding.finish()[0][0]
+            _heard([self], self.parts.model.finish(self.state))
+        return self.decoding.finish()[0][0]
 
 
 @torch.inference_mode()
@@ -95,9 +107,23 @@ def step(sessions: Sequence[Session]) -> None:
         model = group[0].parts.model
         with group[0].parts.running():
             logits = model.step(torch.cat([session.blocks.popleft() for session in group]), state)
-        for row, (session, own) in enumerate(zip(group, split(state), strict=True)):
+        for session, own in zip(group, split(state), strict=True):
             session.state = own
-            session.heard(logits[:, row : row + 1])
+        _heard(group, logits)
+
+
+def _heard(sessions: Sequence[Session], logits: Tensor) -> None:
+    """Decode what the model says of sessions' next frames, logits (T', B, V), those of one decoder in one batch."""
+    if not len(logits):
+        return
+    log_probs = logits.float().log_softmax(2)
+    of_decoder: dict[int, list[int]] = {}
+    for row, session in enumerate(sessions):
+        of_decoder.setdefault(id(session.decoder), []).append(row)
+    for rows in of_decoder.values():
+        some = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
+        decodings = [sessions[row].decoding for row in rows]
+        sessions[rows[0]].decoder.step(decodings, some, torch.full((len(rows),), len(logits)))
 
 
 def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:

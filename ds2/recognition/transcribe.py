@@ -49,7 +49,7 @@ def transcribe_file(
     """Transcribe one file.
 
     Args:
-        parts: the model and its decoder; one that searches holds the file's log-probs, some kilobytes a second.
+        parts: the model and its decoder; one of another package holds the file's log-probs, some kilobytes a second.
         path: see `ds2.audio.read.read_audio` for the formats.
         block_s: audio given to the model at once, seconds.
         context_s: audio that a bidirectional model hears on each side of a block, at most `block_s`, seconds.

@@ -1,4 +1,4 @@
-"""What this machine and this tree are: cores that may be used, the commit that runs."""
+"""What this machine and this tree are: cores that may be used, memory, the commit that runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 def usable_cores() -> int:
     """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Return the main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def git_commit() -> str:

@@ -1,4 +1,4 @@
-"""Signals that end a process: raised where the work is, so that whatever is open is closed and nothing is left behind."""
+"""Signals that end a process: raised where the work is, so that what is open is closed and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,10 +1,16 @@
-"""Tensors with a JSON header in one safetensors file, which is the old one or the whole new one."""
+"""Tensors with a JSON header in one safetensors file, which is the old one or the whole new one, and says if damaged.
+
+The header holds a digest of everything else: SHA-256 over the metadata and, by name, each tensor's type, shape and own
+SHA-256 (or, for a file that is mapped rather than read, its type and shape alone).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +21,11 @@ from torch import Tensor
 
 from ds2.system.errors import UserError
 from ds2.system.files import whole_file
+from ds2.system.machine import usable_cores
 
-FORMAT_VERSION = 1
-_JSON_KEY = "ds2"
+FORMAT_VERSION = 2  # 1 had no digest
+WAY_OUT = "the file is damaged or of another program: copy it again"
+_JSON_KEY, _DIGEST_KEY = "ds2", "digest"
 
 
 class CheckpointError(UserError):
@@ -32,10 +40,9 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any])
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    header = {_JSON_KEY: json.dumps({"format": FORMAT_VERSION, **metadata})}
     try:
         with whole_file(path) as partial:
-            save_file(contiguous, partial, metadata=header)
+            save_file(contiguous, partial, metadata=make_header({"format": FORMAT_VERSION, **metadata}, contiguous))
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
         raise CheckpointError(
@@ -49,24 +56,77 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
     """Read a file that `save` wrote: its tensors on `device` and its metadata.
 
     Raises:
-        CheckpointError: no such file, a truncated or foreign file, or one of a newer format.
+        CheckpointError: no such file, a truncated, damaged or foreign file, or one of a newer format.
     """
+    return _read(path, str(device), tensors=True)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read the metadata of a file that `save` wrote, without its tensors; raises CheckpointError as `load`."""
+    return _read(path, "cpu", tensors=False)[1]
+
+
+def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
-        with safe_open(str(path), framework="pt", device=str(device)) as opened:
+        with safe_open(str(path), framework="pt", device="cpu") as opened:
             header = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            metadata = read_header(header, FORMAT_VERSION)
+            found = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (no dict)
+        if tensors and (metadata["format"] >= 2 or _DIGEST_KEY in header):
+            check_digest(header, found)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return {name: tensor.to(device) for name, tensor in found.items()}, metadata
+
+
+def make_header(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], *, content: bool = True) -> dict[str, str]:
+    """The header of a file: metadata as JSON and the digest, over the tensors' `content` or their shapes alone."""
+    text = json.dumps(metadata)
+    return {_JSON_KEY: text, _DIGEST_KEY: _digest(text, tensors, content=content)}
+
+
+def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
+    """The metadata of a header.
+
+    Raises:
+        ValueError: the header is not of ds2, is damaged, or of a format above `newest`.
+    """
     if _JSON_KEY not in header:
-        raise CheckpointError(f"{path} was not written by ds2: its header has no {_JSON_KEY!r} entry")
-    metadata: dict[str, Any] = json.loads(header[_JSON_KEY])
-    if metadata["format"] > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format {metadata['format']}; this ds2 reads up to {FORMAT_VERSION}: install a newer ds2"
-        )
-    return tensors, metadata
+        raise ValueError(f"was not written by ds2: its header has no {_JSON_KEY!r} entry")
+    try:
+        metadata = json.loads(header[_JSON_KEY])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"metadata: not JSON ({error}); {WAY_OUT}") from error
+    if not isinstance(metadata, dict) or type(metadata.get("format")) is not int:
+        raise ValueError(f"format: is missing or no whole number; {WAY_OUT}")
+    if metadata["format"] > newest:
+        raise ValueError(f"format: is {metadata['format']}, this ds2 reads up to {newest}: install a newer ds2")
+    return metadata
+
+
+def check_digest(header: Mapping[str, str], tensors: Mapping[str, Tensor], *, content: bool = True) -> None:
+    """Raise ValueError unless metadata and tensors are those that the header's digest was made of."""
+    if header.get(_DIGEST_KEY) != _digest(header[_JSON_KEY], tensors, content=content):
+        raise ValueError("digest: tensors or metadata are not those that were written; the file was damaged since: "
+                         "copy it again, or take another checkpoint")  # fmt: skip
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
+    names = sorted(tensors)
+    with ThreadPoolExecutor(usable_cores()) as threads:  # hashing leaves the interpreter lock
+        parts = list(threads.map(_content_digest, (tensors[name] for name in names))) if content else [""] * len(names)
+    listed = [[name, str(tensors[name].dtype), list(tensors[name].shape), part]
+              for name, part in zip(names, parts, strict=True)]  # fmt: skip
+    return hashlib.sha256(json.dumps([text, listed]).encode()).hexdigest()
+
+
+def _content_digest(tensor: Tensor) -> str:
+    content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,14 +12,32 @@ from typing import Any
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
+from ds2.system.plain import FieldError, from_plain
+from ds2.text.normalise import check_numbers, drop_punctuation, lower, spell_numbers, upper
 
 BLANK = 0  # the label of CTC's blank
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
-_CASE: dict[str, Callable[[str], str]] = {"lower": str.lower, "upper": str.upper, "keep": str}
+_CASE: dict[str, Callable[[str, str], str]] = {"lower": lower, "upper": upper, "keep": lambda text, _: text}
+_RULES = {"locale": "", "unicode": "NFC", "numbers": "", "punctuation": "keep"}  # keys of a normaliser, as they begin
 
 
 class AlphabetError(UserError):
     """A transcript that the alphabet cannot write, or an alphabet that cannot work; the message names characters."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """An alphabet in a file."""
+
+    case: str
+    unknown: str
+    replace: dict[str, str]
+    symbols: str = ""
+    pieces: list[str] = field(default_factory=list)
+    locale: str = _RULES["locale"]
+    unicode: str = _RULES["unicode"]
+    numbers: str = _RULES["numbers"]
+    punctuation: str = _RULES["punctuation"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,10 @@ class Alphabet:
     case: str = "lower"
     replace: tuple[tuple[str, str], ...] = ()
     unknown: str = "stop"
+    locale: str = ""
+    unicode: str = "NFC"
+    numbers: str = ""
+    punctuation: str = "keep"
     _labels: dict[str, int] = field(init=False, repr=False, compare=False)
     _characters: frozenset[str] = field(init=False, repr=False, compare=False)
     _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # words in pieces, once each
@@ -45,18 +67,24 @@ class Alphabet:
                 f"alphabet.case={self.case!r} must be lower, upper or keep; "
                 f"alphabet.unknown={self.unknown!r} must be stop or drop"
             )
+        if self.unicode not in ("NFC", "NFKC") or self.punctuation not in ("keep", "drop"):
+            raise AlphabetError(
+                f"alphabet.unicode={self.unicode!r} must be NFC or NFKC; "
+                f"alphabet.punctuation={self.punctuation!r} must be keep or drop"
+            )
+        check_numbers(self.numbers)
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
             raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct ones")
-        unreachable = [s for s in self.symbols if _nfc(_CASE[self.case](s)) != s]
+        unreachable = [s for s in self.symbols if self._composed(self._cased(s)) != s]
         if unreachable:
             raise AlphabetError(
                 f"alphabet.symbols holds {unreachable}, which no transcript contains after alphabet.case={self.case} "
-                "and Unicode composition (NFC): write them in that form"
+                f"and Unicode composition ({self.unicode}): write them in that form"
             )
         if any(not key for key, _ in self.replace):
             raise AlphabetError("alphabet.replace has an empty key")
-        keys = sorted((_nfc(key) for key, _ in self.replace), key=len, reverse=True)
+        keys = sorted((self._composed(key) for key, _ in self.replace), key=len, reverse=True)
         characters = set("".join(self.symbols))
         if self.has_pieces:
             characters = characters - {WORD_MARK} | {" "}
@@ -75,13 +103,19 @@ class Alphabet:
                 "must have a spelling. `ds2 data pieces` adds them"
             )
         symbols = ("", *(config.pieces or config.symbols))
-        return cls(symbols, config.case, tuple(sorted(config.replace.items())), config.unknown)
+        rules = {key: getattr(config, key) for key in _RULES}
+        return cls(symbols, config.case, tuple(sorted(config.replace.items())), config.unknown, **rules)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
-        """Restore what `to_dict` gave."""
-        symbols = stored["pieces"] if "pieces" in stored else stored["symbols"]
-        return cls(("", *symbols), stored["case"], tuple(sorted(stored["replace"].items())), stored["unknown"])
+        """Restore what `to_dict` gave; raises AlphabetError for what it never gives."""
+        try:
+            given = from_plain(_Stored, stored, "alphabet")
+        except FieldError as error:
+            raise AlphabetError(str(error)) from error
+        symbols = ("", *(given.pieces or given.symbols))
+        rules = {key: getattr(given, key) for key in _RULES}
+        return cls(symbols, given.case, tuple(sorted(given.replace.items())), given.unknown, **rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alphabet as plain containers for checkpoints, without the blank.
@@ -93,7 +127,12 @@ class Alphabet:
             "case": self.case,
             "replace": dict(self.replace),
             "unknown": self.unknown,
+            **self.rules(),
         }
+
+    def rules(self) -> dict[str, str]:
+        """Return what else is done to transcripts: the settings of the normaliser that are not as they begin."""
+        return {key: getattr(self, key) for key, default in _RULES.items() if getattr(self, key) != default}
 
     def __len__(self) -> int:
         return len(self.symbols)
@@ -103,19 +142,36 @@ class Alphabet:
         """Whether symbols are pieces of words."""
         return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
 
+    @property
+    def as_printed(self) -> bool:
+        """Whether the network writes capitals among small letters, or punctuation other than the apostrophe."""
+        cased = self.case == "keep" and any(c != c.lower() for c in self._characters)
+        marks = self._characters - {"'", " ", WORD_MARK}
+        return cased or any(unicodedata.category(c)[0] in "PS" for c in marks)
+
     def normalise(self, text: str) -> tuple[str, Counter[str]]:
         """Return the transcript as the network should write it, and the count of each character that it cannot write.
 
-        Unicode composition (NFC), then the replacements in one pass (longest key first), then case, then runs of white
-        space to one space, none at the ends. Unknown characters stay in the text: against a hypothesis they count as
-        errors.
+        Unicode composition, then the replacements in one pass (longest key first), then as asked for digits to words,
+        punctuation to spaces and case, then runs of white space to one space, none at the ends. Unknown characters stay
+        in the text: against a hypothesis they count as errors.
         """
-        text = _nfc(text)
+        text = self._composed(text)
         if self._replacement is not None:
-            table = {_nfc(key): value for key, value in self.replace}
+            table = {self._composed(key): value for key, value in self.replace}
             text = self._replacement.sub(lambda match: table[match.group()], text)
-        text = " ".join(_nfc(_CASE[self.case](text)).split())
+        if self.numbers:
+            text = spell_numbers(text, self.numbers)
+        if self.punctuation == "drop":
+            text = drop_punctuation(text, self._characters)
+        text = " ".join(self._composed(self._cased(text)).split())
         return text, Counter(character for character in text if character not in self._characters)
+
+    def _cased(self, text: str) -> str:
+        return _CASE[self.case](text, self.locale)
+
+    def _composed(self, text: str) -> str:
+        return unicodedata.normalize("NFKC" if self.unicode == "NFKC" else "NFC", text)
 
     def encode(self, text: str) -> list[int]:
         """Return the labels of a transcript, normalised first; unknown characters are dropped where `unknown` is drop.
@@ -166,10 +222,3 @@ def describe(characters: Mapping[str, int]) -> str:
 def fewest_frames(labels: Sequence[int]) -> int:
     """The fewest frames that can carry labels: one each, and a blank between equal neighbours (Graves et al. 2006)."""
     return len(labels) + sum(a == b for a, b in pairwise(labels))
-
-
-def _nfc(text: str) -> str:
-    return unicodedata.normalize("NFC", text)
-
-
-BLANK = 0

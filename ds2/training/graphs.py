@@ -42,8 +42,7 @@ def wanted(config: Config, comm: Communicator, no_loss: str | None) -> bool:
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
         (comm.world > 1, f"{comm.world} ranks exchange gradients within a step"),
-        (config.model.dropout > 0, f"model.dropout={config.model.dropout} draws random numbers within a step"),
-        (config.model.cell != "rnn", f"model.cell={config.model.cell} is torch's, which launches on streams of its own"),
+        (config.model.cell != "rnn", f"model.cell={config.model.cell} is torch's, which uses streams of its own"),
         (no_loss is not None, f"the CTC loss: {no_loss}"),
     )
     reason = next((text for applies, text in reasons if applies), None)
@@ -107,11 +106,15 @@ class GraphedPasses(Passes):
         self._seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._kept: OrderedDict[tuple[int, ...], _Recorded] = OrderedDict()
         self._waveforms, self._numbers = torch.empty(0), torch.empty(0)
+        self._count, self._utterances = 0, torch.zeros(())  # of a step, for the host and for the device
         self._running: _Recorded | None = None
         self.replays = 0
 
-    def forward(self, inputs: Inputs, *, last: bool, idle: bool) -> Tensor:
+    def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
         """As `Passes.forward`."""
+        if utterances != self._count:
+            self._count = int(utterances)
+            self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
         key = (*inputs.shape, int(self.gradients.fresh))
         came_before = key in self._seen
         self._seen[key] = None
@@ -120,7 +123,7 @@ class GraphedPasses(Passes):
             self._seen.popitem(last=False)
         self._running = None
         if not came_before or not all(norm.settled for norm in self._norms):
-            return super().forward(inputs, last=last, idle=idle)
+            return super().forward(inputs, self._utterances, last=last, idle=idle)
         recorded = self._kept.get(key)
         if recorded is None:
             recorded = self._record(key, inputs)  # which counts the batch, as if it had run
@@ -151,7 +154,7 @@ class GraphedPasses(Passes):
             self._recorder.forget()
         static = inputs.into(self._waveforms, self._numbers)
         with self._recorder.recording() as forward:
-            losses = super().forward(static, last=False, idle=False)
+            losses = super().forward(static, self._utterances, last=False, idle=False)
         with self._recorder.recording() as backward:
             super().backward()
         self._kept[key] = _Recorded(static, losses, (forward, backward))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds2.audio.augment import utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks
-from ds2.config.schema import AugmentConfig, FeaturesConfig
+from ds2.config.schema import Config
 from ds2.data.loader import Batch
 from ds2.model.acoustic import AcousticModel
 from ds2.training.ctc import feasible_rows
@@ -25,7 +27,7 @@ class Inputs:
 
     Attributes:
         waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
-        numbers: (B, K) int64: frames, labels, feasible or not, utterances of the step, L labels, the masks.
+        numbers: (B, K) int64: frames, labels, feasible or not, key of dropout, L labels, the masks.
         label_columns: L.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
         infeasible: utterances whose frames cannot carry their labels.
@@ -54,9 +56,9 @@ class Inputs:
         return self.numbers[:, 2] > 0
 
     @property
-    def utterances(self) -> Tensor:
-        """Utterances of the whole step, all ranks and batches together: a scalar, int64."""
-        return self.numbers[0, 3]
+    def keys(self) -> Tensor:
+        """(B,) int64, from which each utterance's dropout follows."""
+        return self.numbers[:, 3]
 
     @property
     def labels(self) -> Tensor:
@@ -94,53 +96,84 @@ class InputMaker:
 
     Args:
         features, model: whose frames and output frames count.
-        augment, config, seed: of the masks of SpecAugment.
+        config: of the run.
         device: of the passes.
-        padded: pad waveforms to a multiple of 32 frames and labels to the frames that come out, so that the shape
-            depends on the number of utterances and on that multiple alone.
+        padded: pad waveforms to one frame less than a multiple of 32, and labels to the frames that come out, so that
+            the shape depends on the number of utterances and on that multiple alone.
     """
 
     def __init__(
-        self,
-        features: Features,
-        model: AcousticModel,
-        augment: AugmentConfig,
-        config: FeaturesConfig,
-        seed: int,
-        device: torch.device,
-        *,
-        padded: bool,
+        self, features: Features, model: AcousticModel, config: Config, device: torch.device, *, padded: bool
     ) -> None:
-        self.features, self.model = features, model
-        self.augment, self.config, self.seed = augment, config, seed
+        self.features, self.model, self.config = features, model, config
         self.device, self.padded = device, padded
 
-    def __call__(self, batch: Batch, epoch: int, utterances: int) -> Inputs:
-        """Make the inputs of a batch of a step of so many utterances."""
+    def __call__(self, batch: Batch, epoch: int) -> Inputs:
+        """Make the inputs of a batch of an epoch."""
+        config, indices = self.config, batch.indices.tolist()
+        seed, augment = config.train.seed, config.augment
         frames, labels = self.features.frames(batch.sample_lengths), batch.labels
-        longest = max(int(frames.max()), 1)
-        samples = (longest - 1) * self.features.step_samples + self.features.window_samples
         feasible = feasible_rows(self.model.output_frames(frames), labels, batch.label_lengths)
+        longest, columns = max(int(frames.max()), 1), labels.shape[1]
         if self.padded:
-            longest += -longest % FRAMES_MULTIPLE
-            samples = (longest - 1) * self.features.step_samples + self.features.window_samples
+            longest += -(longest + 1) % FRAMES_MULTIPLE
             columns = self.model.output_frames(longest)  # more labels than that are not feasible
-            labels = F.pad(labels, (0, columns - labels.shape[1]))
-        bins = self.features.bins
-        masks = spectrogram_masks(frames, bins, self.augment, self.config, self.seed, epoch, batch.indices.tolist())
-        fixed = [frames, batch.label_lengths, feasible.long(), torch.full_like(frames, utterances)]
-        drawn = [] if masks is None else [masks.frequency.flatten(1), masks.time.flatten(1)]
-        numbers = torch.cat([torch.stack(fixed, 1), labels, *drawn], 1)
+        masks = spectrogram_masks(frames, self.features.bins, augment, config.features, seed, epoch, indices)
+        drawn = torch.empty(len(frames), 0, dtype=torch.int64)
+        if masks is not None:
+            drawn = torch.cat([masks.frequency.flatten(1), masks.time.flatten(1)], 1)
+        on_gpu = self.device.type == "cuda"
+        shape = len(frames), _FIXED + columns + drawn.shape[1]
+        numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        table = numbers.numpy()
+        fixed = (frames, batch.label_lengths, feasible, _dropout_keys(config, epoch, indices))
+        for column, values in enumerate(fixed):
+            table[:, column] = values
+        kept = min(columns, labels.shape[1])
+        table[:, _FIXED : _FIXED + kept] = labels[:, :kept]
+        table[:, _FIXED + columns :] = drawn
+        samples = (longest - 1) * self.features.step_samples + self.features.window_samples
         waveforms = batch.waveforms.to(self.device, non_blocking=True)
         if samples != waveforms.shape[1]:
             waveforms = F.pad(waveforms, (0, samples - waveforms.shape[1]))
-        if self.device.type == "cuda":
-            numbers = numbers.pin_memory()
         return Inputs(
             waveforms,
             numbers.to(self.device, non_blocking=True),
-            labels.shape[1],
-            self.augment.frequency_masks,
-            self.augment.time_masks,
+            columns,
+            augment.frequency_masks,
+            augment.time_masks,
             int((~feasible).sum()),
         )
+
+
+class Ahead(Iterator[tuple[Batch, Inputs]]):
+    """Batches with their inputs, the next of which can be made while the device is busy with the last.
+
+    Args:
+        batches: of a rank.
+        make: the inputs of one.
+    """
+
+    def __init__(self, batches: Iterator[Batch], make: Callable[[Batch], Inputs]) -> None:
+        self._batches, self._make = batches, make
+        self._next: tuple[Batch, Inputs] | None = None
+
+    def __next__(self) -> tuple[Batch, Inputs]:
+        """Return what `look` made, or make it."""
+        self.look()
+        made, self._next = self._next, None
+        if made is None:
+            raise StopIteration
+        return made
+
+    def look(self) -> None:
+        """Make the next inputs, if there is a batch left."""
+        if self._next is None and (batch := next(self._batches, None)) is not None:
+            self._next = batch, self._make(batch)
+
+
+def _dropout_keys(config: Config, epoch: int, indices: Sequence[int]) -> list[int] | int:
+    """One a utterance and epoch: its masks are the same on any rank of any number."""
+    if not config.model.dropout:
+        return 0
+    return [int(utterance_rng(config.train.seed, epoch, index, "dropout").integers(2**62)) for index in indices]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from ds2.config.convert import save_config
@@ -18,7 +19,7 @@ from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.position import settle
 from ds2.training.run_dir import probe_run_dir, sole_use
 from ds2.training.state import Progress
-from ds2.training.trainer import Trainer
+from ds2.training.trainer import Trainer, TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +57,16 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
+    if not trainer.dev:
+        log.warning(
+            "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "
+            "best.safetensors, only last.safetensors; `ds2 data split` makes a dev set"
+        )
     while not (reason := interrupts.name or finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
         due = evaluation_due(trainer, complete)
-        if (
-            interrupts.agree(comm) or not complete or due
-        ):  # an evaluation may be long: who is killed in it loses no step
+        # An evaluation may be long: who is killed in it loses no step.
+        if interrupts.agree(comm) or not complete or due:
             trainer.save()
         if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
             continue
@@ -76,6 +81,12 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     board.close()
+    if not progress.step and not interrupts.agreed:
+        raise TrainingError(
+            f"{run_dir}: nothing was learned: {progress.skipped} steps were tried, none was finite. "
+            "The warnings above name the utterances; lower optim.learning_rate or the augmentation, or run `ds2 data "
+            "check`"
+        )
     return 128 + interrupts.agreed if interrupts.agreed else 0
 
 
@@ -127,7 +138,8 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
     config, epoch = trainer.config.train, trainer.progress.epoch
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
-    return bool(trainer.dev) and (regular or not complete or epoch == config.epochs)
+    last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
+    return bool(trainer.dev) and (regular or last)
 
 
 def finished(config: Config, progress: Progress) -> str:
@@ -141,5 +153,5 @@ def finished(config: Config, progress: Progress) -> str:
         return f"{progress.elapsed_s / 60:.1f} minutes trained (train.max_minutes)"
     patience = limits.early_stop_epochs
     if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
-        return f"no better dev WER for {patience} epochs (train.early_stop_epochs)"
+        return f"no better dev {limits.metric.upper()} for {patience} epochs (train.early_stop_epochs)"
     return ""

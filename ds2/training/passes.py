@@ -30,20 +30,21 @@ class Passes:
         """The losses (B,) in nats, 0 where no alignment exists."""
         features = apply_masks(self.features.padded(inputs.waveforms, inputs.frames), inputs.masks)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
-            logits, frames = self.model(features, inputs.frames)
+            logits, frames = self.model(features, inputs.frames, inputs.keys)
         return ctc_losses(logits, frames, inputs.labels, inputs.label_lengths, inputs.feasible)
 
-    def forward(self, inputs: Inputs, *, last: bool, idle: bool) -> Tensor:
+    def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
         """Run the forward pass; returns the losses (B,), which `backward` goes back from.
 
         Args:
             inputs: on the device.
+            utterances: of the whole step, all ranks and batches together; the mean of their losses is what counts.
             last: whether it is the last pass of its step.
             idle: whether the losses weigh nothing.
         """
         with self.gradients.passing(last=last):
             losses = self.losses(inputs)
-        self._objective = losses.sum() * 0.0 if idle else losses.sum() / inputs.utterances
+        self._objective = losses.sum() * 0.0 if idle else losses.sum() / utterances
         return losses.detach()
 
     def backward(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds2.distributed.communicator import Communicator
+from ds2.system.files import sweep
 from ds2.system.tensor_file import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ _FREE_BYTES_AT_START = 256 * 2**20
 @contextmanager
 def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
     """Let one job at a time write a run folder: rank 0 locks a file in it, and the system unlocks what a job leaves.
+
+    What killed jobs left half written in it is removed.
 
     Raises:
         CheckpointError: another process holds the lock; names it.
@@ -41,6 +44,7 @@ def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {comm.host}")
         file.flush()
+        sweep(run_dir)
         yield
 
 

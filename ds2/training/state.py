@@ -16,13 +16,22 @@ from ds2.config.convert import config_to_dict
 from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
-from ds2.system.tensor_file import CheckpointError, load, part, prefixed, save
+from ds2.system.plain import FieldError, from_plain
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, save
 from ds2.training.averaging import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
 _PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
+_FIXED = (
+    "model.",
+    "features.",
+    "alphabet.",
+    "train.freeze",
+    "optim.layer_rates",
+    "optim.name",
+)  # the optimizer's order
 
 
 @dataclass
@@ -41,6 +50,16 @@ class Progress:
     best_epoch: int = 0
     elapsed_s: float = 0.0
     audio_s: float = 0.0
+
+
+@dataclass
+class _Header:
+    """The metadata of a trainer state."""
+
+    format: int
+    kind: str
+    progress: Progress
+    config: Config
 
 
 @dataclass
@@ -94,37 +113,71 @@ def save_state(run_dir: Path, state: TrainState, config: Config) -> None:
     Raises:
         CheckpointError: the file cannot be written; the old one is untouched.
     """
-    tensors = {name: value for key, values in state.tensors().items() for name, value in prefixed(key, values).items()}
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
-    save(state_file(run_dir), tensors, metadata)
+    save(state_file(run_dir), _named(state.tensors()), metadata)
 
 
-def read_state(run_dir: Path, config: Config) -> tuple[Parts, Progress]:
+def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:
     """Read the trainer state of a run folder: tensors by part, and how far the run is.
 
+    Args:
+        run_dir: the folder.
+        config: of this process.
+        fresh: made from it; the tensors must fit.
+
     Raises:
-        CheckpointError: as `load`, or a file that is not a trainer state.
-        ConfigError: the state is of another model, other features or another alphabet than `config` describes.
+        CheckpointError: as `load`, a file that is not a trainer state, damaged metadata, or tensors missing.
+        ConfigError: the state is of another model, features, alphabet or optimizer than `config` describes.
     """
     path = state_file(run_dir)
     tensors, metadata = load(path)
     if metadata.get("kind") != "trainer":
         raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
-    changed = changed_keys(metadata["config"], config_to_dict(config))
-    fixed = [key for key in changed if key.split(".")[0] in ("model", "features", "alphabet")]
+    try:
+        stored = from_plain(_Header, metadata, "metadata")
+    except FieldError as error:
+        raise CheckpointError(f"{path}: {error}; {WAY_OUT}") from error
+    progress, then = stored.progress, stored.config
+    if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
+        raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
+    changed = changed_keys(config_to_dict(then), config_to_dict(config))  # keys newer than the file have their defaults
+    fixed = [key for key in changed if key.startswith(_FIXED)]
     if fixed:
         raise ConfigError(
             f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
             "or start from its weights with checkpoint.init_from"
         )
-    progress = Progress(**metadata["progress"])
+    parts = {key: part(key, tensors) for key in PARTS}
+    misfit = _misfit(parts, fresh, then) if progress.step else ""
+    if misfit:
+        raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
     if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
         progress.plan = "of other settings"
     log.info(
         "resumed %s: epoch %d, batch %d, step %d%s", path, progress.epoch, progress.batch, progress.step,
         f"; changed: {', '.join(changed)}" if changed else "",
     )  # fmt: skip
-    return {key: part(key, tensors) for key in PARTS}, progress
+    return parts, progress
+
+
+def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
+    """The first tensor that `parts` lack or hold otherwise than a run with the config `then` does; or ''."""
+    parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
+    momenta = {"sgd": ["momentum_buffer"] if then.optim.momentum else [], "adamw": ["exp_avg", "exp_avg_sq"]}
+    expected = {name: tensor.shape for name, tensor in _named(fresh.tensors()).items()}
+    for number, parameter in enumerate(parameters):
+        expected |= {f"optimizer.{number}.{name}": parameter.shape for name in momenta[then.optim.name]}
+        expected |= {f"optimizer.{number}.step": torch.Size()} if then.optim.name == "adamw" else {}
+    if then.train.average_decay:
+        expected |= {f"average.{name}": tensor.shape for name, tensor in fresh.model.state_dict().items()}
+    here = {name: tensor.shape for name, tensor in _named(parts).items()}
+    first = next((name for name in sorted({*here, *expected}) if here.get(name) != expected.get(name)), "")
+    shown = [tuple(shape) if shape is not None else "missing" for shape in (here.get(first), expected.get(first))]
+    return f"{first}: is {shown[0]}, expected {shown[1]}" if first else ""
+
+
+def _named(parts: Parts) -> dict[str, Tensor]:
+    return {name: value for key, values in parts.items() for name, value in prefixed(key, values).items()}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

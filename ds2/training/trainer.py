@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
-from ds2.recognition.evaluate import score
+from ds2.recognition.evaluate import score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
@@ -34,11 +35,11 @@ from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
 from ds2.training.graphs import GraphedPasses, Update
 from ds2.training.graphs import wanted as graphs_wanted
-from ds2.training.inputs import FRAMES_MULTIPLE, InputMaker
+from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
 from ds2.training.optim import gradient_norm, make_optimizer
 from ds2.training.passes import Passes
-from ds2.training.start import begin
+from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
 
 log = logging.getLogger(__name__)
@@ -59,11 +60,6 @@ class StepReport:
     bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
 
 
-def _dropout_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """The seed of what a rank's forward pass draws; a hash of integers is the same in every process."""
-    return hash((seed, epoch, batch, rank)) % 2**63
-
-
 class Trainer:
     """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
 
@@ -80,6 +76,7 @@ class Trainer:
         self.alphabet = Alphabet.from_config(config.alphabet)
         self.features = Features(config.features, config.data.sample_rate_hz)
         self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
+        freeze(self.model, config.train.freeze)
         with self.comm.in_turn():
             ensure_manifests(config.data)
             self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
@@ -113,9 +110,7 @@ class Trainer:
         graphed = graphs_wanted(config, self.comm, why_no_loss(longest, len(self.alphabet), self.device))
         kind = GraphedPasses if graphed else Passes
         self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
-        self.inputs = InputMaker(
-            self.features, self.model, config.augment, config.features, config.train.seed, self.device, padded=graphed
-        )
+        self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
         self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
 
     def describe(self) -> str:
@@ -136,16 +131,21 @@ class Trainer:
         durations = padded_durations_s([u.duration_s for u in self.utterances], self.config.augment.speed)
         return plan_epoch(durations, self.config.batching, self.progress.epoch, self.config.train.seed)
 
-    def epoch(self, plan: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
         """This rank's parts of the batches that are left of the running epoch."""
         parts = [deal(batch, self.comm.rank, self.comm.world) for batch in plan[self.progress.batch :]]
-        return self.loader.epoch(parts, self.progress.epoch)
+        return self.ahead(self.loader.epoch(parts, self.progress.epoch))
 
-    def step(self, batches: Iterator[Batch], group: Sequence[Sequence[int]]) -> float | None:
+    def ahead(self, batches: Iterator[Batch]) -> Ahead:
+        """Batches of the running epoch as steps take them."""
+        return Ahead(batches, partial(self.inputs, epoch=self.progress.epoch))
+
+    def step(self, batches: Ahead, group: Sequence[Sequence[int]]) -> float | None:
         """One optimizer step over all ranks.
 
         Args:
-            batches: this rank's parts of the batches, as `epoch` gives them.
+            batches: this rank's parts of the batches, as `epoch` gives them; the inputs of the one behind the step's
+                are made before its results are waited for.
             group: the whole batches that make up the step, as utterance indices.
 
         Returns:
@@ -171,26 +171,25 @@ class Trainer:
             self._apply(norm)
         return loss
 
-    def _passes(
-        self, batches: Iterator[Batch], group: Sequence[Sequence[int]]
-    ) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
+    def _passes(self, batches: Ahead, group: Sequence[Sequence[int]]) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
         """Forward and backward passes of a step: what this rank did, and its batches with their losses."""
-        config, progress, comm = self.config, self.progress, self.comm
+        config, comm = self.config, self.comm
         utterances = sum(map(len, group))
         done = StepReport()
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
-                batch = next(batches)
-            torch.manual_seed(_dropout_seed(config.train.seed, progress.epoch, progress.batch + number, comm.rank))
+                batch, inputs = next(batches)
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
             last = number == len(group) - 1
             try:
                 with self.timer.phase("forward"), self.statistics.passing(backward=False):
-                    inputs = self.inputs(batch, progress.epoch, utterances)
-                    losses = self.passes.forward(inputs, last=last, idle=idle)
+                    losses = self.passes.forward(inputs, utterances, last=last, idle=idle)
                 with self.timer.phase("backward"), self.statistics.passing(backward=True):
                     self.passes.backward()
+                if last:
+                    with self.timer.phase("data"):
+                        batches.look()
             except torch.OutOfMemoryError as error:
                 raise TrainingError(self._out_of_memory(batch)) from error
             if not idle:
@@ -260,16 +259,20 @@ class Trainer:
         model.train(model is self.model)
         report = score(self.dev, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
+        if (words_only := score_words(report, self.alphabet)) is not None:
+            scores["wer_without_case_and_punctuation"] = words_only.wer
         progress = self.progress
         board.scalars("dev", progress.step, scores)
         self._show_first(board, hypotheses[0].text)
-        better = (scores["wer"], scores["cer"]) < (progress.best_wer, progress.best_cer)
+        first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
+        best = {"wer": progress.best_wer, "cer": progress.best_cer}
+        better = (scores[first], scores[second]) < (best[first], best[second])
         if better:
             progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
             self.save_model(self.run_dir / "best.safetensors", scores)
         log.info(
             "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
-            " (best)" if better else f"; best {100 * progress.best_wer:.2f} % in epoch {progress.best_epoch}",
+            " (best)" if better else f"; best {100 * best[first]:.2f} % {first.upper()} in epoch {progress.best_epoch}",
         )  # fmt: skip
         return scores
 

@@ -1,10 +1,14 @@
-"""What the ops refuse before anything is launched, and the words in which they say so."""
+"""What the ops refuse before anything is launched, and the words in which they say so; which backend they take."""
 
 import difflib
+import functools
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_log = logging.getLogger("ds2_ops")
 
 
 def check_choice(what: str, given: str, allowed: Sequence[str]) -> None:
@@ -54,3 +58,33 @@ def refuse_second_derivative(op: str) -> None:
         raise RuntimeError(
             f"{op} has no second derivative and this backward runs with create_graph=True: use backend='reference'"
         )
+
+
+def take_fastest(
+    asked: str, fastest: str, fallback: str, reason: str | None, case: str, *facts: object, way_out: str = ""
+) -> str:
+    """Turn the backend "auto" into one that runs, logged once a case.
+
+    Args:
+        asked: "auto", or the fastest one's name.
+        fastest: taken by "auto" unless there is a reason against it.
+        fallback: taken by "auto" otherwise.
+        reason: why the fastest one cannot run, or None.
+        case: what runs, in the form of ``%`` for `facts`.
+        way_out: what to do where the fastest one was asked for, if the reason does not say.
+
+    Raises:
+        RuntimeError: the fastest one was asked for by name and there is a reason against it.
+    """
+    if asked == "auto":
+        _log_choice(fastest, fallback, reason, case, facts)
+        return fallback if reason else fastest
+    if reason:
+        raise RuntimeError(f"backend {asked!r} cannot run this: {reason}{way_out}")
+    return asked
+
+
+@functools.cache
+def _log_choice(fastest: str, fallback: str, reason: str | None, case: str, facts: tuple[object, ...]) -> None:
+    chosen = f"{fallback!r}: {reason}" if reason else repr(fastest)
+    _log.info(f"{case} runs on backend %s", *facts, chosen)

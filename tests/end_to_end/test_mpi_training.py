@@ -90,6 +90,17 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
     )
 
 
+def test_dropout_follows_one_curve_on_any_number_of_ranks(tiny_overrides: list[str], tmp_path: Path) -> None:
+    dropout = ("model.dropout=0.3", "augment.time_masks=1")
+    for ranks in (1, 2, 4):
+        run = train(ranks, clean(tiny_overrides, tmp_path / str(ranks), *dropout))
+        assert run.returncode == 0, run.stdout
+    curve = losses(tmp_path / "1")
+    assert len(curve) == 9
+    assert losses(tmp_path / "2") == pytest.approx(curve, rel=1e-4)
+    assert losses(tmp_path / "4") == pytest.approx(curve, rel=1e-4)
+
+
 def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tiny_overrides: list[str], tmp_path: Path) -> None:
     run = train(2, ("poison", "1", "4", *tiny_overrides, *STEPS))
     assert run.returncode == 0, run.stdout

@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
         return values + torch.tensor([float("nan")] + [0.0] * (len(values) - 1))
 
     monkeypatch.setattr(trainer.passes, "losses", poisoned)
-    batches = trainer.loader.epoch(trainer.plan(), 1)
+    batches = trainer.ahead(trainer.loader.epoch(trainer.plan(), 1))
     bad = trainer.utterances[trainer.plan()[0][0]].name
     assert trainer.step(batches, trainer.plan()[:1]) is None
     assert bad in caplog.text and trainer.progress.skipped == 1 and trainer.progress.step == 0
@@ -171,7 +171,7 @@ def test_out_of_memory_names_the_batch_and_the_settings(
     with pytest.raises(
         TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
     ):
-        trainer.step(trainer.loader.epoch(trainer.plan(), 1), trainer.plan()[:1])
+        trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
 
 
 def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
@@ -269,6 +269,8 @@ def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
     sweep = ["--multirun", "model.hidden=32,48", "train.max_steps=1"]
     assert main(["train", *tiny_overrides, *sweep]) == 0
     folder = tmp_path / "run-sweep"
-    hidden = [load_model(folder / job).config.model.hidden for job in ("0", "1")]
-    assert hidden == [32, 48]
-    assert load_model(folder / "1").config.run_dir == str(folder / "1")
+    jobs = ("model.hidden=32", "model.hidden=48")
+    assert [load_model(folder / job).config.model.hidden for job in jobs] == [32, 48]
+    table = (folder / "ranking.txt").read_text()
+    assert all(job in table for job in jobs) and (folder / "ranking.png").is_file()
+    assert load_model(folder / jobs[1]).config.run_dir == str(folder / jobs[1])

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ds2_ops.ctc import align, beam, loss
-from ds2_ops.jit import launch as jit_launch
 from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch
+from ds2_ops.jit.source import Source, names
 
 H200_SMEM_BYTES = 232448
 HERE = Path(__file__).parent
@@ -26,22 +26,20 @@ CSRC = Path(runtime.__file__).parents[1] / "csrc"
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
     """Make `ds2_ops.ctc` run on CPU tensors; threads take turns from the last one on if `backwards`."""
 
-    def launch(
-        what: str, launch: jit_launch.Launch, arguments: Sequence[Any], blocks: int, device: torch.device
-    ) -> None:
-        run = ctypes.CDLL(str(_library(launch.source))).run
-        run.argtypes = None
-        run(blocks, launch.threads, int(backwards), *(_value(argument) for argument in arguments))
+    def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
+        kernel = ctypes.CDLL(str(_library(launch.source))).run
+        kernel.argtypes = None
+        kernel(launch.grid, launch.threads, int(backwards), *host_arguments(launch.source, arguments))
 
     for module in (align, beam, loss):
-        monkeypatch.setattr(module, "launch_kernel", launch)
+        monkeypatch.setattr(module, "run", run)
         monkeypatch.setattr(module, "why_no_device", lambda device: None)
         monkeypatch.setattr(module, "device_index", lambda device: 0)
     monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: smem_bytes)
 
 
 @functools.cache
-def _library(source: str) -> Path:
+def _library(source: Source) -> Path:
     headers = {"ptx/sync.cuh": (HERE / "cuda_on_cpu.h").read_text()}
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
@@ -53,7 +51,7 @@ def _session_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ds2-kernels-")
 
 
-def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
+def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
     """Build a kernel for the CPU, with a C function `run` that takes `parameters` and the kernel's, and does `launch`.
 
     `headers` take the place of those of csrc, by their path there; ptx/sync.cuh among them stands for CUDA. In
@@ -66,21 +64,16 @@ def compile_kernel(source: str, headers: Mapping[str, str], returns: str, parame
     fibers = HERE / "fiber_on_cpu.h"
     for name, text in {**headers, fibers.name: fibers.read_text()}.items():
         (folder / name).write_text(text)
-    found = re.search(r"ds2_kernel\((.*?)\) \{", source, re.DOTALL)
-    assert found
-    names = ", ".join(re.findall(r"(\w+)(?:,|$)", found[1]))
-    call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names}); }}")
-    run = f'\nextern "C" {returns} run({parameters}, {found[1]}) {{ return {call}; }}\n'
-    (folder / "kernel.cpp").write_text(source + run)
+    call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names(source.parameters)}); }}")
+    signature = ", ".join([parameters, *(f"{kind} {name}" for kind, name in source.parameters)])
+    run = f'\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
+    (folder / "kernel.cpp").write_text(source.text + run)
     # A checked longjmp would refuse to leave a fiber's stack: no fortification.
     options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-I.", "-include", "ptx/sync.cuh"]
     subprocess.run(["g++", *options, "-o", "kernel.so", "kernel.cpp"], cwd=folder, check=True)
     return folder / "kernel.so"
 
 
-def _value(argument: Any) -> Any:
-    if argument is None:
-        return ctypes.c_void_p(0)
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_double(argument)
+def host_arguments(source: Source, arguments: Sequence[Any]) -> list[Any]:
+    """Arguments as a launch packs them, for a C function: addresses are as wide as pointers."""
+    return [ctypes.c_void_p(value) if isinstance(value, int) else value for value in source.pack(arguments)]

@@ -1,11 +1,10 @@
 """What the tests of the persistent kernels share: inputs, both passes through them, and their equations as loops."""
 
-from typing import Any
-
 import torch
 from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.plan.choose import grid_launches
-from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
+from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.plan.choose import grid_choices
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from torch import Tensor
 
 from support.op_cases import CUDA, draw
@@ -17,7 +16,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TF32_ERROR = 1e-3  # the bound for fp32, whose products go through TF32
 
 
-def grid_launches_of(
+def grid_choices_of(
     hidden: int,
     batch: int,
     dtype: str = "bfloat16",
@@ -25,9 +24,9 @@ def grid_launches_of(
     *,
     cell: str = "clipped_relu",
     backward: bool = False,
-) -> list[Launch]:
+) -> list[Choice]:
     """Tiles of the whole-chip designs on an H200, for a problem given by its parts."""
-    return grid_launches(Problem(batch, hidden, dtype, cell, backward), H200, sms)
+    return grid_choices(Problem(batch, hidden, dtype, cell, backward), H200, sms)
 
 
 def slope(y: Tensor, nonlinearity: str) -> Tensor:
@@ -73,6 +72,6 @@ def run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
 ) -> list[Tensor]:
     x, weight_hh, h0, grad_y, grad_h_n = tensors
-    options: dict[str, Any] = {"nonlinearity": nonlinearity, "clip": CLIP, "max_sms": None}
-    y, h_n = persistent.forward(x, weight_hh, h0, lengths, **options)
-    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, **options)]
+    options = Options(nonlinearity, CLIP)
+    y, h_n = persistent.forward(x, weight_hh, h0, lengths, options)
+    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)]

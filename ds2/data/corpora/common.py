@@ -19,7 +19,6 @@ from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
-# Lossless before lossy, so that the better copy is taken where several lie side by side.
 _NAMED_AT_MOST = 20
 
 
@@ -87,9 +86,9 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def find_audio(listed: Path) -> Path | None:
     """Return the listed file, or else one of the same name with another audio extension, or None."""
-    known = listed.suffix.lower() in AUDIO_SUFFIXES
-    if known and listed.is_file():
+    if listed.is_file():
         return listed
+    known = listed.suffix.lower() in AUDIO_SUFFIXES
     found = _audio_names(str(listed.parent)).get(listed.stem if known else listed.name)
     return listed.with_name(found) if found else None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.frames import pack_frames
+from ds2.decoding.frames import pack
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
@@ -34,11 +34,10 @@ def thread_count(options: DecodeConfig) -> int:
 
 
 def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
-    """Return (T'', V) of each utterance as `pack_frames` gives them: less frames to search, the same result."""
-    packed = pack_frames(log_probs.cpu(), lengths, options)
-    counts = packed.prune.isfinite().sum(0).tolist()
-    rows = packed.log_probs.transpose(0, 1).contiguous().numpy()
-    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+    """Return (T'', V) of each utterance as `pack` gives them: less frames to search, the same result."""
+    packed, counts = pack(log_probs.cpu(), lengths, options)
+    rows = packed.transpose(0, 1).contiguous().numpy()
+    return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
 
 
 class Rescorer:

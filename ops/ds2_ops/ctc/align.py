@@ -4,24 +4,31 @@ Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of th
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds2_ops.ctc.device import why_no_device
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_names, why_no_device
+from ds2_ops.jit.launch import Launch, device_index, run
+from ds2_ops.jit.source import names, parameters, translation_unit
 
 _THREADS = 256
-_PARAMETERS = """const float* log_probs, const long long* frames, const int* labels, const int* sizes,
-    unsigned char* moves, float* log_prob, int* spans, float* peaks, int length, int batch, int vocabulary,
-    int longest"""
-_SOURCE = f"""#include "ctc/align.cuh"
-static_assert(ds2::ALIGN_THREADS == {_THREADS}, "align.py and align.cuh disagree");
-extern "C" __global__ void __launch_bounds__({_THREADS}) ds2_kernel({_PARAMETERS}) {{
-    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::align_utterance(ds2::Targets{{{parameter_names(_PARAMETERS)}}}, reinterpret_cast<float*>(shared));
-}}
-"""
+# struct Targets of csrc/ctc/align.cuh
+_TARGETS = parameters(
+    """const float* log_probs, const long long* frames, const int* labels, const int* sizes, unsigned char* moves,
+    float* log_prob, int* spans, float* peaks, int length, int batch, int vocabulary, int longest"""
+)
+_SOURCE = translation_unit(
+    "ctc/align.cuh",
+    _TARGETS,
+    f"""    extern __shared__ __align__(16) unsigned char shared[];
+    ds2::align_utterance(ds2::Targets{{{names(_TARGETS)}}}, reinterpret_cast<float*>(shared));
+""",
+    ahead=f'static_assert(ds2::ALIGN_THREADS == {_THREADS}, "align.py and align.cuh disagree");\n',
+    launch_bounds=str(_THREADS),
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Aligned:
     peaks: Tensor  # (B, L) float32: log-prob of each label at its most certain frame
 
 
-def plan(longest: int, smem_bytes_per_block: int) -> Launch:
+def plan(longest: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch:
     """Choose the launch for targets of up to `longest` labels.
 
     Raises:
@@ -44,7 +51,7 @@ def plan(longest: int, smem_bytes_per_block: int) -> Launch:
         raise ValueError(
             f"{longest} labels need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}; cut it"
         )
-    return Launch(_SOURCE, _THREADS, smem_bytes)
+    return Launch(_SOURCE, _THREADS, grid=utterances, smem_bytes=smem_bytes)
 
 
 def why_not(longest: int, device: torch.device) -> str | None:
@@ -73,13 +80,24 @@ def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> A
     """
     length, batch, vocabulary = log_probs.shape
     longest, device = labels.shape[1], log_probs.device
-    launch = plan(longest, runtime.smem_bytes_per_block(device_index(device)))
+    launch = plan(longest, runtime.smem_bytes_per_block(device_index(device)), batch)
     moves = torch.empty(batch, length, 2 * longest + 1, dtype=torch.uint8, device=device)
     log_prob = torch.empty(batch, device=device)
     spans = torch.zeros(batch, 2, longest, dtype=torch.int32, device=device)
     peaks = torch.zeros(batch, longest, device=device)
-    arguments = [log_probs, frames, labels, sizes, moves, log_prob, spans, peaks, length, batch, vocabulary, longest]
-    launch_kernel(
-        f"alignment, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels", launch, arguments, batch, device
-    )
+    arguments: list[Any] = [
+        log_probs,
+        frames,
+        labels,
+        sizes,
+        moves,
+        log_prob,
+        spans,
+        peaks,
+        length,
+        batch,
+        vocabulary,
+        longest,
+    ]
+    run(launch, arguments, lambda: f"alignment, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels", device)
     return Aligned(log_prob, spans, peaks)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds2_ops.ctc.device import why_no_device
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_names, why_no_device
+from ds2_ops.jit.launch import Launch, device_index, run
+from ds2_ops.jit.source import names, parameters, translation_unit
 
 MOST_BEAM = 512
 SHAPES = (32, 64, 128, 256, 512)  # beams that kernels are built for; a smaller one takes the next
@@ -19,15 +21,27 @@ _TRACE_THREADS = 64
 _PREFIX_BYTES = 2 * (11 * 8 + 8 * 4)  # struct Prefixes of csrc/ctc/beam.cuh, now and next
 _FRAME_BYTES = 2 * 8 + 2 * 4 + 2  # what BeamMemory holds of a prefix beside it
 
-_SEARCH = """const float* log_probs, const long long* frames, int2* grown, double* halves, long long* names,
-    long long* integers, double* floats, double* table, int length, int batch, int labels, int beam, int start_state,
-    int closed, double alpha, double beta, double unknown_score, double hot_bonus, double prune"""
-_LEXICON = """const unsigned char* starts_word, const long long* characters, const long long* counts,
-    const int* children, const long long* word, const unsigned char* is_word, const double* hot,
-    const double* unfinished, int longest, int width, int space, int has_hot"""
-_GRAMS = """const long long* keys, const float* log_prob, const int* next_state, const float* backoff,
-    const int* suffix, const int* first, const int* label_ids, int vocabulary, int order, int unknown"""
-_TRACE = "const long long* entries, const int2* grown, short* labels, int count, int utterances, int slots, int width"
+# struct Search of csrc/ctc/beam.cuh
+_SEARCH = parameters(
+    """const float* log_probs, const long long* frames, int2* grown, double* halves, long long* names,
+    long long* integers, double* floats, double* table, int length, int batch, int labels, int beam,
+    int start_state, int closed, double alpha, double beta, double unknown_score, double hot_bonus, double prune"""
+)
+# struct Lexicon of csrc/ctc/beam.cuh
+_LEXICON = parameters(
+    """const unsigned char* starts_word, const long long* characters, const long long* counts, const int* children,
+    const long long* word, const unsigned char* is_word, const double* hot, const double* unfinished, int longest,
+    int width, int space, int has_hot"""
+)
+# struct Grams of csrc/ctc/ngram.cuh
+_GRAMS = parameters(
+    """const long long* keys, const float* log_prob, const int* next_state, const float* backoff, const int* suffix,
+    const int* first, const int* label_ids, int vocabulary, int order, int unknown"""
+)
+# of trace_entries in csrc/ctc/beam.cuh
+_TRACE = parameters(
+    """const long long* entries, const int2* grown, short* labels, int count, int utterances, int slots, int width"""
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,20 @@ class Found:
     grown: Tensor  # (B, T, K, 2) int32: entry and label that entry t K + slot + 1 was made from; 0 is the root
 
 
-def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: int) -> Launch:
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of a search, a block an utterance.
+
+    Attributes:
+        launch: the kernel.
+        table_columns: of the scores in global memory, float64 a prefix; 0: they are in shared memory.
+    """
+
+    launch: Launch
+    table_columns: int
+
+
+def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: int, utterances: int = 1) -> Choice:
     """Choose the kernel for a search.
 
     Args:
@@ -95,6 +122,7 @@ def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: in
         order: of the n-gram model, 0 without.
         unit: "none", "word" or "label", what the model reads.
         smem_bytes_per_block: what the device gives a block.
+        utterances: B, each a block.
 
     Raises:
         ValueError: the search does not fit; says what would.
@@ -114,19 +142,23 @@ def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: in
         )
     table_bytes = 8 * beam * columns
     outside = smem_bytes + table_bytes > smem_bytes_per_block
-    source = f"""#include "ctc/beam.cuh"
-using Shape = ds2::BeamShape<{slots}>;
+    source = translation_unit(
+        "ctc/beam.cuh",
+        (*_SEARCH, *_LEXICON, *_GRAMS),
+        f"""    extern __shared__ __align__(16) unsigned char shared[];
+    const ds2::Search search{{{names(_SEARCH)}}};
+    const ds2::Lexicon lexicon{{{names(_LEXICON)}}};
+    const ds2::Grams grams{{{names(_GRAMS)}}};
+    ds2::BeamSearch<Shape, ds2::Unit::{unit.upper()}>(search, lexicon, grams, shared).run();
+""",
+        ahead=f"""using Shape = ds2::BeamShape<{slots}>;
 static_assert(Shape::THREADS == {threads}, "beam.py and beam.cuh disagree on threads");
 static_assert(sizeof(ds2::BeamMemory<Shape>) <= {fixed}, "beam.py and beam.cuh disagree on shared memory");
-extern "C" __global__ void __launch_bounds__(Shape::THREADS, 1) ds2_kernel({_SEARCH}, {_LEXICON}, {_GRAMS}) {{
-    extern __shared__ __align__(16) unsigned char shared[];
-    const ds2::Search search{{{parameter_names(_SEARCH)}}};
-    const ds2::Lexicon lexicon{{{parameter_names(_LEXICON)}}};
-    const ds2::Grams grams{{{parameter_names(_GRAMS)}}};
-    ds2::BeamSearch<Shape, ds2::Unit::{unit.upper()}>(search, lexicon, grams, shared).run();
-}}
-"""
-    return Launch(source, threads, smem_bytes + (0 if outside else table_bytes), columns if outside else 0)
+""",
+        launch_bounds="Shape::THREADS, 1",
+    )
+    launch = Launch(source, threads, grid=utterances, smem_bytes=smem_bytes + (0 if outside else table_bytes))
+    return Choice(launch, columns if outside else 0)
 
 
 def why_not(beam: int, labels: int, frames: int, order: int, device: torch.device) -> str | None:
@@ -172,7 +204,7 @@ def search(
     device = log_probs.device
     unit = "none" if grams is None else "word" if grams.label_ids is None else "label"
     index = device_index(device)
-    launch = plan(beam, labels, grams.order if grams else 0, unit, runtime.smem_bytes_per_block(index))
+    choice = plan(beam, labels, grams.order if grams else 0, unit, runtime.smem_bytes_per_block(index), batch)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -184,13 +216,13 @@ def search(
         floats=new(batch, beam, 2, dtype=torch.float64),
         grown=new(batch, length, beam, 2, dtype=torch.int32),
     )
-    table = new(batch, beam, launch.table_columns, dtype=torch.float64) if launch.table_columns else None
+    table = new(batch, beam, choice.table_columns, dtype=torch.float64) if choice.table_columns else None
     arguments: list[Any] = [log_probs, frames, found.grown]
     arguments += [found.halves, found.names, found.integers, found.floats, table]
     arguments += [length, batch, labels, beam, grams.start if grams else 0, int(weights.closed)]
     arguments += [weights.alpha, weights.beta, weights.unknown_score, weights.hot_bonus, weights.prune]
     arguments += lexicon_arguments(lexicon) + grams_arguments(grams)
-    launch_kernel(f"beam search, (T, B, V) = {tuple(log_probs.shape)}, beam {beam}", launch, arguments, batch, device)
+    run(choice.launch, arguments, lambda: f"beam search, (T, B, V) = {tuple(log_probs.shape)}, beam {beam}", device)
     return found
 
 
@@ -210,9 +242,9 @@ def trace(entries: Tensor, grown: Tensor) -> Tensor:
     batch, count = entries.shape
     length, beam = grown.shape[1:3]
     labels = torch.empty(batch, count, length, dtype=torch.int16, device=entries.device)
-    arguments = [entries, grown, labels, count, batch, length * beam, length]
-    blocks = -(-batch * count // _TRACE_THREADS)
-    launch_kernel(f"trace of {batch} x {count} hypotheses", TRACE, arguments, blocks, entries.device)
+    arguments: list[Any] = [entries, grown, labels, count, batch, length * beam, length]
+    launch = Launch(TRACE, _TRACE_THREADS, grid=-(-batch * count // _TRACE_THREADS))
+    run(launch, arguments, lambda: f"trace of {batch} x {count} hypotheses", entries.device)
     return labels
 
 
@@ -231,12 +263,4 @@ def grams_arguments(grams: Grams | None) -> list[Any]:
     return [*own, grams.vocabulary, grams.order, grams.unknown]
 
 
-TRACE = Launch(
-    f"""#include "ctc/beam.cuh"
-extern "C" __global__ void ds2_kernel({_TRACE}) {{
-    ds2::trace_entries({parameter_names(_TRACE)});
-}}
-""",
-    _TRACE_THREADS,
-    smem_bytes=0,
-)
+TRACE = translation_unit("ctc/beam.cuh", _TRACE, f"    ds2::trace_entries({names(_TRACE)});\n")

@@ -8,32 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds2_ops.ctc.device import why_no_device
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, launch_kernel, parameter_names, why_no_device
+from ds2_ops.jit.launch import Launch, device_index, run
+from ds2_ops.jit.source import Parameters, Source, names, parameters, translation_unit
 
 _THREADS = 256
-_SHAPE = "int length, int batch, int vocabulary, int longest"
 _TARGETS = "const float* log_probs, const long long* frames, const long long* labels, const long long* sizes"
-_PATHS = f"{_TARGETS}, float* alpha, float* beta, float* losses, {_SHAPE}"
-_SLOPES = f"""{_TARGETS}, const float* alpha, const float* beta, const float* losses,
-    const float* grad_losses, float* grad_logits, {_SHAPE}"""
+_SHAPE = "int length, int batch, int vocabulary, int longest"
+# structs Paths and Slopes of csrc/ctc/loss.cuh
+_PATHS_OF = parameters(f"{_TARGETS}, float* alpha, float* beta, float* losses, {_SHAPE}")
+_SLOPES_OF = parameters(
+    f"""{_TARGETS}, const float* alpha, const float* beta, const float* losses, const float* grad_losses,
+    float* grad_logits, {_SHAPE}"""
+)
 
 
-def _source(parameters: str, call: str) -> str:
-    return f"""#include "ctc/loss.cuh"
-static_assert(ds2::LOSS_THREADS == {_THREADS}, "loss.py and loss.cuh disagree");
-extern "C" __global__ void __launch_bounds__({_THREADS}) ds2_kernel({parameters}) {{
-    extern __shared__ __align__(16) unsigned char shared[];
-    ds2::{call}{{{parameter_names(parameters)}}}, reinterpret_cast<float*>(shared));
-}}
-"""
+def _source(function: str, struct: str, members: Parameters) -> Source:
+    return translation_unit(
+        "ctc/loss.cuh",
+        members,
+        f"""    extern __shared__ __align__(16) unsigned char shared[];
+    ds2::{function}(ds2::{struct}{{{names(members)}}}, reinterpret_cast<float*>(shared));
+""",
+        ahead=f'static_assert(ds2::LOSS_THREADS == {_THREADS}, "loss.py and loss.cuh disagree");\n',
+        launch_bounds=str(_THREADS),
+    )
 
 
-_PATHS_SOURCE = _source(_PATHS, "sum_paths(ds2::Paths")
-SLOPES_SOURCE = _source(_SLOPES, "slope_of_frame(ds2::Slopes")
+_PATHS = _source("sum_paths", "Paths", _PATHS_OF)
+SLOPES = _source("slope_of_frame", "Slopes", _SLOPES_OF)
 
 
-def plan(longest: int, vocabulary: int, smem_bytes_per_block: int) -> Launch:
+def plan(longest: int, vocabulary: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch:
     """Choose the launch that sums over paths, for targets of up to `longest` of `vocabulary` labels.
 
     Raises:
@@ -44,7 +51,7 @@ def plan(longest: int, vocabulary: int, smem_bytes_per_block: int) -> Launch:
         raise ValueError(
             f"{longest} labels of {vocabulary} need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}"
         )
-    return Launch(_PATHS_SOURCE, _THREADS, smem_bytes)
+    return Launch(_PATHS, _THREADS, grid=2 * utterances, smem_bytes=smem_bytes)
 
 
 def why_not(longest: int, vocabulary: int, device: torch.device) -> str | None:
@@ -90,8 +97,8 @@ class _CtcLoss(torch.autograd.Function):
         longest, device = labels.shape[1], log_probs.device
         alpha, beta = torch.empty(2, batch, length, 2 * longest + 1, device=device)
         losses = torch.empty(batch, device=device)
-        launch = plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)))
-        _launch(launch, [log_probs, *targets, alpha, beta, losses], 2 * batch, log_probs, longest)
+        launch = plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)), batch)
+        _run(launch, [log_probs, *targets, alpha, beta, losses], log_probs, longest)
         ctx.save_for_backward(log_probs, *targets, alpha, beta, losses)
         ctx.dtype = logits.dtype
         return losses
@@ -100,13 +107,15 @@ class _CtcLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         log_probs, longest = ctx.saved_tensors[0], ctx.saved_tensors[2].shape[1]
         grad = torch.empty_like(log_probs)
-        launch = Launch(SLOPES_SOURCE, _THREADS, (3 * longest + 1) * 4)
-        tensors = [*ctx.saved_tensors, grad_losses.float().contiguous(), grad]
-        _launch(launch, tensors, log_probs.shape[0] * log_probs.shape[1], log_probs, longest)
+        blocks = log_probs.shape[0] * log_probs.shape[1]
+        launch = Launch(SLOPES, _THREADS, grid=blocks, smem_bytes=(3 * longest + 1) * 4)
+        _run(launch, [*ctx.saved_tensors, grad_losses.float().contiguous(), grad], log_probs, longest)
         return grad.to(ctx.dtype), None, None, None
 
 
-def _launch(launch: Launch, tensors: list[Tensor], blocks: int, log_probs: Tensor, longest: int) -> None:
-    if blocks > 0:
-        what = f"CTC loss, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels"
-        launch_kernel(what, launch, [*tensors, *log_probs.shape, longest], blocks, log_probs.device)
+def _run(launch: Launch, tensors: list[Tensor], log_probs: Tensor, longest: int) -> None:
+    def what() -> str:
+        return f"CTC loss, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels"
+
+    if launch.grid > 0:
+        run(launch, [*tensors, *log_probs.shape, longest], what, log_probs.device)

@@ -1,42 +1,34 @@
-"""What the kernels of decoding share: one block an utterance, no waits between blocks, any GPU since compute 8.0."""
+"""The one way in which every kernel is launched; errors say what failed and on which GPU."""
 
-import ctypes
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds2_ops.jit import runtime
-
-LEAST_CAPABILITY = (8, 0)  # for reductions over a warp
+from ds2_ops.jit.source import Source
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and how it is launched."""
+    """A kernel and how it is launched.
 
-    source: str
+    Attributes:
+        source: its translation unit.
+        threads: a block.
+        grid: blocks (not clusters).
+        cluster: blocks a cluster.
+        smem_bytes: dynamic shared memory a block.
+        cooperative: start all blocks at once or none, because they wait for each other.
+    """
+
+    source: Source
     threads: int
-    smem_bytes: int
-    table_columns: int = 0  # of a beam search: global memory for scores, doubles a prefix; 0: they are in shared memory
-
-
-def parameter_names(parameters: str) -> str:
-    """Return the names of a C parameter list, as arguments."""
-    return ", ".join(re.findall(r"(\w+)(?:,|$)", parameters))
-
-
-def why_no_device(device: torch.device) -> str | None:
-    """Say why no decoding kernel runs on a device; None if they do."""
-    if device.type != "cuda":
-        return f"the log-probs are on {device}, these kernels need a CUDA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, these kernels need 8.0 or later"
-    return None
+    grid: int = 1
+    cluster: int = 1
+    smem_bytes: int = 0
+    cooperative: bool = False
 
 
 def device_index(device: torch.device) -> int:
@@ -44,28 +36,32 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def launch_kernel(what: str, launch: Launch, arguments: Sequence[Any], blocks: int, device: torch.device) -> None:
-    """Build, load and launch on torch's current stream; errors say `what` failed and on which GPU."""
+def run(
+    launch: Launch, arguments: Sequence[Tensor | float | None], what: Callable[[], str], device: torch.device
+) -> None:
+    """Build, load and launch a kernel on torch's current stream of a device, asynchronously.
+
+    Args:
+        launch: the kernel.
+        arguments: one for each parameter of its source. Tensors must live until this returns.
+        what: called where the launch fails: the op, its shapes and its tile, for the message.
+        device: a CUDA device.
+
+    Raises:
+        RuntimeError: the compiler's or driver's error, with `what` and the GPU's name.
+    """
     index = device_index(device)
     with torch.cuda.device(index):
-        capability = torch.cuda.get_device_capability(index)
-        arch = "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
         try:
             runtime.launch(
-                runtime.load(launch.source, index, arch),
-                [_argument(value) for value in arguments],
-                grid=blocks,
+                runtime.load(launch.source.text, index, runtime.arch(index)),
+                launch.source.pack(arguments),
+                grid=launch.grid,
                 block=launch.threads,
+                cluster=launch.cluster,
                 smem_bytes=launch.smem_bytes,
+                cooperative=launch.cooperative,
                 stream=torch.cuda.current_stream(index).cuda_stream,
             )
         except RuntimeError as error:
-            raise RuntimeError(f"{what} failed on {torch.cuda.get_device_name(index)}: {error}") from error
-
-
-def _argument(value: Tensor | float | None) -> Any:
-    if value is None:
-        return 0
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_double(value)
+            raise RuntimeError(f"{what()} failed on {torch.cuda.get_device_name(index)}: {error}") from error

@@ -4,7 +4,16 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ds2_ops.jit.build import ENTRY, build, compiler_version
+
+
+@functools.cache
+def arch(device_index: int) -> str:
+    """Name the real architecture that kernels for this device are built for."""
+    capability = torch.cuda.get_device_capability(device_index)
+    return "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The recurrence h_t = f(x_t + W_hh h_(t-1)), bottom to top.
 
 cells       one row a nonlinearity
+options     what a recurrence is asked for beside its tensors
 reference   the equations, one frame after the other: what the others are checked by
 gemm        a loop of matrix products: the CPU path and the honest baseline
 plan        which persistent kernel runs a problem, and with which tile

@@ -1,15 +1,12 @@
 """Which implementation of the recurrence runs: the one that was asked for, or the fastest that can."""
 
-import functools
-import logging
-
 import torch
 from torch import Tensor
 
+from ds2_ops.checks import take_fastest
 from ds2_ops.recurrent.persistent import why_not
 
 BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
-_log = logging.getLogger("ds2_ops")
 
 
 def resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> str:
@@ -24,11 +21,8 @@ def resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> 
     reason = why_not(frames, batch, hidden, x.dtype, x.device, nonlinearity, max_sms)
     if backend == "auto":
         reason = reason or why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
-        _log_choice(reason, hidden, x.dtype, x.device, nonlinearity)
-        return "gemm" if reason else "persistent"
-    if reason:
-        raise RuntimeError(f"backend 'persistent' cannot run this: {reason}")
-    return backend
+    facts = (hidden, nonlinearity, x.dtype, x.device)
+    return take_fastest(backend, "persistent", "gemm", reason, "recurrence H %d %s %s on %s", *facts)
 
 
 def why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:
@@ -39,9 +33,3 @@ def why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:
             "torch.set_float32_matmul_precision('high') or backend='persistent' allows them"
         )
     return None
-
-
-@functools.cache
-def _log_choice(reason: str | None, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str) -> None:
-    chosen = f"'gemm': {reason}" if reason else "'persistent'"
-    _log.info("recurrence H %d %s %s on %s runs on backend %s", hidden, nonlinearity, dtype, device, chosen)

@@ -7,11 +7,13 @@ Shape letters: T frames, B batch, H hidden.
 import torch
 from torch import Tensor
 
+from ds2_ops.recurrent.options import Options
+
 _ROW_BYTES = 64  # BLAS libraries choose kernels by alignment; equal alignment of every h_t keeps a split of T bit-exact
 
 
 def forward(
-    x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, *, nonlinearity: str, clip: float
+    x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Run the forward time loop.
 
@@ -20,8 +22,7 @@ def forward(
         weight_hh: (H, H) of the same dtype and device.
         h0: (B, H) first state, or None for zeros.
         lengths: (B,) int32 on the device of ``x``, or None when all utterances have T frames.
-        nonlinearity: "relu", "clipped_relu" or "tanh".
-        clip: upper bound of "clipped_relu", representable in the dtype of ``x``.
+        options: the nonlinearity and its clip.
 
     Returns:
         y (T, B, H), 0 at padding, and h_n (B, H), the state after each utterance's last frame.
@@ -34,12 +35,12 @@ def forward(
     previous = first
     for state in y.unbind(0):
         state.addmm_(previous, weight_t)
-        if nonlinearity == "tanh":
+        if options.nonlinearity == "tanh":
             state.tanh_()
-        elif nonlinearity == "relu":
+        elif options.nonlinearity == "relu":
             state.relu_()
         else:
-            state.clamp_(0.0, clip)
+            state.clamp_(0.0, options.clip)
         previous = state
     h_n = previous.clone(memory_format=torch.contiguous_format)
     if lengths is not None and frames:
@@ -50,14 +51,7 @@ def forward(
 
 
 def backward_data(
-    grad_y: Tensor,
-    grad_h_n: Tensor | None,
-    y: Tensor,
-    weight_hh: Tensor,
-    lengths: Tensor | None,
-    *,
-    nonlinearity: str,
-    clip: float,
+    grad_y: Tensor, grad_h_n: Tensor | None, y: Tensor, weight_hh: Tensor, lengths: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Run the time loop backwards: dpre_t = (dy_t + [t = length - 1] dh_n + W^T dpre_(t+1)) * f'(y_t).
 
@@ -65,7 +59,7 @@ def backward_data(
         grad_y: (T, B, H); its padding is ignored, whatever it holds.
         grad_h_n: (B, H), or None for zeros.
         y: (T, B, H), output of :func:`forward`, from which alone the nonlinearities' slopes come.
-        weight_hh, lengths, nonlinearity, clip: as given to :func:`forward`.
+        weight_hh, lengths, options: as given to :func:`forward`.
 
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
@@ -89,12 +83,12 @@ def backward_data(
     for grad, state in zip(reversed(grad_x.unbind(0)), reversed(y.unbind(0)), strict=True):
         if following is not None:
             grad.addmm_(following, weight_hh)
-        if nonlinearity == "tanh":
+        if options.nonlinearity == "tanh":
             torch.ops.aten.tanh_backward.grad_input(grad, state, grad_input=grad)
-        elif nonlinearity == "relu":
+        elif options.nonlinearity == "relu":
             torch.ops.aten.threshold_backward.grad_input(grad, state, 0.0, grad_input=grad)
         else:
-            torch.ops.aten.hardtanh_backward.grad_input(grad, state, 0.0, clip, grad_input=grad)
+            torch.ops.aten.hardtanh_backward.grad_input(grad, state, 0.0, options.clip, grad_input=grad)
         following = grad
     if following is not None:
         grad_h0.addmm_(following, weight_hh)

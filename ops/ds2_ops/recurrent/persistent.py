@@ -4,15 +4,18 @@ Everything runs on torch's current stream, without host synchronisation, and can
 Shape letters: T frames, B batch, H hidden.
 """
 
-import ctypes
 import functools
+import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import device_index, run
+from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import choose
-from ds2_ops.recurrent.plan.problem import THREADS, DeviceFacts, DoesNotFit, Launch, Problem
+from ds2_ops.recurrent.plan.problem import THREADS, Choice, DeviceFacts, DoesNotFit, Problem
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,7 +47,7 @@ def why_not(
         _check_rows(frames, batch)
         for backward in (False, True):
             problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
-            plan_for(problem, _index(device), max_sms)
+            plan_for(problem, device_index(device), max_sms)
     except (DoesNotFit, RuntimeError) as error:
         return str(error)
     return None
@@ -55,10 +58,7 @@ def forward(
     weight_hh: Tensor,
     h0: Tensor | None,
     lengths: Tensor | None,
-    *,
-    nonlinearity: str,
-    clip: float,
-    max_sms: int | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward time loop (Persistent RNNs, Diamos et al. 2016, sections 3 and 4).
 
@@ -71,9 +71,7 @@ def forward(
         weight_hh: (H, H) contiguous, same dtype and device.
         h0: (B, H) contiguous first state, or None for zeros.
         lengths: (B,) int32 on the device, or None when all utterances have T frames.
-        nonlinearity: "relu", "clipped_relu" or "tanh".
-        clip: upper bound of "clipped_relu".
-        max_sms: the most multiprocessors to use, or None.
+        options: the nonlinearity, its clip, and the most multiprocessors to use.
 
     Returns:
         y (T, B, H), 0 at padding, and h_n (B, H), the state after each utterance's last frame.
@@ -82,9 +80,7 @@ def forward(
         DoesNotFit: the planner's reason.
         RuntimeError: the driver's or compiler's error, with op, shape, dtype, tile and GPU.
     """
-    y, h_n = torch.empty_like(x), torch.empty_like(x[0])
-    _launch("forward", nonlinearity, clip, max_sms, x, None, weight_hh, h0, lengths, y, h_n)
-    return y, h_n
+    return _launch("forward", x, None, weight_hh, h0, lengths, options)
 
 
 def backward_data(
@@ -93,10 +89,7 @@ def backward_data(
     y: Tensor,
     weight_hh: Tensor,
     lengths: Tensor | None,
-    *,
-    nonlinearity: str,
-    clip: float,
-    max_sms: int | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Run the time loop backwards: gradients of the pre-activations and of the first state.
 
@@ -104,7 +97,7 @@ def backward_data(
         grad_y: (T, B, H) contiguous gradient of y; what it holds at padding does not matter.
         grad_h_n: (B, H) contiguous gradient of h_n, or None for zeros.
         y: (T, B, H) output of ``forward``, from which alone the nonlinearities' slopes come.
-        weight_hh, lengths, nonlinearity, clip, max_sms: as ``forward``.
+        weight_hh, lengths, options: as ``forward``.
 
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
@@ -112,10 +105,7 @@ def backward_data(
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
-    grad_x, grad_h0 = torch.empty_like(grad_y), torch.empty_like(grad_y[0])
-    matrix = weight_hh.t().contiguous()
-    _launch("backward_data", nonlinearity, clip, max_sms, grad_y, y, matrix, grad_h_n, lengths, grad_x, grad_h0)
-    return grad_x, grad_h0
+    return _launch("backward_data", grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths, options)
 
 
 @functools.cache
@@ -149,67 +139,60 @@ def _check_rows(frames: int, batch: int) -> None:
         )
 
 
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def _launch(
     op: str,
-    nonlinearity: str,
-    clip: float,
-    max_sms: int | None,
     inputs: Tensor,
     output_y: Tensor | None,
     matrix: Tensor,
     state: Tensor | None,
     lengths: Tensor | None,
-    result: Tensor,
-    last_state: Tensor,
-) -> None:
-    """Plan, build and launch one pass; the tensors are struct Pass of csrc/recurrent/pass.cuh, in its order."""
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Plan, build and launch one pass, by the names of struct Pass of csrc/recurrent/pass.cuh.
+
+    Returns:
+        result (T, B, H) and last_state (B, H).
+    """
     frames, batch, hidden = inputs.shape
     _check_rows(frames, batch)
-    index = _index(inputs.device)
+    dtype, device = inputs.dtype, inputs.device
     problem = Problem(
-        batch, hidden, str(inputs.dtype).removeprefix("torch."), nonlinearity, backward=output_y is not None
+        batch, hidden, str(dtype).removeprefix("torch."), options.nonlinearity, backward=output_y is not None
     )
-    with torch.cuda.device(index):
-        launch = plan_for(problem, index, max_sms)
-        tensors = [_on_words(t) for t in (inputs, output_y, matrix, state, lengths, result, last_state)]
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        row_bytes = hidden * inputs.element_size()
-        whole_words = row_bytes % 4 == 0
-        rows = pointers[:4] + pointers[5:]  # all but the lengths
-        wide_rows = row_bytes % 16 == 0 and all(pointer % 16 == 0 for pointer in rows)
-        numbers = (frames, batch, hidden, launch.samples, int(whole_words), int(wide_rows))
-        args = [*pointers, *map(ctypes.c_int, numbers), ctypes.c_float(clip)]
-        if launch.exchange_words:
-            exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32, device=inputs.device)
-            args.append(exchange.data_ptr())
-        try:
-            runtime.launch(
-                runtime.load(launch.source, index),
-                args,
-                grid=launch.grid,
-                block=launch.threads,
-                cluster=launch.cluster,
-                smem_bytes=launch.smem_bytes,
-                cooperative=launch.design == "grid",
-                stream=torch.cuda.current_stream(index).cuda_stream,
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"persistent recurrence {op} failed for (T, B, H) = {tuple(inputs.shape)}, {inputs.dtype}, "
-                f"{launch.explain()}, on {device_facts(index).name}: {error}"
-            ) from error
+    choice = plan_for(problem, device_index(device), options.max_sms)
+    result, last_state = torch.empty_like(inputs), inputs.new_empty((batch, hidden))
+    tensors: tuple[Tensor | None, ...] = (inputs, output_y, matrix, state, lengths, result, last_state)
+    pointers = _pointers(tensors)
+    starts = _common(pointers)
+    if starts % 4:
+        # A view of 16-bit numbers may start inside a word, and the kernels read words. Copies live until the launch.
+        tensors = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in tensors)
+        pointers = _pointers(tensors)
+        starts = _common(pointers)
+    row_bytes = hidden * inputs.element_size()
+    wide_rows = (row_bytes | starts) % 16 == 0
+    numbers = (frames, batch, hidden, choice.samples, row_bytes % 4 == 0, wide_rows, options.clip)
+    arguments: list[Tensor | float | None] = [*pointers, *numbers]
+    if choice.exchange_words:
+        arguments.append(torch.full((choice.exchange_words,), -1, dtype=torch.int32, device=device))
+
+    def what() -> str:
+        return f"persistent recurrence {op} of (T, B, H) = {(frames, batch, hidden)}, {dtype}, {choice.explain()}"
+
+    run(choice.launch, arguments, what, device)
+    return result, last_state
 
 
-def _on_words(tensor: Tensor | None) -> Tensor | None:
-    """Copy a tensor that starts inside a 4-byte word, as a view of 16-bit numbers may; the kernels read words."""
-    return tensor.clone() if tensor is not None and tensor.data_ptr() % 4 else tensor
+def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _common(pointers: list[int]) -> int:
+    """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
+    return functools.reduce(operator.or_, pointers[:4] + pointers[5:])
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_for(problem: Problem, index: int, max_sms: int | None) -> Launch:
+def plan_for(problem: Problem, index: int, max_sms: int | None) -> Choice:
     """The planner's choice for CUDA device ``index``."""
     return choose(problem, device_facts(index), max_sms)

@@ -15,6 +15,7 @@ from ds2_ops.checks import check_choice, check_like, check_shape, check_x, refus
 from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent import gemm, persistent
 from ds2_ops.recurrent.backends import BACKENDS, resolve
+from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
 
 NONLINEARITIES = ("relu", "clipped_relu", "tanh")
@@ -149,12 +150,10 @@ def _run_forward(
     max_sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, x.shape[0], x.device)
-    clip = _representable(clip, x.dtype)
-    x, weight_hh = x.contiguous(), weight_hh.contiguous()
-    h0 = None if h0 is None else h0.contiguous()
-    if resolve(backend, x, nonlinearity, max_sms) == "persistent":
-        return persistent.forward(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms)
-    return gemm.forward(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
+    chosen = resolve(backend, x, nonlinearity, max_sms)
+    forward = persistent.forward if chosen == "persistent" else gemm.forward
+    options = _options(nonlinearity, clip, max_sms, x.dtype)
+    return forward(x.contiguous(), weight_hh.contiguous(), _contiguous(h0), lengths, options)
 
 
 def _run_backward_data(
@@ -169,14 +168,10 @@ def _run_backward_data(
     max_sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, y.shape[0], y.device)
-    clip = _representable(clip, y.dtype)
-    grad_y, weight_hh = grad_y.contiguous(), weight_hh.contiguous()
-    grad_h_n = None if grad_h_n is None else grad_h_n.contiguous()
-    if resolve(backend, y, nonlinearity, max_sms) == "persistent":
-        return persistent.backward_data(
-            grad_y, grad_h_n, y, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip, max_sms=max_sms
-        )
-    return gemm.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, nonlinearity=nonlinearity, clip=clip)
+    chosen = resolve(backend, y, nonlinearity, max_sms)
+    backward_data = persistent.backward_data if chosen == "persistent" else gemm.backward_data
+    options = _options(nonlinearity, clip, max_sms, y.dtype)
+    return backward_data(grad_y.contiguous(), _contiguous(grad_h_n), y, weight_hh.contiguous(), lengths, options)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -238,7 +233,11 @@ def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
     return left @ right
 
 
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 @functools.cache
-def _representable(clip: float, dtype: torch.dtype) -> float:
+def _options(nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype) -> Options:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
-    return float(torch.tensor(clip, dtype=dtype))
+    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms)

@@ -4,21 +4,19 @@ Shape letters: T frames, B batch, H hidden, K = tau + 1 taps.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import check_choice, check_like, check_x, refuse_second_derivative, under_autocast
+from ds2_ops.checks import check_choice, check_like, check_x, refuse_second_derivative, take_fastest, under_autocast
 from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
 from ds2_ops.row_convolution import shift
 from ds2_ops.row_convolution.reference import lookahead_reference
 
 BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_log = logging.getLogger("ds2_ops")
 
 
 def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -152,12 +150,8 @@ def _resolve(backend: str, x: Tensor, weight: Tensor) -> str:
     if backend == "shift" or (backend == "auto" and x.device.type == "cpu"):
         return "shift"
     reason = _why_not_triton(x, weight)
-    if backend == "auto":
-        _log_choice(reason, x.dtype, x.device)
-        return "shift" if reason else "triton"
-    if reason:
-        raise RuntimeError(f"backend 'triton' cannot run this: {reason}; use backend='shift' or 'auto'")
-    return backend
+    way_out = "; use backend='shift' or 'auto'"
+    return take_fastest(backend, "triton", "shift", reason, "lookahead %s on %s", x.dtype, x.device, way_out=way_out)
 
 
 def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
@@ -172,9 +166,3 @@ def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
     if weight.shape[1] > triton_kernels.MAX_TAPS:
         return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {triton_kernels.MAX_TAPS}"
     return None
-
-
-@functools.cache
-def _log_choice(reason: str | None, dtype: torch.dtype, device: torch.device) -> None:
-    chosen = f"'shift': {reason}" if reason else "'triton'"
-    _log.info("lookahead %s on %s runs on backend %s", dtype, device, chosen)

@@ -67,6 +67,20 @@ def _cut(
     return (column_blocks, triton.cdiv(frames, chunk)), chunk, columns
 
 
+# What a program owns: columns out of how many, which of them exist and for how many frames, and its chunk of time.
+@triton.jit
+def _place(lengths_ptr, frames, batch, hidden, chunk, COLUMNS: tl.constexpr, RAGGED: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = batch * hidden
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < total
+    valid = tl.where(inside, frames, 0)
+    if RAGGED:
+        valid = tl.load(lengths_ptr + columns // hidden, mask=inside, other=0)
+    start = tl.program_id(1) * chunk
+    stop = tl.minimum(start + chunk, frames)
+    return total, columns, inside, valid, start, stop
+
+
 @triton.jit
 def _row(pointer, t, total, columns, mask):  # type: ignore[no-untyped-def]
     return tl.load(pointer + t.to(tl.int64) * total + columns, mask=mask, other=0.0).to(tl.float32)
@@ -92,14 +106,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    total = batch * hidden
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < total
-    valid = tl.where(inside, frames, 0)
-    if RAGGED:
-        valid = tl.load(lengths_ptr + columns // hidden, mask=inside, other=0)
-    start = tl.program_id(1) * chunk
-    stop = tl.minimum(start + chunk, frames)
+    total, columns, inside, valid, start, stop = _place(lengths_ptr, frames, batch, hidden, chunk, COLUMNS, RAGGED)
     taps = ()
     for j in tl.static_range(K):
         taps = taps + (_tap(weight_ptr, columns % hidden, j, inside, K),)
@@ -137,14 +144,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    total = batch * hidden
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < total
-    valid = tl.where(inside, frames, 0)
-    if RAGGED:
-        valid = tl.load(lengths_ptr + columns // hidden, mask=inside, other=0)
-    start = tl.program_id(1) * chunk
-    stop = tl.minimum(start + chunk, frames)
+    total, columns, inside, valid, start, stop = _place(lengths_ptr, frames, batch, hidden, chunk, COLUMNS, RAGGED)
     taps = ()
     sums = ()
     for j in tl.static_range(K):

@@ -37,10 +37,11 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("optim=adam", "did you mean 'adamw'?"),
         ("model.depth=many", "model.depth"),
         ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru"),
-        ("train.epochs=0", "train.epochs=0 must be above 0"),
+        ("train.epochs=0", "train.epochs=0: allowed are numbers from 1 to "),
         ("batching.audio_s=10", "set one of batching.utterances"),
         ("augment.gain_db=[3,1]", "augment.gain_db"),
         ("model.depth", "model.depth"),
+        ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
     ],
 )
 def test_a_wrong_override_names_the_key_and_the_nearest_right_one(override: str, hint: str) -> None:
@@ -93,3 +94,8 @@ def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
 def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(Config(augment=augment, run_dir="x"))
+
+
+def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
+    config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
+    assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}

@@ -130,3 +130,11 @@ def test_aligned_errors_and_tables_by_hand() -> None:
 def test_a_report_of_no_utterances_and_of_no_words() -> None:
     assert format_report(corpus_report([], [])).startswith("%WER 0.00 [ 0 / 0, 0 ins, 0 del, 0 sub ]")
     assert "%WER inf [ 1 / 0, 1 ins, 0 del, 0 sub ]" in format_report(corpus_report([""], ["a"]))
+
+
+def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ref.txt").write_text("Hello, world!\n")
+    (tmp_path / "hyp.txt").write_text("hello world\n")
+    assert cli.main(["wer", str(tmp_path / "ref.txt"), str(tmp_path / "hyp.txt"), "--fold"]) == 0
+    shown = capsys.readouterr().out
+    assert "%WER 100.00 [ 2 / 2" in shown and "%WER 0.00 [ 0 / 2" in shown.partition("without case")[2]

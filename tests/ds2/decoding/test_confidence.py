@@ -11,9 +11,8 @@ import pytest
 import torch
 from support.paths import ROOT
 
-from ds2.config.schema import DecodeConfig
+from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.confidence import calibrate, fit_calibration
-from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import make_decoder
 from ds2.text.alphabet import Alphabet
 
@@ -78,5 +77,5 @@ def test_decoders_calibrate_their_words(method: str) -> None:
 
     assert confidence() == pytest.approx(0.8)
     assert confidence(confidence=[0.5, 0.0]) == pytest.approx(2 / 3)  # odds of 4 become odds of 2
-    with pytest.raises(DecodeError, match=r"decode\.confidence=\[1\.0\]"):
+    with pytest.raises(ConfigError, match=r"decode\.confidence=\[1\.0\]: allowed are 2 numbers"):
         confidence(confidence=[1.0])

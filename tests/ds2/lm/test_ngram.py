@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -13,15 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from support.lm_cases import same, zipf_text
 
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.methods import make_decoder
 from ds2.lm import ngram as language_model
 from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.levels import link, unlink
 from ds2.lm.ngram import LanguageModelError, NGram
+from ds2.system.tensor_file import make_header
 from ds2.text.alphabet import Alphabet
 
 
@@ -111,7 +116,9 @@ def test_opening_reads_no_pages(tmp_path: Path) -> None:
     padded: dict[str, Any] = {
         n: torch.cat((t, torch.full((1 << 22,), 2**31 - 1, dtype=t.dtype))) for n, t in tensors.items()
     }
-    large = replace(model, **padded)
+    ends = {f"{name}_starts": (*getattr(model, f"{name}_starts")[:-1], padded[tensor].numel())
+            for name, tensor in (("entry", "keys"), ("state", "suffix"))}  # fmt: skip
+    large = replace(model, **padded, **ends)
     save_ngram(large, tmp_path / "m.lm")
     code = (
         "import resource, sys; from pathlib import Path; from ds2.lm.files import load_ngram\n"
@@ -133,10 +140,10 @@ def test_broken_binaries_are_named(tmp_path: Path) -> None:
         with pytest.raises(LanguageModelError, match="not a whole language model"):
             load_ngram(path)
     save_file({"weight": torch.zeros(3)}, path)
-    with pytest.raises(LanguageModelError, match="not a language model of ds2"):
+    with pytest.raises(LanguageModelError, match="was not written by ds2"):
         load_ngram(path)
-    path.write_bytes(whole.replace(b'\\"format\\": 1', b'\\"format\\": 9'))
-    with pytest.raises(LanguageModelError, match="format 9"):
+    path.write_bytes(whole.replace(b'\\"format\\": 2', b'\\"format\\": 9'))
+    with pytest.raises(LanguageModelError, match="format: is 9, this ds2 reads up to 2: install a newer ds2"):
         load_ngram(path)
 
 
@@ -184,3 +191,60 @@ def test_gpu_answers_as_the_cpu(model: NGram) -> None:
     torch.testing.assert_close(scores.cpu(), wanted[0])
     assert torch.equal(following.cpu(), wanted[1])
     torch.testing.assert_close(every.cpu(), model.score_all(wanted[1])[0])
+
+
+def test_damaged_metadata_of_a_binary_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.lm"
+    save_ngram(estimate(zipf_text(), 3).model, path)
+    with safe_open(path, "pt") as opened:
+        header, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    metadata = json.loads(header["ds2"])
+    starts = metadata["entry_starts"]
+    for change, says in (
+        ({"unit": "letter"}, "metadata.unit: is 'letter', expected one of word"),
+        ({"unit": None}, "metadata.unit: is None"),
+        ({"entry_starts": starts[:-1]}, r"metadata.entry_starts: is \("),
+        ({"entry_starts": "abc"}, "metadata.entry_starts: is 'abc', expected a list"),
+        ({"entry_starts": [0, starts[1] + 1, *starts[2:]]}, "do not fit"),
+        ({"state_starts": [0, 1, 2**62]}, "metadata.state_starts"),
+        ({"alphabet": {"case": "lower"}}, "metadata.alphabet.unknown: is missing"),
+        ({"alphabet": 7}, "metadata.alphabet: is 7"),
+        ({"format": "x"}, "format: is missing or no whole number"),
+        ({"format": 99}, "install a newer ds2"),
+    ):
+        save_file(tensors, path, make_header(metadata | change, tensors, content=False))
+        with pytest.raises(LanguageModelError, match=rf"m\.lm: .*{says}"):
+            load_ngram(path)
+    save_file(tensors, path, header | {"ds2": header["ds2"].replace('"word"', '"piece"')})
+    with pytest.raises(LanguageModelError, match="digest"):
+        load_ngram(path)
+    save_file(tensors, path, {"ds2": json.dumps(metadata | {"format": 1})})  # of before digests
+    assert load_ngram(path).order == 3
+    for name, wrong in (("keys", tensors["keys"].float()), ("suffix", tensors["suffix"][:-1]),
+                        ("vocabulary", tensors["vocabulary"].flip(0))):  # fmt: skip
+        bad = tensors | {name: wrong.contiguous()}
+        save_file(bad, path, make_header(metadata, bad, content=False))
+        with pytest.raises(LanguageModelError, match=r"m\.lm: "):
+            load_ngram(path)
+
+
+def test_an_automaton_with_a_cycle_or_a_way_out_ends_every_query_and_is_refused_by_searches(tmp_path: Path) -> None:
+    model = estimate(zipf_text(), 3).model
+    last = model.suffix.numel() - 1
+    for name, place, value in (
+        ("suffix", last, last), ("suffix", 1, last), ("suffix", last, -1), ("next_state", 5, last + 1),
+        ("next_state", 5, -1), ("keys", 3, 0),
+    ):  # fmt: skip
+        tensor = getattr(model, name).clone()
+        tensor[place] = value
+        bad = replace(model, **{name: tensor})
+        with pytest.raises(LanguageModelError, match="automaton is damaged"):
+            bad.check()
+        if name == "suffix":
+            bad.score(last, "w1")  # returns
+    save_ngram(replace(model, suffix=torch.full_like(model.suffix, last)), tmp_path / "m.lm")
+    with pytest.raises(LanguageModelError, match="automaton is damaged"):
+        make_decoder(
+            DecodeConfig(method="beam", lm=str(tmp_path / "m.lm")), Alphabet(("", "a", " ")), 0.01, torch.device("cpu")
+        )
+    assert model.check() is model

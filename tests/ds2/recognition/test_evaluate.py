@@ -13,11 +13,11 @@ import torch
 from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.config.schema import Config, DecodeConfig
-from ds2.data.manifest import read_manifest, write_manifest
-from ds2.decoding.hypothesis import DecodeError
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
-from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.evaluate import recognition_loader, score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 
@@ -139,3 +139,28 @@ def test_a_gpu_recognises_in_the_precision_of_training_and_a_cpu_in_fp32(
     loaded.config.train.precision = configured
     assert Recogniser.of(loaded, DecodeConfig(), torch.device("cuda", 0), precision).precision == chosen
     assert Recogniser.of(loaded, DecodeConfig(), CPU).precision == "fp32"
+
+
+def test_a_network_that_writes_case_and_punctuation_is_scored_both_ways() -> None:
+    references, hypotheses = ["Hello, Mr. Smith.", "It\u2019s me!"], ["Hello mr. Smith", "it's me"]
+    cased = Alphabet(("", *" !',.HIMSehilmorst"), case="keep")
+    utterances = [Utterance(Path(f"{i}.wav"), 1.0, text) for i, text in enumerate(references)]
+    report = score(utterances, [Hypothesis(text, 0.0, (), ()) for text in hypotheses], cased)
+    assert report.words.errors == 5
+    words_only = score_words(report, cased)
+    assert words_only is not None and words_only.words.errors == 0
+    assert score_words(report, Alphabet(("", *" 'ehilm"))) is None
+
+
+def test_the_report_of_a_bare_model_file_lies_in_the_current_folder(
+    model_file: Path, tone_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare, here = tmp_path / "elsewhere" / "mine.safetensors", tmp_path / "here"
+    bare.parent.mkdir()
+    here.mkdir()
+    bare.write_bytes(model_file.read_bytes())
+    monkeypatch.chdir(here)
+    assert main(["evaluate", str(bare), str(tone_manifest), "--device", "cpu", "--workers", "0"]) == 0
+    line = (here / "mine-evaluation" / tone_manifest.stem / "hypotheses.jsonl").read_text().splitlines()[0]
+    words = json.loads(line)["words"]
+    assert words and all(round(word["start_s"], 3) == word["start_s"] for word in words)

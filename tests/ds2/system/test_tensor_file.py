@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ds2.system import tensor_file
 from ds2.system.tensor_file import CheckpointError, load, save
@@ -51,8 +53,6 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_programs_safetensors_file_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
     with pytest.raises(CheckpointError, match="not written by ds2"):
         load(tmp_path / "b.safetensors")
@@ -63,4 +63,53 @@ def test_a_newer_format_asks_for_a_newer_ds2(tmp_path: Path, monkeypatch: pytest
     save(tmp_path / "a.safetensors", {"w": torch.ones(1)}, {})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="install a newer ds2"):
+        load(tmp_path / "a.safetensors")
+
+
+def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {"w": torch.randn(5, 3), "n": torch.tensor([7]), "half": torch.ones(3, dtype=torch.bfloat16)}
+    save(path, tensors, {"kind": "model", "text": "abc"})
+    whole = path.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(8, len(whole)):
+        if place < size and whole[place] == ord(" "):
+            continue  # padding between JSON tokens says nothing
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"a\.safetensors"):
+            load(path)
+
+
+def test_tensors_that_went_missing_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path, {"w": torch.ones(2), "v": torch.ones(2)}, {})
+    with safe_open(path, "pt") as opened:
+        header = opened.metadata()
+    save_file({"w": torch.ones(2)}, path, header)
+    with pytest.raises(CheckpointError, match="digest: tensors or metadata are not those that were written"):
+        load(path)
+    del header["digest"]
+    save_file({"w": torch.ones(2), "v": torch.ones(2)}, path, header)
+    with pytest.raises(CheckpointError, match="digest"):
+        load(path)
+
+
+def test_a_file_of_before_digests_still_loads(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": '{"format": 1, "kind": "model"}'})
+    assert load(tmp_path / "a.safetensors")[1]["kind"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "metadata: not JSON"),
+        ("[" * 100_000, "metadata: not JSON"),
+        ("[]", "format: is missing"),
+        ('{"format": "1"}', "format: is missing or no whole number"),
+        ('{"format": null}', "format: is missing or no whole number"),
+    ],
+)
+def test_damaged_metadata_are_named(tmp_path: Path, text: str, says: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": text})
+    with pytest.raises(CheckpointError, match=rf"a\.safetensors: {says}.*copy it again"):
         load(tmp_path / "a.safetensors")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ds2_ops.ctc import align, beam, loss
-from ds2_ops.jit import launch as jit_launch
+from ds2_ops.ctc.device import LEAST_CAPABILITY
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import H200_SMEM_BYTES
@@ -16,33 +16,33 @@ ALL = [(slots, unit) for slots in beam.SHAPES for unit in ("none", "word", "labe
     ("slots", "unit"), [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in ALL]
 )
 def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
-    launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES)
-    binary = build(launch.source)
+    launch = beam.plan(slots, 29, 4, unit, H200_SMEM_BYTES).launch
+    binary = build(launch.source.text)
     assert binary.local_bytes == 0
     assert binary.registers * launch.threads <= 65536
 
 
 def test_other_kernels_compile_without_spills() -> None:
-    scored = (loss.plan(300, 29, H200_SMEM_BYTES).source, loss.SLOPES_SOURCE)
-    for source in (beam.TRACE.source, align.plan(300, H200_SMEM_BYTES).source, *scored):
-        assert build(source).local_bytes == 0
+    scored = (loss.plan(300, 29, H200_SMEM_BYTES).source, loss.SLOPES)
+    for source in (beam.TRACE, align.plan(300, H200_SMEM_BYTES).source, *scored):
+        assert build(source.text).local_bytes == 0
 
 
 def test_kernels_compile_for_the_oldest_gpu_they_run_on() -> None:
-    launch = beam.plan(32, 29, 4, "word", H200_SMEM_BYTES)
-    assert build(launch.source, "sm_{}{}".format(*jit_launch.LEAST_CAPABILITY)).local_bytes == 0
+    launch = beam.plan(32, 29, 4, "word", H200_SMEM_BYTES).launch
+    assert build(launch.source.text, "sm_{}{}".format(*LEAST_CAPABILITY)).local_bytes == 0
 
 
 @pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])
 @pytest.mark.parametrize("labels", [2, 29, 64, 1000])
 def test_scores_stay_on_chip_where_they_fit(beams: int, labels: int) -> None:
-    launch = beam.plan(beams, labels, 4, "word", H200_SMEM_BYTES)
-    assert launch.smem_bytes <= H200_SMEM_BYTES
-    assert launch.table_columns in (0, max(labels + 2, 4))
-    if launch.table_columns:
-        assert launch.smem_bytes + 8 * beams * launch.table_columns > H200_SMEM_BYTES
+    choice = beam.plan(beams, labels, 4, "word", H200_SMEM_BYTES)
+    assert choice.launch.smem_bytes <= H200_SMEM_BYTES
+    assert choice.table_columns in (0, max(labels + 2, 4))
+    if choice.table_columns:
+        assert choice.launch.smem_bytes + 8 * beams * choice.table_columns > H200_SMEM_BYTES
     if beams <= 128 and labels <= 64:
-        assert launch.table_columns == 0
+        assert choice.table_columns == 0
 
 
 @pytest.mark.parametrize(

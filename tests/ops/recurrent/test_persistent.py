@@ -3,15 +3,15 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ds2_ops.jit.build import build
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.backends import resolve
-from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
-from ds2_ops.recurrent.plan.problem import Launch, Problem
+from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
+from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, run
 from support.rounding import Arithmetic, allowed_beside_stock, variances
@@ -22,10 +22,10 @@ SHAPES = [(9, 4, 1152), (7, 40, 1152), (6, 130, 1151), (5, 3, 1), (8, 33, 512), 
 NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
 
 
-def launches_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Launch]:
+def choices_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Choice]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
     facts = persistent.device_facts(torch.cuda.current_device())
-    return cluster_launches(problem, facts, facts.sms)
+    return cluster_choices(problem, facts, facts.sms)
 
 
 @pytest.mark.gpu
@@ -39,13 +39,13 @@ def test_every_tile_against_float64(
     lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
     x, weight_hh, h0, grad_y, grad_h_n = inputs((frames, batch, hidden), dtype)
     poisoned = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
-    tiles = len(launches_of(batch, hidden, dtype, "relu", False))
+    tiles = len(choices_of(batch, hidden, dtype, "relu", False))
     assert tiles >= 2
     for index, nonlinearity in itertools.product(range(tiles), NONLINEARITIES):
         monkeypatch.setattr(
             persistent,
             "plan_for",
-            lambda problem, *_, i=index: launches_of(
+            lambda problem, *_, i=index: choices_of(
                 problem.batch, problem.hidden, dtype, problem.nonlinearity, problem.backward
             )[i],
         )
@@ -75,11 +75,11 @@ def test_every_tile_against_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
     x, weight_hh, h0, _, _ = inputs((11, 20, 700), dtype)
-    options: dict[str, Any] = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
-    whole, last = persistent.forward(x, weight_hh, h0, None, **options)
+    options = Options("tanh", CLIP)
+    whole, last = persistent.forward(x, weight_hh, h0, None, options)
     for cut in (1, 4, 10):
-        head, state = persistent.forward(x[:cut], weight_hh, h0, None, **options)
-        tail, end = persistent.forward(x[cut:], weight_hh, state, None, **options)
+        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
+        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
         assert torch.equal(torch.cat([head, tail]), whole)
         assert torch.equal(end, last)
 
@@ -87,28 +87,26 @@ def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_few_multiprocessors_give_the_same_bits() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 30, 1152), torch.bfloat16)
-    options: dict[str, Any] = {"nonlinearity": "relu", "clip": CLIP}
-    everything = persistent.forward(x, weight_hh, h0, None, max_sms=None, **options)
-    one_cluster = persistent.forward(x, weight_hh, h0, None, max_sms=16, **options)
+    options = Options("relu", CLIP)
+    everything = persistent.forward(x, weight_hh, h0, None, options)
+    one_cluster = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=16))
     assert all(torch.equal(a, b) for a, b in zip(everything, one_cluster, strict=True))
 
 
 @pytest.mark.gpu
 def test_views_that_start_inside_a_word_are_read_right() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
-    options: dict[str, Any] = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
+    options = Options("relu", CLIP)
     shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
     assert shifted.data_ptr() % 4
-    y, h_n = persistent.forward(shifted, weight_hh, h0, None, **options)
-    assert all(map(torch.equal, (y, h_n), persistent.forward(x, weight_hh, h0, None, **options)))
+    y, h_n = persistent.forward(shifted, weight_hh, h0, None, options)
+    assert all(map(torch.equal, (y, h_n), persistent.forward(x, weight_hh, h0, None, options)))
 
 
 @pytest.mark.gpu
 def test_nan_weights_show_in_the_output_and_do_not_hang() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
-    y, _ = persistent.forward(
-        x, torch.full_like(weight_hh, torch.nan), h0, None, nonlinearity="relu", clip=CLIP, max_sms=None
-    )
+    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, Options("relu", CLIP))
     assert y.isnan().all()
 
 
@@ -128,12 +126,13 @@ def test_graph_replay_reads_new_inputs() -> None:
 @pytest.mark.gpu
 def test_refused_launch_names_op_shape_dtype_tile_and_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight_hh, h0, _, _ = inputs((4, 3, 128), torch.bfloat16)
-    launch = launches_of(3, 128, torch.bfloat16, "relu", False)[0]
-    monkeypatch.setattr(persistent, "plan_for", lambda *_: replace(launch, smem_bytes=10**6))
+    choice = choices_of(3, 128, torch.bfloat16, "relu", False)[0]
+    too_much = replace(choice, launch=replace(choice.launch, smem_bytes=10**6))
+    monkeypatch.setattr(persistent, "plan_for", lambda *_: too_much)
     with pytest.raises(
-        RuntimeError, match=r"forward failed for \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.*H\d00"
+        RuntimeError, match=r"forward of \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.* failed on .*H\d00"
     ):
-        persistent.forward(x, weight_hh, h0, None, nonlinearity="relu", clip=CLIP, max_sms=None)
+        persistent.forward(x, weight_hh, h0, None, Options("relu", CLIP))
 
 
 def test_without_a_gpu_the_reason_is_named() -> None:

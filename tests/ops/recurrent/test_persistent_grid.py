@@ -7,6 +7,7 @@ import pytest
 import torch
 from ds2_ops.jit import runtime
 from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.options import Options
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from support.persistent_cases import (
     CLIP,
@@ -15,7 +16,7 @@ from support.persistent_cases import (
     TF32_ERROR,
     backward_loop,
     forward_loop,
-    grid_launches_of,
+    grid_choices_of,
     inputs,
     run,
 )
@@ -55,11 +56,11 @@ def test_every_tile_against_float64(
     may = variances(
         Arithmetic.of(dtype), (x, weight_hh, h0), (grad_y, grad_h_n), lengths, nonlinearity, CLIP, of_weight=False
     )
-    for tile in range(len(grid_launches_of(hidden, batch, name))):
+    for tile in range(len(grid_choices_of(hidden, batch, name))):
         monkeypatch.setattr(
             persistent,
             "plan_for",
-            lambda problem, *_, i=tile: grid_launches_of(
+            lambda problem, *_, i=tile: grid_choices_of(
                 hidden, batch, name, cell=problem.nonlinearity, backward=problem.backward
             )[i],
         )
@@ -79,11 +80,11 @@ def test_every_tile_against_float64(
 @pytest.mark.parametrize(("batch", "dtype"), [(4, torch.bfloat16), (40, torch.float16), (3, torch.float32)])
 def test_split_in_time_gives_the_same_bits(batch: int, dtype: torch.dtype) -> None:
     x, weight_hh, h0, _, _ = inputs((37, batch, 1760), dtype)
-    options = {"nonlinearity": "tanh", "clip": CLIP, "max_sms": None}
-    whole, last = persistent.forward(x, weight_hh, h0, None, **options)
+    options = Options("tanh", CLIP)
+    whole, last = persistent.forward(x, weight_hh, h0, None, options)
     for cut in (1, 9, 30):
-        head, state = persistent.forward(x[:cut], weight_hh, h0, None, **options)
-        tail, end = persistent.forward(x[cut:], weight_hh, state, None, **options)
+        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
+        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
         assert torch.equal(torch.cat([head, tail]), whole)
         assert torch.equal(end, last)
 
@@ -91,9 +92,9 @@ def test_split_in_time_gives_the_same_bits(batch: int, dtype: torch.dtype) -> No
 @pytest.mark.gpu
 def test_few_multiprocessors_give_the_same_bits() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 4, 1760), torch.bfloat16)
-    options = {"nonlinearity": "relu", "clip": CLIP}
-    everything = persistent.forward(x, weight_hh, h0, None, max_sms=None, **options)
-    fewer = persistent.forward(x, weight_hh, h0, None, max_sms=100, **options)
+    options = Options("relu", CLIP)
+    everything = persistent.forward(x, weight_hh, h0, None, options)
+    fewer = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=100))
     assert all(torch.equal(a, b) for a, b in zip(everything, fewer, strict=True))
 
 
@@ -111,12 +112,12 @@ def test_rows_off_16_bytes_change_no_bit(batch: int) -> None:
 @pytest.mark.parametrize("batch", [5, 33])
 def test_nan_weights_and_states_show_in_the_output_and_do_not_hang(batch: int) -> None:
     x, weight_hh, h0, _, _ = inputs((6, batch, 1300), torch.bfloat16)
-    options = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
-    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, **options)
+    options = Options("relu", CLIP)
+    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, options)
     assert y.isnan().all()
     # Every bit set is the exchange's own "empty".
     every_bit_set = torch.full(h0.shape, -1, dtype=torch.int16, device=CUDA).view(torch.bfloat16)
-    y, _ = persistent.forward(x, weight_hh, every_bit_set, None, **options)
+    y, _ = persistent.forward(x, weight_hh, every_bit_set, None, options)
     assert y.isnan().all()
 
 
@@ -139,8 +140,8 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
     """Each would wait for ever if it held a part of the chip while the other held the rest."""
     tensors = inputs((60, 4, 1760), torch.bfloat16)
     x, weight_hh, h0, _, _ = tensors
-    options = {"nonlinearity": "relu", "clip": CLIP, "max_sms": None}
-    expected = persistent.forward(x, weight_hh, h0, None, **options)[0]
+    options = Options("relu", CLIP)
+    expected = persistent.forward(x, weight_hh, h0, None, options)[0]
     busy = runtime.load(
         """extern "C" __global__ void ds2_kernel(int us) {
             unsigned long long start, now;
@@ -165,7 +166,7 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
         results = []
         for stream in (first, second):
             with torch.cuda.stream(stream):
-                results.append(persistent.forward(x, weight_hh, h0, None, **options)[0])
+                results.append(persistent.forward(x, weight_hh, h0, None, options)[0])
             time.sleep(0.0005 * attempt)  # a part of the chip is free by now
         deadline = time.monotonic() + 20
         while not (first.query() and second.query()):

@@ -3,23 +3,28 @@
 import ctypes
 import functools
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from ds2_ops.recurrent.plan.choose import grid_launches
-from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
-from support.kernel_on_cpu import CSRC, HERE, compile_kernel
-from support.op_cases import CPU, ragged_lengths, relative_error
+from ds2_ops.jit.launch import Launch
+from ds2_ops.jit.source import Source
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.plan.choose import grid_choices
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments
+from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, backward_loop, forward_loop, inputs
 from support.rounding import Arithmetic, allowed_beside_stock, variances
-from torch import Tensor
 
 # cluster -> clusters of a chip small enough to run here
 NARROW, WIDE = {2: 5}, {5: 4}
 
 
 @functools.cache
-def _library(source: str) -> ctypes.CDLL:
+def _library(source: Source) -> ctypes.CDLL:
     # All that is hardware, at once; the kernels' own headers see its shared memory.
     headers = {
         "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
@@ -36,27 +41,26 @@ def _library(source: str) -> ctypes.CDLL:
     return library
 
 
-def run(
-    launch: Launch, seed: int, arrays: tuple[Tensor | None, ...], shape: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
-    """What persistent._launch does, here: arrays are input, output_y, matrix, state and lengths."""
-    frames, batch, hidden = shape
-    # The results' bits are NaN until they are written.
-    result, last = (torch.full(size, torch.nan, dtype=torch.bfloat16) for size in (shape, shape[1:]))
-    exchange = torch.full((launch.exchange_words,), -1, dtype=torch.int32)
-    pointers = [ctypes.c_void_p(0 if a is None else a.data_ptr()) for a in (*arrays, result, last)]
-    numbers = (frames, batch, hidden, launch.samples, int(hidden % 2 == 0), int(hidden % 8 == 0))
-    error = _library(launch.source).run(
-        launch.grid, seed, *pointers, *numbers, ctypes.c_float(0), ctypes.c_void_p(exchange.data_ptr())
-    )
-    assert not error, error.decode()
-    return result, last
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choice, int], None]:
+    """Make `persistent` run on CPU tensors: a choice of the planner's, with rests drawn from a seed."""
+
+    def use(choice: Choice, seed: int) -> None:
+        def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
+            error = _library(launch.source).run(launch.grid, seed, *host_arguments(launch.source, arguments))
+            assert not error, error.decode()
+
+        monkeypatch.setattr(persistent, "plan_for", lambda *_: choice)
+        monkeypatch.setattr(persistent, "device_index", lambda device: 0)
+        monkeypatch.setattr(persistent, "run", run)
+
+    return use
 
 
-def the_launch(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Launch:
+def the_choice(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Choice:
     facts = DeviceFacts(sms=max(c * n for c, n in active.items()), active_clusters=active)
-    (launch,) = grid_launches(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
-    return launch
+    (choice,) = grid_choices(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
+    return choice
 
 
 # One group and several, two tiles, odd rows, a last cluster that owns little; 20 frames come round the exchange.
@@ -73,14 +77,18 @@ CASES = [
 
 @pytest.mark.parametrize(("active", "shape", "seed"), CASES)
 def test_slow_warps_and_late_messages_change_nothing(
-    active: dict[int, int], shape: tuple[int, int, int], seed: int
+    active: dict[int, int], shape: tuple[int, int, int], seed: int, chip: Callable[[Choice, int], None]
 ) -> None:
     frames, batch, hidden = shape
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)
     lengths = ragged_lengths(frames, batch).to(torch.int32)
-    forward, backward = (the_launch(active, batch, hidden, b) for b in (False, True))
-    y, h_n = run(forward, seed, (x, None, weight_hh, h0, lengths), shape)
-    grads = run(backward, seed, (grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths), shape)
+    forward, backward = (the_choice(active, batch, hidden, b) for b in (False, True))
+    options = Options("tanh", CLIP)
+    with nan_filled_memory():
+        chip(forward, seed)
+        y, h_n = persistent.forward(x, weight_hh, h0, lengths, options)
+        chip(backward, seed)
+        grads = persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)
     given, gradients = (x, weight_hh, h0), (grad_y, grad_h_n, y, weight_hh)
     truth = (
         *forward_loop(*(a.double() for a in given), lengths, "tanh"),

@@ -4,14 +4,14 @@ On an idle GPU all warps keep one pace, and a wait that is missing goes unseen: 
 every other test.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.plan.choose import grid_launches
-from ds2_ops.recurrent.plan.cluster import cluster_launches
-from ds2_ops.recurrent.plan.problem import DeviceFacts, Launch, Problem
+from ds2_ops.recurrent.plan.choose import grid_choices
+from ds2_ops.recurrent.plan.cluster import cluster_choices
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from support.op_cases import CUDA, poison_padding, ragged_lengths
 from support.persistent_cases import inputs, run
 
@@ -20,8 +20,8 @@ H200 = DeviceFacts()
 SHAPES = [(6, 3, 130), (5, 40, 700), (1, 1, 1153), (6, 3, 1761), (6, 40, 2558), (20, 70, 1760)]
 
 
-def tiles(problem: Problem) -> list[Launch]:
-    return cluster_launches(problem, H200, H200.sms) or grid_launches(problem, H200, H200.sms)
+def tiles(problem: Problem) -> list[Choice]:
+    return cluster_choices(problem, H200, H200.sms) or grid_choices(problem, H200, H200.sms)
 
 
 @pytest.mark.gpu
@@ -35,9 +35,10 @@ def test_rests_at_random_places_change_no_bit(shape: tuple[int, int, int], monke
         monkeypatch.setattr(persistent, "plan_for", lambda problem, *_, i=tile: tiles(problem)[i])
         expected = run(given, lengths, "relu")
 
-        def with_rests(problem: Problem, *_: object, i: int = tile) -> Launch:
-            launch = tiles(problem)[i]
-            return dataclasses.replace(launch, source="#define DS2_JITTER\n" + launch.source)
+        def with_rests(problem: Problem, *_: object, i: int = tile) -> Choice:
+            choice = tiles(problem)[i]
+            source = replace(choice.launch.source, text="#define DS2_JITTER\n" + choice.launch.source.text)
+            return replace(choice, launch=replace(choice.launch, source=source))
 
         monkeypatch.setattr(persistent, "plan_for", with_rests)
         for attempt in range(60):

@@ -2,9 +2,19 @@
 //
 // Everything downstream counts in words. A word holds PER_WORD consecutive elements of the hidden dimension, and one
 // matrix instruction consumes 8 words of K, whatever the type: m16n8k16 for 16-bit types, m16n8k8 for TF32.
+//
+// A type gives its elements' Storage, PER_WORD, unpack and pack, the word as the matrix unit takes it (operand), and the
+// product (multiply_add).
 #pragma once
 
 namespace ds2 {
+
+// One matrix instruction, c += a * b: 16 rows by 8 columns, and as much of K as 8 words hold.
+#define DS2_MMA(SHAPE, TYPE)                                                                                          \
+    asm volatile("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE                                              \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 struct Bf16 {
     using Storage = unsigned short;
@@ -19,13 +29,9 @@ struct Bf16 {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(v[1]), "f"(v[0]));
         return word;
     }
-    // The word as the matrix unit takes it.
     static __device__ unsigned operand(unsigned word) { return word; }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        DS2_MMA("m16n8k16", "bf16");
     }
 };
 
@@ -45,10 +51,7 @@ struct Fp16 {
     }
     static __device__ unsigned operand(unsigned word) { return word; }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        DS2_MMA("m16n8k16", "f16");
     }
 };
 
@@ -66,11 +69,10 @@ struct Fp32 {
         return rounded;
     }
     static __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        DS2_MMA("m16n8k8", "tf32");
     }
 };
+
+#undef DS2_MMA
 
 }  // namespace ds2

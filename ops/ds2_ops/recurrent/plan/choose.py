@@ -4,13 +4,13 @@ Shape letters: B batch, H hidden.
 """
 
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.plan.cluster import cluster_launches, largest_cluster_hidden
-from ds2_ops.recurrent.plan.grid_narrow import narrow_launches
-from ds2_ops.recurrent.plan.grid_wide import wide_launches
-from ds2_ops.recurrent.plan.problem import NUMBERS, DeviceFacts, DoesNotFit, Launch, Problem
+from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
+from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
+from ds2_ops.recurrent.plan.grid_wide import wide_choices
+from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
 
 
-def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Launch:
+def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
     """Pick the design and the tile with the lowest estimated time.
 
     Args:
@@ -35,10 +35,10 @@ def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) ->
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
     sms = device.sms if max_sms is None else min(max_sms, device.sms)
-    launches = cluster_launches(problem, device, sms) or grid_launches(problem, device, sms)
-    if not launches:
+    choices = cluster_choices(problem, device, sms) or grid_choices(problem, device, sms)
+    if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem.dtype, device, sms)))
-    return min(launches, key=lambda launch: launch.step_cycles)
+    return min(choices, key=lambda choice: choice.step_cycles)
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
@@ -56,16 +56,16 @@ def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) 
     )
 
 
-def grid_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
+def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each."""
-    return narrow_launches(problem, device, sms) + wide_launches(problem, device, sms)
+    return narrow_choices(problem, device, sms) + wide_choices(problem, device, sms)
 
 
 def largest_grid_hidden(dtype: str, device: DeviceFacts, sms: int) -> int:
     """The largest hidden size that the whole-chip designs can keep on ``sms`` multiprocessors."""
 
     def fits(hidden: int) -> bool:
-        return bool(grid_launches(Problem(1, hidden, dtype, "relu", True), device, sms))
+        return bool(grid_choices(Problem(1, hidden, dtype, "relu", True), device, sms))
 
     hidden = 64 * sms  # more than registers and shared memory hold
     while hidden > 0 and not fits(hidden):

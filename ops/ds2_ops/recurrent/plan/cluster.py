@@ -1,6 +1,8 @@
 """Tiles of the cluster design, whose blocks hand the state to each other through distributed shared memory."""
 
+from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_ROWS,
@@ -9,26 +11,16 @@ from ds2_ops.recurrent.plan.problem import (
     NUMBERS,
     THREADS,
     WARPS,
+    Choice,
     DeviceFacts,
-    Launch,
     Problem,
 )
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
 
-# The one signature of every design's kernel: struct Pass of pass.cuh, spread out.
-_ENTRY = """
-extern "C" __global__ void __launch_bounds__(Shape::ALL_THREADS, 1) ds2_kernel(
-    const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths, void* result,
-    void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_rows, float clip) {
-    ds2::cluster_recurrence<Shape>({input, output_y, matrix, state, lengths, result, last_state, frames, batch, hidden,
-                                    samples, whole_words, wide_rows, clip});
-}
-"""
 
-
-def cluster_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
+def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of the cluster design that can run this problem on ``sms`` multiprocessors."""
     found = []
     for cluster in (8, 16):
@@ -39,9 +31,9 @@ def cluster_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[La
         for groups, parts in ((1, 1), (2, 1), (1, 2)):
             if parts == 2 and rows <= MMA_ROWS:
                 continue  # one row tile cannot be shared out
-            launch = _cluster_launch(problem, cluster, clusters, rows, groups, parts)
-            if launch.smem_bytes <= device.smem_bytes_per_block:
-                found.append(launch)
+            choice = _choice(problem, cluster, clusters, rows, groups, parts)
+            if choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                found.append(choice)
     return found
 
 
@@ -64,49 +56,50 @@ def largest_cluster_hidden(dtype: str) -> int:
     return hidden
 
 
-def _cluster_launch(problem: Problem, cluster: int, clusters: int, rows: int, groups: int, parts: int) -> Launch:
+def _choice(problem: Problem, cluster: int, clusters: int, rows: int, groups: int, parts: int) -> Choice:
     number, per_word = NUMBERS[problem.dtype]
     words = rows // per_word
     m_tiles = -(-rows // MMA_ROWS)
     samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
     tiles = -(-problem.batch // (samples * groups))
-    grid = cluster * min(tiles, clusters)
-    # Two stages of state and of partial sums, padded against bank conflicts, inputs and mbarriers: as in cluster.cuh.
-    sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
-    state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
-    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
     head_tiles = -(-m_tiles // parts)  # row tiles of the first part
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
-    rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
     units = groups * parts
-    input_bytes = (1 + STEPS_AHEAD * (2 if problem.backward else 1)) * rounds * FINISHERS * 4  # 1: lengths
-    smem_bytes = 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
+    smem_bytes = _smem_bytes(problem.backward, cluster, words, m_tiles, head_words, groups, units)
     flags = (problem.backward, problem.hidden % per_word == 0)
     numbers = (cluster, rows, groups, head_tiles, *(str(flag).lower() for flag in flags))
-    shape = f"ds2::ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
-    source = (
-        '#include "recurrent/cluster.cuh"\n'
-        f"using Shape = {shape};\n"
-        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and cluster.cuh disagree on shared memory");'
-        f"{_ENTRY}"
-    )
-    return Launch(
+    shape = f"ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
+    return Choice(
         design="cluster",
-        source=source,
-        grid=grid,
-        cluster=cluster,
-        threads=THREADS + units * FINISHERS,
-        smem_bytes=smem_bytes,
+        launch=Launch(
+            kernel("cluster.cuh", "cluster_recurrence", shape, smem_bytes, exchange=False),
+            threads=THREADS + units * FINISHERS,
+            grid=cluster * min(tiles, clusters),
+            cluster=cluster,
+            smem_bytes=smem_bytes,
+        ),
         rows=rows,
         samples=samples,
         groups=groups,
         parts=parts,
-        step_cycles=-(-tiles // clusters) * _cluster_step_cycles(m_tiles, words, cluster, samples, groups, head_words),
+        step_cycles=-(-tiles // clusters) * _step_cycles(m_tiles, words, cluster, samples, groups, head_words),
     )
 
 
-def _cluster_step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int) -> float:
-    """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/NOTES.md) on an H200.
+def _smem_bytes(
+    backward: bool, cluster: int, words: int, m_tiles: int, head_words: int, groups: int, units: int
+) -> int:
+    """Two stages of state and of partial sums, padded against bank conflicts, inputs, mbarriers: as in cluster.cuh."""
+    sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
+    state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
+    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
+    input_bytes = (1 + STEPS_AHEAD * (2 if backward else 1)) * rounds * FINISHERS * 4  # 1: lengths
+    return 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
+
+
+def _step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int) -> float:
+    """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/notes/cluster.md) on an H200.
 
     One group: its products, then a fixed path through partial sums, cell and network, then a share for each word sent
     to each block, and for each further round in which the finishing threads take more utterances. Two parts: a longer

@@ -1,7 +1,9 @@
 """Tiles of the narrow whole-chip design: groups of up to 8 utterances, any number type."""
 
+from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, grid_launch, state_words, turns
+from ds2_ops.recurrent.plan.entry import kernel
+from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_ROWS,
@@ -9,8 +11,8 @@ from ds2_ops.recurrent.plan.problem import (
     NUMBERS,
     THREADS,
     WARPS,
+    Choice,
     DeviceFacts,
-    Launch,
     Problem,
 )
 
@@ -23,69 +25,82 @@ CLUSTERS = (2, 4)  # blocks that split K between them
 MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 
 
-def narrow_launches(problem: Problem, device: DeviceFacts, sms: int) -> list[Launch]:
+def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     found = []
     for cluster in CLUSTERS:
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         for most_groups in MOST_GROUPS if clusters else ():
-            launch = _narrow(problem, cluster, clusters, most_groups)
-            if launch is not None and launch.smem_bytes <= device.smem_bytes_per_block:
-                found.append(launch)
+            choice = _choice(problem, cluster, clusters, most_groups)
+            if choice is not None and choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                found.append(choice)
                 break  # fewer groups are never faster
     return found
 
 
-def _narrow(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Launch | None:
-    """grid_narrow.cuh; None where some warp would have no part of K or a thread more than one word to finish."""
+def _choice(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Choice | None:
+    """None where some warp would have no part of K or a thread more than one word to finish."""
     number, per_word = NUMBERS[problem.dtype]
     words = state_words(problem)
     splits = cluster * WARPS
-    if words <= (splits - 1) * PAIR_WORDS:
-        return None
-    block_words = -(-words // (clusters * cluster))
-    if block_words > FINISHERS:
+    block_words = _block_words(words, cluster, clusters, per_word)
+    if words <= (splits - 1) * PAIR_WORDS or block_words > FINISHERS:
         return None
     m_tiles = -(-block_words * cluster * per_word // MMA_ROWS)
-    whole_units = -(-block_words // 4) * 4  # then fewer lines of the exchange have two writers
-    if whole_units * cluster * per_word <= m_tiles * MMA_ROWS:
-        block_words = whole_units
     k_pairs = -(-words // (splits * PAIR_WORDS))
     smem_pairs = k_pairs - _register_pairs(m_tiles, k_pairs)
     samples, groups, tiles = turns(problem.batch, min(MMA_SAMPLES, FINISHERS // block_words), most_groups)
-    # Two buffers of partial sums, two of received ones for each group, utterances' frames, inputs, mbarriers, weights:
-    # as in grid_narrow.cuh.
-    partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
-    received_bytes = cluster * block_words * per_word * MMA_SAMPLES * 4
-    own_bytes = (most_groups + INPUTS_AHEAD * (2 if problem.backward else 1)) * FINISHERS * 4
-    # Fitted to H 1160 to 2816, B 1 to 64 (ops/NOTES.md), within 10 %: one group is a chain of latencies, products of
-    # its last words and its share of the state; others hide a part of that.
-    read_bytes = words * samples * 4 / cluster
-    products = m_tiles * k_pairs
-    if groups == 1:
-        tile_us = (1.24 if cluster == 2 else 1.13) + 0.026 * products + 2.66e-5 * read_bytes
-    else:
-        tile_us = 0.2 + groups * (0.49 + 0.02 * products + 2.8e-5 * read_bytes)
-    return grid_launch(
-        problem,
-        header="grid_narrow.cuh",
-        function="grid_recurrence",
-        shape=f"GridShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {cluster}, {block_words}, {k_pairs}, "
-        f"{smem_pairs}, {most_groups}",
-        grid=-(-words // (block_words * cluster)) * cluster,
-        cluster=cluster,
-        threads=THREADS + 2 * FINISHERS,  # the others add
-        smem_bytes=2 * partial_bytes
-        + 2 * most_groups * (received_bytes + 8)
-        + own_bytes
-        + THREADS * smem_pairs * m_tiles * 32,
+    smem_bytes = _smem_bytes(problem, cluster, block_words, m_tiles, smem_pairs, most_groups)
+    numbers = (cluster, block_words, k_pairs, smem_pairs, most_groups, str(problem.backward).lower())
+    shape = f"GridShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
+    return Choice(
+        design="grid",
+        launch=Launch(
+            kernel("grid_narrow.cuh", "grid_recurrence", shape, smem_bytes, exchange=True),
+            threads=THREADS + 2 * FINISHERS,  # the others add
+            grid=-(-words // (block_words * cluster)) * cluster,
+            cluster=cluster,
+            smem_bytes=smem_bytes,
+            cooperative=True,
+        ),
         rows=block_words * per_word,
         samples=samples,
         groups=groups,
-        tiles=tiles,
-        tile_words=groups * words * samples,
-        tile_us=tile_us,
+        step_cycles=tiles * _tile_us(cluster, m_tiles * k_pairs, groups, words * samples * 4 / cluster) * CYCLES_A_US,
+        exchange_words=SLOTS * groups * words * samples,
     )
+
+
+def _block_words(words: int, cluster: int, clusters: int, per_word: int) -> int:
+    """Words of each utterance's state that a block owns: its share, or whole units of 16 bytes at the same price."""
+    block_words = -(-words // (clusters * cluster))
+    m_tiles = -(-block_words * cluster * per_word // MMA_ROWS)
+    whole_units = -(-block_words // 4) * 4  # then fewer lines of the exchange have two writers
+    return whole_units if whole_units * cluster * per_word <= m_tiles * MMA_ROWS else block_words
+
+
+def _smem_bytes(
+    problem: Problem, cluster: int, block_words: int, m_tiles: int, smem_pairs: int, most_groups: int
+) -> int:
+    """Two buffers of partial sums, two of received ones for each group, utterances' frames, inputs, mbarriers, weights.
+
+    As in grid_narrow.cuh.
+    """
+    partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
+    received_bytes = cluster * block_words * NUMBERS[problem.dtype][1] * MMA_SAMPLES * 4
+    own_bytes = (most_groups + INPUTS_AHEAD * (2 if problem.backward else 1)) * FINISHERS * 4
+    weight_bytes = THREADS * smem_pairs * m_tiles * 32
+    return 2 * partial_bytes + 2 * most_groups * (received_bytes + 8) + own_bytes + weight_bytes
+
+
+def _tile_us(cluster: int, products: int, groups: int, read_bytes: float) -> float:
+    """Time of one step of a tile, fitted to H 1160 - 2816, B 1 - 64 on an H200 (ops/notes/grid_narrow.md) within 10 %.
+
+    One group is a chain of latencies, products of its last words and its share of the state; others hide a part of it.
+    """
+    if groups == 1:
+        return (1.24 if cluster == 2 else 1.13) + 0.026 * products + 2.66e-5 * read_bytes
+    return 0.2 + groups * (0.49 + 0.02 * products + 2.8e-5 * read_bytes)
 
 
 def _register_pairs(m_tiles: int, k_pairs: int) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ds2_ops.jit.launch import Launch
+
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
 FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
@@ -50,16 +52,12 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A kernel and how to launch it.
+class Choice:
+    """A kernel that can run a problem, and what the planner knows of it.
 
     Attributes:
         design: "cluster" (h exchanged through distributed shared memory) or "grid" (through L2).
-        source: the translation unit for ``jit.load``.
-        grid: blocks.
-        cluster: blocks a cluster.
-        threads: a block.
-        smem_bytes: dynamic shared memory a block.
+        launch: the kernel and how to launch it.
         rows: rows of the recurrent matrix that a block keeps.
         samples: utterances of one tile, the columns of a matrix product.
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
@@ -69,11 +67,7 @@ class Launch:
     """
 
     design: Literal["cluster", "grid"]
-    source: str
-    grid: int
-    cluster: int
-    threads: int
-    smem_bytes: int
+    launch: Launch
     rows: int
     samples: int
     groups: int
@@ -83,9 +77,10 @@ class Launch:
 
     def explain(self) -> str:
         """One line for logs and error messages."""
+        launch = self.launch
         return (
-            f"{self.design} design: {self.grid} blocks of {self.threads} threads in clusters of {self.cluster}, "
+            f"{self.design} design: {launch.grid} blocks of {launch.threads} threads in clusters of {launch.cluster}, "
             f"{self.rows} rows a block in {self.parts} part{'s'[: self.parts - 1]}, "
             f"{self.groups} x {self.samples} utterances in flight a cluster, "
-            f"{self.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
+            f"{launch.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
         )

@@ -15,8 +15,8 @@ def problem(hidden: int, batch: int = 4, dtype: str = "bfloat16", backward: bool
 
 def test_small_batches_spread_over_clusters_before_they_fill_a_tile() -> None:
     for batch in range(1, 8):
-        launch = choose(problem(1152, batch), H200)
-        assert (launch.samples, launch.groups, launch.grid) == (1, 1, 16 * batch)
+        choice = choose(problem(1152, batch), H200)
+        assert (choice.samples, choice.groups, choice.launch.grid) == (1, 1, 16 * batch)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_small_batches_spread_over_clusters_before_they_fill_a_tile() -> None:
     ],
 )
 def test_the_tile_that_was_measured_fastest_is_chosen(hidden: int, batch: int, tile: tuple[int, int, int]) -> None:
-    launch = choose(problem(hidden, batch), H200)
-    assert (launch.cluster, launch.groups, launch.parts) == tile
+    choice = choose(problem(hidden, batch), H200)
+    assert (choice.launch.cluster, choice.groups, choice.parts) == tile
 
 
 def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
-    sources = {choose(problem(1152, batch), H200).source for batch in range(1, 200)}
+    sources = {choose(problem(1152, batch), H200).launch.source for batch in range(1, 200)}
     assert len(sources) <= 3
 
 

@@ -3,14 +3,14 @@
 import pytest
 from ds2_ops.jit.build import build
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.plan.cluster import cluster_launches, cluster_rows, largest_cluster_hidden
+from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_rows, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_SAMPLES,
     NUMBERS,
     THREADS,
+    Choice,
     DeviceFacts,
-    Launch,
     Problem,
 )
 from hypothesis import given
@@ -34,18 +34,18 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
     hidden: int, batch: int, dtype: str, backward: bool, max_sms: int | None
 ) -> None:
     allowed = min(max_sms or H200.sms, H200.sms)
-    launches = cluster_launches(problem(hidden, batch, dtype, backward), H200, allowed)
-    assert launches
-    for launch in launches:
-        assert launch.grid <= allowed
-        assert launch.grid % launch.cluster == 0
-        assert launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
-        assert launch.smem_bytes <= H200.smem_bytes_per_block
-        assert launch.rows * launch.cluster >= hidden
-        assert 1 <= launch.samples <= MMA_SAMPLES
-        assert launch.threads == THREADS + FINISHERS * launch.groups * launch.parts <= 512
-        tiles = -(-batch // (launch.samples * launch.groups))
-        assert launch.grid // launch.cluster <= tiles
+    choices = cluster_choices(problem(hidden, batch, dtype, backward), H200, allowed)
+    assert choices
+    for choice in choices:
+        assert choice.launch.grid <= allowed
+        assert choice.launch.grid % choice.launch.cluster == 0
+        assert choice.launch.grid // choice.launch.cluster <= H200.active_clusters[choice.launch.cluster]
+        assert choice.launch.smem_bytes <= H200.smem_bytes_per_block
+        assert choice.rows * choice.launch.cluster >= hidden
+        assert 1 <= choice.samples <= MMA_SAMPLES
+        assert choice.launch.threads == THREADS + FINISHERS * choice.groups * choice.parts <= 512
+        tiles = -(-batch // (choice.samples * choice.groups))
+        assert choice.launch.grid // choice.launch.cluster <= tiles
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 1152), ("float16", 1152), ("float32", 768)])
@@ -55,16 +55,16 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
     assert cluster_rows(largest + 1, dtype, 16) is None
 
 
-def assert_no_spills(launch: Launch) -> None:
-    binary = build(launch.source)
-    assert binary.local_bytes == 0, launch.explain()
+def assert_no_spills(choice: Choice) -> None:
+    binary = build(choice.launch.source.text)
+    assert binary.local_bytes == 0, choice.explain()
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    launches = cluster_launches(problem(largest_cluster_hidden(dtype), 64, dtype, backward=True), H200, H200.sms)
-    assert_no_spills(launches[-1])
+    choices = cluster_choices(problem(largest_cluster_hidden(dtype), 64, dtype, backward=True), H200, H200.sms)
+    assert_no_spills(choices[-1])
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool)
     hiddens = [*range(64, largest + 1, 64), largest - 1]  # each tile, and rows that start between words
     problems = [Problem(64, hidden, dtype, "tanh", backward) for hidden in hiddens]
     problems += [Problem(64, largest, dtype, cell, backward) for cell in CELLS]
-    launches = {launch.source: launch for one in problems for launch in cluster_launches(one, H200, H200.sms)}
-    assert len(launches) >= len(hiddens)
-    for launch in launches.values():
-        assert_no_spills(launch)
+    choices = {choice.launch.source: choice for one in problems for choice in cluster_choices(one, H200, H200.sms)}
+    assert len(choices) >= len(hiddens)
+    for choice in choices.values():
+        assert_no_spills(choice)

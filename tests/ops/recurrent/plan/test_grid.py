@@ -7,7 +7,7 @@ from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from hypothesis import given
 from hypothesis import strategies as st
-from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_launches_of
+from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_choices_of
 
 
 @given(
@@ -17,15 +17,15 @@ from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_launches_of
     sms=st.integers(1, 132),
 )
 def test_every_launch_fits_the_device_and_covers_the_problem(hidden: int, batch: int, dtype: str, sms: int) -> None:
-    for launch in grid_launches_of(hidden, batch, dtype, sms):
-        assert launch.grid <= sms
-        assert launch.grid % launch.cluster == 0
-        assert launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
-        assert launch.smem_bytes <= H200.smem_bytes_per_block
-        assert launch.rows * launch.grid >= hidden
-        assert launch.exchange_words * (2 if dtype != "float32" else 1) >= 16 * hidden * launch.samples * launch.groups
-        tiles = -(-batch // (launch.samples * launch.groups))
-        assert (tiles - 1) * launch.samples * launch.groups < batch
+    for choice in grid_choices_of(hidden, batch, dtype, sms):
+        assert choice.launch.grid <= sms
+        assert choice.launch.grid % choice.launch.cluster == 0
+        assert choice.launch.grid // choice.launch.cluster <= H200.active_clusters[choice.launch.cluster]
+        assert choice.launch.smem_bytes <= H200.smem_bytes_per_block
+        assert choice.rows * choice.launch.grid >= hidden
+        assert choice.exchange_words * (2 if dtype != "float32" else 1) >= 16 * hidden * choice.samples * choice.groups
+        tiles = -(-batch // (choice.samples * choice.groups))
+        assert (tiles - 1) * choice.samples * choice.groups < batch
 
 
 @pytest.mark.parametrize(("dtype", "largest"), LARGEST_GRID_HIDDEN.items())
@@ -37,7 +37,7 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
 
 
 def test_fewer_multiprocessors_hold_less() -> None:
-    assert choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 100).grid <= 100
+    assert choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 100).launch.grid <= 100
     with pytest.raises(DoesNotFit, match=r"the 20 multiprocessors that may be used on NVIDIA H200 \(132 in all\)"):
         choose(Problem(4, 1760, "bfloat16", "relu", False), H200, 20)
 
@@ -45,21 +45,21 @@ def test_fewer_multiprocessors_hold_less() -> None:
 def test_large_batches_take_turns_in_groups() -> None:
     sizes = {}
     for batch in (4, 9, 64, 70):
-        launch = next(launch for launch in grid_launches_of(2560, batch) if launch.cluster == 4)
-        sizes[batch] = (launch.groups, launch.samples)
+        choice = next(choice for choice in grid_choices_of(2560, batch) if choice.launch.cluster == 4)
+        sizes[batch] = (choice.groups, choice.samples)
     assert sizes == {4: (1, 4), 9: (2, 5), 64: (8, 8), 70: (5, 8)}
 
 
 def test_a_new_batch_size_needs_no_new_kernel() -> None:
-    sources = {choose(Problem(batch, 1760, "bfloat16", "relu", False), H200).source for batch in range(1, 200)}
+    sources = {choose(Problem(batch, 1760, "bfloat16", "relu", False), H200).launch.source for batch in range(1, 200)}
     assert len(sources) == 2
 
 
 @pytest.mark.parametrize("dtype", LARGEST_GRID_HIDDEN)
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    (launch,) = grid_launches_of(LARGEST_GRID_HIDDEN[dtype], 8, dtype, backward=True)
-    assert build(launch.source).local_bytes == 0, launch.explain()
+    (choice,) = grid_choices_of(LARGEST_GRID_HIDDEN[dtype], 8, dtype, backward=True)
+    assert build(choice.launch.source.text).local_bytes == 0, choice.explain()
 
 
 # The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.
@@ -67,7 +67,7 @@ def test_largest_tile_compiles_without_spills(dtype: str) -> None:
 def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        binary = build(grid_launches_of(hidden, 64, backward=backward)[-1].source)
+        binary = build(grid_choices_of(hidden, 64, backward=backward)[-1].launch.source.text)
         assert (binary.local_bytes, binary.loss) == (0, "")
 
 
@@ -78,5 +78,5 @@ def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> 
 def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        for launch in grid_launches_of(hidden, 64, dtype, cell=cell, backward=backward):
-            assert build(launch.source).local_bytes == 0, launch.explain()
+        for choice in grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward):
+            assert build(choice.launch.source.text).local_bytes == 0, choice.explain()

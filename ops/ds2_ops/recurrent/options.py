@@ -1,0 +1,17 @@
+"""What a recurrence is asked for beside its tensors, as every backend takes it."""
+
+from typing import NamedTuple
+
+
+class Options(NamedTuple):
+    """How to compute a recurrence.
+
+    Attributes:
+        nonlinearity: "relu", "clipped_relu" or "tanh".
+        clip: upper bound of "clipped_relu", representable in the dtype of ``x``.
+        max_sms: the most streaming multiprocessors that persistent kernels may occupy, or None for all.
+    """
+
+    nonlinearity: str
+    clip: float
+    max_sms: int | None = None
