@@ -82,6 +82,12 @@ class _Recorder:
             graph.capture_end()
 
 
+def _room() -> bool:
+    """Whether what passes take in memory fits twice: launched one by one and recorded."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return 2 * torch.cuda.max_memory_allocated() <= total
+
+
 class _Recorded:
     """Both passes of a shape, with where they read and write."""
 
@@ -92,9 +98,10 @@ class _Recorded:
 class GraphedPasses(Passes):
     """Passes of which those of a shape that came before are recorded, and from then on launched as two graphs.
 
-    A shape that comes for the first time, one after which running averages still grow, and every other case run launch
-    by launch: the same kernels on the same shapes, so the same bits. Graphs share their working memory, which the
-    largest shape made: a larger one starts anew. At most `MOST_GRAPHS` are kept, those used last.
+    Launch by launch run a shape that comes for the first time, all while running averages still weigh batches by their
+    number, and what is not recorded yet once half of the GPU's memory is in use: the same kernels on the same shapes,
+    so the same bits. Graphs share their working memory, which the largest shape made: a larger one starts anew. At most
+    `MOST_GRAPHS` are kept, those used last.
 
     Inputs must be padded, `InputMaker(padded=True)`, for shapes to come back. Arguments are those of `Passes`.
     """
@@ -125,6 +132,8 @@ class GraphedPasses(Passes):
         if not came_before or not all(norm.settled for norm in self._norms):
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         recorded = self._kept.get(key)
+        if recorded is None and not _room():
+            return super().forward(inputs, self._utterances, last=last, idle=idle)
         if recorded is None:
             recorded = self._record(key, inputs)  # which counts the batch, as if it had run
         else:
