@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from ds2 import __version__
+from ds2.system.terminal import VisibleFormatter, safe_output
 
 _USAGE = """\
 usage: ds2 COMMAND [...]
@@ -20,6 +21,7 @@ usage: ds2 COMMAND [...]
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
   transcribe MODEL FILE...           audio files to text or JSON
+  serve MODEL                        live recognition for clients of OpenAI's interfaces and of Vosk's
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
@@ -35,7 +37,7 @@ usage: ds2 COMMAND [...]
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
-COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "align", "data", "lm", "doctor")
+COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "align", "data", "lm", "doctor")
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
 
@@ -55,9 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}? There are" if close else "one of"
         print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    terminal = logging.StreamHandler()
+    terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[terminal])
     report_errors = import_module("ds2.commands.common").report_errors
-    status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
+    with safe_output():
+        status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
     return status
 
 

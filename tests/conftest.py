@@ -8,11 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 from hypothesis import HealthCheck, settings
 
+from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, write_manifest
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import save_model
+from ds2.text.alphabet import Alphabet
 
 # Examples that Hypothesis draws may take their time, on a busy machine all the more.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -85,3 +90,30 @@ def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
 def tiny_config(tiny_overrides: list[str]) -> Callable[..., Config]:
     """Compose the tiny configuration with further overrides."""
     return lambda *overrides: compose_config([*tiny_overrides, *overrides])
+
+
+@pytest.fixture
+def make_model(tiny_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Path]:
+    """Write a model that was never trained but writes letters: its classifier is made decisive."""
+
+    def make(*overrides: str) -> Path:
+        config = tiny_config(*overrides)
+        torch.manual_seed(3)
+        features = Features(config.features, RATE_HZ)
+        alphabet = Alphabet.from_config(config.alphabet)
+        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+        with torch.no_grad():
+            model.classifier.weight.mul_(20)
+        save_model(tmp_path / "model.safetensors", model, features, alphabet, config, {})
+        return tmp_path / "model.safetensors"
+
+    return make
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Three seconds of tones that change."""
+    time_s = np.arange(3 * RATE_HZ) / RATE_HZ
+    pitch_hz = np.repeat(np.random.default_rng(4).uniform(200, 3000, size=30), len(time_s) // 30)
+    soundfile.write(tmp_path / "recording.wav", 0.4 * np.sin(2 * np.pi * pitch_hz * time_s), RATE_HZ)
+    return tmp_path / "recording.wav"

@@ -27,7 +27,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
-from ds2.distributed.world import library_version
+from ds2.distributed.mpi import library_version
 from ds2.system.machine import git_commit
 
 Sum = Callable[[Tensor], object]

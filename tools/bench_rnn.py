@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from ds2_ops import recurrence
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.reference import recurrence_reference
 from timing import Timing, graphed, machine, measure
 from torch import Tensor, nn
@@ -204,7 +205,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
     parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
-    parser.add_argument("--nonlinearity", choices=("relu", "clipped_relu", "tanh"), default="relu")
+    parser.add_argument("--nonlinearity", choices=tuple(CELLS), default="relu")
     parser.add_argument("--contenders", nargs="+", help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")

@@ -47,6 +47,20 @@ class Resampler:
         return clipped
 
 
+class Pcm16:
+    """Samples from bytes of headerless 16-bit little-endian mono audio, wherever the bytes were cut."""
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    def accept(self, data: bytes) -> NDArray[np.float32]:
+        """Take the next bytes; return the samples (N,) in [-1, 1] that are whole."""
+        data = self._left + data
+        self._left = data[len(data) // 2 * 2 :]
+        samples: NDArray[np.float32] = np.frombuffer(data, "<i2", len(data) // 2).astype(np.float32) / np.float32(32768)
+        return samples
+
+
 class FeatureStream:
     """Blocks of features of one source whose samples come piece by piece; every frame of the whole, once.
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
-from ds2.system.stops import Stopped, stoppable
+from ds2.system.stops import Stopped, end_children, stoppable
+from ds2.system.terminal import visible
 
 USER_ERROR = 2
 
@@ -71,6 +72,7 @@ def report_errors(action: Callable[[], int]) -> int:
             sys.stdout.flush()
             return status
     except Stopped as stopped:
+        end_children()
         print(f"ds2: stopped by {stopped}", file=sys.stderr)
         return stopped.status
     except BrokenPipeError:  # the reader of our output has seen enough: `ds2 ... | head`
@@ -80,7 +82,7 @@ def report_errors(action: Callable[[], int]) -> int:
         from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
 
         yield_to_rank_0()
-        print(f"ds2: {error}", file=sys.stderr)
+        print(visible(f"ds2: {error}"), file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("ds2: interrupted", file=sys.stderr)

@@ -53,7 +53,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
             composed = compose(config_name=PRIMARY_CONFIG, overrides=open_free_form(overrides))
     except MissingConfigException as error:
         _missing(error)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a number of 5000 digits
         explain(error, overrides)
     return read_config(composed, overrides)[0]
 
@@ -139,7 +139,7 @@ def parse_override(override: str) -> Override:
     """Read one override; raises ConfigError where it is not in Hydra's grammar."""
     try:
         return OverridesParser.create().parse_override(override)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(
             f"{override!r} is no override ({reason}): write key=value, and quote a value with blanks or brackets in it "

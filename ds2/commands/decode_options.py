@@ -26,5 +26,14 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config) 
         ConfigError: an unknown name, key, type or value, or a tuned file that does not fit.
     """
     if any(override.startswith("decode=") for override in overrides):
-        return compose_config(overrides).decode
+        return compose_config([_quoted(override) for override in overrides]).decode
     return decode_settings(model_file, config, overrides)
+
+
+def _quoted(override: str) -> str:
+    """Quote the path of a language model for Hydra, in whose grammar brackets and commas mean lists."""
+    key, _, value = override.partition("=")
+    if key != "decode.lm" or value[:1] in ("'", '"') or "${" in value:
+        return override
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+    return f"{key}='{escaped}'"

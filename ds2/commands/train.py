@@ -25,7 +25,7 @@ from ds2.commands.compose import (
 )
 from ds2.commands.sweep import Job, finish, folder_name
 from ds2.commands.train_help import help_text, options_and_overrides
-from ds2.distributed.launch import launched_rank
+from ds2.distributed.launcher import launched
 from ds2.training.loop import train
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     named = f"hydra.job.config.override_dirname.exclude_keys=[{alike}]"
     sys.argv = ["ds2 train", *options, *open_free_form(overrides), *([named] if is_sweep(options) else [])]
     hydra.main(config_path=str(config_dir()), config_name=PRIMARY_CONFIG, version_base="1.3")(job)()
-    if is_sweep(options) and jobs and launched_rank() == 0:
+    if is_sweep(options) and jobs and launched().rank == 0:
         print(finish(jobs[0].run_dir.parent, jobs, config.train.metric))
     return max((job.status for job in jobs), default=0)
 

@@ -25,15 +25,19 @@ class Range:
     above: bool = False  # low itself is not allowed
     below: bool = False  # high itself is not allowed
     lengths: tuple[int, ...] = ()  # of a list of them; none: any
+    way_out: str = ""  # what else does what a value outside would mean
 
-    def __contains__(self, value: float) -> bool:
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float):
+            return False
         enough = self.low < value if self.above else self.low <= value
         return enough and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
         many = f"{' or '.join(map(str, self.lengths))} " if self.lengths else ""
         low = f"above {self.low:.15g}" if self.above else f"from {self.low:.15g}"
-        return f"{many}numbers {low} to {'below ' if self.below else ''}{self.high:.15g}"
+        way_out = f"; {self.way_out}" if self.way_out else ""
+        return f"{many}numbers {low} to {'below ' if self.below else ''}{self.high:.15g}{way_out}"
 
 
 def number(default: float, low: float, high: float, *, above: bool = False, below: bool = False) -> Any:
@@ -46,6 +50,11 @@ def numbers(
 ) -> Any:
     """A setting that is a list of numbers of one range; arguments as of `Range`."""
     return field(default_factory=lambda: list(default), metadata={KEY: Range(low, high, False, below, lengths)})
+
+
+def numbers_by_name(low: float, high: float, *, above: bool = False, way_out: str = "") -> Any:
+    """A setting that is a mapping of the user's names to numbers of one range, empty at first."""
+    return field(default_factory=dict, metadata={KEY: Range(low, high, above, way_out=way_out)})
 
 
 def choice(default: str, *others: str) -> Any:

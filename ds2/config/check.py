@@ -23,8 +23,8 @@ def check_allowed(section: Any, key: str = "") -> None:
         if isinstance(allowed, tuple):
             _require(value in allowed, f"{name}={value!r} is not one of {', '.join(allowed)}")
         elif isinstance(allowed, Range):
-            given = value if isinstance(value, list) else [value]
-            fits = not allowed.lengths or not isinstance(value, list) or len(value) in allowed.lengths
+            given = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            fits = not allowed.lengths or len(given) in allowed.lengths
             _require(fits and all(number in allowed for number in given), f"{name}={value}: allowed are {allowed}")
 
 
@@ -70,12 +70,6 @@ def check(config: Config) -> None:
         f"data.min_duration_s={config.data.min_duration_s} must be below "
         f"data.max_duration_s={config.data.max_duration_s}",
     )
-    for name, factor in config.optim.layer_rates.items():
-        _require(
-            0 < factor < float("inf"),
-            f"optim.layer_rates has {name}: {factor}; factors of the learning rate are above 0, and "
-            f"train.freeze=[{name}] lets weights stay as they are",
-        )
     symbols = config.alphabet.symbols
     _require(len(symbols) > 0, "alphabet.symbols is empty: list every character that transcripts may hold")
     repeated = sorted({s for s in symbols if symbols.count(s) > 1})

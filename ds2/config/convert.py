@@ -47,6 +47,14 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 def config_from_dict(values: object) -> Config:
     """The inverse of `config_to_dict`: values of files are data, nothing in them is interpolated.
 

@@ -14,12 +14,13 @@ from typing import Any, get_type_hints
 from omegaconf import MISSING
 
 from ds2.config import schema
+from ds2.config.allowed import KEY
 from ds2.config.schema import Config
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, its default as it would be written, and the comment beside it."""
+    """One key: its dotted name, its default as it would be written, its choices and the comment beside it."""
 
     name: str
     default: str
@@ -49,7 +50,10 @@ def _key(prefix: str, owner: Any, field: Field[Any], comments: dict[tuple[str, s
         shown = f"[{len(value)} of them]"
     else:
         shown = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
-    return Key(prefix + field.name, shown, comments.get((owner.__name__, field.name), ""))
+    allowed, comment = field.metadata.get(KEY), comments.get((owner.__name__, field.name), "")
+    if isinstance(allowed, tuple):
+        comment = ": ".join(filter(None, (" | ".join(allowed), comment)))
+    return Key(prefix + field.name, shown, comment)
 
 
 def _fields(owner: Any) -> Iterator[tuple[Field[Any], Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers
+from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name
 from ds2.system.errors import UserError
 
 
@@ -44,10 +44,10 @@ class AlphabetConfig:
     unknown: str = choice("stop", "drop")  # a character outside the alphabet; drop is counted and logged
     pieces: list[str] = field(default_factory=list)  # byte-pair pieces of the symbols, as merged: then the labels
     pieces_file: str = ""  # where `pieces` are read from, unless given: what `ds2 data pieces` wrote
-    locale: str = ""  # tr or az: case with dotted and dotless i; lt, de, ...: as everywhere else
+    locale: str = ""  # code of a language: tr and az have dotted and dotless i; others: case as everywhere
     unicode: str = choice("NFC", "NFKC")  # the latter makes full-width letters, ligatures and the like plain ones
     numbers: str = ""  # a language (en, de, tr, pt_BR): digits become its words, by num2words; empty: digits stay
-    punctuation: str = choice("keep", "drop")  # what is neither letter nor digit and no symbol becomes a space
+    punctuation: str = choice("keep", "drop")  # drop: what is neither letter nor digit and no symbol becomes a space
 
 
 @dataclass
@@ -136,7 +136,9 @@ class OptimConfig:
     anneal: float = number(1.2, 0, 1e6, above=True)
     warmup_steps: int = number(0, 0, COUNT)
     clip_norm: float = number(400.0, 0, UNLIMITED)  # 0: off
-    layer_rates: dict[str, float] = field(default_factory=dict)  # factors by start of a weight's name: {convs: 0.1}
+    layer_rates: dict[str, float] = numbers_by_name(  # factors by start of a weight's name: {convs: 0.1}
+        0, 1e6, above=True, way_out="train.freeze=[NAME] lets weights stay as they are"
+    )
 
 
 @dataclass
@@ -144,7 +146,7 @@ class TrainConfig:
     """The loop."""
 
     epochs: int = number(20, 1, COUNT)
-    max_minutes: float = number(0.0, 0, UNLIMITED)  # stop cleanly after this long; 0: no limit
+    max_minutes: float = number(0.0, 0, UNLIMITED)  # of steps; preparation and evaluations do not count; 0: no limit
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
     graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on one GPU
@@ -175,7 +177,7 @@ class CheckpointConfig:
 class CommConfig:
     """How ranks that train together exchange gradients."""
 
-    backend: str = choice("auto", "single", "mpi", "nccl")
+    backend: str = choice("auto", "single", "mpi", "gloo", "nccl")
     batch_norm: str = choice(
         "shared", "local"
     )  # shared: statistics over the batch of all ranks; local: over each rank's part

@@ -23,6 +23,7 @@ from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
+from ds2.system.stops import end_children, end_with_parent
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class SpeechLoader:
             sampler=self._plan,
             collate_fn=_as_is,
             num_workers=workers,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_start_worker,
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             persistent_workers=workers > 0,
@@ -217,16 +218,11 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-@atexit.register
-def _kill_workers() -> None:
-    """End the loader's workers with the process: they ignore the SIGTERM with which multiprocessing would, and wait."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes their end for an accident
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+atexit.register(end_children)
 
 
-def _ignore_signals(worker: int) -> None:
-    """Leave the signals that launchers send to the whole group to the trainer: it saves first."""
+def _start_worker(worker: int) -> None:
+    """Leave the signals that launchers send to the whole group to the trainer, which saves first, and end with it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()

@@ -37,7 +37,7 @@ class Communicator:
     number of ranks give equal bits.
 
     Attributes:
-        name: single, mpi or nccl.
+        name: single, mpi, gloo or nccl.
         rank, world: this process's number and how many there are.
         host: name of its machine.
         device: where its tensors are.

@@ -1,6 +1,6 @@
-"""Which member of the ranks' interface a process is: alone, over MPI or over NCCL; and how an error ends all ranks.
+"""Which member of the ranks' interface a process is: alone, over MPI, Gloo or NCCL; and how an error ends all ranks.
 
-A single process never imports MPI.
+A single process imports neither MPI nor torch.distributed's Gloo.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.distributed.agreement import program
 from ds2.distributed.communicator import Communicator
+from ds2.distributed.launcher import Launched, check_variables, launched
+from ds2.distributed.ordered import OrderedCommunicator
+from ds2.distributed.world import World
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
 from ds2.system.stops import Stopped
+from ds2.system.terminal import visible
 
 log = logging.getLogger(__name__)
 _YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
@@ -39,19 +43,22 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
     Raises:
         ConfigError: the member that was asked for cannot work here; the reason and the way out.
     """
-    launched = launched_world()
-    if config.backend == "single" or (launched == 1 and config.backend == "auto"):
-        if launched > 1:
+    if config.backend != "single":
+        check_variables()
+    start = launched()
+    if config.backend == "single" or (start.world == 1 and config.backend == "auto"):
+        if start.world > 1:
             raise ConfigError(
-                f"comm=single, but the launcher started {launched} ranks, which would all write one run folder: "
-                "start without mpirun, or use comm=auto"
+                f"comm=single, but the launcher started {start.world} ranks, which would all write one run folder: "
+                "start without mpirun, srun or torchrun, or use comm=auto"
             )
         yield Communicator(resolve_device(device))
         return
-    comm, reason = _join(config, device, launched)
+    world = _open_world(config.backend, start)
+    comm, reason = _choose(config, device, world)
     try:
         _share_cores(comm)
-        _show(comm, reason)
+        _show(comm, reason, world.library)
         comm.agree(program(), "install the same on all hosts")
         yield comm
     except BaseException as error:
@@ -60,25 +67,43 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
     comm.close()
 
 
-def _join(config: CommConfig, device: str, launched: int) -> tuple[Communicator, str]:
-    """Make the MPI or NCCL member; returns it and why it was chosen."""
+def _open_world(backend: str, start: Launched) -> World:
+    """Join the ranks by the means of the launcher that started them."""
+    if start.by == "torchrun":
+        if backend == "mpi":
+            raise ConfigError(
+                f"comm=mpi, but torchrun started the {start.world} ranks, which MPI does not know: start them with "
+                f"mpirun -n {start.world} ds2 ..., or use comm=auto"
+            )
+        from ds2.distributed.gloo import open_world as open_gloo
+
+        return open_gloo()
+    if backend == "gloo":
+        raise ConfigError(
+            "comm=gloo is for ranks that torchrun started, which it did not: start with "
+            'torchrun --nproc-per-node N "$(which ds2)" ..., or use comm=auto'
+        )
     try:
-        from ds2.distributed.mpi import MpiCommunicator
-        from ds2.distributed.world import open_world
+        from ds2.distributed.mpi import open_world as open_mpi
     except ImportError as error:
         raise ConfigError(
-            f"{launched} ranks were started, but MPI cannot be loaded ({error}): pip install 'ds2-speech[mpi]' for "
-            "mpi4py and Open MPI, or mpi4py built for your cluster's MPI"
+            f"{start.world} ranks were started, but MPI cannot be loaded ({error}): pip install 'ds2-speech[mpi]' for "
+            "mpi4py and Open MPI, or mpi4py built for your cluster's MPI; without MPI start with "
+            f'torchrun --nproc-per-node {start.world} "$(which ds2)" ...'
         ) from error
-    world = open_world(launched)
-    if config.backend == "mpi":
-        return MpiCommunicator(world, resolve_device(device, world.local_rank), config.timeout_s), "comm=mpi"
+    return open_mpi(start.world)
+
+
+def _choose(config: CommConfig, device: str, world: World) -> tuple[Communicator, str]:
+    """Make the member that was asked for, or the best one; returns it and why it was chosen."""
     chosen = resolve_device(device, world.local_rank)
+    if config.backend == world.name:
+        return OrderedCommunicator(world, chosen, config.timeout_s), f"comm={world.name}"
     obstacle = world.first(_nccl_obstacle(chosen, world.share_a_gpu(chosen)))
     if config.backend == "auto" and obstacle:
-        return MpiCommunicator(world, chosen, config.timeout_s), f"comm=auto: no NCCL, {obstacle}"
+        return OrderedCommunicator(world, chosen, config.timeout_s), f"comm=auto: no NCCL, {obstacle}"
     if obstacle:
-        raise ConfigError(f"comm=nccl cannot work here: {obstacle}; use comm=mpi or comm=auto")
+        raise ConfigError(f"comm=nccl cannot work here: {obstacle}; use comm={world.name} or comm=auto")
     from ds2.distributed.nccl import NcclCommunicator
 
     reason = "comm=nccl" if config.backend == "nccl" else "comm=auto: every rank has a GPU of its own"
@@ -99,25 +124,9 @@ def _nccl_obstacle(device: torch.device, shared: bool) -> str:
     return ""
 
 
-def launched_world() -> int:
-    """The number of ranks that mpirun, mpiexec or srun started, from their environment variables; 1 without them."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 1
-
-
-def launched_rank() -> int:
-    """This process's rank by the launcher's environment variables, before MPI is up."""
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if launched_world() > 1 and os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return 0
-
-
 def yield_to_rank_0() -> None:
     """Wait, before telling of an error, for rank 0 to tell of the same one: its exit then ends this rank in silence."""
-    if launched_rank() != 0:
+    if launched().rank != 0:
         time.sleep(_YIELD_TO_RANK_0_S)
 
 
@@ -129,9 +138,7 @@ def _share_cores(comm: Communicator) -> None:
         torch.set_num_threads(max(1, usable_cores() // sharing))
 
 
-def _show(comm: Communicator, reason: str) -> None:
-    from ds2.distributed.world import library_version
-
+def _show(comm: Communicator, reason: str, library: str) -> None:
     rows = comm.allgather((comm.host, os.getpid(), _device_name(comm.device), torch.get_num_threads()))
     if comm.rank == 0:
         width = max(len("host"), *(len(row[0]) for row in rows))
@@ -139,7 +146,7 @@ def _show(comm: Communicator, reason: str) -> None:
         for rank, (host, process, device, threads) in enumerate(rows):
             lines.append(f"  {rank:>4}  {host:<{width}}  {process:>7}  {threads:>7}  {device}")
         table = "\n".join(lines)
-        log.info("%d ranks over %s (%s); %s\n%s", comm.world, comm.name, reason, library_version(), table)
+        log.info("%d ranks over %s (%s); %s\n%s", comm.world, comm.name, reason, library, table)
 
 
 def _device_name(device: torch.device) -> str:
@@ -156,7 +163,7 @@ def _end_job(comm: Communicator, error: BaseException) -> None:
     place = (
         f"rank {comm.rank} on {comm.host} {'stopped' if isinstance(error, Stopped) else 'failed'} at {comm.whereabouts}"
     )
-    print(f"{trace}ds2: {place}: {reason}", file=sys.stderr, flush=True)
+    print(visible(f"{trace}ds2: {place}: {reason}"), file=sys.stderr, flush=True)
     comm.abort(2 if expected and status == 1 else status)
 
 

@@ -1,4 +1,4 @@
-"""The NCCL member: sums between GPUs; MPI carries NCCL's identifier, agreements and the watchdog."""
+"""The NCCL member: sums between GPUs; the world carries NCCL's identifier, agreements and the watchdog."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds2.distributed.communicator import Moment, Pending
-from ds2.distributed.mpi import MpiCommunicator
+from ds2.distributed.ranks import Ranks
 from ds2.distributed.world import World
 from ds2.system.errors import UserError
 
@@ -44,14 +44,13 @@ def load_library() -> Any:
     return library
 
 
-class NcclCommunicator(MpiCommunicator):
+class NcclCommunicator(Ranks):
     """Ranks with a GPU each. Gradients go over one NCCL communicator on a stream of their own, statistics over another.
 
     NCCL adds in an order that its algorithm fixes for a number of ranks, a topology and a buffer size.
     """
 
     name = "nccl"
-    staged = False
 
     def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
         super().__init__(world, device, timeout_s)
@@ -72,7 +71,9 @@ class NcclCommunicator(MpiCommunicator):
     def _check(self, result: int) -> None:
         if result != 0:
             reason = self._library.ncclGetErrorString(result).decode()
-            raise NcclError(f"NCCL: {reason}; NCCL_DEBUG=INFO in the environment says more (mpirun -x NCCL_DEBUG=INFO)")
+            raise NcclError(
+                f"NCCL: {reason}; NCCL_DEBUG=INFO in the environment says more (with mpirun: -x NCCL_DEBUG)"
+            )
 
     def _all_reduce(self, tensor: Tensor, opened: ctypes.c_void_p, stream: torch.cuda.Stream) -> None:
         pointer = tensor.data_ptr()

@@ -69,7 +69,7 @@ def read_arpa(path: Path) -> NGram:
 class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines = read_lines(path)
+        self._lines = ((number, line) for number, line in read_lines(path) if line.strip())
         self._number = 0
         self._ids: dict[str, int] = {}
 
@@ -116,23 +116,23 @@ class _Reader:
         words = np.empty((count, n), np.int32)
         values = np.zeros((2, count))
         for part in blocks(count, _BLOCK_LINES):
-            rows = [line.split() for _, line in islice(self._lines, part.stop - part.start)]
-            self._check(rows, n, part.stop - part.start, top)
+            numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
+            self._check(numbered, n, part.stop - part.start, top)
+            rows = [fields for _, fields in numbered]
             columns = list(zip_longest(*rows, fillvalue="0"))  # a back-off that is not written is 0
             values[0, part] = [float(value) if value != "-inf" else _ABSENT_LOG10 for value in columns[0]]
             if len(columns) == n + 2:
                 values[1, part] = list(map(float, columns[n + 1]))
             for column, tokens in enumerate(columns[1 : n + 1]):
                 words[part, column] = [self._ids[_UNKNOWN_SPELLINGS.get(token, token)] for token in tokens]
-            self._number += len(rows)
         if not (np.isfinite(values).all() and (values[0] <= 0).all()):
             raise self._error(f"the {n}-grams above hold a log-prob above 0 or a value that is not finite")
         return words, values[0] * _LN10, values[1] * _LN10
 
-    def _check(self, rows: list[list[str]], n: int, count: int, top: bool) -> None:
-        """Name the first line that is not an n-gram; at n = 1, number the words."""
+    def _check(self, rows: list[tuple[int, list[str]]], n: int, count: int, top: bool) -> None:
+        """Name the first numbered line that is not an n-gram; at n = 1, number the words."""
         ids, allowed = self._ids, (n + 1,) if top else (n + 1, n + 2)
-        for number, fields in enumerate(rows, start=self._number + 1):
+        for number, fields in rows:
             try:
                 if len(fields) not in allowed:
                     raise ValueError(f"{len(fields)} fields instead of {' or '.join(map(str, allowed))}")
@@ -149,8 +149,8 @@ class _Reader:
             except ValueError as error:
                 self._number = number
                 raise self._error(f"{' '.join(fields)[:80]!r} is not one of the {n}-grams promised: {error}") from error
+        self._number = rows[-1][0] if rows else self._number
         if len(rows) < count:
-            self._number += len(rows)
             raise self._error(
                 f"the file ends {count - len(rows)} or more {n}-grams early: it is cut off, copy it again"
             )

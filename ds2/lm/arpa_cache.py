@@ -25,13 +25,14 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
 
     Args:
         lm: the model.
-        given: the file it was read from, which is taken if it is ARPA. Else one is written under `cache_dir` where an
-            equal model has none there yet, or, where that fails, which is logged, to a temporary file.
+        given: the file it was read from, which is taken if it is ARPA without a byte-order mark. Else one is written
+            under `cache_dir` where an equal model has none there yet, or, where that fails, which is logged, to a
+            temporary file.
 
     Raises:
         LanguageModelError: a temporary file cannot be written either.
     """
-    if ".arpa" in Path(given).suffixes:
+    if ".arpa" in Path(given).suffixes and not _starts_with_mark(Path(given)):
         yield Path(given)
         return
     try:
@@ -44,6 +45,13 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
     with own_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
         write_arpa(lm, folder / "model.arpa")
         yield folder / "model.arpa"
+
+
+def _starts_with_mark(path: Path) -> bool:
+    """Whether a file starts with a byte-order mark, which KenLM takes for text."""
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(3) == b"\xef\xbb\xbf"
+    return False
 
 
 def _kept(lm: NGram) -> Path:

@@ -16,7 +16,7 @@ from ds2.lm.arpa import read_arpa
 from ds2.lm.ngram import TENSORS, UNITS, LanguageModelError, NGram
 from ds2.system.files import whole_file
 from ds2.system.plain import from_plain
-from ds2.system.tensor_file import WAY_OUT, check_digest, make_header, read_header
+from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 FORMAT_VERSION = 2  # 1 had no digest of the header
@@ -67,7 +67,7 @@ def load_ngram(path: Path) -> NGram:
                 raise LanguageModelError(f"{path} is a safetensors file, but not a language model of ds2")
             stored = from_plain(_Header, metadata, "metadata")
             tensors = {name: opened.get_tensor(name) for name in (*TENSORS, "vocabulary")}
-        if stored.format >= 2:
+        if has_digest(header):
             check_digest(header, tensors, content=False)
         return _model(stored, tensors)
     except (SafetensorError, OSError) as error:

@@ -168,6 +168,8 @@ class AcousticModel(nn.Module):
             ValueError: shapes or lengths that do not fit.
         """
         lengths = self._checked_lengths(features, lengths)
+        if features.shape[2] == 0:  # all of it shorter than one window
+            return features.new_zeros(0, len(lengths), self.labels), lengths
         ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:

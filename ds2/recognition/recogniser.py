@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
+from ds2.recognition.live import Endpoints, Live
 from ds2.recognition.parts import Parts
 from ds2.recognition.settings import decode_settings
 from ds2.recognition.stream import BLOCK_S, Session
@@ -76,9 +77,13 @@ class Recogniser(Parts):
         """Transcribe an audio file of any format and length; errors as `transcribe_file`."""
         return transcribe_file(self, path)
 
-    def session(self, block_s: float = BLOCK_S) -> Session:
+    def session(self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None) -> Session:
         """Begin to hear a source chunk by chunk; arguments and errors as `Session`."""
-        return Session(self, block_s)
+        return Session(self, block_s, sample_rate_hz=sample_rate_hz)
+
+    def live(self, *, sample_rate_hz: int | None = None, endpoints: Endpoints | None = None) -> Live:
+        """Begin to hear a source without end, that comes in segments; arguments and errors as `Live`."""
+        return Live(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints)
 
     @torch.inference_mode()
     def logits(
@@ -112,13 +117,19 @@ class Recogniser(Parts):
 
     @torch.inference_mode()
     def recognise(
-        self, loader: SpeechLoader, *, batch_audio_s: float | None = None, comm: Communicator | None = None
+        self,
+        loader: SpeechLoader,
+        *,
+        batch_audio_s: float | None = None,
+        comm: Communicator | None = None,
+        watch: Callable[[list[int], Tensor, Tensor], None] | None = None,
     ) -> list[Hypothesis]:
         """Recognise utterances, in batches of like duration, longest first; their texts are not looked at.
 
         Args:
             loader, batch_audio_s: as `logits`.
             comm: ranks that share the batches out and all get all hypotheses; None is this process alone.
+            watch: is given what `logits` yields, too.
 
         Returns:
             Hypotheses in the order of the utterances.
@@ -134,6 +145,8 @@ class Recogniser(Parts):
             comm.agree(weights(self.model), "give all hosts the same model; in training, run on GPUs of one kind")
         found: dict[int, Hypothesis] = {}
         for indices, logits, lengths in self.logits(loader, batch_audio_s=batch_audio_s, comm=comm):
+            if watch is not None:
+                watch(indices, logits, lengths)
             try:
                 rows = decode_batch(self.decoder, logits, lengths)
             except DecodeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from ds2.config.convert import nearest_key, to_config
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
+
+_TEXTS = tuple(f"decode.{entry.name}" for entry in fields(DecodeConfig) if entry.type == "str")
 
 
 def tuned_file(model_file: Path) -> Path:
@@ -37,7 +40,11 @@ def decode_settings(model_file: Path, config: Config, changes: Sequence[str] = (
         base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
         if file.is_file():
             base = OmegaConf.merge(base, {"decode": _read(file)})
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(changes)))
+        texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
+        others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
+        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
+        for key, value in texts.items():  # as they are: paths may hold what YAML takes for a list
+            OmegaConf.update(merged, key, value)
     except OmegaConfBaseException as error:
         place = ", ".join([str(file)] * file.is_file() + list(changes))
         unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)
@@ -54,7 +61,7 @@ def _read(file: Path) -> DictConfig:
         text = file.read_text(encoding="utf-8")
         _refuse_interpolation(file, text)
         read = OmegaConf.create(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}: no YAML ({reason}); delete it or run `ds2 lm tune` again") from error
     if not isinstance(read, DictConfig):

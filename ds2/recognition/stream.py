@@ -47,14 +47,20 @@ class Session:
         decoder: Decoder | None = None,
     ) -> None:
         self.parts, self.decoder = parts, decoder or parts.decoder
-        frames = parts.model.time_stride * round(block_s / parts.frame_s)
-        if frames < 1:
+        self.sample_rate_hz = sample_rate_hz or parts.features.sample_rate_hz
+        self._frames = parts.model.time_stride * round(block_s / parts.frame_s)
+        if self._frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {parts.frame_s:g} s")
-        self.state = parts.model.start()
-        self.blocks: deque[Tensor] = deque()  # (1, F, T) features that the model has not heard
         self.decoding = self.decoder.start()
-        self._resampler = Resampler(sample_rate_hz or parts.features.sample_rate_hz, parts.features.sample_rate_hz)
-        self._features = FeatureStream(parts.features, parts.device, frames)
+        self.blocks: deque[Tensor] = deque()  # (1, F, T) features that the model has not heard
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let samples, features and model begin anew."""
+        features = self.parts.features
+        self.state = self.parts.model.start()
+        self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
+        self._features = FeatureStream(features, self.parts.device, self._frames)
 
     @property
     def duration_s(self) -> float:
@@ -74,23 +80,30 @@ class Session:
         return bool(self.blocks)
 
     def best(self) -> Hypothesis:
-        """The best hypothesis of what was heard so far; of a search without words, as `Decoding.best` says."""
+        """The best hypothesis of what was heard so far, of a search without words: see `Decoding.best`."""
         return self.decoding.best()[0]
 
-    @torch.inference_mode()
+    def notice(self, quiet: NDArray[np.bool_]) -> None:
+        """What a kind of session does after the next frames were decoded, of which (T',) are `quiet`."""
+
     def finish(self) -> Hypothesis:
         """Hear what is left and end: the best hypothesis of the whole source.
 
         Raises:
             DecodeError: the model gives NaN or infinity.
         """
+        self._hear_rest()
+        return self.decoding.finish()[0][0]
+
+    @torch.inference_mode()
+    def _hear_rest(self) -> None:
+        """Hear all that was accepted, to the last frame that waits for its future."""
         self.blocks.extend(self._features.accept(self._resampler.finish()))
         self.blocks.extend(self._features.finish())
         while self.ready():
             step([self])
         with self.parts.running():
-            _heard([self], self.parts.model.finish(self.state))
-        return self.decoding.finish()[0][0]
+            hear([self], self.parts.model.finish(self.state))
 
 
 @torch.inference_mode()
@@ -109,11 +122,14 @@ def step(sessions: Sequence[Session]) -> None:
             logits = model.step(torch.cat([session.blocks.popleft() for session in group]), state)
         for session, own in zip(group, split(state), strict=True):
             session.state = own
-        _heard(group, logits)
+        hear(group, logits)
 
 
-def _heard(sessions: Sequence[Session], logits: Tensor) -> None:
-    """Decode what the model says of sessions' next frames, logits (T', B, V), those of one decoder in one batch."""
+def hear(sessions: Sequence[Session], logits: Tensor) -> None:
+    """Decode what the model says of sessions' next frames, logits (T', B, V), those of one decoder in one batch.
+
+    A frame is quiet whose likeliest label is the blank or white space.
+    """
     if not len(logits):
         return
     log_probs = logits.float().log_softmax(2)
@@ -124,6 +140,11 @@ def _heard(sessions: Sequence[Session], logits: Tensor) -> None:
         some = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
         decodings = [sessions[row].decoding for row in rows]
         sessions[rows[0]].decoder.step(decodings, some, torch.full((len(rows),), len(logits)))
+    symbols = sessions[0].parts.alphabet.symbols
+    pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
+    quiet = pauses[logits.argmax(2)].cpu().numpy()
+    for row, session in enumerate(sessions):
+        session.notice(quiet[:, row])
 
 
 def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:

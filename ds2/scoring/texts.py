@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
         hypotheses: take `pred_text` of a manifest where there is one.
 
     Returns:
-        Utterances by the key they are matched by.
+        Utterances by the key they are matched by, their texts in composed characters (NFC).
 
     Raises:
         ScoringError: unreadable, not UTF-8, a bad manifest line, or a key listed twice.
@@ -53,9 +54,9 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
             key, entry = _manifest_line(line, path, source, len(texts) + 1, hypotheses=hypotheses)
         elif ids:
             key, *rest = line.split(maxsplit=1)
-            entry = Line(key, rest[0] if rest else "")
+            entry = Line(key, _nfc(rest[0]) if rest else "")
         else:
-            key, entry = str(number), Line(str(number), line)
+            key, entry = str(number), Line(str(number), _nfc(line))
         if key in texts:
             raise ScoringError(f"{source}: {entry.name} was listed before; an utterance may appear once")
         texts[key] = entry
@@ -65,19 +66,27 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
 def _manifest_line(line: str, path: Path, source: str, position: int, *, hypotheses: bool) -> tuple[str, Line]:
     try:
         record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ScoringError(f"{source}: not JSON ({error}), as the lines before it are") from error
     name = "pred_text" if hypotheses and isinstance(record, dict) and "pred_text" in record else "text"
     if not isinstance(record, dict) or not isinstance(record.get(name), str):
         raise ScoringError(f"{source}: no string {name!r} in this line")
     audio, offset = record.get("audio_filepath"), record.get("offset") or 0
     if audio is None:
-        return str(position), Line(str(position), record[name], str(record.get("speaker") or ""))
+        return str(position), Line(str(position), _nfc(record[name]), str(record.get("speaker") or ""))
     if not isinstance(audio, str) or not isinstance(offset, int | float):
         raise ScoringError(f"{source}: audio_filepath must be a string and offset a number")
-    key = f"{(path.parent / audio).resolve()}+{offset:g}"
+    try:
+        key = f"{(path.parent / audio).resolve()}+{offset:g}"
+    except (ValueError, OverflowError) as error:
+        raise ScoringError(f"{source}: audio_filepath or offset cannot be: {error}") from error
     shown = Path(audio).stem + (f"+{offset:g}s" if offset else "")
-    return key, Line(shown, record[name], str(record.get("speaker") or ""))
+    return key, Line(shown, _nfc(record[name]), str(record.get("speaker") or ""))
+
+
+def _nfc(text: str) -> str:
+    """Composed characters, as `Alphabet` writes them: how a letter with an accent was typed is no error."""
+    return unicodedata.normalize("NFC", text)
 
 
 def match(

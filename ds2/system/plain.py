@@ -7,12 +7,14 @@ import types
 import typing
 from typing import Any, TypeVar, cast, get_args, get_origin
 
+from ds2.system.errors import UserError
+
 T = TypeVar("T")
 _NAMES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
 _SHOWN = 60
 
 
-class FieldError(ValueError):
+class FieldError(UserError, ValueError):
     """A value of a file that does not fit; the message is `field: what is wrong`."""
 
     def __init__(self, field: str, what: str) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Stopped(BaseException):
@@ -41,3 +47,20 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+def end_children() -> None:
+    """Kill the workers of this process: they ignore the signals that launchers send to all, and may be in a read."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes their end for an accident
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def end_with_parent() -> None:
+    """Let the system kill this worker when its parent dies, of whatever (Linux; elsewhere it notices by itself)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it was gone before
+            os.kill(os.getpid(), signal.SIGKILL)

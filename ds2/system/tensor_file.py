@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,8 @@ from ds2.system.machine import usable_cores
 
 FORMAT_VERSION = 2  # 1 had no digest
 WAY_OUT = "the file is damaged or of another program: copy it again"
-_JSON_KEY, _DIGEST_KEY = "ds2", "digest"
+_JSON_KEY = "ds2"  # one entry alone: safetensors writes several in any order, and equal files would differ
+_DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
 
 class CheckpointError(UserError):
@@ -74,7 +76,7 @@ def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor],
             header = opened.metadata() or {}
             metadata = read_header(header, FORMAT_VERSION)
             found = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (no dict)
-        if tensors and (metadata["format"] >= 2 or _DIGEST_KEY in header):
+        if tensors and has_digest(header):
             check_digest(header, found)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
@@ -84,9 +86,9 @@ def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor],
 
 
 def make_header(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], *, content: bool = True) -> dict[str, str]:
-    """The header of a file: metadata as JSON and the digest, over the tensors' `content` or their shapes alone."""
+    """The header of a file: metadata as JSON, first of it the digest, over the tensors' `content` or shapes alone."""
     text = json.dumps(metadata)
-    return {_JSON_KEY: text, _DIGEST_KEY: _digest(text, tensors, content=content)}
+    return {_JSON_KEY: f'{{"digest": "{_digest(text, tensors, content=content)}", {text[1:]}'}
 
 
 def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
@@ -105,12 +107,20 @@ def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
         raise ValueError(f"format: is missing or no whole number; {WAY_OUT}")
     if metadata["format"] > newest:
         raise ValueError(f"format: is {metadata['format']}, this ds2 reads up to {newest}: install a newer ds2")
+    metadata.pop("digest", None)
     return metadata
+
+
+def has_digest(header: Mapping[str, str]) -> bool:
+    """Whether a header holds a digest, or must: only files of format 1 may be without."""
+    return _DIGEST.match(header[_JSON_KEY]) is not None or json.loads(header[_JSON_KEY])["format"] >= 2
 
 
 def check_digest(header: Mapping[str, str], tensors: Mapping[str, Tensor], *, content: bool = True) -> None:
     """Raise ValueError unless metadata and tensors are those that the header's digest was made of."""
-    if header.get(_DIGEST_KEY) != _digest(header[_JSON_KEY], tensors, content=content):
+    stored = header[_JSON_KEY]
+    noted = _DIGEST.match(stored)
+    if noted is None or noted[1] != _digest(f"{{{stored[noted.end() :]}", tensors, content=content):
         raise ValueError("digest: tensors or metadata are not those that were written; the file was damaged since: "
                          "copy it again, or take another checkpoint")  # fmt: skip
 

@@ -7,13 +7,14 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain
-from ds2.text.normalise import check_numbers, drop_punctuation, lower, spell_numbers, upper
+from ds2.text.normalise import check_locale, check_numbers, drop_punctuation, lower, spell_numbers, upper
 
 BLANK = 0  # the label of CTC's blank
 WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
@@ -73,6 +74,7 @@ class Alphabet:
                 f"alphabet.punctuation={self.punctuation!r} must be keep or drop"
             )
         check_numbers(self.numbers)
+        check_locale(self.locale)
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
             raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct ones")
@@ -198,15 +200,32 @@ class Alphabet:
     def _pieces(self, word: str) -> list[int]:
         """Merge the characters of a word as the encoding was learnt: earliest pieces first, from the left."""
         if word not in self._spelled:
-            parts, worst = [WORD_MARK, *word], len(self.symbols)
-            while True:
-                ranks = [self._labels.get(a + b, worst) for a, b in pairwise(parts)]
-                if min(ranks, default=worst) == worst:
-                    break
-                at = ranks.index(min(ranks))
-                parts[at : at + 2] = [parts[at] + parts[at + 1]]
-            self._spelled[word] = [self._labels[part] for part in parts]
+            self._spelled[word] = [self._labels[part] for part in self._merged([WORD_MARK, *word])]
         return self._spelled[word]
+
+    def _merged(self, parts: list[str]) -> list[str]:
+        """Merge neighbours while some make a piece: a heap of pairs and links past what is merged, so n log n."""
+        before, after = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
+        pairs: list[tuple[int, int, str]] = []
+
+        def offer(at: int) -> None:
+            if at >= 0 and after[at] < len(parts):
+                both = parts[at] + parts[after[at]]
+                if both in self._labels:
+                    heappush(pairs, (self._labels[both], at, both))
+
+        for at in range(len(parts)):
+            offer(at)
+        while pairs:
+            _, at, both = heappop(pairs)
+            right = after[at]
+            if right < len(parts) and parts[at] and parts[at] + parts[right] == both:  # neither was merged meanwhile
+                parts[at], parts[right], after[at] = both, "", after[right]
+                if after[at] < len(parts):
+                    before[after[at]] = at
+                offer(before[at])
+                offer(at)
+        return [part for part in parts if part]
 
     def decode(self, labels: Iterable[int]) -> str:
         """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""

@@ -14,6 +14,7 @@ _DOTTED = ("tr", "az")  # languages whose I without dot and i with one are two l
 _APOSTROPHES = "'’‘ʼ＇`´"
 _DECIMAL_POINT = ("en", "he", "ja", "ko", "th", "zh")  # 1,234.5; the others write 1.234,5
 _DIGITS = re.compile(r"\d+(?:[.,\u00a0\u202f]\d+)*")
+_CODE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]+)*")
 _MOST_DIGITS = 12  # longer runs of digits are telephone or card numbers
 _ENGLISH_ORDINAL = re.compile(r"\b(\d{1,4})(?:st|nd|rd|th)\b", re.IGNORECASE)
 
@@ -114,6 +115,12 @@ def _speller(language: str) -> Callable[..., str]:
         return " ".join(re.sub(r"[-,]", " ", words).split())
 
     return spelled
+
+
+def check_locale(locale: str) -> None:
+    """Raise NormaliseError where a locale is no code of a language, such as a name; an empty one asks for nothing."""
+    if locale and not _CODE.fullmatch(locale):
+        raise NormaliseError(f"alphabet.locale={locale!r}: give a language by its code, such as tr, az, de or pt_BR")
 
 
 def check_numbers(language: str) -> None:

@@ -7,12 +7,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ds2.config.convert import save_config
+from ds2.config.convert import config_to_dict, flat, save_config
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
-from ds2.system.stops import Stopped
+from ds2.system.stops import Stopped, end_children
 from ds2.training.interrupts import Interrupts
 from ds2.training.metrics import RunLog, Window, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
@@ -43,6 +43,7 @@ def train(config: Config, run_dir: Path) -> int:
             with sole_use(run_dir, comm), rank_log(comm, run_dir):
                 return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
+        end_children()
         log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)
         return stopped.status
 
@@ -80,6 +81,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             trainer.save()
         interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
+    scores = {"wer": progress.best_wer, "cer": progress.best_cer}
+    board.settings(flat(config_to_dict(config)), scores)
     board.close()
     if not progress.step and not interrupts.agreed:
         raise TrainingError(

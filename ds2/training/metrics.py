@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 from ds2.training.state import Progress
 
+_ALIGNMENT_ROW_PIXELS = 6
+
 
 class StepTimer:
     """Seconds a step spends in each phase, measured by device events on a GPU and by the clock on a CPU.
@@ -70,6 +72,26 @@ class StepTimer:
         return {name: total / max(steps, 1) for name, total in totals.items()}
 
 
+@dataclass
+class Shown:
+    """A dev utterance in TensorBoard; what is None is not shown."""
+
+    reference: str
+    hypothesis: str
+    alignment: Tensor | None = None  # (L, T') probabilities of the reference's labels, in order, at each output frame
+    waveform: Tensor | None = None  # (N,)
+    features: Tensor | None = None  # (F, T)
+
+
+def _tag(group: str, name: str) -> str:
+    """Where TensorBoard shows a number: losses side by side and first, then scores, times in a group of their own."""
+    if name == "loss":
+        return f"loss/{group}"
+    if name.endswith("_s"):
+        return f"timing/{name}"
+    return f"score/{group}_{name}" if group == "dev" else f"{group}/{name}"
+
+
 class RunLog:
     """Writes a run's scalars, texts and spectrograms under its folder; only rank 0 makes one that writes.
 
@@ -87,9 +109,14 @@ class RunLog:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._jsonl = (run_dir / "log.jsonl").open("a", encoding="utf-8")
+        self._path = run_dir / "log.jsonl"
+        torn = self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        self._jsonl = self._path.open("a", encoding="utf-8")
+        if torn:  # by a kill in the middle of a line: the next event must not be part of it
+            self._jsonl.write("\n")
         purge = resume_step + 1 if resume_step else None
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self._board.add_custom_scalars({"loss": {"train and dev": ["Multiline", ["loss/train", "loss/dev"]]}})
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""
@@ -97,25 +124,53 @@ class RunLog:
             return
         finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
-        self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self._jsonl.flush()
+        try:
+            self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._jsonl.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk is told with a place to free
+            raise
 
     def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers to both places, as `group/name` in TensorBoard."""
+        """Log numbers to both places."""
         self.event(group, step, values)
         if not self._writes:
             return
         for name, value in values.items():
-            self._board.add_scalar(f"{group}/{name}", value, step)
+            self._board.add_scalar(_tag(group, name), value, step)
 
-    def utterance(self, step: int, tag: str, features: Tensor, reference: str, hypothesis: str) -> None:
-        """Show a normalised spectrogram (F, T), low frequencies at the bottom, with its reference and hypothesis."""
+    def utterance(self, step: int, tag: str, shown: Shown, sample_rate_hz: int) -> None:
+        """Show an utterance: audio, spectrogram with low frequencies at the bottom, alignment, and both texts.
+
+        In the alignment the reference's labels go down and time goes right: a diagonal where the network is sure of it.
+        """
         if not self._writes:
             return
-        image = features.detach().float().cpu().flip(0)
-        low, high = image.min(), image.max()
-        self._board.add_image(f"{tag}/spectrogram", ((image - low) / (high - low + 1e-9))[None], step)
-        self._board.add_text(f"{tag}/text", f"    ref: {reference}\n    hyp: {hypothesis}", step)
+        if shown.waveform is not None:
+            self._board.add_audio(f"{tag}/audio", shown.waveform[None], step, sample_rate_hz)
+        if shown.features is not None:
+            image = shown.features.detach().float().cpu().flip(0)
+            low, high = image.min(), image.max()
+            self._board.add_image(f"{tag}/spectrogram", ((image - low) / (high - low + 1e-9))[None], step)
+        if shown.alignment is not None and shown.alignment.numel():
+            rows = shown.alignment.repeat_interleave(_ALIGNMENT_ROW_PIXELS, 0).repeat_interleave(2, 1)
+            self._board.add_image(f"{tag}/alignment", rows[None], step)
+        text = f"    ref: {shown.reference}\n    hyp: {shown.hypothesis}"
+        self._board.add_text(f"{tag}/text", text, step)
+
+    def settings(self, values: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        """Show a run's settings beside its best scores in the table of TensorBoard's HParams, runs side by side."""
+        if not self._writes:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+        finite = {f"best/{name}": value for name, value in scores.items() if math.isfinite(value)}
+        writer = self._board._get_file_writer()  # type: ignore[no-untyped-call]  # add_hparams makes a run of its own
+        for summary in hparams(plain, finite):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
+        for name, value in finite.items():
+            self._board.add_scalar(name, value)
 
     def close(self) -> None:
         """Flush and close both files."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from ds2.audio.features import Features
 from ds2.config.schema import Config, ConfigError
@@ -55,7 +56,8 @@ def begin(
     elif config.features.normalise == "corpus":
         chosen = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))
         drawn = chosen[: config.features.statistics_utterances]
-        state.features.estimate(torch.from_numpy(loader.audio[int(i)]) for i in drawn)
+        shown = tqdm(drawn, desc="feature statistics", unit="utt", disable=None)
+        state.features.estimate(torch.from_numpy(loader.audio[int(i)]) for i in shown)
     return state.tensors(), state.progress
 
 

@@ -33,6 +33,7 @@ from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
+from ds2.training.dev_watch import DevWatch
 from ds2.training.graphs import GraphedPasses, Update
 from ds2.training.graphs import wanted as graphs_wanted
 from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
@@ -84,6 +85,7 @@ class Trainer:
             data, seed = config.data, config.train.seed
             self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
             self.dev_loader = SpeechLoader(self.dev, data, self.device)
+        self.dev_watch = DevWatch(self.dev_loader, self.alphabet, self.features)
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
@@ -255,15 +257,15 @@ class Trainer:
         model = self.average.model if self.average is not None else self.model
         decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
-        hypotheses = Recogniser(*parts).recognise(self.dev_loader, comm=self.comm)
+        hypotheses = Recogniser(*parts).recognise(self.dev_loader, comm=self.comm, watch=self.dev_watch.see)
         model.train(model is self.model)
         report = score(self.dev, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
         if (words_only := score_words(report, self.alphabet)) is not None:
             scores["wer_without_case_and_punctuation"] = words_only.wer
         progress = self.progress
-        board.scalars("dev", progress.step, scores)
-        self._show_first(board, hypotheses[0].text)
+        loss = self.dev_watch.show(board, progress.step, [h.text for h in hypotheses], self.comm)
+        board.scalars("dev", progress.step, {"loss": loss, **scores})
         first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
         best = {"wer": progress.best_wer, "cer": progress.best_cer}
         better = (scores[first], scores[second]) < (best[first], best[second])
@@ -275,12 +277,6 @@ class Trainer:
             " (best)" if better else f"; best {100 * best[first]:.2f} % {first.upper()} in epoch {progress.best_epoch}",
         )  # fmt: skip
         return scores
-
-    def _show_first(self, board: RunLog, hypothesis: str) -> None:
-        reference, _ = self.alphabet.normalise(self.dev[0].text)
-        waveform = torch.from_numpy(self.dev_loader.audio[0])
-        features, _ = self.features(waveform[None].to(self.device), torch.tensor([len(waveform)]))
-        board.utterance(self.progress.step, "dev", features[0], reference, hypothesis)
 
     def save_model(self, path: Path, metrics: dict[str, float]) -> None:
         """Write the weights that evaluation uses as one self-contained model file."""

@@ -104,7 +104,7 @@ def test_wrong_names_of_weights_list_the_right_ones(tiny_overrides: list[str], b
         Trainer(
             tuned(tiny_overrides, base, "train.freeze=[convs,recurrent_modules,norm,classifier]"), base.parent / "x"
         )
-    with pytest.raises(ConfigError, match=r"layer_rates has convs: 0.*train\.freeze"):
+    with pytest.raises(ConfigError, match=r"layer_rates=\{.convs.: 0.*train\.freeze"):
         tuned(tiny_overrides, base, "optim.layer_rates={convs:0}")
 
 

@@ -12,42 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import HERE, TIMEOUT_S, mpirun
+from support.rank_runs import STEPS, Job, arguments, clean, losses, same_bits, scores, state
 
 from ds2.system.tensor_file import load
 
 pytestmark = pytest.mark.slow
-STEPS = ("train.epochs=3", "optim.schedule=constant")  # 9 steps; every third batch has 2 utterances: ranks idle on 4
 
 
-def losses(run_dir: Path) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return {event["step"]: event["loss"] for event in lines if event["event"] == "train"}
-
-
-def scores(run_dir: Path) -> list[tuple[float, float]]:
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return [(event["wer"], event["cer"]) for event in lines if event["event"] == "dev"]
-
-
-def state(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load(run_dir / "trainer.safetensors")[0]
-
-
-def same_bits(a: Path, b: Path) -> bool:
-    one, other = state(a), state(b)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def train(ranks: int, *jobs: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Run jobs (fault, rank, step, override...) one after the other on the same ranks."""
-    arguments: list[str] = []
-    for number, job in enumerate(jobs):
-        arguments += [*(["--"] if number else []), *job]
-    return mpirun(ranks, "rank_job.py", *arguments)
-
-
-def clean(overrides: list[str], run_dir: Path, *extra: str) -> tuple[str, ...]:
-    return ("none", "0", "0", *overrides, *STEPS, *extra, f"run_dir={run_dir}")
+def train(ranks: int, *jobs: Job) -> subprocess.CompletedProcess[str]:
+    return mpirun(ranks, "rank_job.py", *arguments(*jobs))
 
 
 def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(

@@ -120,3 +120,26 @@ def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (143, "closed\n", "ds2: stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_process_whatever_they_are_doing(tone_manifest: Path, number: int) -> None:
+    code = (
+        "import sys, time, torch\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "from ds2.config.schema import DataConfig\nfrom ds2.data import audio_cache\n"
+        "from ds2.data.loader import SpeechLoader\n"
+        "from ds2.data.manifest import read_manifest\n"
+        "def stuck(*_):\n    print('reading', flush=True)\n    time.sleep(3600)\n"
+        "audio_cache._decode = stuck\n"
+        "def work(arguments):\n"
+        "    data = DataConfig(cache='none', workers=1)\n"
+        "    loader = SpeechLoader(read_manifest(sys.argv[1]), data, torch.device('cpu'))\n"
+        "    for _ in loader.epoch([[0]], 1): pass\n"
+        "doctor.run = work\nsys.exit(cli.main(['doctor']))"
+    )
+    command = [sys.executable, "-c", code, str(tone_manifest)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "reading\n"
+        process.send_signal(number)
+        process.communicate(timeout=300)  # returns when the worker, which has the pipes too, is gone: it sleeps an hour
+    assert process.returncode == (143 if number == signal.SIGTERM else -9)

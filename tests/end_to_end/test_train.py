@@ -191,6 +191,8 @@ def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
         "has no labels",
         "bad.jsonl:1",
         "on_bad_utterance=skip",
+        "U+003F QUESTION MARK",
+        "punctuation: drop",
     ):
         assert fragment in str(caught.value)
     trainer = Trainer(tiny_config(f"data.train=[{bad}]", "data.on_bad_utterance=skip"), Path(config.run_dir))

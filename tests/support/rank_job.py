@@ -1,8 +1,9 @@
-"""One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun.
+"""One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun or torchrun.
 
 python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
 FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone),
-signal:PHASE (the same as statistics, evaluation or saving begin)
+launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin)
+A fault before a step strikes the first time only, not after torchrun has started its ranks again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ds2.audio.features import Features
 from ds2.cli import main
-from ds2.distributed.launch import launched_rank
+from ds2.distributed.launcher import launched
 from ds2.recognition.recogniser import Recogniser
 from ds2.training import trainer
 from ds2.training.trainer import Trainer
@@ -35,6 +36,8 @@ def strike(fault: str, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "launcher":
+        os.kill(os.getppid(), signal.SIGTERM)
     elif fault == "poison":
         passes = trainer.passes
         healthy = passes.losses
@@ -52,12 +55,13 @@ def run(fault: str, rank: str, step: str, *overrides: str) -> int:
 
     def faulty_step(self: Trainer, *arguments: Any) -> float | None:
         taken = self.progress.step + self.progress.skipped
-        if launched_rank() == int(rank) and taken == int(step):
+        first_time = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first_time and launched().rank == int(rank) and taken == int(step):
             strike(fault, self)
         return HEALTHY_STEP(self, *arguments)
 
     Trainer.step = faulty_step  # type: ignore[method-assign]
-    if fault.startswith("signal:") and launched_rank() == int(rank):
+    if fault.startswith("signal:") and launched().rank == int(rank):
         _signal_in(*PHASES[fault.partition(":")[2]])
     return main(["train", *overrides])
 

@@ -1,12 +1,14 @@
-"""What the communicator promises, checked on every rank; started under mpirun by the tests.
+"""What the communicator promises, checked on every rank; started under mpirun or torchrun by the tests.
 
-python ranks_check.py FOLDER
+python ranks_check.py COMM FOLDER
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ import torch
 from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
+from ds2.distributed.ranks import Ranks
+from ds2.distributed.watchdog import Whereabouts
 
 
 def values(rank: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -66,10 +70,29 @@ def check_turns(comm: Communicator, folder: Path) -> None:
         assert (folder / "made").read_text() == "by rank 0"
 
 
+def check_channel(ranks: Ranks) -> None:
+    """What the watchdog tells others arrives in order, from whom it says, and with a farewell at the end."""
+    channel = ranks.carrier.channel()
+    to, sender = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
+    told = Whereabouts(ranks.rank, "forward", patience=math.inf, waiting="sum", moves=7)
+    channel.send(told, to)
+    received: list[tuple[int, Whereabouts | None]] = []
+    while len(received) < 2:
+        if message := channel.receive():
+            received.append(message)
+            if len(received) == 1:
+                channel.send(None, to)
+    assert received == [(sender, replace(told, step=sender)), (sender, None)]
+    ranks.barrier()
+    assert channel.receive() is None
+
+
 if __name__ == "__main__":
-    with connect(CommConfig(backend="mpi", timeout_s=600), "cpu") as joined:
+    with connect(CommConfig(backend=sys.argv[1], timeout_s=600), "cpu") as joined:
         check_sums(joined)
         check_values(joined)
-        check_turns(joined, Path(sys.argv[1]))
+        assert isinstance(joined, Ranks)
+        check_channel(joined)
+        check_turns(joined, Path(sys.argv[2]))
         if joined.rank == 0:
             print(f"{joined.world} ranks agree", flush=True)

@@ -123,7 +123,7 @@ def _audio_names(folder: str) -> dict[str, str]:
     """Map the stems of a folder's audio files to their names."""
     try:
         names = [entry.name for entry in os.scandir(folder)]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL, or half a surrogate pair, which no path holds
         return {}
     order = {suffix: rank for rank, suffix in enumerate(AUDIO_SUFFIXES)}
     audio = [name for name in names if os.path.splitext(name)[1].lower() in order]

@@ -1,15 +1,57 @@
-"""The nonlinearities of the recurrence, each with its name in csrc/recurrent/cells.cuh."""
+"""The nonlinearities of the recurrence: one row each, which all backends, the planner and the checks read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-CELLS = {"relu": "Relu", "clipped_relu": "ClippedRelu", "tanh": "Tanh"}
+
+@dataclass(frozen=True)
+class Cell:
+    """What happens to a unit in a frame: y = f(pre), from whose output alone its slope can be told.
+
+    Attributes:
+        name: as ``nonlinearity`` of :func:`ds2_ops.recurrence`.
+        cuda: the struct of csrc/recurrent/cells.cuh.
+        forward: y from (pre, clip), differentiable.
+        forward_: writes y in the place of pre, from (pre, clip).
+        backward_: writes the gradient of pre in the place of y's, from (gradient, y, clip).
+        takes_clip: whether clip means anything to it.
+        gates: rows of the recurrent matrix a unit.
+    """
+
+    name: str
+    cuda: str
+    forward: Callable[[Tensor, float], Tensor]
+    forward_: Callable[[Tensor, float], object]
+    backward_: Callable[[Tensor, Tensor, float], object]
+    takes_clip: bool = False
+    gates: int = 1
 
 
-def activate(pre: Tensor, nonlinearity: str, clip: float) -> Tensor:
-    """f of the recurrence; `clip` bounds "clipped_relu"."""
-    if nonlinearity == "tanh":
-        return torch.tanh(pre)
-    if nonlinearity == "relu":
-        return torch.relu(pre)
-    return torch.clamp(pre, 0.0, clip)
+def _relu_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
+    torch.ops.aten.threshold_backward.grad_input(grad, y, 0.0, grad_input=grad)
+
+
+def _clipped_relu_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
+    torch.ops.aten.hardtanh_backward.grad_input(grad, y, 0.0, clip, grad_input=grad)
+
+
+def _tanh_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
+    torch.ops.aten.tanh_backward.grad_input(grad, y, grad_input=grad)
+
+
+_ROWS = (
+    Cell("relu", "Relu", lambda pre, clip: torch.relu(pre), lambda pre, clip: pre.relu_(), _relu_backward_),
+    Cell(
+        "clipped_relu",
+        "ClippedRelu",
+        lambda pre, clip: torch.clamp(pre, 0.0, clip),
+        lambda pre, clip: pre.clamp_(0.0, clip),
+        _clipped_relu_backward_,
+        takes_clip=True,
+    ),
+    Cell("tanh", "Tanh", lambda pre, clip: torch.tanh(pre), lambda pre, clip: pre.tanh_(), _tanh_backward_),
+)
+CELLS = {cell.name: cell for cell in _ROWS}

@@ -7,6 +7,7 @@ Shape letters: T frames, B batch, H hidden.
 import torch
 from torch import Tensor
 
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 
 _ROW_BYTES = 64  # BLAS libraries choose kernels by alignment; equal alignment of every h_t keeps a split of T bit-exact
@@ -28,6 +29,7 @@ def forward(
         y (T, B, H), 0 at padding, and h_n (B, H), the state after each utterance's last frame.
     """
     frames, batch, hidden = x.shape
+    cell = CELLS[options.nonlinearity]
     first = _aligned(1, batch, hidden, x)[0]
     first.zero_() if h0 is None else first.copy_(h0)
     y = _aligned(frames, batch, hidden, x).copy_(x)
@@ -35,12 +37,7 @@ def forward(
     previous = first
     for state in y.unbind(0):
         state.addmm_(previous, weight_t)
-        if options.nonlinearity == "tanh":
-            state.tanh_()
-        elif options.nonlinearity == "relu":
-            state.relu_()
-        else:
-            state.clamp_(0.0, options.clip)
+        cell.forward_(state, options.clip)
         previous = state
     h_n = previous.clone(memory_format=torch.contiguous_format)
     if lengths is not None and frames:
@@ -65,6 +62,7 @@ def backward_data(
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
     """
     frames, batch, hidden = y.shape
+    cell = CELLS[options.nonlinearity]
     grad_x = _aligned(frames, batch, hidden, y).copy_(grad_y)
     grad_h0 = _aligned(1, batch, hidden, y)[0].zero_()
     if lengths is not None:
@@ -83,12 +81,7 @@ def backward_data(
     for grad, state in zip(reversed(grad_x.unbind(0)), reversed(y.unbind(0)), strict=True):
         if following is not None:
             grad.addmm_(following, weight_hh)
-        if options.nonlinearity == "tanh":
-            torch.ops.aten.tanh_backward.grad_input(grad, state, grad_input=grad)
-        elif options.nonlinearity == "relu":
-            torch.ops.aten.threshold_backward.grad_input(grad, state, 0.0, grad_input=grad)
-        else:
-            torch.ops.aten.hardtanh_backward.grad_input(grad, state, 0.0, options.clip, grad_input=grad)
+        cell.backward_(grad, state, options.clip)
         following = grad
     if following is not None:
         grad_h0.addmm_(following, weight_hh)

@@ -7,7 +7,7 @@ class Options(NamedTuple):
     """How to compute a recurrence.
 
     Attributes:
-        nonlinearity: "relu", "clipped_relu" or "tanh".
+        nonlinearity: a name in ``cells.CELLS``.
         clip: upper bound of "clipped_relu", representable in the dtype of ``x``.
         max_sms: the most streaming multiprocessors that persistent kernels may occupy, or None for all.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.lengths import valid_frames
-from ds2_ops.recurrent.cells import activate
+from ds2_ops.recurrent.cells import CELLS
 
 
 def recurrence_reference(
@@ -31,9 +31,9 @@ def recurrence_reference(
         lengths = torch.full((batch,), frames)
     valid = valid_frames(lengths.to(x.device), frames)[:, :, None]
     x = torch.where(valid, x, 0.0)  # before the arithmetic: 0 * NaN would reach the gradients
-    outputs = []
+    cell, outputs = CELLS[nonlinearity], []
     for t in range(frames):
-        new = activate(x[t] + state @ weight_hh.T, nonlinearity, clip)
+        new = cell.forward(x[t] + state @ weight_hh.T, clip)
         outputs.append(torch.where(valid[t], new, 0.0))
         state = torch.where(valid[t], new, state)
     return (torch.stack(outputs) if outputs else x.clone()), state.clone()

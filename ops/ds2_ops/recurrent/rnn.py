@@ -15,10 +15,11 @@ from ds2_ops.checks import check_choice, check_like, check_shape, check_x, refus
 from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent import gemm, persistent
 from ds2_ops.recurrent.backends import BACKENDS, resolve
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
 
-NONLINEARITIES = ("relu", "clipped_relu", "tanh")
+NONLINEARITIES = tuple(CELLS)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -64,7 +65,7 @@ def recurrence(
     """
     check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
     check_choice("backend", backend, BACKENDS)
-    if nonlinearity == "clipped_relu" and not 0.0 < clip < math.inf:
+    if CELLS[nonlinearity].takes_clip and not 0.0 < clip < math.inf:
         raise ValueError(f"clip is {clip}, allowed is a positive finite number; for no bound use nonlinearity='relu'")
     if max_sms is not None and max_sms < 1:
         raise ValueError(f"max_sms is {max_sms}, allowed are 1 or more, or None for all")
@@ -135,7 +136,7 @@ class Recurrence(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what the module was made with."""
-        bound = f", clip={self.clip}" if self.nonlinearity == "clipped_relu" else ""
+        bound = f", clip={self.clip}" if CELLS[self.nonlinearity].takes_clip else ""
         return f"{self.weight_hh.shape[0]}, {self.nonlinearity!r}{bound}, backend={self.backend!r}"
 
 

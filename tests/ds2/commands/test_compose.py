@@ -65,7 +65,7 @@ def test_first_of_sweep_keeps_single_values() -> None:
     assert first_of_sweep(["model.depth=2,4", "recipe=an4_demo"]) == ["model.depth=2", "recipe=an4_demo"]
 
 
-@pytest.mark.parametrize("override", ["alphabet.symbols='abc", "train.epochs", "a=[1"])
+@pytest.mark.parametrize("override", ["alphabet.symbols='abc", "train.epochs", "a=[1", "train.epochs=" + "9" * 5000])
 def test_what_is_no_override_is_named_with_the_way_out(override: str) -> None:
     with pytest.raises(ConfigError, match="quote a value") as caught:
         first_of_sweep(["recipe=an4_demo", override])

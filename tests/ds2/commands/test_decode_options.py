@@ -40,6 +40,14 @@ def test_the_nearest_key_is_named(tmp_path: Path) -> None:
         resolve_options([], model, config)
 
 
+@pytest.mark.parametrize("content", [b"beam: 1" + b"0" * 5000, b"beam: \xff", b"beam: [", b"- 1", b"[" * 5000])
+def test_a_damaged_tuned_file_is_named(content: bytes, tmp_path: Path) -> None:
+    model = tmp_path / "best.safetensors"
+    tuned_file(model).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"best-decode\.yaml: .*`ds2 lm tune` again"):
+        resolve_options([], model, Config(run_dir="run"))
+
+
 def test_arguments_part() -> None:
     given = ["run", "decode=beam", "a.jsonl", "decode.lm=x"]
     assert split_overrides(given) == (["decode=beam", "decode.lm=x"], ["run", "a.jsonl"])
@@ -65,3 +73,12 @@ def test_evaluate_and_transcribe_take_a_beam(
     assert '"words"' in capsys.readouterr().out
     assert main([*arguments, "decode.method=beam", "decode.beam=0"]) == 2
     assert "decode.beam=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", ["models[1]/x.lm", "[a]/x.lm", "a, b=c/{x}.lm", "it's.lm", "~/x y.lm", "12", "a\\b.lm"]
+)
+def test_any_path_of_a_language_model_is_taken_as_it_is(path: str, tmp_path: Path) -> None:
+    config = Config(run_dir="x")
+    for overrides in ([f"decode.lm={path}"], ["decode=beam", f"decode.lm={path}"]):
+        assert resolve_options(overrides, tmp_path / "m.safetensors", config).lm == path

@@ -95,6 +95,9 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
         (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: not JSON"),
         (b'{"txt": "a"}\n', b"a\n", [], "ref:1: no string 'text'"),
         (b'{"text": "a", "audio_filepath": 3}\n', b"a\n", [], "ref:1: audio_filepath must be a string"),
+        (b'{"text": "a", "audio_filepath": "\\u0000"}\n', b"a\n", [], "ref:1: audio_filepath or offset cannot be"),
+        (b'{"text": ' + b"[" * 100_000, b"a\n", [], "ref:1: not JSON"),
+        (b'{"text": 1' + b"0" * 5000 + b"}", b"a\n", [], "ref:1: not JSON"),
     ],
 )
 def test_input_that_cannot_be_scored(
@@ -130,6 +133,19 @@ def test_aligned_errors_and_tables_by_hand() -> None:
 def test_a_report_of_no_utterances_and_of_no_words() -> None:
     assert format_report(corpus_report([], [])).startswith("%WER 0.00 [ 0 / 0, 0 ins, 0 del, 0 sub ]")
     assert "%WER inf [ 1 / 0, 1 ins, 0 del, 0 sub ]" in format_report(corpus_report([""], ["a"]))
+
+
+def test_composed_and_decomposed_letters_are_the_same(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """And JSON that nests without end is a message."""
+    nested = write("deep.jsonl", "{" + '"a":{' * 100_000)
+    one, other = write("a.txt", "caf\u00e9 ol\u00e9\n"), write("b.txt", "cafe\u0301 ole\u0301\n")
+    assert cli.main(["wer", str(one), str(other)]) == 0
+    assert "%WER 0.00" in capsys.readouterr().out
+    one, other = (write(f"{n}.jsonl", json.dumps({"text": t}) + "\n") for n, t in (("a", "\u00e9"), ("b", "e\u0301")))
+    assert cli.main(["wer", str(one), str(other)]) == 0
+    assert "%WER 0.00" in capsys.readouterr().out
+    assert cli.main(["wer", str(nested), str(nested)]) == 2
+    assert "deep.jsonl:1: not JSON" in capsys.readouterr().err
 
 
 def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def number_settings() -> Iterator[tuple[type, Field[Any], Any]]:
     for section in SECTIONS:
         hints = get_type_hints(section)
         for declared in fields(section):
-            if hints[declared.name] in (int, float, list[int], list[float]):
+            if hints[declared.name] in (int, float, list[int], list[float], dict[str, float]):
                 yield section, declared, hints[declared.name]
 
 
@@ -39,7 +39,8 @@ def test_every_number_has_a_range_that_is_checked(section: type, declared: Field
 
     def refused(value: float) -> bool:
         many = kind in (list[int], list[float])
-        section_with = replace(section(), **{declared.name: [value] * max(allowed.lengths or (1,)) if many else value})
+        given = [value] * max(allowed.lengths or (1,)) if many else {"x": value} if kind == dict[str, float] else value
+        section_with = replace(section(), **{declared.name: given})
         try:
             check_allowed(section_with, "section")
         except ConfigError as error:

@@ -175,3 +175,13 @@ def test_the_command_tells_by_its_status_and_writes_json(
     stored = json.loads((tmp_path / "reports" / "check.json").read_text())
     assert not stored["may_start"]
     assert {f["kind"] for f in stored["findings"] if f["severity"] == "error"} == {"unreadable", "characters"}
+
+
+def test_characters_that_do_not_fit_end_in_a_table_and_an_alphabet(folder: Path) -> None:
+    report = checked(folder, Utterance(write(folder / "x.wav", noise(60)), 2.0, "schöne Grüße"))
+    shown = report.format()
+    assert "       1  ß  U+00DF LATIN SMALL LETTER SHARP S" in shown
+    assert 'symbols: " \'abcdefghijklmnopqrstuvwxyzßöü"' in shown and shown.endswith("mend the errors above")
+    fitting = Config(run_dir="x")
+    fitting.alphabet.symbols += "ßöü"
+    assert "alphabet:" not in checked(folder, config=fitting).format()

@@ -11,10 +11,11 @@ import torch
 from support.lm_cases import zipf_text
 
 from ds2.lm.arpa import read_arpa, write_arpa
+from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.files import load_ngram
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.levels import unlink
-from ds2.lm.ngram import LanguageModelError
+from ds2.lm.ngram import TENSORS, LanguageModelError
 from ds2.text.lines import TextError
 
 SMALL = """\
@@ -92,9 +93,9 @@ def test_habits_of_other_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("\\end\\\n", "", r":23: the file ends where \\end\\ should follow: it is cut off"),
+        ("\\end\\\n", "", r":22: the file ends where \\end\\ should follow: it is cut off"),
         ("-0.2\ta b <UNK>\n\n\\end\\\n", "", ":21: the file ends 1 or more 3-grams early"),
-        ("3=2", "3=3", "m.arpa:23: '' is not one of the 3-grams promised: 0 fields"),
+        ("3=2", "3=3", r"m.arpa:24: .* is not one of the 3-grams promised: 1 fields instead of 4"),
         ("3=2", "3=1", r":22: .* stands where \\end\\ should"),
         ("2=3", "2=0", "an order is empty"),
         ("ngram 2=3\n", "", "is not 'ngram 2=COUNT'"),
@@ -123,3 +124,21 @@ def test_wrong_encodings_and_folders_are_named(tmp_path: Path) -> None:
         read_arpa(path)
     with pytest.raises(LanguageModelError, match="could not be written"):
         write_arpa(estimate([["a"]], 1).model, path / "under" / "a.arpa")
+
+
+def test_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path: Path) -> None:
+    model = estimate(zipf_text(), 3).model
+    write_arpa(model, tmp_path / "plain.arpa")
+    text = (tmp_path / "plain.arpa").read_text()
+    blanks = text.replace("-grams:\n", "-grams: \n\n").replace("\n-1", "\n \t\n-1", 3)
+    (tmp_path / "blanks.arpa").write_text("\ufeff\r\n" + blanks)
+    a, b = read_arpa(tmp_path / "plain.arpa"), read_arpa(tmp_path / "blanks.arpa")
+    assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
+    with arpa_file(b, str(tmp_path / "blanks.arpa")) as taken:  # KenLM takes a mark for text
+        assert not taken.read_bytes().startswith(b"\xef\xbb\xbf")
+    lines = blanks.splitlines()
+    wrong = next(number for number, line in enumerate(lines) if line.count("\t") == 2 and line.strip())
+    lines[wrong] = "x" + lines[wrong]
+    (tmp_path / "wrong.arpa").write_text("\n".join(lines))
+    with pytest.raises(LanguageModelError, match=rf"wrong\.arpa:{wrong + 1}: "):
+        read_arpa(tmp_path / "wrong.arpa")

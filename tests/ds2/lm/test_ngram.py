@@ -26,7 +26,7 @@ from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.levels import link, unlink
 from ds2.lm.ngram import LanguageModelError, NGram
-from ds2.system.tensor_file import make_header
+from ds2.system.tensor_file import make_header, read_header
 from ds2.text.alphabet import Alphabet
 
 
@@ -198,7 +198,7 @@ def test_damaged_metadata_of_a_binary_are_named(tmp_path: Path) -> None:
     save_ngram(estimate(zipf_text(), 3).model, path)
     with safe_open(path, "pt") as opened:
         header, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    metadata = json.loads(header["ds2"])
+    metadata = read_header(header, 2)
     starts = metadata["entry_starts"]
     for change, says in (
         ({"unit": "letter"}, "metadata.unit: is 'letter', expected one of word"),

@@ -256,3 +256,9 @@ def test_summary_states_what_counts() -> None:
     assert f"{model.parameter_count:,}" in text
     assert "200 ms = 40 ms convolutions + 160 ms row convolutions" in text
     assert "module: 2 rnn, 1 row convolution of 3 taps, skip" in text
+
+
+def test_a_batch_without_a_frame_has_no_output() -> None:
+    model = AcousticModel(ModelConfig(hidden=8, depth=2, skip=1, row_convs=1), 161, 5).eval()
+    logits, lengths = model(torch.zeros(2, 161, 0), torch.zeros(2, dtype=torch.int64))
+    assert logits.shape == (0, 2, 5) and lengths.tolist() == [0, 0]

@@ -20,7 +20,7 @@ from ds2.commands.decode_options import resolve_options
 from ds2.config.schema import Config, ConfigError
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import load_model, save_model
-from ds2.system.tensor_file import CheckpointError, make_header
+from ds2.system.tensor_file import CheckpointError, make_header, read_header
 from ds2.text import pieces
 from ds2.text.alphabet import Alphabet
 
@@ -40,13 +40,10 @@ def model_file(tiny_config: MakeConfig, tmp_path: Path) -> Path:
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], Any], form: int = 2) -> None:
     """Write a changed file with a digest that fits, as a stranger could, or (form 1) one of before digests."""
     with safe_open(path, "pt") as opened:
-        metadata = json.loads(opened.metadata()["ds2"]) | {"format": form}
+        metadata = read_header(opened.metadata(), form + 1) | {"format": form}
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     change(metadata, tensors)
-    header = make_header(metadata, tensors)
-    if form == 1:
-        del header["digest"]
-    save_file(tensors, path, header)
+    save_file(tensors, path, make_header(metadata, tensors) if form > 1 else {"ds2": json.dumps(metadata)})
 
 
 def set_key(*place: str, value: object) -> Callable[[dict[str, Any], Any], None]:
@@ -76,7 +73,7 @@ def leaves(node: object, place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def test_metadata_of_any_other_type_are_named(model_file: Path, form: int) -> None:
     whole = model_file.read_bytes()
     with safe_open(model_file, "pt") as opened:
-        metadata = json.loads(opened.metadata()["ds2"])
+        metadata = read_header(opened.metadata(), 2)
     places = [place for place in leaves(metadata) if place[0] not in ("format", "kind") and place[0] != "metrics"][::3]
     assert len(places) > 30
     for place in places:
@@ -89,8 +86,10 @@ def test_metadata_of_any_other_type_are_named(model_file: Path, form: int) -> No
 @pytest.mark.parametrize(
     ("place", "value", "says"),
     [
-        (("config", "model", "depth"), 100_000, "has 10000[0-9] layers, but there are"),
-        (("config", "model", "hidden"), 100_000, "weights do not fit the config"),
+        (("config", "model", "depth"), 100_000, "model.depth=100000: allowed are"),
+        (("config", "model", "depth"), 1000, "has 100[0-9] layers, but there are"),
+        (("config", "model", "hidden"), 100_000, "lower model.hidden=100000|weights do not fit the config"),
+        (("config", "model", "hidden"), 5000, "weights do not fit the config"),
         (("config", "model", "convs"), [], "weights do not fit the config"),
         (("config", "model", "cell"), "lstmm", "model.cell='lstmm' is not one of"),
         (("config", "model", "hiden"), 3, "unknown key 'model.hiden'; did you mean 'model.hidden'"),

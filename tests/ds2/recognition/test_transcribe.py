@@ -15,43 +15,15 @@ import torch
 from ds2.audio.features import Features
 from ds2.audio.read import AudioError, read_audio
 from ds2.cli import main
-from ds2.config.schema import Config, DecodeConfig
+from ds2.config.schema import DecodeConfig
 from ds2.decoding.greedy import greedy_decode
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import LoadedModel, load_model, save_model
+from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcribe import transcribe_file
-from ds2.text.alphabet import Alphabet
 
 RATE_HZ = 16000
-
-
-@pytest.fixture
-def make_model(tiny_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Path]:
-    """Write a model that was never trained but writes letters: its classifier is made decisive."""
-
-    def make(*overrides: str) -> Path:
-        config = tiny_config(*overrides)
-        torch.manual_seed(3)
-        features = Features(config.features, RATE_HZ)
-        alphabet = Alphabet.from_config(config.alphabet)
-        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
-        with torch.no_grad():
-            model.classifier.weight.mul_(20)
-        save_model(tmp_path / "model.safetensors", model, features, alphabet, config, {})
-        return tmp_path / "model.safetensors"
-
-    return make
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """Three seconds of tones that change."""
-    time_s = np.arange(3 * RATE_HZ) / RATE_HZ
-    pitch_hz = np.repeat(np.random.default_rng(4).uniform(200, 3000, size=30), len(time_s) // 30)
-    soundfile.write(tmp_path / "recording.wav", 0.4 * np.sin(2 * np.pi * pitch_hz * time_s), RATE_HZ)
-    return tmp_path / "recording.wav"
 
 
 def greedy(loaded: LoadedModel) -> Recogniser:
@@ -185,3 +157,50 @@ def test_standard_input(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"no audio")))
     assert main(["transcribe", model, "-", "--device", "cpu"]) == 1
     assert "standard input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["srt", "vtt"])
+def test_captions_of_one_file_are_printed_and_of_several_lie_beside_them(
+    make_model: Callable[..., Path], recording: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    model = str(make_model())
+    assert main(["transcribe", model, str(recording), "--format", form, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith({"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0"}[form])
+    shown = " ".join(line for line in printed.splitlines()[1:] if "-->" not in line and not line.isdigit())
+    assert shown.split() == whole(load_model(model), recording).text.split()
+    another = recording.with_name("another.wav")
+    another.write_bytes(recording.read_bytes())
+    assert main(["transcribe", model, str(recording), str(another), "--format", form, "--device", "cpu"]) == 0
+    assert another.with_suffix(f".{form}").read_text(encoding="utf-8") == printed
+    assert capsys.readouterr().out.splitlines()[1] == f"{another}\t{another.with_suffix(f'.{form}')}"
+
+
+def test_samples_of_standard_input_are_heard_as_they_come(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, samples = str(make_model()), soundfile.read(recording, dtype="int16")[0]
+    assert main(["transcribe", model, str(recording), "--stream", "--format", "json", "--device", "cpu"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(r["text"] for r in records) == whole(load_model(model), recording).text
+    assert [w for r in records for w in r["words"]] == sorted(
+        (w for r in records for w in r["words"]), key=lambda w: w["start_s"]
+    )
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(samples.tobytes())))
+    assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines() == [r["text"] for r in records]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--stream", "--format", "srt"], "text or json"), (["--rate", "8000"], "--stream and -")],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["transcribe", "model", "file.wav", *arguments])
+    assert message in capsys.readouterr().err

@@ -112,6 +112,8 @@ def test_the_normaliser_survives_the_way_through_a_model_file_and_older_files_ha
 def test_senseless_rules_are_refused() -> None:
     with pytest.raises(AlphabetError, match="NFC or NFKC"):
         Alphabet(("", "a"), unicode="NFX")
+    with pytest.raises(NormaliseError, match=r"alphabet\.locale='turkish': .*such as tr"):
+        Alphabet(("", "a"), locale="turkish")
     with pytest.raises(AlphabetError, match="keep or drop"):
         Alphabet(("", "a"), punctuation="lose")
 

@@ -6,6 +6,7 @@ import io
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,26 @@ def test_decoders_read_pieces_as_words() -> None:
         )
         assert found.text == "the other cat" and found.labels == tuple(labels)
         assert [word.text for word in found.words] == ["the", "other", "cat"]
+
+
+def test_merging_gives_what_the_rule_gives_one_merge_after_the_other() -> None:
+    rng = random.Random(3)
+    symbols = ["", WORD_MARK, "a", "b", "c"]
+    for _ in range(40):
+        piece = rng.choice(symbols[1:]) + rng.choice([s for s in symbols[2:] if not s.startswith(WORD_MARK)])
+        if piece not in symbols:
+            symbols.append(piece)
+    alphabet = Alphabet(("", *symbols[4:], *symbols[1:4]))
+    ranks = {symbol: rank for rank, symbol in enumerate(alphabet.symbols)}
+    for _ in range(300):
+        parts = [WORD_MARK, *rng.choices("abc", k=rng.randrange(1, 30))]
+        word = "".join(parts[1:])
+        while found := [(ranks[a + b], at) for at, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+            _, at = min(found)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        assert [alphabet.symbols[label] for label in alphabet.spell(word)] == parts
+
+
+def test_a_word_of_half_a_million_characters_is_spelled() -> None:
+    alphabet = Alphabet(("", WORD_MARK, "a", "b", "ab", "abab"))
+    assert len(alphabet.spell("ab" * 250_000)) == 1 + 125_000

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.reference import recurrence_reference
 from support.op_cases import CPU, draw
 
 
-@pytest.mark.parametrize("nonlinearity", ["relu", "clipped_relu", "tanh"])
+@pytest.mark.parametrize("nonlinearity", CELLS)
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 2, 0])])
 def test_gradcheck_of_the_recurrence(nonlinearity: str, lengths: torch.Tensor | None) -> None:
     leaves = [

@@ -58,6 +58,7 @@ def largest_cluster_hidden(dtype: str) -> int:
 
 def _choice(problem: Problem, cluster: int, clusters: int, rows: int, groups: int, parts: int) -> Choice:
     number, per_word = NUMBERS[problem.dtype]
+    cell = CELLS[problem.nonlinearity]
     words = rows // per_word
     m_tiles = -(-rows // MMA_ROWS)
     samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
@@ -68,11 +69,11 @@ def _choice(problem: Problem, cluster: int, clusters: int, rows: int, groups: in
     smem_bytes = _smem_bytes(problem.backward, cluster, words, m_tiles, head_words, groups, units)
     flags = (problem.backward, problem.hidden % per_word == 0)
     numbers = (cluster, rows, groups, head_tiles, *(str(flag).lower() for flag in flags))
-    shape = f"ClusterShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
+    shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="cluster",
         launch=Launch(
-            kernel("cluster.cuh", "cluster_recurrence", shape, smem_bytes, exchange=False),
+            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, exchange=False),
             threads=THREADS + units * FINISHERS,
             grid=cluster * min(tiles, clusters),
             cluster=cluster,

@@ -1,6 +1,7 @@
 """The kernels' entry, the same for every design: struct Pass of csrc/recurrent/pass.cuh, spread out."""
 
 from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.recurrent.cells import Cell
 
 _PASS = parameters(
     """const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths,
@@ -10,14 +11,15 @@ _PASS = parameters(
 _EXCHANGE = parameters("unsigned* exchange")  # of the whole-chip designs, whose words are all EMPTY
 
 
-def kernel(header: str, function: str, shape: str, smem_bytes: int, *, exchange: bool) -> Source:
-    """Write the kernel that is `function<shape>` of a header of csrc/recurrent, and holds it to the planned memory."""
+def kernel(header: str, function: str, shape: str, cell: Cell, smem_bytes: int, *, exchange: bool) -> Source:
+    """Write the kernel that is `function<shape>` of a header of csrc/recurrent, and hold it to what was planned."""
     arguments = f"{{{names(_PASS)}}}"
     return translation_unit(
         f"recurrent/{header}",
         (*_PASS, *_EXCHANGE) if exchange else _PASS,
         f"    ds2::{function}<Shape>({arguments}{', exchange' if exchange else ''});\n",
         ahead=f"using Shape = ds2::{shape};\n"
-        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n',
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
+        f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )

@@ -41,6 +41,7 @@ def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choi
 def _choice(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Choice | None:
     """None where some warp would have no part of K or a thread more than one word to finish."""
     number, per_word = NUMBERS[problem.dtype]
+    cell = CELLS[problem.nonlinearity]
     words = state_words(problem)
     splits = cluster * WARPS
     block_words = _block_words(words, cluster, clusters, per_word)
@@ -52,11 +53,11 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
     samples, groups, tiles = turns(problem.batch, min(MMA_SAMPLES, FINISHERS // block_words), most_groups)
     smem_bytes = _smem_bytes(problem, cluster, block_words, m_tiles, smem_pairs, most_groups)
     numbers = (cluster, block_words, k_pairs, smem_pairs, most_groups, str(problem.backward).lower())
-    shape = f"GridShape<ds2::{number}, ds2::{CELLS[problem.nonlinearity]}, {', '.join(map(str, numbers))}>"
+    shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_narrow.cuh", "grid_recurrence", shape, smem_bytes, exchange=True),
+            kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, exchange=True),
             threads=THREADS + 2 * FINISHERS,  # the others add
             grid=-(-words // (block_words * cluster)) * cluster,
             cluster=cluster,

@@ -28,6 +28,7 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
 def _choice(problem: Problem, cluster: int, clusters: int) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
+    cell = CELLS[problem.nonlinearity]
     words = state_words(problem)
     k_tiles = -(-words // (cluster * MMA_WORDS))
     used = -(-words // WORDS)
@@ -35,14 +36,13 @@ def _choice(problem: Problem, cluster: int, clusters: int) -> Choice | None:
         return None
     samples, groups, tiles = turns(problem.batch, SAMPLES, MOST_GROUPS)
     smem_bytes = _smem_bytes(problem.backward, cluster, k_tiles)
-    cell = CELLS[problem.nonlinearity]
-    shape = f"WideShape<ds2::{number}, ds2::{cell}, {cluster}, {k_tiles}, {str(problem.backward).lower()}>"
+    shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {k_tiles}, {str(problem.backward).lower()}>"
     # Fitted to H 1760 to 2560, B 32 and 64 (ops/notes/grid_wide.md): a chain of latencies; a second group fits into it.
     tile_us = 1.85 + 0.033 * k_tiles + (0.5 if groups == 2 else 0)
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_wide.cuh", "wide_recurrence", shape, smem_bytes, exchange=True),
+            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, exchange=True),
             threads=2 * THREADS,
             grid=used * cluster,
             cluster=cluster,

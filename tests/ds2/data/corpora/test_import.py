@@ -20,6 +20,13 @@ def test_a_missing_corpus_is_named(tmp_path: Path, format: str) -> None:
         import_corpus(format, tmp_path / "nowhere")
 
 
+def test_a_path_that_no_file_can_have_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("path,sentence\nwav\0/a.wav,a\n")
+    with pytest.raises(ImporterError, match=r"table\.csv:2: no audio"):
+        import_corpus("csv", table)
+
+
 def test_wrong_names_list_the_right_ones(tmp_path: Path) -> None:
     with pytest.raises(ImporterError, match="one of librispeech, an4, kaldi"):
         import_corpus("timit", tmp_path)
