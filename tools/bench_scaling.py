@@ -58,12 +58,12 @@ def measure(
     part: Batch = next(iter(trainer.epoch(plan)))
     part = part.pin_memory() if trainer.device.type == "cuda" else part
     for _ in range(args.warmup):
-        trainer.step(iter([part]), plan)
+        trainer.step(trainer.ahead(iter([part])), plan)
     trainer.timer.means(1)
     comm.allgather(None)
     began = time.perf_counter()
     for _ in range(args.steps):
-        trainer.step(iter([part]), plan)
+        trainer.step(trainer.ahead(iter([part])), plan)
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     step_s = (time.perf_counter() - began) / args.steps

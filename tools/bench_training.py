@@ -2,17 +2,21 @@
 
     python tools/bench_training.py --model rnn_48_skip_4 --batch 4 16 64
     python tools/bench_training.py --model rnn_8 --batch 4 --backend gemm     # the same step without persistent kernels
+    python tools/bench_training.py --model rnn_8 --batch 4 --graphs off auto  # launch by launch, beside CUDA graphs
 
 Utterances are noise of equal length with random transcripts. Prints a table and one JSON line: milliseconds a step
-(median, 10th and 90th percentile of host-timed steps, each ending in the trainer's own synchronisation), what of it the
-host takes (all but its wait for the step's loss and norm) and, on a GPU, how long some kernel or copy runs and how many
-launches there are (from a trace of three further steps): the larger of host and GPU sets the pace. Seconds of audio a
-second, peak memory.
+(median, 10th and 90th percentile of host-timed steps that follow each other as in training: each ends when its update
+is launched, after the trainer's own wait for loss and gradient norm), what of it the host takes (all but that wait)
+and, on a GPU, how long some kernel or copy runs and how many of these there are (from a trace of three further steps):
+the larger of host and GPU sets the pace. Seconds of audio a second, peak memory. Steps are recorded as CUDA graphs once
+running averages weigh a batch by their momentum, with that of the config from the tenth on: the default warm-up lasts
+longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -85,13 +89,14 @@ def traced(step: Callable[[], object], steps: int = 3) -> tuple[float, int]:
     return busy_us / 1000 / steps, len(spans) // steps
 
 
-def bench(model: str, batch: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Median step of one model at one batch size."""
     overrides = [
         f"model={model}", f"model.backend={args.backend}", "optim=sgd", "optim.learning_rate=1e-6",
         f"batching.utterances={batch}",
         f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}", "data.workers=0", f"device={args.device}",
-        f"train.precision={args.precision}", "features.statistics_utterances=4", "train.max_skipped_steps=100000",
+        f"train.precision={args.precision}", f"train.graphs={graphs}", "features.statistics_utterances=4",
+        "train.max_skipped_steps=100000",
         f"run_dir={folder / 'run'}", *args.overrides,
     ]  # fmt: skip
     config = compose_config(overrides)
@@ -104,23 +109,23 @@ def bench(model: str, batch: int, args: argparse.Namespace, folder: Path) -> dic
         torch.cuda.reset_peak_memory_stats()
     times_ms, host_ms = [], []
     waits = Waits(trainer)
+    batches = trainer.ahead(itertools.repeat(prepared))
     for step in range(args.warmup + args.steps):
-        trainer.timer.means(1)
+        if step == args.warmup:
+            trainer.timer.means(1)  # forgets the steps before
         waits.seconds = 0.0
         began = time.perf_counter()
-        trainer.step(iter([prepared]), [range(batch)])
-        launched = time.perf_counter()
-        if on_gpu:
-            torch.cuda.synchronize()
+        trainer.step(batches, [range(batch)])
         if step >= args.warmup:
             times_ms.append(1000 * (time.perf_counter() - began))
-            host_ms.append(1000 * (launched - began - waits.seconds))
-    split = trainer.timer.means(1)
-    busy_ms, launches = traced(lambda: trainer.step(iter([prepared]), [range(batch)])) if on_gpu else (None, None)
+            host_ms.append(times_ms[-1] - 1000 * waits.seconds)
+    split = trainer.timer.means(args.steps)
+    busy_ms, launches = traced(lambda: trainer.step(batches, [range(batch)])) if on_gpu else (None, None)
     deciles = statistics.quantiles(times_ms, n=10)
     median_ms = statistics.median(times_ms)
     return {
-        "model": model, "batch": batch, "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "model": model, "batch": batch, "graphs": graphs,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "host_ms": statistics.median(host_ms), "gpu_busy_ms": busy_ms, "launches": launches,
         "step_ms": median_ms, "p10_ms": deciles[0], "p90_ms": deciles[-1],
         "forward_ms": 1000 * split["forward"], "backward_ms": 1000 * split["backward"],
@@ -141,7 +146,8 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="recurrent backend of ds2_ops")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--graphs", nargs="+", choices=("auto", "on", "off"), default=["auto"])
+    parser.add_argument("--warmup", type=int, default=14)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
     args = parser.parse_args()
@@ -151,21 +157,21 @@ def main() -> None:
     print(f"torch {torch.__version__} on {device}, commit {git_commit()}")
     print(f"{args.duration:g} s utterances, backend {args.backend}")
     print(
-        f"{'model':<18}{'batch':>6}{'step ms':>10}{'p10-p90':>16}{'fwd':>8}{'bwd':>8}{'opt':>7}"
+        f"{'model':<18}{'batch':>6}{'graphs':>8}{'step ms':>10}{'p10-p90':>16}{'fwd':>8}{'bwd':>8}{'opt':>7}"
         f"{'host':>8}{'GPU':>8}{'launches':>10}{'audio s/s':>11}{'GiB':>7}"
     )
     rows = []
     for model in args.model:
-        for batch in args.batch:
+        for batch, graphs in itertools.product(args.batch, args.graphs):
             with tempfile.TemporaryDirectory() as folder:
                 write_corpus(Path(folder), batch, args.duration, args.characters)
-                row = bench(model, batch, args, Path(folder))
+                row = bench(model, batch, graphs, args, Path(folder))
             rows.append(row)
             spread = f"{row['p10_ms']:.1f}-{row['p90_ms']:.1f}"
             memory = f"{row['peak_gib']:.2f}" if row["peak_gib"] is not None else "-"
             busy = f"{row['gpu_busy_ms']:.1f}" if row["gpu_busy_ms"] is not None else "-"
             print(
-                f"{model:<18}{batch:>6}{row['step_ms']:>10.1f}{spread:>16}{row['forward_ms']:>8.1f}{row['backward_ms']:>8.1f}"
+                f"{model:<18}{batch:>6}{graphs:>8}{row['step_ms']:>10.1f}{spread:>16}{row['forward_ms']:>8.1f}{row['backward_ms']:>8.1f}"
                 f"{row['optimizer_ms']:>7.1f}{row['host_ms']:>8.1f}{busy:>8}{row['launches'] or '-':>10}"
                 f"{row['audio_s_per_s']:>11.0f}{memory:>7}",
                 flush=True,

@@ -99,11 +99,21 @@ class Features(nn.Module):
         frames = int(lengths.max()) if batch else 0
         if frames == 0:
             return waveforms.new_zeros((batch, self.bins, 0), dtype=torch.float32), lengths
-        log_power = self._log_power(waveforms[:, : (frames - 1) * self.step_samples + self.window_samples])
-        features = ((log_power - self.mean) / self.std).transpose(1, 2)
-        device_lengths = lengths.to(waveforms.device, non_blocking=True)
-        valid = torch.arange(frames, device=waveforms.device) < device_lengths[:, None]
-        return torch.where(valid[:, None, :], features, 0.0).contiguous(), lengths
+        cut = waveforms[:, : (frames - 1) * self.step_samples + self.window_samples]
+        return self.padded(cut, lengths.to(waveforms.device, non_blocking=True)), lengths
+
+    def padded(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
+        """Return normalised features of all frames that the waveforms hold, with no value read back to the host.
+
+        Args:
+            waveforms: (B, N) as in `forward`, of one frame at least.
+            lengths: (B,) integers on the same device, the valid frames: the caller's promise.
+        Returns:
+            features as in `forward`, T being `frames(N)`.
+        """
+        features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
+        valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
+        return torch.where(valid[:, None, :], features, 0.0).contiguous()
 
     @torch.no_grad()
     def estimate(self, waveforms: Iterable[Tensor | np.ndarray]) -> int:

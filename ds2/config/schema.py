@@ -149,6 +149,7 @@ class TrainConfig:
     max_minutes: float = number(0.0, 0, UNLIMITED)  # of steps; preparation and evaluations do not count; 0: no limit
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
+    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on one GPU
     accumulate: int = number(1, 1, COUNT)  # batches a step
     average_decay: float = number(0.0, 0, 1, below=True)  # of a moving average of the weights, kept as best; 0: off
     early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev WER; 0: off

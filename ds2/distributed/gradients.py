@@ -164,6 +164,16 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.passes = 0
 
+    @property
+    def fresh(self) -> bool:
+        """Whether no backward pass of this step has added gradients yet."""
+        return all(bucket.passes == 0 for bucket in self._buckets)
+
+    def count_pass(self) -> None:
+        """Take notice of a backward pass that ran as a recording of an earlier one."""
+        for bucket in self._buckets:
+            bucket.passes += 1
+
     @contextmanager
     def passing(self, *, last: bool) -> Iterator[None]:
         """The block is a forward pass, the step's last one if `last`: its gradients are then final as they arrive."""

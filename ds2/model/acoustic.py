@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds2.config.schema import ConfigError, ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.dropout import UtteranceDropout
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.norm import Count, SequenceBatchNorm
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import make_recurrent_layer
 from ds2.model.stream_state import ModuleState, StreamState
@@ -157,11 +157,12 @@ class AcousticModel(nn.Module):
 
         Args:
             features: (B, F, T) float32; what lies past an utterance's length is ignored, NaN included.
-            lengths: (B,) integers on the CPU, valid frames.
+            lengths: (B,) integers, valid frames; on the CPU, or on the features' device: then never read back, so that
+                their values are the caller's promise.
             keys: (B,) int64 on the device, from which each utterance's dropout follows; None: torch's generator.
 
         Returns:
-            Logits (T', B, V) float32, 0 past each length, and output lengths (B,) int64 on the CPU.
+            Logits (T', B, V) float32, 0 past each length, and output lengths (B,) int64 where the lengths are.
 
         Raises:
             ValueError: shapes or lengths that do not fit.
@@ -177,7 +178,7 @@ class AcousticModel(nn.Module):
         for module in self.recurrent_modules:
             x = module(x, ragged)
         logits = self._classify(x, ragged.count)
-        return torch.where(ragged.valid.t()[:, :, None], logits, 0.0), ragged.lengths_cpu
+        return torch.where(ragged.valid.t()[:, :, None], logits, 0.0), self.output_frames(lengths)
 
     def start(self, streams: int = 1) -> StreamState:
         """Make the state of a batch of streams that have heard nothing yet.
@@ -232,7 +233,7 @@ class AcousticModel(nn.Module):
             x = module.stream(x, module_state, final=final)
         return self._classify(x, None)
 
-    def _classify(self, x: Tensor, count: int | None) -> Tensor:
+    def _classify(self, x: Tensor, count: Count | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.classifier.weight.dtype)
             logits: Tensor = self.classifier(x if self.norm is None else self.norm(x, count))
@@ -255,12 +256,14 @@ class AcousticModel(nn.Module):
                 f"features have shape {tuple(features.shape)}, expected (B, F, T) with F = {self.bins} bins"
             )
         batch, _, frames = features.shape
-        if lengths.device.type != "cpu" or lengths.dtype.is_floating_point or lengths.shape != (batch,):
+        on_cpu = lengths.device.type == "cpu"
+        placed = on_cpu or lengths.device == features.device
+        if not placed or lengths.dtype.is_floating_point or lengths.shape != (batch,):
             raise ValueError(
                 f"lengths are {lengths.dtype} of shape {tuple(lengths.shape)} on {lengths.device}, expected integers "
-                f"of shape (B,) = ({batch},) on the CPU"
+                f"of shape (B,) = ({batch},) on the CPU or on {features.device}"
             )
-        if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames:
+        if on_cpu and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames:
             raise ValueError(f"lengths are {lengths.tolist()}, allowed are 0 to T = {frames} frames")
         return lengths.long()
 

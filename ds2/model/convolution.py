@@ -46,10 +46,10 @@ class MaskedConv(nn.Module):
             (B, C', F', T') and its lengths; 0 past each of them.
         """
         z = self._convolve(x, self.kernel[1] // 2)
-        after = Ragged.of(frames_after(ragged.lengths_cpu, self.stride[1]), z.shape[3], z.device, ragged.keys)
+        after = Ragged.of(frames_after(ragged.lengths, self.stride[1]), z.shape[3], z.device, ragged.keys)
         valid = after.valid[:, None, None, :].to(z.dtype)
         if self.norm is not None:  # a convolution's edge spills past the end: out of the statistics with it
-            z = self.norm(z.mul_(valid), after.count * z.shape[2])
+            z = self.norm(z.mul_(valid), after.count.times(z.shape[2]))
         return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
 
     def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:

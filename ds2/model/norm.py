@@ -13,6 +13,37 @@ from torch import Tensor, nn
 Reduce = Callable[[Tensor], None]
 
 
+class Count:
+    """How many positions of a batch are valid, as numbers on its device, made when the first layer needs them.
+
+    Args:
+        lengths: integers on the device that sum to the valid positions.
+        positions: all of them, padding included.
+        factor: what each of either stands for.
+    """
+
+    def __init__(self, lengths: Tensor, positions: int, factor: int = 1) -> None:
+        self._lengths, self._factor = lengths, factor
+        self.positions = positions * factor
+        self._ratios: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def times(self, factor: int) -> "Count":
+        """Of batches in which each position stands for so many."""
+        return Count(self._lengths, self.positions // self._factor, self._factor * factor)
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """(1,) int32, at least 1."""
+        return (self._lengths.sum() * self._factor).clamp(min=1).int().view(1)
+
+    def ratio(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All positions over the valid ones, r, and 1 - r: scalars, divided in float64."""
+        if dtype not in self._ratios:
+            ratio = self.valid.new_full((), self.positions, dtype=torch.float64) / self.valid[0]
+            self._ratios[dtype] = ratio.to(dtype), (1.0 - ratio).to(dtype)
+        return self._ratios[dtype]
+
+
 class SequenceBatchNorm(nn.Module):
     """Normalise each channel over all valid positions of a batch (Deep Speech 2, section 3.2).
 
@@ -49,12 +80,17 @@ class SequenceBatchNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(channels))
         self.batches = 0  # behind the running averages; on the host, where the weight of the next one is chosen
 
-    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
+    @property
+    def settled(self) -> bool:
+        """Whether the next batch weighs in with the momentum, as all later ones will."""
+        return self.momentum >= 1.0 / (self.batches + 1)
+
+    def forward(self, x: Tensor, count: Count | int | None = None) -> Tensor:
         """Normalise.
 
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
-            count: valid positions; unused in evaluation.
+            count: valid positions of the N; unused in evaluation.
 
         Returns:
             The shape and dtype of ``x``.
@@ -64,9 +100,11 @@ class SequenceBatchNorm(nn.Module):
             return _apply(flat, self.weight, self.bias, self.running_mean, self.running_var, self.eps).view_as(x)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
+        if isinstance(count, int):
+            count = Count(torch.tensor(count, device=x.device), x.numel() // len(self.weight))
         y: Tensor
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
-            flat, self.weight, self.bias, max(count, 1), self.eps, self.reduce
+            flat, self.weight, self.bias, count, self.eps, self.reduce
         )
         self.batches += 1
         with torch.no_grad():
@@ -95,19 +133,17 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: int, eps: float, reduce: Reduce | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Count, eps: float, reduce: Reduce | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
-        positions = x.numel() // x.shape[1]
         if reduce is None:
-            total = _count(count, x.device, torch.int32)
-            ratio = positions / count
-            mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean, mean, value=1.0 - ratio)], ratio)
+            total = count.valid
+            ratio, spare = count.ratio(mean.dtype)
+            mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean * spare, mean)], ratio)
         else:  # in float64: the difference of large sums is the variance
-            valid = _count(count, x.device, torch.float64)  # which makes all of it float64
-            packed = torch.cat([mean, torch.addcmul(var, mean, mean), valid])
-            packed[:-1].mul_(positions)
+            packed = torch.cat([mean, torch.addcmul(var, mean, mean), count.valid.double()])
+            packed[:-1].mul_(count.positions)
             reduce(packed)
             mean, squares = (packed[:-1] / packed[-1]).chunk(2)
             mean, var = mean.to(weight.dtype), torch.addcmul(squares, mean, mean, value=-1.0).to(weight.dtype)
@@ -150,12 +186,6 @@ class _Normalise(torch.autograd.Function):
             shape = (1, -1) + (1,) * (x.dim() - 2)
             grad_x = torch.addcmul(shift.view(shape), x, slope.view(shape)).addcmul_(grad_y, scale.view(shape))
         return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
-
-
-@functools.lru_cache(maxsize=64)
-def _count(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The count on the device, for all layers of a batch; nobody writes to it."""
-    return torch.full((1,), count, dtype=dtype, device=device)
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:

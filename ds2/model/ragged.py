@@ -5,31 +5,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds2.model.norm import Count
+
 
 @dataclass(frozen=True)
 class Ragged:
-    """How far each utterance of a padded batch reaches, on the CPU and on the device, made once a batch.
+    """How far each utterance of a padded batch reaches, on its device, made once a batch and never read back.
 
     Attributes:
-        lengths_cpu: (B,) int64 on the CPU, valid frames.
-        lengths: (B,) int32 on the model's device.
-        count: valid frames of the batch.
-        valid: (B, T) bool on the device, True where t < length.
-        keys: (B,) int64 on the device, from which each utterance's dropout follows; None where nothing depends on them.
+        lengths: (B,) int32, valid frames.
+        count: valid positions among the B T of the batch.
+        valid: (B, T) bool, True where t < length.
+        keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
     """
 
-    lengths_cpu: Tensor
     lengths: Tensor
-    count: int
+    count: Count
     valid: Tensor
     keys: Tensor | None = None
 
     @classmethod
-    def of(cls, lengths_cpu: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
-        """Make one from (B,) lengths on the CPU, for batches padded to ``frames``."""
-        lengths = lengths_cpu.to(device, torch.int32, non_blocking=True)
+    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
+        """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
+        lengths = lengths.to(device, torch.int32, non_blocking=True)
         valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
-        return cls(lengths_cpu, lengths, int(lengths_cpu.sum()), valid, keys)
+        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys)
 
     @property
     def frames(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from ds2_ops.ctc import loss
 from torch import Tensor
 
 from ds2.text.alphabet import BLANK
@@ -28,38 +29,43 @@ def min_frames(labels: Tensor, label_lengths: Tensor) -> Tensor:
     return label_lengths + repeats
 
 
-def ctc_losses(logits: Tensor, logit_lengths: Tensor, labels: Tensor, label_lengths: Tensor) -> tuple[Tensor, Tensor]:
+def feasible_rows(frames: Tensor, labels: Tensor, label_lengths: Tensor) -> Tensor:
+    """(B,) bool: which transcripts have frames (B,) enough; the other arguments are those of `min_frames`."""
+    return frames >= min_frames(labels, label_lengths)
+
+
+def ctc_losses(logits: Tensor, frames: Tensor, labels: Tensor, label_lengths: Tensor, feasible: Tensor) -> Tensor:
     """Negative log-likelihood of each transcript, summed over all alignments (Graves et al. 2006, equation 8).
 
-    The gradient has the same bits on every run: `reproducible_ctc` makes it on a GPU, where torch's adds with atomics.
+    The gradient has the same bits on every run: on a GPU it comes from `ds2_ops`, or where those kernels cannot run
+    from `reproducible_ctc`, since torch's adds with atomics.
 
     Args:
         logits: (T, B, V) of any float dtype; the log-softmax and the sums run in fp32.
-        logit_lengths: (B,) int64 on the CPU, valid frames.
-        labels: (B, L) int64 on the CPU, padded; 0 is the blank and must not occur in the valid part.
-        label_lengths: (B,) int64 on the CPU.
+        frames: (B,) int64, valid frames.
+        labels: (B, L) int64, padded; 0 is the blank and must not occur in the valid part.
+        label_lengths: (B,) int64, at most L where feasible.
+        feasible: (B,) bool, see `feasible_rows`. All are on the device of the logits, and on a GPU never read back.
 
     Returns:
-        losses (B,) fp32 in nats, 0 and without gradient where no alignment exists; and the feasible rows (B,) bool on
-        the CPU: False where the transcript needs more frames than there are.
+        losses (B,) fp32 in nats, 0 and without gradient where no alignment exists.
     """
-    feasible = logit_lengths >= min_frames(labels, label_lengths)
     # An infeasible row is scored against the empty transcript: an infinite loss has a NaN gradient even at weight 0.
     possible = torch.where(feasible, label_lengths, 0)
-    if logits.is_cuda:
-        losses = reproducible_ctc(logits, labels, logit_lengths, possible)
-    else:
+    if not logits.is_cuda:
         log_probs = F.log_softmax(logits.float(), dim=-1)
-        losses = F.ctc_loss(log_probs, labels, logit_lengths, possible, blank=BLANK, reduction="none")
-    if not bool(feasible.all()):
-        losses = torch.where(feasible.to(losses.device), losses, torch.zeros_like(losses))
-    return losses, feasible
+        losses = F.ctc_loss(log_probs, labels, frames, possible, blank=BLANK, reduction="none")
+    elif loss.why_not(labels.shape[1], logits.shape[2], logits.device) is None:
+        losses = loss.ctc_loss(logits, frames, labels, possible)
+    else:
+        losses = reproducible_ctc(logits, labels, frames.cpu(), possible.cpu())
+    return torch.where(feasible, losses, 0.0)
 
 
 def reproducible_ctc(logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor) -> Tensor:
     """The losses (B,) of feasible transcripts, on any device, with a gradient free of atomic additions.
 
-    Arguments are those of `ctc_losses`.
+    Arguments are those of `ctc_losses`, the lengths on the CPU.
     """
     losses: Tensor = _CtcLoss.apply(logits, labels, frames, label_lengths)  # type: ignore[no-untyped-call]
     return losses

@@ -12,7 +12,7 @@ from ds2.audio.features import Features
 from ds2.data.loader import SpeechLoader
 from ds2.distributed.communicator import Communicator
 from ds2.text.alphabet import Alphabet
-from ds2.training.ctc import ctc_losses
+from ds2.training.ctc import ctc_losses, feasible_rows
 from ds2.training.metrics import RunLog, Shown
 
 _SHOWN = 4
@@ -41,8 +41,10 @@ class DevWatch:
         """Take what the model says of utterances: their places, logits (T', B, V), lengths (B,) on the CPU."""
         rows = [torch.tensor(self._labels[index], dtype=torch.int64) for index in indices]
         counts = torch.tensor([len(row) for row in rows])
-        losses, feasible = ctc_losses(logits, lengths, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), counts)
-        self._loss += float(losses.sum())
+        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        feasible = feasible_rows(lengths, labels, counts)
+        given = (values.to(logits.device) for values in (lengths, labels, counts, feasible))
+        self._loss += float(ctc_losses(logits, *given).sum())
         self._feasible += int(feasible.sum())
         for row, index in enumerate(indices):
             if index in self._shown:

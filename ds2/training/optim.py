@@ -15,7 +15,8 @@ from ds2.config.schema import ConfigError, OptimConfig
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Nesterov SGD (Persistent RNN paper, section 5.3) or AdamW; weight decay only on matrices and kernels.
 
-    On a GPU each parameter is read and written once a step (torch's fused implementation); on a CPU, foreach.
+    On a GPU each parameter is read and written once a step (torch's fused implementation), and the learning rate is a
+    tensor there, which a CUDA graph of the step reads anew each time; on a CPU, foreach.
     Weights whose names start with a key of `layer_rates` (the longest one counts) learn at that factor of the rate.
 
     Raises:
@@ -37,12 +38,15 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
             groups.append({"params": params, "weight_decay": decay, "rate_factor": factor})
     groups = [group for group in groups if group["params"]]
     on_gpu = all(p.is_cuda for p in model.parameters())
-    rate, momentum, betas = config.learning_rate, config.momentum, (config.betas[0], config.betas[1])
+    rate: float | Tensor = config.learning_rate
+    if on_gpu:
+        rate = torch.tensor(rate, device=groups[0]["params"][0].device)
+    momentum, betas = config.momentum, (config.betas[0], config.betas[1])
     if config.name == "sgd":
         return torch.optim.SGD(
             groups, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=on_gpu, foreach=not on_gpu
         )
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu, capturable=on_gpu)
 
 
 def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -> float:
@@ -71,7 +75,10 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every parameter group the rate, times its own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["rate_factor"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * group["rate_factor"])
+        else:
+            group["lr"] = rate * group["rate_factor"]
 
 
 def starts(name: str, prefix: str) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor
 
-from ds2.audio.augment import utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
 from ds2.data.batching import deal, padded_durations_s, plan_epoch
@@ -34,10 +34,13 @@ from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
-from ds2.training.ctc import ctc_losses
 from ds2.training.dev_watch import DevWatch
+from ds2.training.graphs import GraphedPasses, Update
+from ds2.training.graphs import wanted as graphs_wanted
+from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
-from ds2.training.optim import clip_gradients, gradient_norm, make_optimizer
+from ds2.training.optim import gradient_norm, make_optimizer
+from ds2.training.passes import Passes
 from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
 
@@ -106,6 +109,13 @@ class Trainer:
             overlap=config.comm.overlap,
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
+        longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
+        longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
+        graphed = graphs_wanted(config, self.comm, why_no_loss(longest, len(self.alphabet), self.device))
+        kind = GraphedPasses if graphed else Passes
+        self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
+        self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
+        self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -125,37 +135,21 @@ class Trainer:
         durations = padded_durations_s([u.duration_s for u in self.utterances], self.config.augment.speed)
         return plan_epoch(durations, self.config.batching, self.progress.epoch, self.config.train.seed)
 
-    def epoch(self, plan: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
         """This rank's parts of the batches that are left of the running epoch."""
         parts = [deal(batch, self.comm.rank, self.comm.world) for batch in plan[self.progress.batch :]]
-        return self.loader.epoch(parts, self.progress.epoch)
+        return self.ahead(self.loader.epoch(parts, self.progress.epoch))
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Forward pass of a training batch: losses (B,) in nats and which rows are feasible."""
-        features, lengths = self.features(batch.waveforms.to(self.device, non_blocking=True), batch.sample_lengths)
-        indices = batch.indices.tolist()
-        seed, epoch = self.config.train.seed, self.progress.epoch
-        masks = spectrogram_masks(
-            lengths, features.shape[1], self.config.augment, self.config.features, seed, epoch, indices
-        )
-        features = apply_masks(features, masks)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            logits, logit_lengths = self.model(features, lengths, self._dropout_keys(indices))
-        return ctc_losses(logits, logit_lengths, batch.labels, batch.label_lengths)
+    def ahead(self, batches: Iterator[Batch]) -> Ahead:
+        """Batches of the running epoch as steps take them."""
+        return Ahead(batches, partial(self.inputs, epoch=self.progress.epoch))
 
-    def _dropout_keys(self, indices: Sequence[int]) -> Tensor | None:
-        """One a utterance and epoch: its masks are the same on any rank of any number."""
-        if not self.config.model.dropout:
-            return None
-        seed, epoch = self.config.train.seed, self.progress.epoch
-        keys = [int(utterance_rng(seed, epoch, index, "dropout").integers(2**62)) for index in indices]
-        return torch.tensor(keys).to(self.device, non_blocking=True)
-
-    def step(self, batches: Iterator[Batch], group: Sequence[Sequence[int]]) -> float | None:
+    def step(self, batches: Ahead, group: Sequence[Sequence[int]]) -> float | None:
         """One optimizer step over all ranks.
 
         Args:
-            batches: this rank's parts of the batches, as `epoch` gives them.
+            batches: this rank's parts of the batches, as `epoch` gives them; the inputs of the one behind the step's
+                are made before its results are waited for.
             group: the whole batches that make up the step, as utterance indices.
 
         Returns:
@@ -181,9 +175,7 @@ class Trainer:
             self._apply(norm)
         return loss
 
-    def _passes(
-        self, batches: Iterator[Batch], group: Sequence[Sequence[int]]
-    ) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
+    def _passes(self, batches: Ahead, group: Sequence[Sequence[int]]) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
         """Forward and backward passes of a step: what this rank did, and its batches with their losses."""
         config, comm = self.config, self.comm
         utterances = sum(map(len, group))
@@ -191,23 +183,22 @@ class Trainer:
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
-                batch = next(batches)
+                batch, inputs = next(batches)
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
             last = number == len(group) - 1
             try:
-                with (
-                    self.timer.phase("forward"),
-                    self.statistics.passing(backward=False),
-                    self.gradients.passing(last=last),
-                ):
-                    losses, feasible = self.losses(batch)
+                with self.timer.phase("forward"), self.statistics.passing(backward=False):
+                    losses = self.passes.forward(inputs, utterances, last=last, idle=idle)
                 with self.timer.phase("backward"), self.statistics.passing(backward=True):
-                    torch.autograd.backward(losses.sum() * 0.0 if idle else losses.sum() / utterances)
+                    self.passes.backward()
+                if last:
+                    with self.timer.phase("data"):
+                        batches.look()
             except torch.OutOfMemoryError as error:
                 raise TrainingError(self._out_of_memory(batch)) from error
             if not idle:
-                seen.append((batch, losses.detach()))
-                done.infeasible += int((~feasible).sum())
+                seen.append((batch, losses))
+                done.infeasible += inputs.infeasible
                 done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
         return done, seen
 
@@ -222,8 +213,7 @@ class Trainer:
 
     def _apply(self, norm: Tensor) -> None:
         """Let the gradients, clipped, change the weights, and count the step."""
-        clip_gradients(self.gradients.buckets, norm, self.config.optim.clip_norm)
-        self.optimizer.step()
+        self.update(norm)
         self.statistics.end_step()
         if self.average is not None:
             self.average.update(self.model)
@@ -255,12 +245,13 @@ class Trainer:
 
     def _out_of_memory(self, batch: Batch) -> str:
         longest = float(batch.sample_lengths.max()) / self.config.data.sample_rate_hz
+        graphs = "train.graphs=off keeps no memory for CUDA graphs; " if self.inputs.padded else ""
         return (
             f"out of memory on {self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}: "
             f"{len(batch.indices)} utterances, the longest {longest:.1f} s. Lower batching.utterances="
             f"{self.config.batching.utterances} or batching.audio_s={self.config.batching.audio_s} (and raise "
-            "train.accumulate to keep the step's size), or lower data.max_duration_s; batching.longest_first=true "
-            "shows the need in the first step"
+            f"train.accumulate to keep the step's size), or lower data.max_duration_s; {graphs}"
+            "batching.longest_first=true shows the need in the first step"
         )
 
     def evaluate(self, board: RunLog) -> dict[str, float]:

@@ -140,15 +140,15 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
 ) -> None:
     config = tiny_config("train.max_skipped_steps=2", "batching.sortagrad=false")
     trainer = Trainer(config, Path(config.run_dir))
-    healthy = trainer.losses
+    healthy = trainer.passes.losses
     before = [p.detach().clone() for p in trainer.model.parameters()]
 
-    def poisoned(batch):  # type: ignore[no-untyped-def]
-        values, feasible = healthy(batch)
-        return values + torch.tensor([float("nan")] + [0.0] * (len(values) - 1)), feasible
+    def poisoned(inputs):  # type: ignore[no-untyped-def]
+        values = healthy(inputs)
+        return values + torch.tensor([float("nan")] + [0.0] * (len(values) - 1))
 
-    monkeypatch.setattr(trainer, "losses", poisoned)
-    batches = trainer.loader.epoch(trainer.plan(), 1)
+    monkeypatch.setattr(trainer.passes, "losses", poisoned)
+    batches = trainer.ahead(trainer.loader.epoch(trainer.plan(), 1))
     bad = trainer.utterances[trainer.plan()[0][0]].name
     assert trainer.step(batches, trainer.plan()[:1]) is None
     assert bad in caplog.text and trainer.progress.skipped == 1 and trainer.progress.step == 0
@@ -167,11 +167,11 @@ def test_out_of_memory_names_the_batch_and_the_settings(
     def fails(batch):  # type: ignore[no-untyped-def]
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer, "losses", fails)
+    monkeypatch.setattr(trainer.passes, "losses", fails)
     with pytest.raises(
         TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
     ):
-        trainer.step(trainer.loader.epoch(trainer.plan(), 1), trainer.plan()[:1])
+        trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
 
 
 def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(

@@ -39,14 +39,15 @@ def strike(fault: str, trainer: Trainer) -> None:
     elif fault == "launcher":
         os.kill(os.getppid(), signal.SIGTERM)
     elif fault == "poison":
-        healthy = trainer.losses
+        passes = trainer.passes
+        healthy = passes.losses
 
-        def poisoned(batch: Any) -> Any:
-            trainer.losses = healthy  # type: ignore[method-assign]
-            losses, feasible = healthy(batch)
-            return losses + torch.tensor([float("nan")] + [0.0] * (len(losses) - 1)), feasible
+        def poisoned(inputs: Any) -> Any:
+            passes.losses = healthy  # type: ignore[method-assign]
+            losses = healthy(inputs)
+            return losses + torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
 
-        trainer.losses = poisoned  # type: ignore[method-assign]
+        passes.losses = poisoned  # type: ignore[method-assign]
 
 
 def run(fault: str, rank: str, step: str, *overrides: str) -> int:

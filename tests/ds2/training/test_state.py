@@ -57,7 +57,7 @@ def test_a_state_without_some_of_its_tensors_does_not_resume(
 ) -> None:
     config = tiny_config("train.average_decay=0.9", "train.max_steps=1")
     trainer = Trainer(config, tmp_path)
-    trainer.step(trainer.loader.epoch(trainer.plan(), 1), trainer.plan()[:1])
+    trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
     trainer.save()
     path = tmp_path / "trainer.safetensors"
     tensors, metadata = load(path)
