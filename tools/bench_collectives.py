@@ -23,11 +23,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ds2.config import CommConfig
-from ds2.device import resolve_device
-from ds2.distributed import Communicator, connect
-from ds2.metrics import git_commit
-from ds2.mpi_world import library_version
+from ds2.config.device import resolve_device
+from ds2.config.schema import CommConfig
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
+from ds2.distributed.mpi import library_version
+from ds2.system.machine import git_commit
 
 Sum = Callable[[Tensor], object]
 

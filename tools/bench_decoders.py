@@ -29,20 +29,23 @@ import torch
 from decoder_peers import PEERS, PeerDecoder, Setup
 from omegaconf import OmegaConf
 
-from ds2.arpa_cache import arpa_file
-from ds2.beam_native import thread_count
-from ds2.beam_search import DecodeError, Hypothesis
-from ds2.checkpoint import LoadedModel, load_model
-from ds2.config import DecodeConfig
-from ds2.corpus import scored_utterances
-from ds2.dataset import SpeechLoader
-from ds2.decoding import Decoder, GreedyDecoder, make_decoder
-from ds2.device import resolve_device, resolve_precision
-from ds2.evaluate import logit_batches, recognition_loader, transcribe_utterances
-from ds2.lm_tune import DevSet
-from ds2.manifest import Utterance
-from ds2.ngram_file import load_ngram
-from ds2.wer import ErrorCounts, word_errors
+from ds2.config.device import resolve_device, resolve_precision
+from ds2.config.schema import DecodeConfig
+from ds2.data.loader import SpeechLoader
+from ds2.data.manifest import Utterance
+from ds2.data.splits import scored_utterances
+from ds2.decoding.decoder import Decoder
+from ds2.decoding.external.adapter import thread_count
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.methods import make_decoder
+from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.files import load_ngram
+from ds2.model.checkpoint import LoadedModel, load_model
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.tuning import DevSet
+from ds2.scoring.wer import ErrorCounts, word_errors
 
 _TOKENS = 29  # flashlight's labels a frame, unless a method says
 
@@ -118,9 +121,9 @@ def bench_search(loaded: LoadedModel, utterances: list[Utterance], arguments: ar
     """Time the decoders alone, in turn."""
     device = resolve_device(arguments.device)
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
-    loader = recognition_loader(loaded, utterances, device)
-    batches = logit_batches(loaded.model, loaded.features, loader, device=device, batch_audio_s=arguments.batch_audio_s)
-    dev = DevSet.of(batches, texts)
+    loader = recognition_loader(utterances, loaded.config.data, device)
+    recogniser = Recogniser.of(loaded, DecodeConfig(), device)
+    dev = DevSet.of(recogniser.logits(loader, batch_audio_s=arguments.batch_audio_s), texts)
     references = [reference for batch in dev.references for reference in batch]
     contenders = decoders(loaded, arguments, device)
     best_s: dict[str, tuple[float, float]] = {}
@@ -149,22 +152,15 @@ def bench_whole(loaded: LoadedModel, utterances: list[Utterance], arguments: arg
     device = resolve_device(arguments.device)
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
     audio_s = sum(u.duration_s for u in utterances)
-    config = replace(loaded.config, data=replace(loaded.config.data, cache="disk"))
+    data = replace(loaded.config.data, cache="disk")
     greedy_s = 0.0
     for name, decoder in decoders(loaded, arguments, device):
         kept: list[Hypothesis] = []
 
         def everything(decoder: Decoder = decoder, kept: list[Hypothesis] = kept) -> None:
-            kept[:] = transcribe_utterances(
-                loaded.model,
-                loaded.features,
-                loaded.alphabet,
-                SpeechLoader(utterances, config, None, training=False),
-                device=device,
-                precision=resolve_precision("auto", device),
-                batch_audio_s=arguments.batch_audio_s,
-                decoder=decoder,
-            )
+            parts = (loaded.model, loaded.features, loaded.alphabet, decoder, device, resolve_precision("auto", device))
+            loader = SpeechLoader(utterances, data, device)
+            kept[:] = Recogniser(*parts).recognise(loader, batch_audio_s=arguments.batch_audio_s)
 
         elapsed_s = timed_s(everything, device, arguments.repeat)
         greedy_s = greedy_s or elapsed_s

@@ -22,12 +22,12 @@ import numpy as np
 import soundfile
 import torch
 
-from ds2.alphabet import Alphabet
-from ds2.audio_cache import usable_cores
-from ds2.batching import plan_epoch
-from ds2.config import AugmentConfig, BatchingConfig, Config, DataConfig
-from ds2.dataset import Batch, SpeechLoader
-from ds2.manifest import Utterance, read_manifests
+from ds2.config.schema import AugmentConfig, BatchingConfig, Config, DataConfig
+from ds2.data.batching import plan_epoch
+from ds2.data.loader import Batch, SpeechLoader
+from ds2.data.manifest import Utterance, read_manifests
+from ds2.system.machine import usable_cores
+from ds2.text.alphabet import Alphabet
 
 SAMPLE_RATE_HZ = 16000
 AUGMENTATIONS = {
@@ -74,7 +74,8 @@ def measure(utterances: Sequence[Utterance], config: Config, batch: int, epochs:
     """Return one row: time to the first batch, rates, and the share of time that a consumer waits."""
     durations_s = np.array([u.duration_s for u in utterances])
     started = time.perf_counter()
-    loader = SpeechLoader(utterances, config, Alphabet.from_config(config.alphabet), training=True)
+    alphabet, cpu = Alphabet.from_config(config.alphabet), torch.device("cpu")
+    loader = SpeechLoader(utterances, config.data, cpu, alphabet, config.augment, config.train.seed)
 
     def epoch(number: int) -> Iterator[Batch]:
         return loader.epoch(plan_epoch(durations_s, BatchingConfig(utterances=batch), number, seed=1), number)

@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from bench_training import write_corpus
 
-from ds2.compose import compose_config
-from ds2.config import CommConfig
-from ds2.dataset import Batch
-from ds2.device import resolve_device
-from ds2.distributed import Communicator, connect
-from ds2.metrics import git_commit
-from ds2.trainer import Trainer
+from ds2.commands.compose import compose_config
+from ds2.config.device import resolve_device
+from ds2.config.schema import CommConfig
+from ds2.data.loader import Batch
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
+from ds2.system.machine import git_commit
+from ds2.training.trainer import Trainer
 
 
 def measure(
@@ -57,12 +58,12 @@ def measure(
     part: Batch = next(iter(trainer.epoch(plan)))
     part = part.pin_memory() if trainer.device.type == "cuda" else part
     for _ in range(args.warmup):
-        trainer.step(iter([part]), plan)
+        trainer.step(trainer.ahead(iter([part])), plan)
     trainer.timer.means(1)
     comm.allgather(None)
     began = time.perf_counter()
     for _ in range(args.steps):
-        trainer.step(iter([part]), plan)
+        trainer.step(trainer.ahead(iter([part])), plan)
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     step_s = (time.perf_counter() - began) / args.steps

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.alphabet import Alphabet
-from ds2.beam_native import find_package
-from ds2.beam_search import Hypothesis
-from ds2.config import DecodeConfig
-from ds2.language_model import END, START, UNKNOWN, NGram
-from ds2.lexicon import Spelling
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.external.adapter import find_package
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import Spelling
+from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.text.alphabet import Alphabet
 
 One = Callable[[NDArray[np.float32]], str]
 _decode_here: One  # of a worker process
@@ -131,7 +131,7 @@ class PeerDecoder:
         self.pool = ProcessPoolExecutor(processes, context, initializer=_adopt, initargs=(one,))
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode as `ds2.decoding.Decoder` says; texts only."""
+        """Decode as `ds2.decoding.decoder.Decoder` says; texts only."""
         rows = zip(log_probs.transpose(0, 1).numpy(), lengths.tolist(), strict=True)
         texts = self.pool.map(_decode, [np.ascontiguousarray(row[:length]) for row, length in rows])
         return [[Hypothesis(text, 0.0, (), ())] for text in texts]

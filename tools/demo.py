@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_an4(given: str) -> Path | None:
-    """The AN4 folder (with etc/ and wav/) that the user named, or one beside the checkout; None where there is none."""
-    candidates = [given] if given else [os.environ.get("DS2_AN4", ""), str(ROOT.parent / "shared" / "data" / "an4")]
+    """The AN4 folder (with etc/ and wav/) that the user named, or one in or beside the checkout; None without one."""
+    candidates = [given] if given else [os.environ.get("DS2_AN4", ""), str(ROOT / "an4"), str(ROOT.parent / "an4")]
     found = next((Path(c) for c in candidates if c and (Path(c) / "etc" / "an4_train.fileids").is_file()), None)
     if given and found is None:
         sys.exit(f"demo: {given} is not an AN4 folder: it has no etc/an4_train.fileids")

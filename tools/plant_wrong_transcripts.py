@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds2.align_command import align_utterances, suspicious
-from ds2.checkpoint import load_model
-from ds2.corpus import scored_utterances
-from ds2.device import resolve_device
-from ds2.manifest import Utterance
+from ds2.config.device import resolve_device
+from ds2.data.manifest import Utterance
+from ds2.data.splits import scored_utterances
+from ds2.model.checkpoint import load_model
+from ds2.recognition.transcripts import align_utterances, suspicious
 
 KINDS = ("swap", "cut")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.confidence import calibrate, fit_calibration, judge
+from ds2.decoding.confidence import calibrate, fit_calibration, judge
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.ctc import align, beam
+from ds2_ops.ctc import align, beam, loss
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source, names
@@ -31,7 +31,7 @@ def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: 
         kernel.argtypes = None
         kernel(launch.grid, launch.threads, int(backwards), *host_arguments(launch.source, arguments))
 
-    for module in (align, beam):
+    for module in (align, beam, loss):
         monkeypatch.setattr(module, "run", run)
         monkeypatch.setattr(module, "why_no_device", lambda device: None)
         monkeypatch.setattr(module, "device_index", lambda device: 0)

@@ -1,12 +1,12 @@
 """How far rounding alone may take the ops from float64, on any processor and in any order of summation.
 
-Only the size of a rounding error is known beforehand, not its sign: as in model 1.1 of Higham and Mary, "A new approach
-to probabilistic rounding error analysis" (SIAM J. Sci. Comput. 41, 2019), let them be independent with mean 0 and at most
-the unit roundoff u, here uniform: a variance of u^2 / 3 relative to what is rounded. The variance of every result then
-follows from the float64 computation by first-order propagation through the recurrence, with no look at what any
-processor rounded. A sum of n terms is charged as if its products were rounded and added one after the other, which
-rounds more than fused products, lanes, chunks or trees do, and at the mean over all orders: after k of n terms whose sum
-is S and whose squares add up to Q, the square of the partial sum is on average
+Only the size of a rounding error is known beforehand, not its sign: as in model 1.1 of Higham and Mary, "A new
+approach to probabilistic rounding error analysis" (SIAM J. Sci. Comput. 41, 2019), let them be independent with mean 0
+and at most the unit roundoff u, here uniform: a variance of u^2 / 3 relative to what is rounded. The variance of every
+result then follows from the float64 computation by first-order propagation through the recurrence, with no look at
+what any processor rounded. A sum of n terms is charged as if its products were rounded and added one after the other,
+which rounds more than fused products, lanes, chunks or trees do, and at the mean over all orders: after k of n terms
+whose sum is S and whose squares add up to Q, the square of the partial sum is on average
 
     E[T_k^2] = Q k (n - k) / (n (n - 1)) + S^2 k (k - 1) / (n (n - 1)),
 

@@ -1,6 +1,7 @@
-"""Decoding on the GPU, a block an utterance.
+"""CTC on the GPU: decoding a block an utterance, and the loss.
 
 device  which GPUs these kernels run on
-beam    CTC prefix beam search with an n-gram model
+beam    prefix beam search with an n-gram model
 align   the best path through a known label sequence
+loss    the sum over all paths through it, and its gradient
 """

@@ -1,4 +1,4 @@
-"""Which GPUs the decoding kernels run on: a block an utterance, no waits between blocks."""
+"""Which GPUs the kernels of CTC run on: a block an utterance, or two, no waits between blocks."""
 
 import torch
 
@@ -6,7 +6,7 @@ LEAST_CAPABILITY = (8, 0)  # for reductions over a warp
 
 
 def why_no_device(device: torch.device) -> str | None:
-    """Say why no decoding kernel runs on a device; None if they do."""
+    """Say why no kernel of CTC runs on a device; None if they do."""
     if device.type != "cuda":
         return f"the log-probs are on {device}, these kernels need a CUDA GPU"
     capability = torch.cuda.get_device_capability(device)

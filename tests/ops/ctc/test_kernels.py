@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ds2_ops.ctc import align, beam
+from ds2_ops.ctc import align, beam, loss
 from ds2_ops.ctc.device import LEAST_CAPABILITY
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
@@ -23,7 +23,8 @@ def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
 
 
 def test_other_kernels_compile_without_spills() -> None:
-    for source in (beam.TRACE, align.plan(300, H200_SMEM_BYTES).source):
+    scored = (loss.plan(300, 29, H200_SMEM_BYTES).source, loss.SLOPES)
+    for source in (beam.TRACE, align.plan(300, H200_SMEM_BYTES).source, *scored):
         assert build(source.text).local_bytes == 0
 
 
@@ -58,6 +59,9 @@ def test_targets_that_do_not_fit_are_named() -> None:
     assert align.plan(largest, H200_SMEM_BYTES).smem_bytes <= H200_SMEM_BYTES
     with pytest.raises(ValueError, match=f"{largest + 1} labels need"):
         align.plan(largest + 1, H200_SMEM_BYTES)
+    assert loss.plan(9000, 29, H200_SMEM_BYTES).smem_bytes <= H200_SMEM_BYTES
+    with pytest.raises(ValueError, match="9700 labels of 29 need"):
+        loss.plan(9700, 29, H200_SMEM_BYTES)
 
 
 def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +77,6 @@ def test_devices_that_cannot_run_them_are_named(monkeypatch: pytest.MonkeyPatch)
     assert "cut the recording" in str(beam.why_not(512, 29, 2**22, 4, cuda))
     assert align.why_not(300, cuda) is None
     assert "100000 labels" in str(align.why_not(100_000, cuda))
+    assert "need a CUDA GPU" in str(loss.why_not(10, 29, torch.device("cpu")))
+    assert loss.why_not(300, 29, cuda) is None
+    assert "100000 labels of 29" in str(loss.why_not(100_000, 29, cuda))

@@ -108,7 +108,7 @@ def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str
                 [grad_y[:length, row, None]],
             )
             for ours, alone_too, may in zip(clean[:2], alone, variance, strict=False):
-                # Ends of vectors may be computed otherwise than their middle: two computations, each with its roundings.
+                # Ends of vectors may be computed otherwise than their middles: each computation has its own roundings.
                 allowed = relative_bound(alone_too, 2 * may[:length, row])
                 assert relative_error(ours[:length, row], alone_too[:, 0]) <= allowed
 

@@ -95,7 +95,7 @@ def _smem_bytes(
 
 
 def _tile_us(cluster: int, products: int, groups: int, read_bytes: float) -> float:
-    """Time of a step of a tile, fitted to H 1160 to 2816, B 1 to 64 on an H200 (ops/notes/grid_narrow.md), within 10 %.
+    """Time of one step of a tile, fitted to H 1160 - 2816, B 1 - 64 on an H200 (ops/notes/grid_narrow.md) within 10 %.
 
     One group is a chain of latencies, products of its last words and its share of the state; others hide a part of it.
     """

@@ -1,0 +1,130 @@
+"""What audio containers promise of their length, on which libsndfile, made to read what is there, does not insist."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+
+Read = Callable[[int, int], bytes]  # offset, size to bytes: fewer at the end of the file
+
+_STREAMED_BYTES = 0x7EFFFF00  # sizes from here up are what writers to a pipe put into 32 bits of a header
+_STREAMED_BYTES_64 = 1 << 62
+_MAX_CHUNKS = 10_000
+_OGG_END_OF_STREAM = 4
+
+
+def what_is_missing(descriptor: int, container: str) -> str | None:
+    """Say what a file lacks of the length that it promises.
+
+    Headers of writers to a pipe, who did not know the length, and files of raw samples promise none.
+
+    Args:
+        descriptor: of the file, open for reading; its position is not touched.
+        container: what libsndfile calls its format.
+    Returns:
+        The reason why the file counts as truncated, '' if it does not, None if nobody here knows the container.
+    """
+    size = os.fstat(descriptor).st_size
+    known = _CONTAINERS.get(container)
+    return None if known is None else known(lambda at, n: os.pread(descriptor, n, at) if at < size else b"", size)
+
+
+def _compared(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> str:
+    if present < stated < streamed:
+        return f"its header says {stated} bytes of samples, the file holds {present}"
+    return ""
+
+
+def _chunked(read: Read, size: int) -> str:
+    """RIFF, RIFX, RF64, AIFF and 8SVX: chunks of a name, 32 bits of size and content, padded to 2 bytes."""
+    order = "<" if read(0, 4) in (b"RIFF", b"RF64") else ">"
+    at, long_size = 12, 0
+    for _ in range(_MAX_CHUNKS):
+        head = read(at, 8)
+        if len(head) < 8:
+            break
+        name, stated = struct.unpack(f"{order}4sI", head)
+        if name == b"ds64" and len(sizes := read(at + 8, 16)) == 16:
+            long_size = struct.unpack("<8xQ", sizes)[0]
+        elif name == b"data" and stated == 0xFFFFFFFF and long_size:
+            return _compared(long_size, size - at - 8, _STREAMED_BYTES_64)
+        elif name in (b"data", b"SSND", b"BODY"):
+            return _compared(stated, size - at - 8)
+        at += 8 + stated + stated % 2
+    return ""
+
+
+def _wave64(read: Read, size: int) -> str:
+    """Sony Wave64: chunks of a GUID, 64 bits of size with both, and content, padded to 8 bytes."""
+    at = 40
+    for _ in range(_MAX_CHUNKS):
+        head = read(at, 24)
+        if len(head) < 24:
+            break
+        name, stated = struct.unpack("<16sQ", head)
+        if name.startswith(b"data"):
+            return _compared(stated - 24, size - at - 24, _STREAMED_BYTES_64)
+        at += max(24, -(-stated // 8) * 8)
+    return ""
+
+
+def _core_audio(read: Read, size: int) -> str:
+    """Apple's CAF: chunks of a name, 64 bits of size (-1: to the end of the file) and content."""
+    at = 8
+    for _ in range(_MAX_CHUNKS):
+        head = read(at, 12)
+        if len(head) < 12:
+            break
+        name, stated = struct.unpack(">4sQ", head)
+        if name == b"data":
+            return _compared(stated, size - at - 12, _STREAMED_BYTES_64)
+        at += 12 + stated
+    return ""
+
+
+def _sun(read: Read, size: int) -> str:
+    """Sun and NeXT: where the samples begin and how many bytes they take."""
+    head = read(0, 12)
+    if len(head) < 12:
+        return ""
+    first, stated = struct.unpack(">4xII" if head.startswith(b".snd") else "<4xII", head)
+    return _compared(stated, size - first)
+
+
+def _sphere(read: Read, size: int) -> str:
+    """NIST SPHERE: lines of a name, a type and a value, in a header whose size is the second line."""
+    lines = read(0, 1 << 16).split(b"end_head", 1)[0].split(b"\n")
+    values = {parts[0]: parts[2] for line in lines if len(parts := line.split(None, 2)) == 3}
+    try:
+        frame = int(values[b"channel_count"]) * int(values[b"sample_n_bytes"])
+        return _compared(int(values[b"sample_count"]) * frame, size - int(lines[1]), _STREAMED_BYTES_64)
+    except (KeyError, ValueError, IndexError):
+        return ""
+
+
+def _ogg(read: Read, size: int) -> str:
+    """Ogg (RFC 3533): pages, the last of which says that the stream ends; what follows it is no part of it."""
+    at, ended = 0, False
+    while len(head := read(at, 27 + 255)) >= 27 and head.startswith(b"OggS"):
+        end = at + 27 + head[26] + sum(head[27 : 27 + head[26]])
+        if end > size:
+            return f"its page at byte {at} ends at byte {end}, the file at {size}"
+        at, ended = end, bool(head[5] & _OGG_END_OF_STREAM)
+    return "" if ended else f"its pages end at byte {at} of {size} without one that ends the stream"
+
+
+def _self_checked(read: Read, size: int) -> str:
+    """Decoding shows whether all is there that the header states, or the header states nothing."""
+    return ""
+
+
+_CONTAINERS: dict[str, Callable[[Read, int], str]] = {
+    **dict.fromkeys(("WAV", "WAVEX", "RF64", "AIFF", "SVX"), _chunked),
+    "W64": _wave64,
+    "CAF": _core_audio,
+    "AU": _sun,
+    "NIST": _sphere,
+    "OGG": _ogg,
+    **dict.fromkeys(("FLAC", "MP3", "RAW"), _self_checked),
+}

@@ -1,0 +1,206 @@
+"""Waveform to normalised log spectrogram, on the model's device, frame by frame: the same offline and online.
+
+Shapes: B batch, N samples, T frames, F bins, W samples of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ds2.config.schema import ConfigError, FeaturesConfig
+
+# Mean-square power added before the logarithm, full scale = 1. It lies 10 dB above the rounding noise of 16-bit samples
+# (2^-30 / 12 = 7.8e-11): digital silence is finite, and audio kept as 16-bit samples has the features of the original.
+POWER_FLOOR = 1e-9
+# Smallest deviation (natural log of power) that a bin is divided by: a bin that is empty in the whole training set, as
+# the upper ones of upsampled telephone speech are, must not be blown up when it is not empty later.
+MIN_STD = 0.1
+
+
+class Features(nn.Module):
+    """Log power spectrogram or log-mel energies, normalised by statistics of the training set that live in its buffers.
+
+    Frame t covers samples [t * step, t * step + window): nothing is padded or centred and no statistics of the
+    utterance enter, so a frame depends on its own samples alone, whatever the batch, the padding or the chunk.
+    The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
+    paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
+
+    Args:
+        config: kind, window, step, mel bands.
+        sample_rate_hz: rate of every waveform given later.
+    Raises:
+        ConfigError: window or step is no whole number of samples, or a mel filter would cover no bin.
+    """
+
+    mean: Tensor
+    std: Tensor
+    window: Tensor
+    mel_weights: Tensor | None
+
+    def __init__(self, config: FeaturesConfig, sample_rate_hz: int) -> None:
+        super().__init__()
+        self.window_samples = _whole_samples("features.window_s", config.window_s, sample_rate_hz)
+        self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
+        self.sample_rate_hz = sample_rate_hz
+        self.step_s = config.step_s
+        window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
+        window /= window.square().sum().sqrt()
+        self.register_buffer("window", window.float(), persistent=False)
+        self.bins = self.window_samples // 2 + 1
+        mel_weights = None
+        if config.kind == "log_mel":
+            mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
+            self.bins = config.mels
+        elif config.kind != "log_spectrogram":
+            raise ConfigError(f"features.kind={config.kind!r}: log_spectrogram and log_mel exist")
+        self.register_buffer("mel_weights", mel_weights, persistent=False)
+        self.register_buffer("mean", torch.zeros(self.bins))
+        self.register_buffer("std", torch.ones(self.bins))
+
+    @overload
+    def frames(self, samples: int) -> int: ...
+    @overload
+    def frames(self, samples: Tensor) -> Tensor: ...
+    def frames(self, samples: int | Tensor) -> int | Tensor:
+        """Return the number of whole frames in `samples` samples, an int or an int64 tensor of any shape."""
+        if isinstance(samples, Tensor):
+            steps = torch.div(samples - self.window_samples, self.step_samples, rounding_mode="floor")
+            return (steps + 1).clamp(min=0)
+        return max(0, (samples - self.window_samples) // self.step_samples + 1)
+
+    def forward(self, waveforms: Tensor, sample_lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised features and their lengths.
+
+        Always computed in float32, inside autocast too.
+
+        Args:
+            waveforms: (B, N) floating point in [-1, 1], on this module's device; what lies past a length is ignored.
+            sample_lengths: (B,) int64 on the CPU, each at most N.
+        Returns:
+            features (B, F, T) float32 contiguous on the same device, 0 (the corpus mean) past each length;
+            lengths (B,) int64 on the CPU, in frames. T is the longest of them.
+        Raises:
+            ValueError: shapes do not match, or a length exceeds N.
+        """
+        if waveforms.dim() != 2 or sample_lengths.shape != waveforms.shape[:1]:
+            raise ValueError(
+                f"waveforms {tuple(waveforms.shape)} and sample_lengths {tuple(sample_lengths.shape)} given, "
+                "(B, N) and (B,) wanted"
+            )
+        batch, samples = waveforms.shape
+        if batch and int(sample_lengths.max()) > samples:
+            raise ValueError(f"a sample length is {int(sample_lengths.max())}, the waveforms have {samples} samples")
+        lengths = self.frames(sample_lengths)
+        frames = int(lengths.max()) if batch else 0
+        if frames == 0:
+            return waveforms.new_zeros((batch, self.bins, 0), dtype=torch.float32), lengths
+        cut = waveforms[:, : (frames - 1) * self.step_samples + self.window_samples]
+        return self.padded(cut, lengths.to(waveforms.device, non_blocking=True)), lengths
+
+    def padded(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
+        """Return normalised features of all frames that the waveforms hold, with no value read back to the host.
+
+        Args:
+            waveforms: (B, N) as in `forward`, of one frame at least.
+            lengths: (B,) integers on the same device, the valid frames: the caller's promise.
+        Returns:
+            features as in `forward`, T being `frames(N)`.
+        """
+        features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
+        valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
+        return torch.where(valid[:, None, :], features, 0.0).contiguous()
+
+    @torch.no_grad()
+    def estimate(self, waveforms: Iterable[Tensor | np.ndarray]) -> int:
+        """Set the mean and deviation of every bin from a sample of the training set, accumulated in float64.
+
+        Args:
+            waveforms: each (N,) floating point in [-1, 1], any device; consumed one by one.
+        Returns:
+            the number of frames counted.
+        Raises:
+            ValueError: a waveform holds NaN or infinity, or there are fewer than two frames in all.
+        """
+        count = 0
+        total = torch.zeros(self.bins, dtype=torch.float64, device=self.mean.device)
+        total_square = torch.zeros_like(total)
+        for position, waveform in enumerate(waveforms):
+            samples = torch.as_tensor(waveform).to(self.mean.device)
+            if self.frames(samples.numel()) == 0:
+                continue
+            log_power = self._log_power(samples[None])[0].double()
+            frame_sum = log_power.sum(0)
+            if not bool(torch.isfinite(frame_sum).all()):
+                raise ValueError(f"waveform {position} of the feature statistics holds NaN or infinite samples")
+            count += log_power.shape[0]
+            total += frame_sum
+            total_square += log_power.square().sum(0)
+        if count < 2:
+            raise ValueError(f"feature statistics need two frames ({self.window_samples} samples each), got {count}")
+        mean = total / count
+        self.mean.copy_(mean)
+        self.std.copy_((total_square / count - mean.square()).clamp(min=MIN_STD**2).sqrt())
+        return count
+
+    def _log_power(self, waveforms: Tensor) -> Tensor:
+        """Return log power (B, T, F) float32, T >= 1, of waveforms (B, N)."""
+        with torch.autocast(waveforms.device.type, enabled=False):
+            windows = waveforms.float().unfold(1, self.window_samples, self.step_samples) * self.window
+            power = torch.view_as_real(torch.fft.rfft(windows)).square().sum(-1)
+            if self.mel_weights is not None:
+                power = power @ self.mel_weights
+            return (power + POWER_FLOOR).log()
+
+
+def mel_filters(mels: int, window_samples: int, sample_rate_hz: int) -> Tensor:
+    """Return triangular mel filters (bins, mels) float64 from 0 Hz to half the rate, each summing to 1.
+
+    The mel scale is Slaney's (linear up to 1 kHz, logarithmic above). It suits spectra that are not zero-padded: HTK's
+    puts its lowest filters closer together than the bins of a 20 ms window.
+
+    Raises:
+        ConfigError: a filter would cover no bin.
+    """
+    corner_hz = _hz_from_mel(torch.linspace(0.0, _mel_from_hz(sample_rate_hz / 2), mels + 2, dtype=torch.float64))
+    bin_hz = torch.arange(window_samples // 2 + 1, dtype=torch.float64)[:, None] * (sample_rate_hz / window_samples)
+    low, centre, high = corner_hz[:-2], corner_hz[1:-1], corner_hz[2:]
+    weights = torch.minimum((bin_hz - low) / (centre - low), (high - bin_hz) / (high - centre)).clamp(min=0.0)
+    sums = weights.sum(0)
+    if bool((sums <= 0).any()):
+        raise ConfigError(
+            f"features.mels={mels}: {int((sums <= 0).sum())} filters lie between the bins of a {window_samples}-sample "
+            f"window at {sample_rate_hz} Hz; set fewer mels or a longer features.window_s"
+        )
+    return weights / sums
+
+
+_LINEAR_HZ_PER_MEL = 200.0 / 3.0
+_LOG_START_HZ = 1000.0
+_LOG_START_MEL = _LOG_START_HZ / _LINEAR_HZ_PER_MEL
+_MEL_PER_LOG_HZ = 27.0 / float(np.log(6.4))
+
+
+def _mel_from_hz(hz: float) -> float:
+    if hz < _LOG_START_HZ:
+        return hz / _LINEAR_HZ_PER_MEL
+    return _LOG_START_MEL + float(np.log(hz / _LOG_START_HZ)) * _MEL_PER_LOG_HZ
+
+
+def _hz_from_mel(mel: Tensor) -> Tensor:
+    logarithmic = _LOG_START_HZ * torch.exp((mel - _LOG_START_MEL) / _MEL_PER_LOG_HZ)
+    return torch.where(mel < _LOG_START_MEL, mel * _LINEAR_HZ_PER_MEL, logarithmic)
+
+
+def _whole_samples(key: str, seconds: float, sample_rate_hz: int) -> int:
+    samples = round(seconds * sample_rate_hz)
+    if samples < 1 or abs(samples - seconds * sample_rate_hz) > 1e-6 * samples:
+        raise ConfigError(
+            f"{key}={seconds} is {seconds * sample_rate_hz:g} samples at {sample_rate_hz} Hz; choose a whole number of "
+            f"at least 1, such as {max(1, samples) / sample_rate_hz:.9g}, or another data.sample_rate_hz"
+        )
+    return samples

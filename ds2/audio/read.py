@@ -1,0 +1,277 @@
+"""Audio files to mono float32 waveforms at one rate: whatever libsndfile or FFmpeg reads, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+from numpy.typing import NDArray
+
+from ds2.audio.container import what_is_missing
+from ds2.audio.foreign import FOREIGN_SUFFIXES, ForeignError, Source, looks_foreign, opened_foreign
+from ds2.system.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MAX_READ_S = 3 * 3600.0  # the most that read_audio returns at once: 0.7 GB at 16 kHz
+END_TOLERANCE_S = 0.1  # a segment may end so far past its file: manifests round, encoders pad
+RAW_SUFFIXES = (".raw", ".pcm")
+AUDIO_SUFFIXES = (
+    ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64", *RAW_SUFFIXES,
+    *FOREIGN_SUFFIXES,
+)  # fmt: skip
+"""What files with audio are called; where one recording lies in several formats, the first of these is taken."""
+_BLOCK_FRAMES = 1 << 18
+RATES_HZ = (1000, 768_000)
+_MAX_CHANNELS = 64
+_MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
+_UNKNOWN_FRAMES = 1 << 62
+
+
+class AudioError(UserError):
+    """Audio that cannot be used; the message names the file and the reason."""
+
+
+class EmptyAudioError(AudioError):
+    """A file without any samples."""
+
+
+@dataclass(frozen=True)
+class AudioInfo:
+    """What a file's header says."""
+
+    sample_rate_hz: int
+    channels: int
+    frames: int
+    duration_s: float
+    format: str
+
+
+def audio_info(path: str | Path, sample_rate_hz: int = 16000) -> AudioInfo:
+    """Return what the header of an audio file says, without decoding it.
+
+    Args:
+        path: the file; see `read_audio` for the formats.
+        sample_rate_hz: the rate of headerless `.raw` and `.pcm` files, ignored for others.
+    Raises:
+        AudioError: the file is missing, empty, truncated (where the header tells) or not audio.
+    """
+    with _opened(Path(path), sample_rate_hz) as file:
+        if file.frames >= _UNKNOWN_FRAMES:
+            raise AudioError(f"{path}: its header does not state its length; write the file anew, e.g. as FLAC")
+        return AudioInfo(
+            file.samplerate, file.channels, file.frames, file.frames / file.samplerate, f"{file.format}/{file.subtype}"
+        )
+
+
+def read_audio(
+    path: str | Path, sample_rate_hz: int = 16000, offset_s: float = 0.0, duration_s: float | None = None
+) -> NDArray[np.float32]:
+    """Return audio as a mono waveform (N,) float32 in [-1, 1] at `sample_rate_hz`.
+
+    Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, m4a, webm, aac, wma and
+    the sound of videos by PyAV or ffmpeg, and `.raw` and `.pcm` files as headerless 16-bit little-endian mono at
+    `sample_rate_hz`. Other rates are resampled; several channels are averaged, which is logged once; samples over full
+    scale are clipped. A file shorter than its header states, or an Ogg stream without its last page, is truncated; a
+    header written to a pipe states nothing (the largest sizes).
+
+    Args:
+        path: the file.
+        sample_rate_hz: of the waveform returned.
+        offset_s: where to start.
+        duration_s: how much to read; None reads to the end.
+    Raises:
+        AudioError: the file is missing, empty, truncated or not audio, ends more than 0.1 s before the segment does,
+            holds NaN, infinity or floats beyond any overshoot, or more than three hours were asked for (see
+            `audio_blocks`).
+    """
+    blocks, total_s = [], 0.0
+    for block in audio_blocks(path, sample_rate_hz, offset_s, duration_s):
+        blocks.append(block)
+        total_s += len(block) / sample_rate_hz
+        if total_s > MAX_READ_S:
+            raise AudioError(f"{path}: over {MAX_READ_S:g} s at once; give segments (offset, duration)")
+    return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+
+
+def audio_blocks(
+    path: str | Path, sample_rate_hz: int = 16000, offset_s: float = 0.0, duration_s: float | None = None
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the waveform of `read_audio` in blocks of varying length, in bounded memory however long the file is.
+
+    Same arguments and errors as `read_audio`, without the limit of length; errors at the end of the file, such as a
+    truncated one, are raised after the blocks before it.
+    """
+    path = Path(path)
+    if offset_s < 0 or (duration_s is not None and not duration_s > 0):
+        raise AudioError(f"{path}: offset {offset_s} s and duration {duration_s} s describe no audio")
+    with _opened(path, sample_rate_hz) as file:
+        resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
+        for block, last in _with_last(_mono_blocks(file, path, offset_s, duration_s)):
+            resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
+            if len(resampled):
+                yield np.clip(resampled, -1.0, 1.0)
+
+
+class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types
+    """A file read in order: SoundFile seeks after every read where it can, which in MP3 loses or repeats samples."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+@contextmanager
+def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
+    """Open a file for reading; whatever goes wrong inside the block is raised as AudioError with the file's name."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as error:
+        raise AudioError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or pipe"
+            raise AudioError(f"{path}: is {kind}, not an audio file")
+        if status.st_size == 0:
+            raise EmptyAudioError(f"{path}: the file is empty (0 bytes)")
+        with _decoder(path, descriptor, _raw_format(path, status.st_size, raw_rate_hz)) as file:
+            _check_header(file, path)
+            yield file
+    except AudioError:
+        raise
+    except ForeignError as error:
+        raise AudioError(f"{path}: {error}") from error
+    except soundfile.LibsndfileError as error:
+        raise AudioError(f"{path}: not readable as audio: {error.error_string or error}") from error
+    except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise AudioError(f"{path}: not readable as audio: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iterator[Source]:
+    try:
+        file = _ForwardFile(descriptor, closefd=False, **raw_format)
+    except soundfile.LibsndfileError:
+        if not looks_foreign(path):
+            raise
+        with opened_foreign(path) as source:
+            yield source
+        return
+    with file:
+        _check_length(file, path, descriptor)
+        yield file
+
+
+def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
+    if path.suffix.lower() not in RAW_SUFFIXES:
+        return {}
+    if size_bytes % 2:
+        raise AudioError(f"{path}: {size_bytes} bytes cannot be headerless 16-bit samples")
+    return {"samplerate": rate_hz, "channels": 1, "format": "RAW", "subtype": "PCM_16", "endian": "LITTLE"}
+
+
+def _check_header(file: Source, path: Path) -> None:
+    low, high = RATES_HZ
+    if not low <= file.samplerate <= high or not 1 <= file.channels <= _MAX_CHANNELS:
+        raise AudioError(
+            f"{path}: its header says {file.channels} channels at {file.samplerate} Hz; "
+            f"allowed are 1 to {_MAX_CHANNELS} channels at {low} to {high} Hz"
+        )
+    if file.frames <= 0:
+        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed and says none")
+
+
+def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:
+    missing = what_is_missing(descriptor, file.format)
+    if missing is None:
+        _log_unknown_length(file.format)
+    elif missing:
+        raise AudioError(
+            f"{path}: truncated: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC"
+        )
+
+
+def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | None) -> Iterator[NDArray[np.float32]]:
+    rate_hz = file.samplerate
+    first = round(offset_s * rate_hz)
+    wanted = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
+    if file.frames < _UNKNOWN_FRAMES:
+        _check_segment(file, path, offset_s, duration_s)
+    _skip(file, first)
+    if file.channels > 1:
+        _log_averaging(file.channels)
+    done = 0
+    while done < wanted:
+        block = file.read(min(_BLOCK_FRAMES, wanted - done), dtype="float32", always_2d=True)
+        if not len(block):
+            break
+        done += len(block)
+        mono = block[:, 0] if file.channels == 1 else block.mean(axis=1, dtype=np.float32)
+        peak = max(-float(block.min()), float(block.max()))
+        if not peak <= _MAX_PEAK:  # true for NaN too
+            raise AudioError(
+                f"{path}: holds samples of {peak:g}; floats must be finite and within -1..1"
+                if np.isfinite(peak)
+                else f"{path}: holds NaN or infinite samples"
+            )
+        yield mono
+    if not done:
+        raise AudioError(f"{path}: no samples could be decoded at {offset_s:g} s")
+    missing_s = (wanted - done) / rate_hz
+    if missing_s > END_TOLERANCE_S and (file.frames < _UNKNOWN_FRAMES or duration_s is not None):
+        raise AudioError(
+            f"{path}: truncated: decoding ends at {(first + done) / rate_hz:.3f} s, {missing_s:.3f} s before the end "
+            "that its header or manifest states"
+        )
+
+
+def _check_segment(file: Source, path: Path, offset_s: float, duration_s: float | None) -> None:
+    length_s = file.frames / file.samplerate
+    if offset_s >= length_s or (duration_s is not None and offset_s + duration_s > length_s + END_TOLERANCE_S):
+        asked = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
+        raise AudioError(f"{path}: the segment {asked} goes past the end of the file, which is {length_s:.3f} s long")
+
+
+def _skip(file: Source, frames: int) -> None:
+    if isinstance(file, soundfile.SoundFile) and file.format != "MP3" and soundfile.SoundFile.seekable(file):
+        file.seek(frames)
+        return
+    while frames > 0:  # in MP3 it is inexact, in GSM and others' containers impossible: decode and forget
+        skipped = len(file.read(min(_BLOCK_FRAMES, frames), dtype="float32", always_2d=True))
+        if not skipped:
+            return
+        frames -= skipped
+
+
+def _with_last(blocks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[np.float32], bool]]:
+    previous = None
+    for block in blocks:
+        if previous is not None:
+            yield previous, False
+        previous = block
+    if previous is not None:
+        yield previous, True
+
+
+@cache
+def _log_averaging(channels: int) -> None:
+    log.warning("audio with %d channels is averaged to one (said once)", channels)
+
+
+@cache
+def _log_unknown_length(container: str) -> None:
+    log.warning(
+        "whether a %s file is whole is not checked: convert such audio, e.g. to FLAC (said once)",
+        container,
+    )

@@ -1,0 +1,96 @@
+"""Samples of any rate in, feature frames out: those of the whole recording, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import soxr
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.audio.features import Features
+from ds2.audio.read import RATES_HZ, AudioError
+
+
+class Resampler:
+    """Samples of one source at another rate, as they come: however they are cut, those of the whole.
+
+    Raises:
+        AudioError: a rate that is no audio's.
+    """
+
+    def __init__(self, from_hz: int, to_hz: int) -> None:
+        low, high = RATES_HZ
+        if not low <= from_hz <= high:
+            raise AudioError(f"samples at {from_hz} Hz: allowed are {low} to {high} Hz")
+        self._stream = None if from_hz == to_hz else soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
+
+    def accept(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Take the next samples (N,); return those that are known by now, in [-1, 1].
+
+        Raises:
+            AudioError: NaN or infinite samples.
+        """
+        if not np.isfinite(samples).all():
+            raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
+        return self._next(np.asarray(samples, np.float32), last=False)
+
+    def finish(self) -> NDArray[np.float32]:
+        """Return the samples that were held back."""
+        return self._next(np.empty(0, np.float32), last=True)
+
+    def _next(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
+        found = samples if self._stream is None else self._stream.resample_chunk(samples, last=last)
+        clipped: NDArray[np.float32] = np.clip(found, -1.0, 1.0)
+        return clipped
+
+
+class Pcm16:
+    """Samples from bytes of headerless 16-bit little-endian mono audio, wherever the bytes were cut."""
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    def accept(self, data: bytes) -> NDArray[np.float32]:
+        """Take the next bytes; return the samples (N,) in [-1, 1] that are whole."""
+        data = self._left + data
+        self._left = data[len(data) // 2 * 2 :]
+        samples: NDArray[np.float32] = np.frombuffer(data, "<i2", len(data) // 2).astype(np.float32) / np.float32(32768)
+        return samples
+
+
+class FeatureStream:
+    """Blocks of features of one source whose samples come piece by piece; every frame of the whole, once.
+
+    Args:
+        features: on `device`.
+        device: where the blocks are made.
+        block_frames: frames T of every block but the last.
+    """
+
+    def __init__(self, features: Features, device: torch.device, block_frames: int) -> None:
+        self.features, self.device, self.block_frames = features, device, block_frames
+        self.samples = 0  # heard so far
+        self._held = np.empty(0, np.float32)
+        self._enough = (block_frames - 1) * features.step_samples + features.window_samples
+
+    def accept(self, samples: NDArray[np.float32]) -> Iterator[Tensor]:
+        """Take the next samples (N,) of the features' rate in [-1, 1]; yield the blocks (1, F, T) they complete."""
+        self.samples += len(samples)
+        self._held = np.concatenate([self._held, samples])
+        while len(self._held) >= self._enough:
+            yield self._frames(self._held[: self._enough])
+            self._held = self._held[self.block_frames * self.features.step_samples :]
+
+    def finish(self) -> Iterator[Tensor]:
+        """Yield what is left, where that is a frame or more."""
+        if self.features.frames(len(self._held)):
+            yield self._frames(self._held)
+        self._held = self._held[:0]
+
+    def _frames(self, samples: NDArray[np.float32]) -> Tensor:
+        waveforms = torch.from_numpy(samples)[None].to(self.device)
+        found: Tensor = self.features(waveforms, torch.tensor([len(samples)]))[0]
+        return found

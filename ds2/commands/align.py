@@ -1,0 +1,55 @@
+"""`ds2 align`: word times of transcripts, and the utterances whose transcript is probably wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.config.device import resolve_device
+from ds2.config.schema import DecodeConfig
+from ds2.data.splits import scored_utterances
+from ds2.decoding.hypothesis import word_record
+from ds2.model.checkpoint import load_model
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.transcripts import align_utterances, suspicious
+from ds2.system.files import write_text
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 align MODEL MANIFEST...`: times as JSON lines, suspicious transcripts on standard output; 0."""
+    parser = argparse.ArgumentParser(
+        prog="ds2 align", description="word times of transcripts, and doubtful transcripts"
+    )
+    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
+    parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    given = parser.parse_args(arguments)
+    device = resolve_device(given.device)
+    loaded = load_model(given.model, device)
+    utterances = scored_utterances(given.manifests, loaded.alphabet)
+    recogniser = Recogniser.of(loaded, DecodeConfig(), device)
+    order = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
+    if given.out:
+        records = (
+            {
+                "audio_filepath": str(u.audio_filepath),
+                "offset": u.offset_s,
+                "duration": u.duration_s,
+                "text": u.text,
+                "surprise": a.surprise if math.isfinite(a.surprise) else None,
+                "words": [word_record(word) for word in a.words],
+            }
+            for u, a in zip(utterances, order, strict=True)
+        )
+        write_text(given.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    doubtful = suspicious(a.surprise for a in order)
+    print(f"{len(doubtful)} of {len(utterances)} transcripts are probably wrong (surprise in nats a label):")
+    for index in doubtful:
+        utterance = utterances[index]
+        print(f"{order[index].surprise:8.2f}  {utterance.source or utterance.name}  {utterance.text!r}")
+    return 0

@@ -1,0 +1,89 @@
+"""What commands share: the folder of a user's own recipes, and errors as messages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ds2.config.schema import ConfigError
+from ds2.system.errors import UserError
+from ds2.system.stops import Stopped, end_children, stoppable
+from ds2.system.terminal import visible
+
+USER_ERROR = 2
+
+
+def own_folders(arguments: Sequence[str]) -> list[Path]:
+    """Return the folders that `--config-dir` names.
+
+    Raises:
+        ConfigError: one that is no folder.
+    """
+    return _without_config_dirs(arguments)[1]
+
+
+def with_search_path(arguments: Sequence[str]) -> list[str]:
+    """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
+    remaining, folders = _without_config_dirs(arguments)
+    if folders:
+        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(folder.resolve()) for folder in folders)}]")
+    return remaining
+
+
+def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    remaining, folders = [], []
+    pending = iter(arguments)
+    for argument in pending:
+        if argument in ("--config-dir", "-cd"):
+            folders.append(next(pending, ""))
+        elif argument.startswith("--config-dir="):
+            folders.append(argument.split("=", 1)[1])
+        else:
+            remaining.append(argument)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir {folder!r} is not a folder: give the one that holds your recipe/NAME.yaml")
+    return remaining, [Path(folder) for folder in folders]
+
+
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """Declare where a model runs and in which precision."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument(
+        "--precision",
+        default="auto",
+        choices=["fp32", "bf16", "auto"],
+        help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
+    )
+
+
+def report_errors(action: Callable[[], int]) -> int:
+    """Run `action`; errors that a user can mend become one message and status 2, SIGTERM 143.
+
+    Whatever else is raised keeps its traceback.
+    """
+    try:
+        with stoppable():
+            status = action()
+            sys.stdout.flush()
+            return status
+    except Stopped as stopped:
+        end_children()
+        print(f"ds2: stopped by {stopped}", file=sys.stderr)
+        return stopped.status
+    except BrokenPipeError:  # the reader of our output has seen enough: `ds2 ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (UserError, OSError) as error:
+        from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
+
+        yield_to_rank_0()
+        print(visible(f"ds2: {error}"), file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("ds2: interrupted", file=sys.stderr)
+        return 130

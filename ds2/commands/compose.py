@@ -1,0 +1,161 @@
+"""From command-line overrides to a checked Config: Hydra's composition, with errors that name the nearest right key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+import ds2
+from ds2.config.check import check
+from ds2.config.convert import FREE_FORM, config_from_dict, explain, to_config
+from ds2.config.inherit import Inheritance, inherit
+from ds2.config.schema import Config, ConfigError
+from ds2.text.pieces import read_pieces
+
+PRIMARY_CONFIG = "train"
+
+
+def config_dir() -> Path:
+    """The Hydra tree: `conf` beside the package in a checkout, `ds2/conf` inside an installed wheel."""
+    package = Path(ds2.__file__).resolve().parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / f"{PRIMARY_CONFIG}.yaml").is_file():
+            return candidate
+    places = f"{package / 'conf'} and {package.parent / 'conf'}"
+    raise FileNotFoundError(f"no Hydra tree: looked for {PRIMARY_CONFIG}.yaml in {places}")
+
+
+def compose_config(overrides: Sequence[str] = ()) -> Config:
+    """Compose, convert and check the configuration that `overrides` describe.
+
+    Args:
+        overrides: Hydra overrides, e.g. `["recipe=an4", "model.depth=8"]`.
+
+    Raises:
+        ConfigError: an unknown key or group choice (the nearest right one is named), a wrong type, or values that
+            cannot work together.
+    """
+    register()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+            composed = compose(config_name=PRIMARY_CONFIG, overrides=open_free_form(overrides))
+    except MissingConfigException as error:
+        _missing(error)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a number of 5000 digits
+        explain(error, overrides)
+    return read_config(composed, overrides)[0]
+
+
+def read_config(
+    composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None
+) -> tuple[Config, Inheritance]:
+    """Turn a composed tree into a checked Config, and read the files it names: pieces, and the model to start from.
+
+    Args:
+        composed: by Hydra.
+        overrides: of the command line: what they set, no model to start from changes.
+        run_dir: where the run is kept, if that is not the config's own.
+
+    Returns:
+        The config, and what of it came from `checkpoint.init_from`.
+
+    Raises:
+        ConfigError: as `ds2.config.convert.to_config`.
+        AlphabetError: `alphabet.pieces_file` cannot be read.
+        CheckpointError: `checkpoint.init_from` is no model.
+    """
+    config = to_config(composed)
+    if run_dir is not None:
+        config.run_dir = str(run_dir)
+    if config.alphabet.pieces_file and not config.alphabet.pieces:
+        config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
+    if not config.checkpoint.init_from:
+        return config, Inheritance("", "")
+    inheritance = inherit(config, _source(config), given_keys(overrides))
+    check(config)
+    return config, inheritance
+
+
+def _source(config: Config) -> Config:
+    """The settings of the model that a run starts from, or of the run itself where it goes on."""
+    from ds2.model.checkpoint import find_model  # here: most commands compose without torch
+    from ds2.system.tensor_file import CheckpointError, read_metadata
+
+    state = Path(config.run_dir) / "trainer.safetensors"
+    resumed = config.checkpoint.resume and state.is_file()
+    file = state if resumed else find_model(Path(config.checkpoint.init_from))
+    metadata = read_metadata(file)
+    if "config" not in metadata or (not resumed and metadata.get("kind") != "model"):
+        raise CheckpointError(
+            f"checkpoint.init_from={config.checkpoint.init_from}: {file} is a {metadata.get('kind')}, not a model: "
+            "give a run folder, or its best.safetensors or last.safetensors"
+        )
+    try:
+        return config_from_dict(metadata["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def open_free_form(overrides: Sequence[str]) -> list[str]:
+    """Return overrides of which those of mappings with keys of the user's own are in Hydra's form for new keys."""
+    keys = [override.split("=", 1)[0] for override in overrides]
+    mine = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
+    return [f"++{override}" if free else override for override, free in zip(overrides, mine, strict=True)]
+
+
+def given_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups that overrides set."""
+    return {parse_override(override).key_or_group.replace("/", ".") for override in overrides}
+
+
+def first_of_sweep(overrides: Sequence[str]) -> list[str]:
+    """Replace every sweep (`a=1,2`) by its first value, so that a multirun can be checked before it starts.
+
+    Raises:
+        ConfigError: an override is not in Hydra's grammar.
+    """
+    parsed = [parse_override(override) for override in overrides]
+    return [
+        f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+        if override.is_sweep_override()
+        else cast(str, override.input_line)
+        for override in parsed
+    ]
+
+
+def parse_override(override: str) -> Override:
+    """Read one override; raises ConfigError where it is not in Hydra's grammar."""
+    try:
+        return OverridesParser.create().parse_override(override)
+    except (HydraException, ValueError) as error:
+        reason = " ".join(str(error).splitlines()[0].split())
+        raise ConfigError(
+            f"{override!r} is no override ({reason}): write key=value, and quote a value with blanks or brackets in it "
+            "twice, once for the shell: \"alphabet.symbols='abc '\""
+        ) from error
+
+
+def _missing(error: MissingConfigException) -> NoReturn:
+    wanted = error.missing_cfg_file or ""
+    options = list(error.options or [])
+    close = difflib.get_close_matches(wanted.rsplit("/", 1)[-1], options, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    listing = f" Available: {', '.join(options)}." if options else ""
+    raise ConfigError(f"there is no config {wanted!r}{hint}{listing}") from error
+
+
+def register() -> None:
+    """Register the schema with Hydra as `schema`, which every primary config of `conf` names first in its defaults."""
+    ConfigStore.instance().store(name="schema", node=Config)

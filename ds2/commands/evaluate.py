@@ -1,0 +1,72 @@
+"""`ds2 evaluate`: WER reports of a model on manifests."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.commands.common import add_where
+from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.config.schema import CommConfig, ConfigError
+from ds2.distributed.launch import connect
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.evaluate import evaluate
+from ds2.recognition.recogniser import Recogniser
+from ds2.scoring.report import format_report, kaldi_line
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`: a report a manifest, by rank 0."""
+    decode, arguments = split_overrides(arguments)
+    given = _parse(arguments)
+    with connect(CommConfig(), given.device) as comm:
+        if comm.rank != 0:
+            logging.disable(logging.WARNING)  # rank 0 says it
+        file = find_model(given.model)
+        loaded = load_model(file, comm.device)
+        data = loaded.config.data
+        manifests = given.manifests or [Path(p) for p in data.test]
+        if not manifests:
+            raise ConfigError(f"{file} names no test manifest (data.test is empty): give manifests to evaluate")
+        options = resolve_options(decode, file, loaded.config)
+        recogniser = Recogniser.of(loaded, options, comm.device, given.precision)
+        how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers, "comm": comm}
+        for evaluation in evaluate(recogniser, manifests, data, **how):
+            if comm.rank == 0:
+                folder = (given.out or report_folder(given.model, file)) / evaluation.manifest.stem
+                evaluation.write(folder, file, options)
+                print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
+                if evaluation.words_only is not None:
+                    print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
+                print(f"report: {folder}")
+    return 0
+
+
+def report_folder(given: Path, file: Path) -> Path:
+    """Return where reports go: into the run folder, beside the model; a bare model file's to the current folder."""
+    in_a_run = given.is_dir() or (file.parent / "log.jsonl").is_file()
+    return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds2 evaluate",
+        usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
+    )
+    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("manifests", type=Path, nargs="*", help="default: data.test of the model's config")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
+    )
+    add_where(parser)
+    parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")
+    parser.add_argument("--workers", type=int, default=-1, help="processes that read audio; -1 chooses, 0 none")
+    given = parser.parse_args(arguments)
+    if given.batch_audio_s is not None and not given.batch_audio_s > 0:
+        parser.error(f"--batch-audio-s {given.batch_audio_s} must be above 0")
+    return given

@@ -1,0 +1,54 @@
+"""`ds2 info`: what a model file holds, or the layers, parameters, lookahead and memory of a model to be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.audio.features import Features
+from ds2.commands.common import with_search_path
+from ds2.commands.compose import compose_config
+from ds2.config.schema import ConfigError
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import find_model, load_model
+from ds2.model.summary import contents, summary
+from ds2.recognition.settings import tuned_file
+from ds2.text.alphabet import Alphabet
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
+    parser = argparse.ArgumentParser(
+        prog="ds2 info",
+        usage="%(prog)s MODEL | %(prog)s [OVERRIDE ...] [--config-dir DIR]",
+        description="what a model file or run folder holds; or the model that overrides describe: model=rnn_8",
+    )
+    parser.add_argument("what", nargs="*", help="a model file or run folder; or overrides, KEY=VALUE or GROUP=CHOICE")
+    given = parser.parse_args(with_search_path(arguments)).what
+    named = [argument for argument in given if "=" not in argument]
+    if named:
+        if len(given) > 1:
+            raise ConfigError(
+                f"{named[0]!r} is no override (KEY=VALUE), and as a model it stands alone: ds2 info MODEL"
+            )
+        _show_file(Path(named[0]))
+        return 0
+    config = compose_config(given)
+    features = Features(config.features, config.data.sample_rate_hz)
+    labels = len(Alphabet.from_config(config.alphabet))
+    print(summary(AcousticModel(config.model, features.bins, labels, config.features.step_s)))
+    return 0
+
+
+def _show_file(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(
+            f"there is no model {str(path)!r}: give a model file or a run folder, or overrides such as model=rnn_8"
+        )
+    file = find_model(path)
+    loaded = load_model(file)
+    print(f"{file}\n\n{contents(loaded)}")
+    tuned = tuned_file(file)
+    print(f"tuned       {tuned if tuned.is_file() else 'no decoder settings beside it (`ds2 lm tune` writes them)'}\n")
+    print(summary(loaded.model))

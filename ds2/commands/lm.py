@@ -1,0 +1,196 @@
+"""The command line of language models: `ds2 lm build`, `convert`, `ppl`, `query`, `tune`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from ds2.commands.lm_tune import add_arguments as add_tune_arguments
+from ds2.config.schema import AlphabetConfig
+from ds2.lm.arpa import write_arpa
+from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, estimate
+from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
+from ds2.lm.perplexity import perplexity
+from ds2.lm.sentences import SentenceReader, cut
+from ds2.text.alphabet import Alphabet
+
+
+def _alphabet(arguments: argparse.Namespace) -> Alphabet:
+    if arguments.model:
+        from ds2.model.checkpoint import load_model
+
+        return load_model(arguments.model).alphabet
+    replace = {}
+    for pair in arguments.replace:
+        old, equals, new = pair.partition("=")
+        if not old or not equals:
+            raise LanguageModelError(f"--replace {pair!r} is not OLD=NEW")
+        replace[old] = new
+    return Alphabet.from_config(AlphabetConfig(arguments.symbols, arguments.case, replace))
+
+
+def _stored_alphabet(model: NGram) -> Alphabet | None:
+    return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    alphabet = None if arguments.unit == "piece" and not arguments.model else _alphabet(arguments)
+    if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
+        raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters, not pieces")
+    output = arguments.output
+    missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
+    if missing or arguments.memory_mib < 1:
+        raise LanguageModelError(
+            f"there is no text {', '.join(missing)}"
+            if missing
+            else f"--memory-mib {arguments.memory_mib} must be at least 1"
+        )
+    reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
+    result = estimate(
+        reader,
+        arguments.order,
+        arguments.prune,
+        unit=arguments.unit,
+        alphabet=None if alphabet is None else alphabet.to_dict(),
+        memory_bytes=arguments.memory_mib << 20,
+        temp_dir=arguments.temp_dir,
+    )
+    print(f"read {reader.report()}")
+    for n, (kept, counted, discounts) in enumerate(
+        zip(result.kept, result.counts, result.discounts, strict=True), start=1
+    ):
+        print(f"{n}-grams {kept} of {counted}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
+    save_ngram(result.model, output)
+    print(f"wrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
+    if arguments.arpa:
+        write_arpa(result.model, arguments.arpa)
+        print(f"wrote {arguments.arpa}, {arguments.arpa.stat().st_size / 2**20:.1f} MiB")
+    if arguments.heldout:
+        _print_perplexity(result.model, arguments.heldout, alphabet, arguments.unknown)
+    return 0
+
+
+def _print_perplexity(model: NGram, texts: Sequence[Path], alphabet: Alphabet | None, unknown: str) -> None:
+    reader = SentenceReader(texts, model.unit, alphabet, unknown)
+    result = perplexity(model, reader)
+    print(f"held out: {reader.report()}\n{result.format()}")
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    model = load_ngram(arguments.lm)
+    if arguments.output.suffix == ".arpa":
+        write_arpa(model, arguments.output)
+    else:
+        save_ngram(model, arguments.output)
+    sizes = " + ".join(str(end - start) for start, end in pairwise(model.entry_starts))
+    print(f"wrote {arguments.output}: {sizes} n-grams of orders 1 to {model.order}")
+    return 0
+
+
+def _ppl(arguments: argparse.Namespace) -> int:
+    model = load_ngram(arguments.lm)
+    _print_perplexity(model, arguments.text, _stored_alphabet(model), arguments.unknown)
+    return 0
+
+
+def _query(arguments: argparse.Namespace) -> int:
+    model = load_ngram(arguments.lm)
+    alphabet = _stored_alphabet(model)
+    for line in sys.stdin:
+        text = line if alphabet is None else alphabet.normalise(line)[0]
+        tokens = list(text.strip()) if model.unit == "character" else cut(text, model.unit, alphabet)
+        scores = model.sentence(tokens)
+        known = ["" if token in model.ids or token == " " else " OOV" for token in tokens]
+        parts: Iterator[str] = (
+            f"{token!r} {score:.4f}{mark}"
+            for token, score, mark in zip([*tokens, END], scores, [*known, ""], strict=True)
+        )
+        print(f"{sum(scores):.4f}: {', '.join(parts)}", flush=True)
+    return 0
+
+
+def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    defaults = AlphabetConfig()
+    build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
+    build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
+    build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
+    build.add_argument("--arpa", type=Path, help="also write this ARPA file")
+    build.add_argument("--order", type=int, default=4, help="longest n-gram in tokens (default 4)")
+    build.add_argument("--prune", type=int, nargs="+", default=[], metavar="COUNT",
+                       help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
+                            "seen once (default: keep all)")  # fmt: skip
+    build.add_argument(
+        "--unit",
+        choices=UNITS,
+        default="word",
+        help="token: what spaces part, a character, or a piece (of --model's alphabet; without --model as is)",
+    )
+    build.add_argument(
+        "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"
+    )
+    build.add_argument(
+        "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
+    )
+    build.add_argument(
+        "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
+    )
+    build.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
+    build.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
+    build.add_argument(
+        "--memory-mib", type=int, default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays (default 512)"
+    )
+    build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
+    build.set_defaults(run=_build)
+    _add_unknown(build)
+
+
+def _add_unknown(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--unknown", choices=("skip", "drop", "stop"), default="skip",
+                         help="what becomes of characters outside the alphabet: skip the line (default), drop them "
+                              "or stop; always counted and reported")  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question n-gram language models.")
+    commands = parser.add_subparsers(required=True, metavar="build | convert | ppl | query | tune")
+
+    _add_build(commands)
+
+    convert = commands.add_parser("convert", help="an ARPA file of any tool to the compact binary, or back")
+    convert.add_argument("lm", type=Path, help="binary or ARPA")
+    convert.add_argument("output", type=Path, help="ARPA where the name ends in .arpa, else binary")
+    convert.set_defaults(run=_convert)
+
+    ppl = commands.add_parser("ppl", help="perplexity and OOV rate of texts")
+    ppl.add_argument("lm", type=Path, help="binary or ARPA")
+    ppl.add_argument("text", type=Path, nargs="+")
+    ppl.set_defaults(run=_ppl)
+    _add_unknown(ppl)
+
+    query = commands.add_parser("query", help="natural-log probability of each sentence on standard input, by token")
+    query.add_argument("lm", type=Path, help="binary or ARPA")
+    query.set_defaults(run=_query)
+
+    tune = commands.add_parser(
+        "tune",
+        help="alpha, beta and beam of a model on a dev set",
+        description="Find alpha, beta and the beam on a dev set; decode.prune, decode.label_min_log_prob and "
+        "decode.unknown_score stay as the model's config has them.",
+    )
+    add_tune_arguments(tune)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `ds2 lm ARGUMENTS` and return its exit status.
+
+    Raises:
+        LanguageModelError: a mistake that the user can mend.
+    """
+    parsed = _parser().parse_args(arguments)
+    status: int = parsed.run(parsed)
+    return status

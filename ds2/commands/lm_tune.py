@@ -1,0 +1,77 @@
+"""`ds2 lm tune`: alpha, beta and the beam on a dev set; the winner lies beside the model."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ds2.config.device import resolve_device
+from ds2.config.schema import DecodeConfig
+from ds2.data.splits import scored_utterances
+from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.methods import make_decoder
+from ds2.lm.files import load_ngram
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.settings import save_settings, tuned_file
+from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence
+
+
+def _range(text: str) -> list[float]:
+    low, high, count = (float(part) for part in text.split(":"))
+    if not (low <= high and count >= 1 and count == int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH:COUNT with LOW <= HIGH and a COUNT from 1")
+    return torch.linspace(low, high, int(count), dtype=torch.float64).tolist()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `ds2 lm tune`."""
+    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("lm", type=Path, help="binary or ARPA")
+    parser.add_argument("manifests", type=Path, nargs="*", help="default: data.dev of the model's config")
+    parser.add_argument("--alphas", type=_range, default="0:1.6:5", help="LOW:HIGH:COUNT (default 0:1.6:5)")
+    parser.add_argument("--betas", type=_range, default="0:3:4", help="LOW:HIGH:COUNT (default 0:3:4)")
+    parser.add_argument("--beam", type=int, default=64, help="while alpha and beta are tried (default 64)")
+    parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tune, show each trial, draw the surface and write the winner beside the model."""
+    file, device = find_model(arguments.model), resolve_device(arguments.device)
+    loaded, lm = load_model(file, device), load_ngram(arguments.lm)
+    options = replace(loaded.config.decode, method="beam", lm=str(arguments.lm.resolve()), beam=arguments.beam)
+    make_decoder(options, loaded.alphabet, 1.0, device, lm)  # a mistake shows before the model is run
+    manifests = [str(path) for path in arguments.manifests] or loaded.config.data.dev
+    if not manifests:
+        raise DecodeError(f"{file} names no dev manifest (data.dev is empty): give manifests to tune on")
+    utterances = scored_utterances(manifests, loaded.alphabet)
+    recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
+    batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
+    dev = DevSet.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])
+    trials: list[Trial] = []
+    for trial in search(dev, loaded.alphabet, lm, options, arguments.alphas, arguments.betas, device):
+        trials.append(trial)
+        print(
+            f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
+            f"WER {100 * trial.errors.rate:.2f} %, best {100 * choose(trials).errors.rate:.2f} %",
+            flush=True,
+        )
+    best = choose(trials)
+    target = tuned_file(file)
+    tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
+    slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
+    save_settings(replace(tuned, confidence=[round(slope, 4), round(offset, 4)]), target)
+    picture = arguments.picture or target.with_suffix(".png")
+    print(
+        f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
+        f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"
+    )
+    draw(trials, best, picture)
+    print(f"wrote {picture}")
+    return 0

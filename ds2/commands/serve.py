@@ -1,0 +1,58 @@
+"""`ds2 serve`: live recognition for clients of OpenAI's REST and realtime interfaces and of Vosk's WebSocket."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.commands.common import add_where
+from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.config.device import resolve_device
+from ds2.config.schema import ConfigError
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.recogniser import Recogniser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 serve MODEL`: serve until SIGINT or SIGTERM; 0."""
+    decode, arguments = split_overrides(arguments)
+    given = _parse(arguments)
+    try:
+        from ds2.serve.limits import Limits
+        from ds2.serve.server import make_server
+    except ImportError as error:
+        raise ConfigError(f"ds2 serve needs {error.name}: pip install 'ds2-speech[serve]'") from error
+    device = resolve_device(given.device)
+    file = find_model(given.model)
+    loaded = load_model(file, device)
+    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
+    limits = Limits(
+        sessions=given.sessions,
+        duration_s=given.duration_s,
+        idle_s=given.idle_s,
+        api_key=os.environ.get("DS2_API_KEY", ""),
+    )
+    server = make_server(recogniser, limits, given.host, given.port)
+    print(f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions", flush=True)
+    server.run()
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds2 serve",
+        usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="/v1/audio/transcriptions and /v1/realtime (transcription) as OpenAI has them, Vosk's WebSocket at "
+        "/, /healthz and /metrics; with DS2_API_KEY in the environment, clients must send it as Authorization: Bearer "
+        "KEY",
+    )
+    parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
+    parser.add_argument("--port", type=int, default=2700)
+    parser.add_argument("--sessions", type=int, default=64, help="heard at once; more are told to come back")
+    parser.add_argument("--duration-s", type=float, default=4 * 3600.0, help="audio of a session at most")
+    parser.add_argument("--idle-s", type=float, default=60.0, help="silence of a client after which it is dropped")
+    add_where(parser)
+    return parser.parse_args(arguments)

@@ -1,0 +1,92 @@
+"""What comes of a sweep: its jobs ranked in a table, and the way of each as a picture."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds2.system.files import write_text
+
+_LONGEST_NAME = 120
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    name: str  # what it differs in
+    run_dir: Path
+    status: int  # 0: it came to its end
+
+    def evaluations(self) -> list[dict[str, float]]:
+        """The `dev` events of its log, in order; none where it never got so far."""
+        log = self.run_dir / "log.jsonl"
+        if not log.is_file():
+            return []
+        events = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
+        return [event for event in events if event["event"] == "dev" and event["wer"] is not None]
+
+
+def folder_name(differing: str) -> str:
+    """Return a folder's name for `key=value,...`: what file systems dislike becomes _, a long one ends in a hash."""
+    name = re.sub(r"[^\w.,=+-]+", "_", differing) or "all"
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 9]}-{hashlib.sha256(differing.encode()).hexdigest()[:8]}"
+
+
+def ranking(jobs: Sequence[Job], metric: str) -> str:
+    """Return the jobs as a table, best first by their best dev WER or CER; those without one come last.
+
+    Args:
+        jobs: of the sweep.
+        metric: wer or cer.
+    """
+    rows = []
+    for job in jobs:
+        found = job.evaluations()
+        best = min(found, key=lambda event: event[metric], default=None)
+        key = best[metric] if best else math.inf
+        scores = (f"{100 * best['wer']:.2f}", f"{100 * best['cer']:.2f}", f"{best['step']}") if best else ("-",) * 3
+        rows.append((key, (*scores, job.name + ("" if job.status == 0 else f" (status {job.status})"))))
+    rows.sort(key=lambda row: row[0])
+    lines = [f"{'':>4} {'dev WER %':>9} {'CER %':>7} {'step':>7}  run"]
+    lines += [
+        f"{place:>4} {wer:>9} {cer:>7} {step:>7}  {name}" for place, (_, (wer, cer, step, name)) in enumerate(rows, 1)
+    ]
+    return "\n".join(lines)
+
+
+def finish(folder: Path, jobs: Sequence[Job], metric: str) -> str:
+    """Write ranking.txt and, where matplotlib is installed, ranking.png into a sweep's folder; return what to print."""
+    table = ranking(jobs, metric)
+    write_text(folder / "ranking.txt", table + "\n")
+    picture = folder / "ranking.png"
+    drawn = (
+        f" and {picture}" if _draw(jobs, metric, picture) else "; a picture needs matplotlib: pip install matplotlib"
+    )
+    return f"{table}\nwrote {folder / 'ranking.txt'}{drawn}"
+
+
+def _draw(jobs: Sequence[Job], metric: str, path: Path) -> bool:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for job in jobs:
+        if found := job.evaluations():
+            steps, rates = [event["step"] for event in found], [100 * event[metric] for event in found]
+            axes.plot(steps, rates, marker="o", markersize=3, label=job.name)
+    axes.set(xlabel="step", ylabel=f"dev {metric.upper()} %", title=f"{len(jobs)} runs")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=150)
+    return True

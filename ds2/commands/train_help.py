@@ -1,0 +1,89 @@
+"""`ds2 train --help`: groups, recipes and keys; and what becomes of Hydra's own options."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.commands.compose import config_dir
+from ds2.config.document import documented_keys
+from ds2.config.schema import ConfigError
+
+_HEAD = """\
+usage: ds2 train [KEY=VALUE ...] [GROUP=CHOICE ...] [--multirun] [--config-dir DIR] [--cfg job [--resolve]]
+
+Train, or go on where run_dir stopped: ds2 train recipe=an4 model.depth=8 run_dir=runs/deeper
+
+  --config-dir DIR   your own recipes and groups: DIR/recipe/mine.yaml is recipe=mine
+  --multirun, -m     a run for each of several values: optim.learning_rate=1e-3,2e-3; ends with a ranking
+  --cfg job          print the configuration instead of training; --resolve fills in what refers to other keys
+  --hydra-help       what Hydra itself offers
+"""
+_PASSED_ON = {"--multirun": 0, "-m": 0, "--cfg": 1, "-c": 1, "--resolve": 0, "--package": 1, "-p": 1, "--info": 0,
+              "-i": 0, "--hydra-help": 0}  # fmt: skip
+_REFUSED = {
+    "--shell-completion": "completion works for commands of one word only: `ds2 train --help` lists keys and choices",
+    "--config-name": "there is one primary config: put what differs into a recipe (--config-dir DIR recipe=NAME)",
+    "--config-path": "your own configs are added, not put in place of ours: --config-dir DIR",
+    "--run": "it is what `ds2 train` does",
+    "--experimental-rerun": "the same command again resumes the run; its config lies in run_dir/config.yaml",
+}
+_WIDTH = 120
+_SHORT = {"-sc": "--shell-completion", "-cn": "--config-name", "-cp": "--config-path", "-r": "--run"}
+
+
+def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part the options that Hydra gets from the overrides.
+
+    Raises:
+        ConfigError: an option that does not work with `ds2 train`, or that nobody knows.
+    """
+    options, overrides = [], []
+    pending = iter(arguments)
+    for argument in pending:
+        name = argument.split("=", 1)[0]
+        full = _SHORT.get(name, name)
+        if not argument.startswith("-"):
+            overrides.append(argument)
+        elif full in _REFUSED:
+            raise ConfigError(f"{name} does not work with `ds2 train`: {_REFUSED[full]}")
+        elif name not in _PASSED_ON:
+            close = difflib.get_close_matches(name, [*_PASSED_ON, "--help", "--config-dir"], n=1, cutoff=0.6)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"unknown option {argument!r}{hint} (a setting is KEY=VALUE: `ds2 train --help`)")
+        else:
+            options.append(argument)
+            if _PASSED_ON[name] and "=" not in argument:
+                value = next(pending, "")
+                if not value:
+                    raise ConfigError(f"{argument} wants a value: --cfg job")
+                options.append(value)
+    return options, overrides
+
+
+def help_text(own: Sequence[Path] = ()) -> str:
+    """Return usage, the choices of each group and every key with its default and comment.
+
+    Args:
+        own: folders of the user, given with --config-dir.
+    """
+    lines = [_HEAD, "Groups and their choices (* yours):", ""]
+    groups = sorted({path.parent.name for folder in (config_dir(), *own) for path in folder.glob("*/*.yaml")})
+    for group in sorted(groups, key=lambda name: name != "recipe"):
+        ours, theirs = _choices([config_dir()], group), _choices(own, group)
+        shown = [*(f"{name}*" for name in theirs), *(name for name in ours if name not in theirs)]
+        lines += textwrap.wrap(
+            " | ".join(shown), _WIDTH, initial_indent=f"  {group + '=':<12}", subsequent_indent=" " * 14
+        )
+    lines += ["", "Keys with their defaults (a recipe may set others: --cfg job shows them):"]
+    for _, about, keys in documented_keys():
+        lines += ["", f"  {about}"] if about else [""]
+        for key in keys:
+            lines.append(f"  {f'{key.name}={key.default}':<44} {key.comment}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _choices(folders: Sequence[Path], group: str) -> list[str]:
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})

@@ -1,0 +1,185 @@
+"""`ds2 transcribe`: audio files, folders of them or standard input to text, JSON or captions."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_blocks
+from ds2.audio.stream import Pcm16
+from ds2.commands.common import add_where
+from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.config.device import resolve_device
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.captions import cues, srt, vtt
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.stream import step
+from ds2.recognition.transcribe import Transcript
+from ds2.system.files import own_folder, write_text
+from ds2.system.terminal import visible
+
+_STDIN = "-"
+_CAPTIONS = {"srt": srt, "vtt": vtt}
+
+
+def audio_files(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the files meant by arguments: a folder stands for the audio files in and below it, in order of name.
+
+    Raises:
+        AudioError: a folder without audio.
+    """
+    for argument in arguments:
+        if argument == _STDIN or not Path(argument).is_dir():
+            yield argument
+            continue
+        found = sorted(p for p in Path(argument).rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
+        if not found:
+            raise AudioError(f"{argument}: no audio files in or below this folder ({', '.join(AUDIO_SUFFIXES)})")
+        yield from map(str, found)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[Path]:
+    """The path of a file; standard input is copied to a temporary one first, as most formats need to seek."""
+    if name != _STDIN:
+        yield Path(name)
+        return
+    with own_folder(Path(tempfile.gettempdir()), "ds2-stdin") as folder:
+        copy = folder / "stdin.audio"
+        with copy.open("wb") as out:
+            shutil.copyfileobj(sys.stdin.buffer, out)
+        try:
+            yield copy
+        except AudioError as error:
+            raise AudioError(str(error).replace(str(copy), "standard input")) from error
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 transcribe MODEL FILE...`: 1 where a file could not be transcribed, after all others are done."""
+    decode, arguments = split_overrides(arguments)
+    given = _parse(arguments)
+    device = resolve_device(given.device)
+    files = list(audio_files(given.files))
+    file = find_model(given.model)
+    loaded = load_model(file, device)
+    options = resolve_options(decode, file, loaded.config)
+    if given.format in _CAPTIONS and not options.times:
+        raise DecodeError(f"--format {given.format} needs word times: take decode.times=true")
+    recogniser = Recogniser.of(loaded, options, device, given.precision)
+    write = _write_segments if given.stream else _write_whole
+    failed = 0
+    for name in files:
+        try:
+            write(recogniser, name, given, alone=len(files) == 1)
+        except (AudioError, DecodeError) as error:
+            print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
+            failed += 1
+    if failed and len(files) > 1:
+        print(f"ds2 transcribe: {failed} of {len(files)} files failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _write_whole(recogniser: Recogniser, name: str, given: argparse.Namespace, *, alone: bool) -> None:
+    """Transcribe a file and print it."""
+    with _readable(name) as path:
+        transcript = recogniser.transcribe(path)
+    if given.format in _CAPTIONS:
+        written = _CAPTIONS[given.format](cues(transcript.words))
+        if alone:
+            print(written, end="", flush=True)
+        else:
+            target = Path(name).with_suffix(f".{given.format}")
+            write_text(target, written)
+            print(f"{name}\t{target}", flush=True)
+    elif given.format == "json":
+        print(json.dumps(_record(name, transcript), ensure_ascii=False), flush=True)
+    else:
+        print(transcript.text if alone else f"{name}\t{transcript.text}", flush=True)
+
+
+def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace, *, alone: bool) -> None:
+    """Hear a file, or samples as they come, and print each segment when its speaker pauses."""
+    live = recogniser.live(sample_rate_hz=given.rate if name == _STDIN else None)
+
+    def print_final() -> None:
+        while live.final:
+            segment = live.final.popleft()
+            if given.format == "json":
+                record = {
+                    "audio_filepath": name,
+                    "start_s": round(segment.start_s, 3),
+                    "end_s": round(segment.end_s, 3),
+                }
+                print(json.dumps(record | _heard(segment.hypothesis), ensure_ascii=False), flush=True)
+            else:
+                text = segment.hypothesis.text
+                print(text if alone else f"{name}\t{text}", flush=True)
+
+    rate_hz = recogniser.features.sample_rate_hz
+    for samples in _raw_samples() if name == _STDIN else audio_blocks(name, rate_hz):
+        live.accept(samples)
+        while live.ready():
+            step([live])
+            print_final()
+    live.flush()
+    print_final()
+
+
+def _raw_samples() -> Iterator[NDArray[np.float32]]:
+    """Headerless 16-bit little-endian mono samples of standard input, as they come."""
+    samples, source = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer)
+    while chunk := source.read1():
+        yield samples.accept(chunk)
+
+
+def _record(name: str, transcript: Transcript) -> dict[str, Any]:
+    record = {"audio_filepath": name, "duration": round(transcript.duration_s, 3)}
+    return record | _heard(transcript.hypothesis)
+
+
+def _heard(hypothesis: Hypothesis) -> dict[str, Any]:
+    words = [word_record(word) for word in hypothesis.words]
+    return {"text": hypothesis.text, "score": hypothesis.score, "words": words}
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds2 transcribe",
+        usage="%(prog)s MODEL FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",
+    )
+    parser.add_argument("model", type=Path, help="model file or run folder")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="audio file, folder of them, or - for standard input")
+    parser.add_argument(
+        "--format",
+        choices=["text", "json", *_CAPTIONS],
+        default="text",
+        help="text (after the file's name and a tab where there are several files), one JSON object a file, or "
+        "captions (on standard output, of several files beside each)",
+    )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="hear as if live: a line, or JSON object, for each segment as soon as its speaker pauses; - is then "
+        "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
+    )
+    parser.add_argument("--rate", type=int, help="samples a second of - with --stream; default: the model's")
+    add_where(parser)
+    given = parser.parse_args(arguments)
+    if given.stream and given.format in _CAPTIONS:
+        parser.error(f"--stream writes text or json, not {given.format}")
+    if given.rate is not None and not (given.stream and _STDIN in given.files):
+        parser.error("--rate is that of headerless samples: it goes with --stream and -")
+    return given

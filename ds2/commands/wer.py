@@ -1,0 +1,105 @@
+"""WER report of two files, references and hypotheses, and of a second system's hypotheses beside the first's.
+
+A file is a manifest (JSON lines with `text`, or `pred_text` in hypotheses; matched by `audio_filepath` and `offset`),
+plain text (one utterance a line, matched by line), or with --ids Kaldi's `text` (an id before each line).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
+from ds2.scoring.statistics import ScoringError, paired_test
+from ds2.scoring.texts import Line, match, read_texts, some
+from ds2.scoring.wer import corpus_report
+from ds2.text.normalise import fold
+
+
+def _warn_of_ids(references: dict[str, Line], hypotheses: dict[str, Line]) -> None:
+    first = {key: line.text.split(maxsplit=1)[:1] for key, line in references.items()}
+    distinct = len({word for words in first.values() for word in words})
+    if 1 < len(first) == distinct and all(
+        key in first and line.text.split(maxsplit=1)[:1] == first[key] for key, line in hypotheses.items()
+    ):
+        print(
+            "every line's first word is distinct and the same in both files: if these are ids, give --ids",
+            file=sys.stderr,
+        )
+
+
+def _speakers(path: Path, names: list[str]) -> list[str]:
+    speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
+    absent = [name for name in names if name not in speakers]
+    if absent:
+        raise ScoringError(f"{path}: no speaker for {len(absent)} utterances: {some(absent)}")
+    return [speakers[name] for name in names]
+
+
+def _score(given: argparse.Namespace) -> None:
+    """Read, match, align, print and write what the command line asks for."""
+    references = read_texts(given.references, ids=given.ids, hypotheses=False)
+    names = [line.name for line in references.values()]
+    speakers = _speakers(given.utt2spk, names) if given.utt2spk else [line.speaker for line in references.values()]
+    reports = []
+    for path in filter(None, (given.hypotheses, given.hypotheses_b)):
+        hypotheses = read_texts(path, ids=given.ids, hypotheses=True)
+        if not given.ids:
+            _warn_of_ids(references, hypotheses)
+        found, absent = match(references, hypotheses, path, missing=given.missing)
+        if absent:
+            print(f"{path}: {len(absent)} missing hypotheses count as empty: {some(absent)}", file=sys.stderr)
+        prepare = str.lower if given.lower else str
+        reports.append(
+            corpus_report(
+                [prepare(line.text) for line in references.values()],
+                [prepare(text) for text in found],
+                names=names,
+                speakers=speakers,
+            )
+        )
+    report = reports[0]
+    print(format_report(report), end="")
+    if given.fold:
+        folded = corpus_report(
+            [fold(" ".join(u.reference)) for u in report.utterances],
+            [fold(" ".join(u.hypothesis)) for u in report.utterances],
+            names=names,
+            speakers=speakers,
+        )
+        print(f"\nwithout case and punctuation:\n{summary(folded)}")
+    if given.errors:
+        print(f"\n{format_alignments(report)}", end="")
+    if len(reports) == 2:
+        other = reports[1]
+        errors, lengths = report.errors_and_lengths()
+        print(f"\nsystem B: {given.hypotheses_b}\n{summary(other)}\n")
+        print(format_paired_test(paired_test(errors, other.errors_and_lengths()[0], lengths), "utterances"))
+        if report.speaker_interval is not None:
+            test = paired_test(errors, other.errors_and_lengths()[0], lengths, speakers)
+            print(format_paired_test(test, "speakers"))
+    if given.out:
+        facts = {"references": str(given.references), "hypotheses": str(given.hypotheses)}
+        write_report(report, given.out, f"{given.hypotheses} against {given.references}", facts)
+        print(f"\nreport: {given.out}")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 wer REFERENCES HYPOTHESES [HYPOTHESES_B]`."""
+    parser = argparse.ArgumentParser(
+        prog="ds2 wer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("references", type=Path)
+    parser.add_argument("hypotheses", type=Path)
+    parser.add_argument("hypotheses_b", type=Path, nargs="?", help="a second system, compared by a paired test")
+    parser.add_argument("--ids", action="store_true", help="text files in Kaldi's form: the first word is the id")
+    parser.add_argument("--utt2spk", type=Path, help="Kaldi's utt2spk: speaker of each utterance name")
+    parser.add_argument("--lower", action="store_true", help="compare in lower case")
+    parser.add_argument("--fold", action="store_true", help="score again without case and punctuation")
+    parser.add_argument("--missing", choices=["stop", "empty"], default="stop", help="references without hypothesis")
+    parser.add_argument("--errors", action="store_true", help="print the aligned errors too")
+    parser.add_argument("--out", type=Path, help="folder for report.txt, report.json, errors.txt and errors.html")
+    _score(parser.parse_args(arguments))
+    return 0

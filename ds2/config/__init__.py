@@ -1,0 +1,5 @@
+"""The typed settings; no Hydra.
+
+schema: the dataclasses. check: values that cannot work, or not together. convert: trees to dataclasses and back,
+unknown keys with the nearest right one. device: names of devices and precisions.
+"""

@@ -1,0 +1,34 @@
+"""Where a process computes and in which precision, by the names that users give."""
+
+from __future__ import annotations
+
+import torch
+
+from ds2.config.schema import ConfigError
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device that a rank uses: `auto` and `cuda` are the host's GPU number `local_rank`, counted round.
+
+    Raises:
+        ConfigError: an unknown name, or a GPU that is not there.
+    """
+    count = torch.cuda.device_count()
+    if name == "auto" and not count:
+        return torch.device("cpu")
+    try:
+        device = torch.device("cuda" if name == "auto" else name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is not one of auto, cpu, cuda, cuda:N") from error
+    if device.type == "cuda":
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device={name!r}: torch sees {count} GPUs; set device=cpu or device=auto")
+        if device.index is None:
+            device = torch.device("cuda", local_rank % count)
+        torch.cuda.set_device(device)
+    return device
+
+
+def resolve_precision(name: str, device: torch.device) -> str:
+    """`auto` is bf16 on a GPU and fp32 on a CPU."""
+    return name if name != "auto" else ("bf16" if device.type == "cuda" else "fp32")

@@ -1,0 +1,6 @@
+"""From corpora on disk to batches.
+
+manifest: utterances and their JSON lines. corpora: importers of corpora as published. splits: what a run trains,
+tunes and tests on. check, probe: what would spoil training. audio_cache: decoded audio, memory-mapped. batching: the
+plan of an epoch. loader: batches on their way, from worker processes.
+"""

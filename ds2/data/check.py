@@ -1,0 +1,272 @@
+"""`ds2 data check`: read everything before training and name each utterance that would spoil it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+from tqdm import tqdm
+
+from ds2.audio.read import END_TOLERANCE_S, AudioError
+from ds2.config.schema import AugmentConfig, DataConfig
+from ds2.data.manifest import Utterance
+from ds2.data.probe import Probe, probe
+from ds2.system.machine import usable_cores
+from ds2.text.alphabet import Alphabet, describe, fewest_frames
+from ds2.text.unfit import count_unfit, help_text
+
+log = logging.getLogger(__name__)
+
+SILENT_PEAK = 1e-3  # -60 dB of full scale
+CLIPPED_FRACTION = 1e-3
+_OUTLIER_FACTOR = 4.0  # times the median pace, seconds a character
+_OUTLIER_DEVIATIONS = 5.0  # robust standard deviations of its logarithm; both must be passed
+_OUTLIER_LEAST = 50  # utterances below which there is no telling
+_CHUNK = 16  # utterances a process takes at a time
+_IN_PROCESS = 64  # up to so many, starting processes takes longer than reading
+
+OutputFrames = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing wrong with one utterance."""
+
+    severity: str  # error: training would stop or be misled | warning: it can go on
+    kind: str
+    split: str
+    source: str  # "manifest:line"
+    name: str
+    message: str
+
+
+@dataclass
+class CheckReport:
+    """What `check` found."""
+
+    utterances: int
+    hours: float
+    findings: list[Finding]
+    notes: list[str] = field(default_factory=list)  # of the corpus as a whole
+    unfit: str = ""  # the table of characters outside the alphabet, and an alphabet in which they fit
+
+    @property
+    def may_start(self) -> bool:
+        """Whether there are no errors."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    @property
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Findings by (severity, kind)."""
+        return Counter((finding.severity, finding.kind) for finding in self.findings)
+
+    def format(self) -> str:
+        """Return the report for people: every finding on a line, then the counts, then the verdict."""
+        ordered = sorted(self.findings, key=lambda f: (f.severity, f.kind))
+        lines = [f"{f.severity}: {f.source or f.name}: {f.name}: {f.kind}: {f.message}" for f in ordered]
+        lines += [f"note: {note}" for note in self.notes]
+        lines.append(f"{self.utterances} utterances, {self.hours:.2f} h")
+        lines += [f"  {count:6d} {severity}s: {kind}" for (severity, kind), count in sorted(self.counts.items())]
+        lines += ["", self.unfit, ""] if self.unfit else []
+        lines.append("training may start" if self.may_start else "training may not start: mend the errors above")
+        return "\n".join(lines)
+
+    def write_json(self, path: Path) -> None:
+        """Write everything as one JSON object."""
+        counts = [
+            {"severity": severity, "kind": kind, "count": n} for (severity, kind), n in sorted(self.counts.items())
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps(asdict(self) | {"counts": counts, "may_start": self.may_start}, ensure_ascii=False, indent=1),
+            encoding="utf-8",
+        )
+
+
+def check(
+    splits: Mapping[str, Sequence[Utterance]],
+    data: DataConfig,
+    augment: AugmentConfig,
+    alphabet: Alphabet,
+    output_frames: OutputFrames,
+) -> CheckReport:
+    """Read every utterance, in parallel, and judge audio, transcript and splits.
+
+    Errors are what would stop or mislead training: audio that is unreadable, empty, silent or ends before its segment;
+    in the training part also a duration outside the limits, characters outside the alphabet (`alphabet.unknown` =
+    stop), no transcript, or fewer output frames than CTC needs (one a label and one between repeats); and audio that
+    occurs in two parts. In dev and test those of the transcript are warnings: they count as recognition errors.
+    Warnings are also: clipping, another sample rate, a duration unlike the file's, a pace far from the corpus's, the
+    same audio twice in a part.
+
+    Args:
+        splits: utterances by part; `train` is judged as training data, any other as test data.
+        data: rate, limits of duration.
+        augment: its speeds may make an utterance too short.
+        alphabet: what transcripts may hold.
+        output_frames: samples of audio at `data.sample_rate_hz` -> frames that the model puts out.
+    Raises:
+        AudioError: a reading process died; names what it was reading.
+    """
+    listed = [(split, u) for split, utterances in splits.items() for u in utterances]
+    probes = _probe_all([u for _, u in listed], data.sample_rate_hz)
+    shared = Counter(u.audio_filepath for _, u in listed)
+    findings: list[Finding] = []
+    for (split, u), measured in zip(listed, probes, strict=True):
+        whole_file = shared[u.audio_filepath] == 1 and not u.offset_s
+        problems = _audio_problems(u, measured, data.sample_rate_hz, whole_file)
+        problems += transcript_problems(
+            u, data, alphabet, output_frames, speeds=augment.speed if split == "train" else None
+        )
+        findings += [Finding(severity, kind, split, u.source, u.name, text) for severity, kind, text in problems]
+    findings += _duplicates(listed, probes)
+    findings += _pace_outliers(listed)
+    hours = sum(u.duration_s for _, u in listed) / 3600
+    unfit = help_text(count_unfit((u.text for _, u in listed), alphabet), alphabet)
+    return CheckReport(len(listed), hours, findings, _notes(splits, alphabet), unfit)
+
+
+def transcript_problems(
+    u: Utterance,
+    data: DataConfig,
+    alphabet: Alphabet,
+    output_frames: OutputFrames,
+    *,
+    speeds: Sequence[float] | None,
+) -> list[tuple[str, str, str]]:
+    """Return (severity, kind, message) of what a manifest line alone shows, audio unread; see `check`.
+
+    `speeds` are the factors by which training may speed the utterance up; None is an utterance that is only scored.
+    """
+    problems = []
+    strict = "warning" if speeds is None else "error"
+    if not data.min_duration_s <= u.duration_s <= data.max_duration_s:
+        limits = f"data.min_duration_s={data.min_duration_s:g} to data.max_duration_s={data.max_duration_s:g}"
+        problems.append((strict, "duration_limits", f"{u.duration_s:.2f} s is outside {limits}"))
+    text, unknown = alphabet.normalise(u.text)
+    if unknown:
+        severity = strict if alphabet.unknown == "stop" else "warning"
+        problems.append((severity, "characters", f"outside the alphabet: {describe(unknown)}"))
+    labels = alphabet.encode("".join(character for character in text if character not in unknown))
+    if not labels:
+        problems.append((strict, "no_transcript", f"the transcript {u.text!r} has no labels"))
+        return problems
+    needed = fewest_frames(labels)
+    fastest = max([1.0, *(speeds or ())])
+    frames = output_frames(round(u.duration_s * data.sample_rate_hz))
+    if frames < needed:
+        reason = f"{u.duration_s:.2f} s make {frames} output frames, CTC needs {needed} for {len(labels)} labels"
+        problems.append((strict, "too_short", reason))
+    elif output_frames(int(u.duration_s * data.sample_rate_hz / fastest)) < needed:
+        reason = f"{frames} output frames suffice for {needed}, but no longer at speed {fastest:g} (augment.speed)"
+        problems.append(("warning", "too_short_when_fast", reason))
+    return problems
+
+
+def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Probe]:
+    chunks = [utterances[first : first + _CHUNK] for first in range(0, len(utterances), _CHUNK)]
+    with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress:
+        if len(utterances) <= _IN_PROCESS:
+            probes = []
+            for chunk in chunks:
+                probes += probe(chunk, sample_rate_hz)
+                progress.update(len(chunk))
+            return probes
+        # Fresh processes rather than forks of one that has torch's threads.
+        with ProcessPoolExecutor(usable_cores(), mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(probe, chunk, sample_rate_hz) for chunk in chunks]
+            probes = []
+            for chunk, future in zip(chunks, futures, strict=True):
+                try:
+                    probes += future.result()
+                except BrokenProcessPool as error:
+                    names = ", ".join(str(u.audio_filepath) for u in chunk)
+                    raise AudioError(
+                        f"a process died (out of memory, or a decoder crashed) near these files: {names}"
+                    ) from error
+                progress.update(len(chunk))
+            return probes
+
+
+def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, whole_file: bool) -> list[tuple[str, str, str]]:
+    if measured.error:
+        return [("error", measured.kind, measured.error)]
+    problems = []
+    if measured.peak < SILENT_PEAK:
+        problems.append(("error", "silent", f"its peak is {_decibel(measured.peak)} of full scale"))
+    if measured.clipped > CLIPPED_FRACTION:
+        problems.append(("warning", "clipped", f"{measured.clipped:.2%} of its samples are stuck at full scale"))
+    if measured.rate_hz < wanted_hz:
+        reason = f"{measured.rate_hz} Hz: nothing above {measured.rate_hz // 2} Hz, where other audio may have content"
+        problems.append(("warning", "low_rate", reason))
+    elif measured.rate_hz > wanted_hz:
+        problems.append(("warning", "rate", f"{measured.rate_hz} Hz, resampled to {wanted_hz} Hz at each reading"))
+    if whole_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
+        reason = f"the manifest says {u.duration_s:.3f} s, the file lasts {measured.file_s:.3f} s; the rest is not used"
+        problems.append(("warning", "duration", reason))
+    return problems
+
+
+def _decibel(level: float) -> str:
+    return f"{20 * math.log10(level):.0f} dB" if level > 0 else "zero"
+
+
+def _duplicates(listed: Sequence[tuple[str, Utterance]], probes: Sequence[Probe]) -> list[Finding]:
+    first: dict[str, tuple[str, Utterance]] = {}
+    findings = []
+    for (split, u), measured in zip(listed, probes, strict=True):
+        if not measured.digest or measured.peak < SILENT_PEAK:
+            continue
+        other_split, other = first.setdefault(measured.digest, (split, u))
+        if other is not u:
+            severity = "error" if other_split != split else "warning"
+            message = f"the same audio as {other.name} in {other_split}, {other.source}"
+            findings.append(Finding(severity, "duplicate", split, u.source, u.name, message))
+    return findings
+
+
+def _pace_outliers(listed: Sequence[tuple[str, Utterance]]) -> list[Finding]:
+    """Name utterances whose seconds a character are far off: a wrong transcript or a wrong cut more often than not."""
+    paced = [(split, u, math.log(u.duration_s / len(u.text))) for split, u in listed if u.text and u.duration_s > 0]
+    if len(paced) < _OUTLIER_LEAST:
+        return []
+    centre = median(pace for _, _, pace in paced)
+    deviation = 1.4826 * median(abs(pace - centre) for _, _, pace in paced)
+    limit = max(math.log(_OUTLIER_FACTOR), _OUTLIER_DEVIATIONS * deviation)
+    return [
+        Finding(
+            "warning",
+            "pace",
+            split,
+            u.source,
+            u.name,
+            f"{u.duration_s:.2f} s for {len(u.text)} characters is {math.exp(pace - centre):.2g} times the usual time",
+        )
+        for split, u, pace in paced
+        if abs(pace - centre) > limit
+    ]
+
+
+def _notes(splits: Mapping[str, Sequence[Utterance]], alphabet: Alphabet) -> list[str]:
+    notes = []
+    texts = {alphabet.normalise(u.text)[0] for u in splits.get("train", ())}
+    speakers = {u.speaker for u in splits.get("train", ()) if u.speaker}
+    for split, utterances in splits.items():
+        if split == "train":
+            continue
+        known = sum(alphabet.normalise(u.text)[0] in texts for u in utterances)
+        if known:
+            notes.append(f"{known} of {len(utterances)} texts of {split} also occur in train")
+        heard = sorted({u.speaker for u in utterances} & speakers)
+        if heard:
+            notes.append(f"{len(heard)} speakers of {split} also occur in train: {', '.join(heard[:10])}")
+    return notes

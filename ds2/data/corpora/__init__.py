@@ -1,0 +1,22 @@
+"""Corpora as they are published, to utterances: one function a layout, and the prepare step of each recipe."""
+
+from ds2.data.corpora.an4 import import_an4
+from ds2.data.corpora.common import ImporterError
+from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
+from ds2.data.corpora.librispeech import import_librispeech
+from ds2.data.corpora.prepare import FORMATS, RECIPES, import_corpus, prepare
+from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
+
+__all__ = [
+    "FORMATS",
+    "RECIPES",
+    "ImporterError",
+    "export_kaldi",
+    "import_an4",
+    "import_corpus",
+    "import_csv",
+    "import_deepspeech_pytorch",
+    "import_kaldi",
+    "import_librispeech",
+    "prepare",
+]

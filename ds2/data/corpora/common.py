@@ -1,0 +1,131 @@
+"""What all importers share: finding audio whatever its extension is now, and its length from the header."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
+from ds2.data.manifest import Utterance
+from ds2.system.errors import UserError
+from ds2.system.machine import usable_cores
+
+log = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 20
+
+
+class ImporterError(UserError):
+    """A corpus that cannot be imported as asked; the message names files, lines and the way out."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An utterance that a corpus lists, before its audio was looked at."""
+
+    audio: Path  # as listed; the file may have another extension by now
+    text: str
+    source: str  # "file:line" of the corpus
+    speaker: str = ""
+    lang: str = ""
+    offset_s: float = 0.0
+    end_s: float | None = None  # None: to the end of the file
+
+
+def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequence[str] = ()) -> list[Utterance]:
+    """Find each entry's audio and take its length from the header, in parallel.
+
+    Args:
+        entries: what the corpus lists.
+        skip_bad: leave out utterances without usable audio, naming and counting them in the log, rather than stop.
+        problems: of entries that the importer could not even make; treated the same.
+    Raises:
+        ImporterError: some audio is missing or unreadable and `skip_bad` is false, or nothing is left.
+    """
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        measured = list(
+            tqdm(pool.map(_measure, entries), total=len(entries), desc="reading headers", unit="utt", disable=None)
+        )
+    utterances = [m for m in measured if isinstance(m, Utterance)]
+    problems = [*problems, *(m for m in measured if isinstance(m, str))]
+    if problems:
+        more = [f"... and {len(problems) - _NAMED_AT_MOST} more"] if len(problems) > _NAMED_AT_MOST else []
+        if not skip_bad:
+            listed = "\n  ".join([*problems[:_NAMED_AT_MOST], *more])
+            raise ImporterError(
+                f"{len(problems)} of {len(utterances) + len(problems)} utterances cannot be imported:\n  {listed}\n"
+                "Mend the corpus, or leave them out (--skip-bad)"
+            )
+        log.warning("%d utterances left out of the import:\n  %s", len(problems), "\n  ".join(problems))
+    if not utterances:
+        raise ImporterError("the corpus lists no utterances with audio")
+    return utterances
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield ("file:line", text) of the non-blank lines of a UTF-8 file; raises ImporterError where it is not one."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ImporterError(f"{path}: {error.strerror}") from error
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ImporterError(f"{path}:{number}: byte {error.start + 1} is not UTF-8") from error
+        if text:
+            yield f"{path}:{number}", text
+
+
+def find_audio(listed: Path) -> Path | None:
+    """Return the listed file, or else one of the same name with another audio extension, or None."""
+    if listed.is_file():
+        return listed
+    known = listed.suffix.lower() in AUDIO_SUFFIXES
+    found = _audio_names(str(listed.parent)).get(listed.stem if known else listed.name)
+    return listed.with_name(found) if found else None
+
+
+def corpus_folder(folder: str | Path) -> Path:
+    """Return the folder as an absolute path; raises ImporterError where it is none."""
+    path = Path(folder).expanduser().resolve()
+    if not str(folder) or not path.is_dir():
+        raise ImporterError(f"no corpus folder at {str(folder)!r}; give the folder as published (data.corpus=FOLDER)")
+    return path
+
+
+def _measure(entry: Entry) -> Utterance | str:
+    audio = find_audio(entry.audio)
+    if audio is None:
+        return f"{entry.source}: no audio at {entry.audio} nor under another extension"
+    try:
+        info = audio_info(audio)
+    except AudioError as error:
+        return f"{entry.source}: {error}"
+    end_s = info.duration_s if entry.end_s is None else entry.end_s
+    if not 0 <= entry.offset_s < end_s <= info.duration_s + END_TOLERANCE_S:
+        return (
+            f"{entry.source}: {entry.offset_s} s to {end_s} s is not a segment of {audio}, {info.duration_s:.3f} s long"
+        )
+    duration_s = min(end_s, info.duration_s) - entry.offset_s
+    return Utterance(audio, duration_s, entry.text, entry.offset_s, entry.speaker, entry.lang, entry.source)
+
+
+@lru_cache(maxsize=64)
+def _audio_names(folder: str) -> dict[str, str]:
+    """Map the stems of a folder's audio files to their names."""
+    try:
+        names = [entry.name for entry in os.scandir(folder)]
+    except (OSError, ValueError):  # ValueError: a NUL, or half a surrogate pair, which no path holds
+        return {}
+    order = {suffix: rank for rank, suffix in enumerate(AUDIO_SUFFIXES)}
+    audio = [name for name in names if os.path.splitext(name)[1].lower() in order]
+    audio.sort(key=lambda name: -order[os.path.splitext(name)[1].lower()])
+    return {os.path.splitext(name)[0]: name for name in audio}

@@ -1,0 +1,111 @@
+"""Tables of audio and transcript: CSV or TSV with a header (Common Voice, Coqui), deepspeech.pytorch's manifests."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines, to_utterances
+from ds2.data.manifest import Utterance
+
+# The names that a column goes by, most telling first.
+_COLUMNS = {
+    "audio": ("wav_filename", "audio_filepath", "audio_path", "path", "file_name", "filename", "file", "audio"),
+    "text": ("transcript", "sentence", "text", "transcription"),
+    "speaker": ("client_id", "speaker_id", "speaker"),
+    "lang": ("locale", "lang", "language"),
+}
+
+
+def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
+    """Import a CSV or TSV file with a header, as of Common Voice (path, sentence) and Coqui (wav_filename, transcript).
+
+    The audio column is looked up beside the file and in its folder `clips`. Columns are recognised by name, tabs in the
+    header make it a TSV, whose fields Common Voice does not quote.
+
+    Raises:
+        ImporterError: no column for audio or text, a row with another number of fields, or unusable audio.
+    """
+    path = Path(path).expanduser().resolve()
+    rows = list(read_lines(path))
+    tabs = bool(rows) and "\t" in rows[0][1]
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            column = {kind: _column(header, names) for kind, names in _COLUMNS.items()}
+            if column["audio"] is None or column["text"] is None:
+                raise ImporterError(
+                    f"{path}:1: columns {header} have none for audio ({', '.join(_COLUMNS['audio'])}) "
+                    f"or none for text ({', '.join(_COLUMNS['text'])}); rename them"
+                )
+            entries = []
+            for row in reader:
+                if not row:
+                    continue
+                source = f"{path}:{reader.line_num}"
+                if len(row) != len(header):
+                    raise ImporterError(f"{source}: {len(row)} fields, the header has {len(header)}")
+                field = {kind: "" if index is None else row[index].strip() for kind, index in column.items()}
+                audio = _beside(path.parent, field["audio"])
+                entries.append(Entry(audio, field["text"], source, field["speaker"], field["lang"]))
+        except csv.Error as error:
+            raise ImporterError(f"{path}:{reader.line_num}: {error}") from error
+    return to_utterances(entries, skip_bad=skip_bad)
+
+
+def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
+    """Import a manifest of deepspeech.pytorch: lines `wav,txt`, or its JSON with `root_path` and `samples`.
+
+    Transcripts are files of their own, read as UTF-8, lines joined by spaces. Relative paths start at the manifest's
+    folder or, as that project wrote them, at the working directory.
+
+    Raises:
+        ImporterError: the manifest is malformed, or a transcript or audio is unusable.
+    """
+    path = Path(path).expanduser().resolve()
+    pairs = _json_pairs(path) if path.suffix == ".json" else _csv_pairs(path)
+    entries, problems = [], []
+    for source, audio, transcript in pairs:
+        text_file = _beside(path.parent, transcript)
+        try:
+            text = " ".join(line for _, line in read_lines(text_file))
+        except ImporterError as error:
+            problems.append(f"{source}: transcript {error}")
+            continue
+        entries.append(Entry(_beside(path.parent, audio), text, source))
+    return to_utterances(entries, skip_bad=skip_bad, problems=problems)
+
+
+def _column(header: list[str], names: tuple[str, ...]) -> int | None:
+    lowered = [name.strip().lower() for name in header]
+    return next((lowered.index(name) for name in names if name in lowered), None)
+
+
+def _beside(folder: Path, listed: str) -> Path:
+    candidates = [folder / listed, folder / "clips" / listed, Path.cwd() / listed]
+    return next((c for c in candidates if c.is_file() or find_audio(c)), candidates[0])
+
+
+def _csv_pairs(path: Path) -> list[tuple[str, str, str]]:
+    pairs = []
+    for source, line in read_lines(path):
+        fields = next(csv.reader([line]))
+        if len(fields) != 2:
+            raise ImporterError(f"{source}: {line!r} is not 'AUDIO,TRANSCRIPT'")
+        pairs.append((source, fields[0].strip(), fields[1].strip()))
+    return pairs
+
+
+def _json_pairs(path: Path) -> list[tuple[str, str, str]]:
+    try:
+        stored: Any = json.loads(path.read_bytes())
+        root = Path(stored["root_path"])
+        samples = [(str(root / s["wav_path"]), str(root / s["transcript_path"])) for s in stored["samples"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ImporterError(
+            f"{path}: {error!r}; expected root_path and samples, each with wav_path and transcript_path"
+        ) from error
+    return [(f"{path}: sample {number}", *pair) for number, pair in enumerate(samples, start=1)]

@@ -1,0 +1,228 @@
+"""Utterances to batches on their way to the device: workers read, augment and pad; order and bits never vary."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import signal
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ds2.audio.augment import NoiseSource, augment_waveform, pink_noise, recorded_noise, utterance_rng
+from ds2.audio.read import AudioError
+from ds2.config.schema import AugmentConfig, DataConfig
+from ds2.data.audio_cache import AudioStore, open_audio
+from ds2.data.manifest import Utterance, read_manifests
+from ds2.system.machine import usable_cores
+from ds2.system.stops import end_children, end_with_parent
+from ds2.text.alphabet import Alphabet, AlphabetError
+
+log = logging.getLogger(__name__)
+
+_MAX_WORKERS = 8
+_PREFETCH_BATCHES = 2  # a worker
+_PINK_SAMPLES = 1 << 21  # two minutes at 16 kHz
+
+
+@dataclass
+class Batch:
+    """Utterances of one step: B of them, N samples in the longest, L labels in the longest transcript."""
+
+    waveforms: Tensor  # (B, N) float32, 0 past each length
+    sample_lengths: Tensor  # (B,) int64, on the CPU always
+    labels: Tensor  # (B, L) int64, 0 (the blank) past each length: the padded form of torch's ctc_loss
+    label_lengths: Tensor  # (B,) int64, on the CPU always
+    indices: Tensor  # (B,) int64, positions in the list of utterances, on the CPU always
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch with waveforms and labels on `device`; from pinned memory without waiting for the copy."""
+        return replace(
+            self,
+            waveforms=self.waveforms.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+        )
+
+    def pin_memory(self) -> Batch:
+        """Return the batch with waveforms and labels in page-locked memory; torch's DataLoader calls this."""
+        return replace(self, waveforms=self.waveforms.pin_memory(), labels=self.labels.pin_memory())
+
+
+class SpeechLoader:
+    """Reads batches of a list of utterances, epoch after epoch, with workers that start once.
+
+    What a batch holds depends on the utterances, the config, the epoch and the plan alone, never on the workers. They
+    are forked, which takes milliseconds and shares the open cache; none touches CUDA or the parent's threads: a
+    worker uses numpy, the audio readers and one torch thread.
+
+    Args:
+        utterances: positions in it are the indices of the plan.
+        data: cache, workers, sample rate.
+        device: where batches go: memory is pinned for CUDA, and -1 workers means one a core there.
+        alphabet: encodes the transcripts at once, so that one it cannot write stops here; None leaves labels empty.
+        augment: what is done to waveforms; None leaves them as they are.
+        seed: of the augmentation.
+    Raises:
+        ConfigError: an augmentation setting makes no sense.
+        AlphabetError: a transcript has characters outside the alphabet and `alphabet.unknown` is stop.
+        AudioError: audio cannot be read.
+    """
+
+    def __init__(
+        self,
+        utterances: Sequence[Utterance],
+        data: DataConfig,
+        device: torch.device,
+        alphabet: Alphabet | None = None,
+        augment: AugmentConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.utterances = utterances
+        self.audio = open_audio(utterances, data)
+        augmentation = None if augment is None else _augmentation(augment, data)
+        dataset = _Batches(self.audio, utterances, alphabet, seed, augmentation)
+        on_gpu = device.type == "cuda"
+        workers = worker_count(data.workers, on_gpu=on_gpu)
+        self._plan: list[tuple[int, list[int]]] = []
+        self._loader: DataLoader[Batch | AudioError] = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=self._plan,
+            collate_fn=_as_is,
+            num_workers=workers,
+            worker_init_fn=_start_worker,
+            multiprocessing_context="fork" if workers else None,
+            prefetch_factor=_PREFETCH_BATCHES if workers else None,
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # torch draws a seed for its workers; the trainer's stream must not feel it
+            pin_memory=on_gpu,
+        )
+
+    def epoch(self, batches: Sequence[Sequence[int]], epoch: int) -> Generator[Batch, None, None]:
+        """Yield the batches of one epoch in order; start one epoch only after the last one's iterator is done with.
+
+        Args:
+            batches: positions of utterances, such as `plan_epoch(...)[step:]`, dealt where there are ranks.
+            epoch: 1-based; selects the augmentation draws.
+        Raises:
+            AudioError: an utterance that is not cached cannot be read; names it.
+        """
+        self._plan[:] = [(epoch, list(batch)) for batch in batches]
+        for item in self._loader:
+            if isinstance(item, AudioError):
+                # A new one: raising `item` would tie this frame into a cycle with its traceback, and workers that are
+                # collected as part of a cycle take torch seconds each to stop.
+                raise AudioError(str(item))
+            yield item
+
+
+def worker_count(workers: int, *, on_gpu: bool) -> int:
+    """Return the loader processes for `data.workers`.
+
+    For training on a GPU -1 is one a core that this process may use, at most 8. On a CPU it is none: the step needs all
+    cores, and from the cache passing batches between processes costs more than making them (`tools/bench_loader.py`).
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        log.warning("data.workers=%d: this system cannot fork, audio is loaded in the training process", workers)
+        return 0
+    if workers >= 0:
+        return workers
+    return min(_MAX_WORKERS, usable_cores()) if on_gpu else 0
+
+
+@dataclass(frozen=True)
+class _Augmentation:
+    config: AugmentConfig
+    noise: NoiseSource
+
+
+def _augmentation(augment: AugmentConfig, data: DataConfig) -> _Augmentation:
+    recordings: Sequence[NDArray[np.float32]] = []
+    if augment.noise_probability:
+        if augment.noise:
+            recordings = open_audio(read_manifests(augment.noise), data)
+        else:
+            # Segments of one long recording: making new noise for each utterance would take most of a worker's time.
+            recordings = [pink_noise(np.random.default_rng(0), _PINK_SAMPLES)]
+    return _Augmentation(augment, partial(recorded_noise, recordings))
+
+
+class _Batches(Dataset["Batch | AudioError"]):
+    """Maps (epoch, positions) to a batch; the error of an unreadable utterance is returned, to keep its message."""
+
+    def __init__(
+        self,
+        audio: AudioStore,
+        utterances: Sequence[Utterance],
+        alphabet: Alphabet | None,
+        seed: int,
+        augmentation: _Augmentation | None,
+    ) -> None:
+        self.audio, self.seed, self.augmentation = audio, seed, augmentation
+        labels = [_encoded(u, alphabet) for u in utterances]
+        # Flat arrays: a list of lists would be copied page by page into every forked worker as reference counts change.
+        self.label_ends = np.cumsum([0, *map(len, labels)])
+        self.labels = np.fromiter((label for row in labels for label in row), np.int64, int(self.label_ends[-1]))
+
+    def __getitem__(self, key: tuple[int, list[int]]) -> Batch | AudioError:
+        epoch, positions = key
+        try:
+            waveforms = [self._waveform(epoch, position) for position in positions]
+        except AudioError as error:
+            return error
+        labels = [self.labels[self.label_ends[p] : self.label_ends[p + 1]] for p in positions]
+        return Batch(
+            _padded(waveforms, torch.float32),
+            torch.tensor([len(w) for w in waveforms], dtype=torch.int64),
+            _padded(labels, torch.int64),
+            torch.tensor([len(row) for row in labels], dtype=torch.int64),
+            torch.tensor(positions, dtype=torch.int64),
+        )
+
+    def _waveform(self, epoch: int, position: int) -> np.ndarray:
+        waveform = self.audio[position]
+        if self.augmentation is None:
+            return waveform
+        draws = partial(utterance_rng, self.seed, epoch, position)
+        return augment_waveform(
+            waveform, self.augmentation.config, self.audio.sample_rate_hz, draws, self.augmentation.noise
+        )
+
+
+def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:
+    if alphabet is None:
+        return []
+    try:
+        return alphabet.encode(utterance.text)
+    except AlphabetError as error:
+        raise AlphabetError(f"{utterance.source or utterance.name}: {error}") from error
+
+
+def _padded(rows: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
+    padded = torch.zeros((len(rows), max(map(len, rows), default=0)), dtype=dtype)
+    array = padded.numpy()
+    for row, values in zip(array, rows, strict=True):
+        row[: len(values)] = values
+    return padded
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+atexit.register(end_children)
+
+
+def _start_worker(worker: int) -> None:
+    """Leave the signals that launchers send to the whole group to the trainer, which saves first, and end with it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()

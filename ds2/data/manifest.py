@@ -1,0 +1,199 @@
+"""Utterances and the JSON-lines manifests that list them, with the keys that NeMo uses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds2.system.errors import UserError
+from ds2.system.files import whole_file
+
+
+def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
+    """How many utterances there are and a digest of file names, times and texts; folders may be a host's own."""
+    digest, count = hashlib.sha256(), 0
+    for u in utterances:
+        digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
+        count += 1
+    return {name: f"{count} utterances ({digest.hexdigest()[:12]})"}
+
+
+log = logging.getLogger(__name__)
+
+MAX_DURATION_S = 7 * 24 * 3600.0  # a longer "duration" was written in samples or milliseconds
+_ERRORS_NAMED = 10
+_REQUIRED = ("audio_filepath", "duration", "text")
+_KEYS = (*_REQUIRED, "offset", "speaker", "lang")
+_BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class ManifestError(UserError):
+    """A manifest that cannot be used; the message names file, line and what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """One stretch of recorded speech and its transcript."""
+
+    audio_filepath: Path  # absolute
+    duration_s: float
+    text: str
+    offset_s: float = 0.0  # where the utterance starts in the file
+    speaker: str = ""
+    lang: str = ""
+    source: str = ""  # "manifest:line", for messages
+
+    @property
+    def name(self) -> str:
+        """Name for messages: the file's stem, with the offset where there is one."""
+        return self.audio_filepath.stem + (f"+{self.offset_s:g}s" if self.offset_s else "")
+
+
+def read_manifest(path: str | Path) -> list[Utterance]:
+    """Read one manifest; see `read_manifests`."""
+    return read_manifests([path])
+
+
+def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
+    """Read JSON-lines manifests into one list of utterances, in order; every line is good or the whole read fails.
+
+    A line is an object with `audio_filepath`, `duration` (seconds) and `text`, optionally `offset` (seconds), `speaker`
+    and `lang`; other keys are ignored and logged. A relative path starts at the manifest's folder; absolute paths and
+    paths that leave the folder by `..` are allowed, since a manifest describes files but does not contain them. A
+    byte-order mark, CRLF and blank lines are accepted. Files are not opened: `ds2 data check` does that.
+
+    Raises:
+        ManifestError: names file:line and the reason for the first errors of a manifest: not UTF-8, not a JSON object,
+            a key missing or of a wrong type, a number that is negative, not finite or over a week, or an utterance
+            (same file and offset) that was listed before; or a manifest is unreadable or without utterances.
+    """
+    utterances: list[Utterance] = []
+    seen: dict[tuple[Path, float], str] = {}
+    for path in paths:
+        utterances += _read(Path(path), seen)
+    return utterances
+
+
+def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
+    """Write a manifest, whole or not at all.
+
+    Audio beneath the manifest's folder is named relative to it, so that the folder can be moved; other audio by
+    absolute path.
+    """
+    path = Path(path)
+    folder = path.parent.resolve()
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+        for utterance in utterances:
+            file.write(json.dumps(_to_record(utterance, folder), ensure_ascii=False) + "\n")
+
+
+def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:
+    audio = utterance.audio_filepath
+    beneath = audio.is_relative_to(folder)
+    record: dict[str, Any] = {
+        "audio_filepath": str(audio.relative_to(folder) if beneath else audio.absolute()),
+        "duration": round(utterance.duration_s, 6),
+        "text": utterance.text,
+    }
+    optional = {"offset": round(utterance.offset_s, 6), "speaker": utterance.speaker, "lang": utterance.lang}
+    return record | {key: value for key, value in optional.items() if value}
+
+
+def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ManifestError(f"{path}: {error.strerror}") from error
+    if content.startswith(_UTF16_BOMS):
+        raise ManifestError(f"{path}:1: starts like UTF-16; save the manifest as UTF-8")
+    folder = path.parent.resolve()
+    utterances: list[Utterance] = []
+    errors: list[str] = []
+    ignored: set[str] = set()
+    for number, line in enumerate(content.removeprefix(_BOM).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        source = f"{path}:{number}"
+        try:
+            record = _parse(line)
+            ignored.update(record.keys() - set(_KEYS))
+            utterance = _to_utterance(record, folder, source)
+            key = (utterance.audio_filepath, utterance.offset_s)
+            if key in seen:
+                raise ManifestError(f"{utterance.name} was listed before, at {seen[key]}; an utterance may appear once")
+            seen[key] = source
+            utterances.append(utterance)
+        except ManifestError as error:
+            errors.append(f"{source}: {error}")
+    if errors:
+        more = [f"... and {len(errors) - _ERRORS_NAMED} more lines"] if len(errors) > _ERRORS_NAMED else []
+        raise ManifestError("\n".join([*errors[:_ERRORS_NAMED], *more]))
+    if not utterances:
+        raise ManifestError(f"{path}: holds no utterances; expected one JSON object a line")
+    if ignored:
+        log.info("%s: keys that ds2 does not use were ignored: %s", path, ", ".join(sorted(ignored)))
+    return utterances
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"byte {error.start + 1} is not UTF-8; save the manifest as UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"not JSON ({error}); expected one object a line") from error
+    if not isinstance(record, dict):
+        raise ManifestError(f"a JSON {type(record).__name__}; expected one object a line with {', '.join(_REQUIRED)}")
+    return record
+
+
+def _to_utterance(record: dict[str, Any], folder: Path, source: str) -> Utterance:
+    missing = [key for key in _REQUIRED if record.get(key) is None]
+    if missing:
+        raise ManifestError(f"without {', '.join(missing)}; every line needs {', '.join(_REQUIRED)}")
+    return Utterance(
+        _audio_path(_string(record, "audio_filepath"), folder),
+        _seconds(record, "duration"),
+        _string(record, "text"),
+        _seconds(record, "offset"),
+        _string(record, "speaker"),
+        _string(record, "lang"),
+        source,
+    )
+
+
+def _audio_path(given: str, folder: Path) -> Path:
+    if not given.strip() or "\0" in given:
+        raise ManifestError(f"audio_filepath is {given!r}; expected a path")
+    path = folder / given
+    return path.resolve() if ".." in path.parts else path
+
+
+def _string(record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if value is None:
+        return ""
+    if key == "speaker" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ManifestError(f"{key} is {value!r}; expected a string")
+    if not value.isprintable() and any(0xD800 <= ord(character) <= 0xDFFF for character in value):
+        raise ManifestError(f"{key} is {value!r}; half of a surrogate pair is no character")
+    return value
+
+
+def _seconds(record: dict[str, Any], key: str) -> float:
+    value = record.get(key)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ManifestError(f"{key} is {value!r}; expected a number of seconds")
+    if not 0 <= value <= MAX_DURATION_S:  # false for NaN too
+        raise ManifestError(f"{key} is {value!r}; expected seconds, from 0 to {MAX_DURATION_S:g}")
+    return float(value)

@@ -1,0 +1,69 @@
+"""One list of utterances into parts: nobody speaks in two of them, the same seed gives the same parts."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from ds2.data.manifest import Utterance
+from ds2.system.errors import UserError
+
+
+class SplitError(UserError):
+    """Parts that cannot be made; the message says of what there is too little and the way out."""
+
+
+_KEYS: dict[str, Callable[[Utterance], str]] = {
+    "speaker": lambda u: u.speaker,
+    "recording": lambda u: str(u.audio_filepath),
+    "utterance": lambda u: f"{u.audio_filepath}+{u.offset_s}",
+}
+TOGETHER = tuple(_KEYS)
+"""What `split` can keep whole: `--by` of the command."""
+
+
+def split(
+    utterances: Sequence[Utterance], shares: Mapping[str, float], *, by: str = "speaker", seed: int = 1
+) -> dict[str, list[Utterance]]:
+    """Part utterances by their audio's length, whole speakers (or recordings) at a time, in the order given.
+
+    Groups are shuffled by the seed and dealt one by one to the part that has least of what it shall have, so every part
+    gets at least one; a part may be off its share by about the length of one group.
+
+    Args:
+        utterances: all of them.
+        shares: of the audio, by part; any positive numbers, of which the proportions count.
+        by: speaker, recording (file) or utterance: what must not be in two parts.
+        seed: of the shuffle.
+
+    Raises:
+        SplitError: unknown `by`, shares that are not positive, utterances without a speaker, or fewer groups than
+            parts.
+    """
+    if by not in _KEYS:
+        raise SplitError(f"--by {by!r} is not one of {', '.join(TOGETHER)}")
+    if len(shares) < 2 or not all(0 < share < float("inf") for share in shares.values()):
+        raise SplitError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, utterance in enumerate(utterances):
+        groups[_KEYS[by](utterance)].append(index)
+    if by == "speaker" and "" in groups:
+        raise SplitError(
+            f"{len(groups[''])} of {len(utterances)} utterances have no speaker: write one into the manifest, or "
+            "split with --by recording or --by utterance (people who speak in two parts make the WER look better)"
+        )
+    if len(groups) < len(shares):
+        raise SplitError(
+            f"{len(groups)} {by}s cannot make {len(shares)} parts: "
+            + ("ask for fewer parts" if by == "utterance" else "split with --by utterance, or ask for fewer parts")
+        )
+    order = sorted(groups)
+    random.Random(seed).shuffle(order)
+    held = dict.fromkeys(shares, 0.0)
+    part_of: dict[int, str] = {}
+    for key in order:
+        part = min(shares, key=lambda name: held[name] / shares[name])
+        held[part] += sum(utterances[index].duration_s for index in groups[key])
+        part_of.update(dict.fromkeys(groups[key], part))
+    return {name: [u for index, u in enumerate(utterances) if part_of[index] == name] for name in shares}

@@ -1,0 +1,91 @@
+"""The utterances a run trains and is judged on: read, prepared where missing, and screened before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
+from ds2.data.check import transcript_problems
+from ds2.data.corpora import prepare
+from ds2.data.manifest import Utterance, read_manifests
+from ds2.system.errors import UserError
+from ds2.text.alphabet import Alphabet
+from ds2.text.unfit import count_unfit, help_text
+
+log = logging.getLogger(__name__)
+_NAMED_AT_MOST = 20
+
+
+class CorpusError(UserError):
+    """Utterances that training refuses; the message names them and the ways out."""
+
+
+def ensure_manifests(data: DataConfig) -> None:
+    """Run the recipe's prepare step where one of its manifests is missing.
+
+    Raises:
+        ConfigError: a manifest is missing and the recipe has no prepare step, or no training manifest is named.
+    """
+    if not data.train:
+        raise ConfigError(
+            "data.train names no manifest: choose a recipe (recipe=an4) or set data.train=[my/train.jsonl]"
+        )
+    missing = [p for p in (*data.train, *data.dev, *data.test) if not Path(p).is_file()]
+    if not missing:
+        return
+    if not data.prepare:
+        raise ConfigError(f"manifests not found: {', '.join(missing)}; write them with `ds2 data import`")
+    log.info("preparing %s: %s not there yet", data.prepare, ", ".join(missing))
+    made = prepare(data.prepare, data.corpus, data.work_dir)
+    still = [p for p in missing if not Path(p).is_file()]
+    if still:
+        raise ConfigError(
+            f"data.prepare={data.prepare} wrote {', '.join(str(p) for p in made.values())}, "
+            f"but the config names {', '.join(still)}"
+        )
+
+
+def training_utterances(
+    data: DataConfig, augment: AugmentConfig, alphabet: Alphabet, output_frames: Callable[[int], int]
+) -> list[Utterance]:
+    """The utterances of `data.train` that training can use; every other one is named and counted.
+
+    Raises:
+        CorpusError: some are refused and `data.on_bad_utterance` is `stop`, or none is left.
+    """
+    utterances = read_manifests([Path(p) for p in data.train])
+    found = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=augment.speed)) for u in utterances]
+    refused = [(u, text) for u, problems in found for severity, _, text in problems if severity == "error"]
+    kept = [u for u, problems in found if not any(severity == "error" for severity, _, _ in problems)]
+    unfit = count_unfit((u.text for u in utterances), alphabet)
+    if alphabet.unknown == "drop" and unfit:
+        log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
+    if refused:
+        lines = [f"  {u.source or u.name}: {u.name}: {reason}" for u, reason in refused]
+        if data.on_bad_utterance == "stop":
+            listed = "\n".join(lines[:_NAMED_AT_MOST]) + ("\n  ..." if len(lines) > _NAMED_AT_MOST else "")
+            raise CorpusError(
+                f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
+                "Mend the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
+                + (f"\n\n{help_text(unfit, alphabet)}" if alphabet.unknown == "stop" and unfit else "")
+            )
+        log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
+    if not kept:
+        raise CorpusError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
+    return kept
+
+
+def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utterance]:
+    """The utterances of dev or test manifests, all of them: characters that the network cannot write count as errors.
+
+    They are reported once here, never dropped, so that a WER is comparable between systems.
+    """
+    utterances = read_manifests([Path(p) for p in manifests])
+    unknown = count_unfit((u.text for u in utterances), alphabet)
+    if unknown:
+        log.warning(
+            "references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common())
+        )
+    return utterances

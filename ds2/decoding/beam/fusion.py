@@ -1,0 +1,202 @@
+"""What the words of a prefix are worth beside its acoustics: language model, word bonus, hot words, vocabulary.
+
+Shapes: B utterances, K prefixes an utterance, V labels. A prefix carries four integers (language-model state, trie node
+of its unfinished word, characters of that word, words before it) and two float64 sums (language-model log-prob, hot
+word bonus). Nothing here waits for the device or copies from the host, so that a CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.text.alphabet import Alphabet
+
+STATE, NODE, LENGTH, WORDS = range(4)
+LM, HOT = range(2)
+_TYPICAL_WORD_CHARACTERS = 6  # an unfinished unknown word longer than this is charged in proportion
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """Scores of every prefix and of its extension by every label, and what `take` needs of them."""
+
+    stay: Tensor  # (B, K) float64
+    extended: Tensor  # (B, K, V) float64
+    word_score: Tensor | None  # (B, K) float64, of the unfinished word
+    word_state: Tensor | None  # (B, K) int64
+    label_score: Tensor | None  # (B, K, V) float64
+    label_state: Tensor | None  # (B, K, V) int64
+
+
+class Fusion:
+    """Scores prefixes with alpha x log p_lm + beta x words + hot words, by word or by label as the model's unit says.
+
+    A word model reads a word when the next one starts or the utterance ends. What an unfinished word is worth until
+    then only ranks prefixes; no hypothesis is scored by it. One that starts a hot word is paid the share of its bonus
+    that it has spelled. In the open vocabulary one that starts no known word is charged `unknown_score` / ln 10 (more
+    if it is long): pyctcdecode's rules, so that searches prune alike. Bound to a lexicon it is charged alpha x the
+    unigram log-prob of the likeliest word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead
+    for large vocabulary speech recognition"); what an unknown hot word is charged grows with its bonus. A character
+    model reads a space together with the character after it, so a space at the end costs nothing.
+    """
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> None:
+        if lm is not None:
+            lm.check_alphabet(alphabet)
+        self.by_word = lm is not None and lm.unit == "word"
+        self.by_label = lm is not None and not self.by_word
+        if options.lexicon and not self.by_word:
+            raise LexiconError("decode.lexicon=true needs a language model of words: its vocabulary is the lexicon")
+        self.alpha, self.beta = (options.alpha, options.beta) if lm is not None else (0.0, 0.0)
+        self.lexicon, self.unknown_score, self.hot_bonus = (
+            options.lexicon,
+            options.unknown_score,
+            options.hot_word_bonus,
+        )
+        self.lm = None if lm is None else lm.to(device)
+        self.spelling = Spelling.of(alphabet).to(device)
+        self.device = device
+        self._unknown_id, self._end_id, self._start = (
+            (lm.ids[UNKNOWN], lm.ids[END], lm.start()) if lm is not None else (0, 0, 0)
+        )
+        if lm is not None and self.by_word:
+            unigrams = lm.log_prob[: len(lm.vocabulary)].cpu().numpy()
+            unknown = float(unigrams[self._unknown_id]) + self.unknown_score
+            words = {w: i for w, i in lm.ids.items() if w not in _SPECIAL}
+            self.trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown).to(device)
+        else:
+            self.trie = build_trie({}, options.hot_words, self.spelling).to(device)
+        self.unfinished = self.hot_bonus * self.trie.hot_part  # (N,) float64
+        if self.lexicon:
+            self.unfinished += self.alpha * self.trie.ahead.double()
+            self.unfinished[OFF] = -math.inf
+        if lm is not None and self.by_label:
+            self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
+
+    def start(self, batch: int, beam: int) -> tuple[Tensor, Tensor]:
+        """Return (B, K, 4) int64 and (B, K, 2) float64 of empty prefixes."""
+        integers = torch.zeros(batch, beam, 4, dtype=torch.int64, device=self.device)
+        integers[..., STATE], integers[..., NODE] = self._start, ROOT
+        return integers, torch.zeros(batch, beam, 2, dtype=torch.float64, device=self.device)
+
+    def extend(self, integers: Tensor, floats: Tensor) -> Extensions:
+        """Score prefixes as they are and extended by every label; the caller takes out the blank."""
+        state, node, length, words = integers.unbind(-1)
+        base = self.alpha * floats[..., LM] + self.beta * words + floats[..., HOT]
+        complete, word_score, word_state = self._complete(state, node)
+        starts = self.spelling.starts_word
+        inside = node[..., None].masked_fill(starts, ROOT)
+        nodes = self.trie.walk(inside, self.spelling.characters.expand(*inside.shape, -1))
+        lengths = length[..., None].masked_fill(starts, 0) + self.spelling.counts
+        extended = base[..., None] + self._unfinished(nodes, lengths)
+        extended += complete[..., None].masked_fill(~(starts & (length > 0)[..., None]), 0.0)
+        label_score = label_state = None
+        if self.by_label:
+            label_score, label_state = self._by_label(state, (length == 0) & (words > 0))
+            extended += self.alpha * label_score
+        return Extensions(
+            base + self._unfinished(node, length), extended, word_score, word_state, label_score, label_state
+        )
+
+    def take(
+        self, integers: Tensor, floats: Tensor, found: Extensions, source: Tensor, label: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the integers and floats of K chosen prefixes.
+
+        Args:
+            integers, floats: of the prefixes that were extended.
+            found: their extensions.
+            source: (B, K) int64, which prefix each comes from.
+            label: (B, K) int64, the label that it is extended by, 0 for none.
+        """
+        integers = integers.gather(1, source[..., None].expand(-1, -1, 4))
+        floats = floats.gather(1, source[..., None].expand(-1, -1, 2))
+        state, node, length, words = integers.unbind(-1)
+        log_prob, hot = floats.unbind(-1)
+        starts = self.spelling.starts_word[label]
+        done = starts & (length > 0)
+        if found.word_score is not None and found.word_state is not None:
+            log_prob = log_prob + found.word_score.gather(1, source).masked_fill(~done, 0.0)
+            state = torch.where(done, found.word_state.gather(1, source), state)
+        if found.label_score is not None and found.label_state is not None:
+            at = source * self.spelling.counts.numel() + label
+            grown = label > 0
+            log_prob = log_prob + found.label_score.flatten(1).gather(1, at).masked_fill(~grown, 0.0)
+            state = torch.where(grown, found.label_state.flatten(1).gather(1, at), state)
+        hot = hot + self.hot_bonus * self.trie.hot[node] * done
+        node = self.trie.walk(node.masked_fill(starts, ROOT), self.spelling.characters[label])
+        length = length.masked_fill(starts, 0) + self.spelling.counts[label]
+        return torch.stack([state, node, length, words + done], -1), torch.stack([log_prob, hot], -1)
+
+    def finish(self, integers: Tensor, floats: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """End every prefix: (B, K) language-model log-prob, bonus of words and hot words, and their weighted sum.
+
+        Bound to a lexicon, prefixes that end inside a word are out, unless all that are `alive` (B, K) do.
+        """
+        state, node, length, words = integers.unbind(-1)
+        log_prob, hot = floats.unbind(-1)
+        open_word = length > 0
+        _, word_score, word_state = self._complete(state, node)
+        if word_score is not None and word_state is not None:
+            log_prob = log_prob + torch.where(open_word, word_score, 0.0)
+            state = torch.where(open_word, word_state, state)
+        if self.lm is not None:
+            ends = torch.full_like(state, self._end_id)
+            log_prob = log_prob + self.lm.score_batch(state.flatten(), ends.flatten())[0].view_as(state)
+        hot = hot + torch.where(open_word, self.hot_bonus * self.trie.hot[node], 0.0)
+        bonus = self.beta * (words + open_word) + hot
+        total = self.alpha * log_prob + bonus
+        if self.lexicon:
+            inside = open_word & ~self.trie.is_word[node]
+            total = total.masked_fill(inside & ~(inside | ~alive).all(1, keepdim=True), -math.inf)
+        return log_prob, bonus, total
+
+    def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the unfinished word adds once complete, its log-prob and the state after it."""
+        gain = self.beta + self.hot_bonus * self.trie.hot[node]
+        if not self.by_word or self.lm is None:
+            return gain, None, None
+        word = self.trie.word[node]
+        known = word >= 0
+        asked = word.masked_fill(~known, self._unknown_id)
+        scores, following = self.lm.score_batch(state.flatten(), asked.flatten())
+        word_score = scores.view_as(state).double() + self.unknown_score * (~known).double()
+        gain = gain + self.alpha * word_score
+        if self.lexicon:
+            gain = gain.masked_fill(~self.trie.is_word[node], -math.inf)
+        return gain, word_score, following.view_as(state)
+
+    def _unfinished(self, node: Tensor, length: Tensor) -> Tensor:
+        worth = self.unfinished[node]
+        if self.by_word and not self.lexicon:
+            charge = self.unknown_score / math.log(10) * (length / _TYPICAL_WORD_CHARACTERS).clamp(min=1.0)
+            worth = torch.where(node == OFF, charge.double(), worth)
+        return worth
+
+    def _by_label(self, state: Tensor, after_space: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.lm is not None
+        batch, beam = state.shape
+        flat, space = state.flatten(), self.spelling.space
+        held = torch.zeros_like(flat, dtype=torch.float64)
+        if space >= 0:
+            ids = self.label_ids[space].expand_as(flat)
+            space_score, space_state = self.lm.score_batch(flat, ids)
+            held = space_score.double().masked_fill(~after_space.flatten(), 0.0)
+            flat = torch.where(after_space.flatten(), space_state, flat)
+        scores, following = self.lm.score_all(flat)
+        scores = scores.index_select(1, self.label_ids).double() + held[:, None]
+        following = following.index_select(1, self.label_ids)
+        if space >= 0:
+            scores[:, space] = 0.0
+            following[:, space] = state.flatten()
+        return scores.view(batch, beam, -1), following.view(batch, beam, -1)
+
+
+_SPECIAL = (UNKNOWN, START, END)

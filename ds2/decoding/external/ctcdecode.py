@@ -1,0 +1,59 @@
+"""ctcdecode behind our interface."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.external.adapter import Rescorer, find_package, thread_count
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.ngram import NGram
+from ds2.text.alphabet import WORD_MARK, Alphabet
+
+
+class CtcdecodeSearch:
+    """The package ctcdecode where a user has built it: its settings from ours, and its results in our form."""
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        package = find_package("ctcdecode", "ctcdecode", "ctcdecode")
+        if lm is not None and lm.unit != "word":
+            raise DecodeError(
+                f"decode.method=ctcdecode reads models of words, not of {lm.unit}s: take decode.method=beam"
+            )
+        if options.hot_words or options.lexicon:
+            raise DecodeError(
+                "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"
+            )
+        self.rescorer = Rescorer(alphabet, options, lm)
+        self.options = options
+        settings = {
+            "beam_width": options.beam,
+            "cutoff_top_n": len(alphabet),
+            "cutoff_prob": 1.0,
+            "num_processes": thread_count(options),
+            "blank_id": 0,
+            "log_probs_input": True,
+        }
+        labels = ["_", *alphabet.symbols[1:]]
+        if lm is None:
+            self.decoder = package.CTCBeamDecoder(labels, **settings)
+            return
+        with arpa_file(lm, options.lm) as arpa:  # its KenLM does not read our binary
+            self.decoder = package.CTCBeamDecoder(
+                labels, model_path=str(arpa), alpha=options.alpha, beta=options.beta, **settings
+            )
+
+    def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        batch = log_probs.transpose(0, 1).contiguous().cpu()
+        labels, scores, _, sizes = self.decoder.decode(batch, lengths)
+        rows = []
+        for row in range(len(batch)):
+            found = []
+            for rank in range(min(self.options.nbest, labels.shape[1])):
+                text = self.rescorer.alphabet.decode(labels[row, rank, : int(sizes[row, rank])].tolist())
+                text = text.replace(WORD_MARK, " ")
+                found.append(self.rescorer.split(text, -float(scores[row, rank])))  # the package's score is minus Q
+            rows.append(found)
+        return rows

@@ -1,0 +1,114 @@
+"""The decoders by the name that `decode.method` gives them: one row a method, with the settings that it takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ds2.config.check import check_allowed
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.beam.decoder import BeamDecoder
+from ds2.decoding.confidence import AS_IT_IS, CalibratedDecoder
+from ds2.decoding.decoder import Decoder, Search, SearchDecoder
+from ds2.decoding.external.ctc_beam_decoder import NativeSearch
+from ds2.decoding.external.ctcdecode import CtcdecodeSearch
+from ds2.decoding.external.flashlight import LexiconSearch
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.lm.files import load_ngram
+from ds2.lm.ngram import NGram
+from ds2.text.alphabet import Alphabet
+
+log = logging.getLogger(__name__)
+
+
+class Maker(Protocol):
+    """What builds a method's decoder from settings that were checked."""
+
+    def __call__(
+        self, options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+    ) -> Decoder: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode: how its decoder is made, and the settings that change what it finds."""
+
+    make: Maker
+    options: frozenset[str]
+
+
+def _greedy(
+    options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+) -> Decoder:
+    return GreedyDecoder(alphabet, frame_s)
+
+
+def _beam(options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None) -> Decoder:
+    return BeamDecoder(alphabet, options, lm, frame_s, device)
+
+
+def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) -> Maker:
+    """The decoder of a package's search, which runs on the CPU wherever the model does."""
+
+    def make(
+        options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+    ) -> Decoder:
+        found = search(alphabet, options, lm)
+        return SearchDecoder(found, alphabet, frame_s, options.times)
+
+    return make
+
+
+def _native(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> Search:
+    return (LexiconSearch if options.lexicon else NativeSearch)(alphabet, options, lm).search
+
+
+def _ctcdecode(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> Search:
+    return CtcdecodeSearch(alphabet, options, lm).search
+
+
+_WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "times"})
+_PRUNED = frozenset({"lexicon", "hot_words", "hot_word_bonus", "label_min_log_prob", "prune"})
+METHODS: dict[str, Method] = {
+    "greedy": Method(_greedy, frozenset()),
+    "beam": Method(_beam, _WITH_LM | _PRUNED),
+    "native": Method(_on_cpu(_native), _WITH_LM | _PRUNED | {"threads"}),
+    "ctcdecode": Method(_on_cpu(_ctcdecode), _WITH_LM | {"threads"}),
+}
+_EVERY_METHOD = frozenset({"method", "confidence"})
+
+
+def ignored_options(options: DecodeConfig) -> list[str]:
+    """Return the settings that were changed but that the method does not look at."""
+    taken = METHODS[options.method].options | _EVERY_METHOD
+    plain = DecodeConfig()
+    names = (field.name for field in fields(options))
+    return [name for name in names if name not in taken and getattr(options, name) != getattr(plain, name)]
+
+
+def make_decoder(
+    options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None = None
+) -> Decoder:
+    """Build the decoder that a configuration names; reads its language model unless `lm` is given.
+
+    Settings that the method does not look at are named in a warning, with the methods that do.
+
+    Raises:
+        ConfigError: settings that no search can work with.
+        DecodeError: settings that this method cannot work with, or its package is not installed.
+        LanguageModelError: a model that cannot be read or does not fit the alphabet.
+    """
+    check_allowed(options, "decode")
+    for name in ignored_options(options):
+        others = ", ".join(key for key, method in METHODS.items() if name in method.options)
+        log.warning("decode.%s changes nothing under decode.method=%s; it counts for %s", name, options.method, others)
+    row = METHODS[options.method]
+    if lm is None and options.lm and "lm" in row.options:
+        lm = load_ngram(Path(options.lm)).check()
+    decoder = row.make(options, alphabet, frame_s, device, lm)
+    return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)

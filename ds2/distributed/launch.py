@@ -1,0 +1,202 @@
+"""Which member of the ranks' interface a process is: alone, over MPI, Gloo or NCCL; and how an error ends all ranks.
+
+A single process imports neither MPI nor torch.distributed's Gloo.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ds2.config.device import resolve_device
+from ds2.config.schema import CommConfig, ConfigError
+from ds2.distributed.agreement import program
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launcher import Launched, check_variables, launched
+from ds2.distributed.ordered import OrderedCommunicator
+from ds2.distributed.world import World
+from ds2.system.errors import UserError
+from ds2.system.machine import usable_cores
+from ds2.system.stops import Stopped
+from ds2.system.terminal import visible
+
+log = logging.getLogger(__name__)
+_YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
+
+
+@contextmanager
+def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
+    """Join the ranks that the launcher started, or be alone; an error inside the block ends the job on all ranks.
+
+    Args:
+        config: which member, and the watchdog's limit.
+        device: auto, cpu, cuda (one GPU a rank, by its number on its host) or cuda:N.
+
+    Raises:
+        ConfigError: the member that was asked for cannot work here; the reason and the way out.
+    """
+    if config.backend != "single":
+        check_variables()
+    start = launched()
+    if config.backend == "single" or (start.world == 1 and config.backend == "auto"):
+        if start.world > 1:
+            raise ConfigError(
+                f"comm=single, but the launcher started {start.world} ranks, which would all write one run folder: "
+                "start without mpirun, srun or torchrun, or use comm=auto"
+            )
+        yield Communicator(resolve_device(device))
+        return
+    world = _open_world(config.backend, start)
+    comm, reason = _choose(config, device, world)
+    try:
+        _share_cores(comm)
+        _show(comm, reason, world.library)
+        comm.agree(program(), "install the same on all hosts")
+        yield comm
+    except BaseException as error:
+        _end_job(comm, error)
+        raise
+    comm.close()
+
+
+def _open_world(backend: str, start: Launched) -> World:
+    """Join the ranks by the means of the launcher that started them."""
+    if start.by == "torchrun":
+        if backend == "mpi":
+            raise ConfigError(
+                f"comm=mpi, but torchrun started the {start.world} ranks, which MPI does not know: start them with "
+                f"mpirun -n {start.world} ds2 ..., or use comm=auto"
+            )
+        from ds2.distributed.gloo import open_world as open_gloo
+
+        return open_gloo()
+    if backend == "gloo":
+        raise ConfigError(
+            "comm=gloo is for ranks that torchrun started, which it did not: start with "
+            'torchrun --nproc-per-node N "$(which ds2)" ..., or use comm=auto'
+        )
+    try:
+        from ds2.distributed.mpi import open_world as open_mpi
+    except ImportError as error:
+        raise ConfigError(
+            f"{start.world} ranks were started, but MPI cannot be loaded ({error}): pip install 'ds2-speech[mpi]' for "
+            "mpi4py and Open MPI, or mpi4py built for your cluster's MPI; without MPI start with "
+            f'torchrun --nproc-per-node {start.world} "$(which ds2)" ...'
+        ) from error
+    return open_mpi(start.world)
+
+
+def _choose(config: CommConfig, device: str, world: World) -> tuple[Communicator, str]:
+    """Make the member that was asked for, or the best one; returns it and why it was chosen."""
+    chosen = resolve_device(device, world.local_rank)
+    if config.backend == world.name:
+        return OrderedCommunicator(world, chosen, config.timeout_s), f"comm={world.name}"
+    obstacle = world.first(_nccl_obstacle(chosen, world.share_a_gpu(chosen)))
+    if config.backend == "auto" and obstacle:
+        return OrderedCommunicator(world, chosen, config.timeout_s), f"comm=auto: no NCCL, {obstacle}"
+    if obstacle:
+        raise ConfigError(f"comm=nccl cannot work here: {obstacle}; use comm={world.name} or comm=auto")
+    from ds2.distributed.nccl import NcclCommunicator
+
+    reason = "comm=nccl" if config.backend == "nccl" else "comm=auto: every rank has a GPU of its own"
+    return NcclCommunicator(world, chosen, config.timeout_s), reason
+
+
+def _nccl_obstacle(device: torch.device, shared: bool) -> str:
+    if device.type != "cuda":
+        return f"a rank runs on {device}"
+    if shared:
+        return "two ranks share a GPU"
+    from ds2.distributed.nccl import load_library
+
+    try:
+        load_library()
+    except OSError as error:
+        return f"libnccl.so.2 cannot be loaded ({error})"
+    return ""
+
+
+def yield_to_rank_0() -> None:
+    """Wait, before telling of an error, for rank 0 to tell of the same one: its exit then ends this rank in silence."""
+    if launched().rank != 0:
+        time.sleep(_YIELD_TO_RANK_0_S)
+
+
+def _share_cores(comm: Communicator) -> None:
+    """Split the cores among ranks that the launcher left on the same ones, unless the user set OMP_NUM_THREADS."""
+    mine = (comm.host, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    sharing = comm.allgather(mine).count(mine)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // sharing))
+
+
+def _show(comm: Communicator, reason: str, library: str) -> None:
+    rows = comm.allgather((comm.host, os.getpid(), _device_name(comm.device), torch.get_num_threads()))
+    if comm.rank == 0:
+        width = max(len("host"), *(len(row[0]) for row in rows))
+        lines = [f"  rank  {'host':<{width}}  process  threads  device"]
+        for rank, (host, process, device, threads) in enumerate(rows):
+            lines.append(f"  {rank:>4}  {host:<{width}}  {process:>7}  {threads:>7}  {device}")
+        table = "\n".join(lines)
+        log.info("%d ranks over %s (%s); %s\n%s", comm.world, comm.name, reason, library, table)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _end_job(comm: Communicator, error: BaseException) -> None:
+    """Say on the terminal who failed where and why, and end every rank."""
+    status = error.status if isinstance(error, Stopped) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    expected = isinstance(error, UserError | OSError | KeyboardInterrupt | Stopped)
+    yield_to_rank_0()
+    trace = "" if expected else "".join(traceback.format_exception(error))
+    reason = f"{error}" if expected and str(error) else f"{type(error).__name__}: {error}"
+    place = (
+        f"rank {comm.rank} on {comm.host} {'stopped' if isinstance(error, Stopped) else 'failed'} at {comm.whereabouts}"
+    )
+    print(visible(f"{trace}ds2: {place}: {reason}"), file=sys.stderr, flush=True)
+    comm.abort(2 if expected and status == 1 else status)
+
+
+@contextmanager
+def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
+    """Give each of several ranks a log file `run_dir/ranks/rank-0000.log`, and the terminal to rank 0 alone."""
+    if comm.world == 1:
+        yield
+        return
+    folder = run_dir / "ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank-{comm.rank:04d}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {comm.host} rank {comm.rank} %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    terminal = [h for h in root.handlers if comm.rank != 0]
+    change(root.removeHandler, terminal)
+    root.addHandler(handler)
+    try:
+        yield
+    except Stopped:
+        log.warning("stopped at %s", comm.whereabouts)
+        raise
+    except BaseException:
+        change(root.removeHandler, [h for h in root.handlers if h is not handler])  # `connect` tells the terminal
+        log.exception("failed at %s", comm.whereabouts)
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+        change(root.addHandler, terminal)
+
+
+def change(action: Callable[[logging.Handler], None], handlers: Iterable[logging.Handler]) -> None:
+    """Apply `addHandler` or `removeHandler` to several."""
+    for handler in handlers:
+        action(handler)

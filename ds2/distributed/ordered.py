@@ -1,0 +1,156 @@
+"""The member for CPUs, and GPUs without NCCL: sums in order of rank over host buffers, driven by a progress thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+
+import torch
+from torch import Tensor
+
+from ds2.distributed.communicator import Moment, Pending
+from ds2.distributed.ranks import Ranks
+from ds2.distributed.world import Exchange, World, add_in_order
+
+_POLL_S = 20e-6  # between tests of what is under way: non-blocking collectives of MPI move only while someone asks
+
+
+class OrderedCommunicator(Ranks):
+    """Ranks over a world alone.
+
+    A sum is an all-to-all of the ranks' parts, an addition in order of rank by the part's owner, and an all-gather:
+    each element gets the same bits from every world, bucket size and timing. It moves 2 (N - 1) / N of the buffer both
+    ways, as the best algorithms do. GPU tensors go through page-locked host memory unless the world reads theirs.
+    """
+
+    def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
+        super().__init__(world, device, timeout_s)
+        self.name = world.name
+        self.scattered = self.gathered = 0  # begun of each; all ranks begin them in the same order
+        self._progress = _Progress()
+        self._sums = 0
+        self._buffers: dict[int, _Buffers] = {}
+        self.staged = device.type == "cuda" and not world.reads_device_memory
+        self._progress.start()
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        flat = tensor.detach().view(-1)
+        buffers = self._buffers.get(flat.data_ptr())
+        if buffers is None or buffers.host.numel() != flat.numel():
+            buffers = self._buffers[flat.data_ptr()] = _Buffers(self, flat)
+        work = _Sum(self, buffers, flat, self._sums)
+        self._sums += 1
+        self._progress.submit(work)
+        return work
+
+    def close(self) -> None:
+        self._progress.stop()
+        super().close()
+
+
+class _Buffers(Exchange):
+    """What a sum of one tensor needs, kept for the next step: parts received, staging memory, who owns how much."""
+
+    def __init__(self, comm: OrderedCommunicator, flat: Tensor) -> None:
+        n, world = flat.numel(), comm.world
+        host = torch.empty(n, dtype=flat.dtype, pin_memory=True) if comm.staged else flat
+        counts = [n // world + (rank < n % world) for rank in range(world)]
+        parts = torch.empty(world, counts[comm.rank], dtype=flat.dtype, device=host.device)
+        super().__init__(host, parts, counts, [sum(counts[:rank]) for rank in range(world)])
+        self.stream = torch.cuda.Stream(comm.device) if flat.is_cuda else None  # type: ignore[no-untyped-call]
+
+
+class _Sum:
+    """One sum under way; `advance` is run by the progress thread, a little at a time."""
+
+    def __init__(self, comm: OrderedCommunicator, buffers: _Buffers, flat: Tensor, number: int) -> None:
+        self.comm, self.buffers, self.flat, self.number = comm, buffers, flat, number
+        self.error: Exception | None = None
+        self.done = threading.Event()
+        self._began = self._ended = 0.0
+        self._ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+
+    def wait(self) -> tuple[Moment, Moment]:
+        with self.comm.whereabouts.wait_in("gradient all-reduce"):
+            self.done.wait()
+        if self.error is not None:
+            raise self.error
+        if self.buffers.stream is not None:
+            torch.cuda.current_stream(self.flat.device).wait_stream(self.buffers.stream)
+        return self._began, self._ended
+
+    def advance(self) -> Generator[None, None, None]:
+        comm, b = self.comm, self.buffers
+        self._began = time.perf_counter()
+        yield from self._on_stream(lambda: b.host.copy_(self.flat, non_blocking=True) if comm.staged else None)
+        while comm.scattered != self.number:
+            yield
+        finished = comm.carrier.scatter(b)
+        comm.scattered += 1
+        while not finished():
+            yield
+        yield from self._on_stream(lambda: add_in_order(b.parts))
+        while comm.gathered != self.number:
+            yield
+        finished = comm.carrier.gather(b)
+        comm.gathered += 1
+        while not finished():
+            yield
+        yield from self._on_stream(lambda: self.flat.copy_(b.host, non_blocking=True) if comm.staged else None)
+        self._ended = time.perf_counter()
+
+    def _on_stream(self, work: Callable[[], object]) -> Generator[None, None, None]:
+        """Run `work`; on a GPU on the buffers' stream, after the gradients, until it is finished."""
+        if self.buffers.stream is None or self._ready is None:
+            work()
+            return
+        with torch.cuda.stream(self.buffers.stream):
+            self.buffers.stream.wait_event(self._ready)
+            work()
+            finished = self.buffers.stream.record_event()
+        while not finished.query():
+            yield
+
+
+class _Progress(threading.Thread):
+    """Moves sums along: MPI's non-blocking collectives stand still while nobody tests them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="ds2-progress", daemon=True)
+        self._incoming: queue.SimpleQueue[_Sum | None] = queue.SimpleQueue()
+
+    def submit(self, work: _Sum) -> None:
+        """Take over a sum."""
+        self._incoming.put(work)
+
+    def stop(self) -> None:
+        """End the thread after what was submitted."""
+        self._incoming.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """Advance all sums in turn; sleep while there is none."""
+        under_way: list[tuple[_Sum, Generator[None, None, None]]] = []
+        while True:
+            while not under_way or not self._incoming.empty():
+                work = self._incoming.get()
+                if work is None:
+                    return
+                under_way.append((work, work.advance()))
+            under_way = [(work, steps) for work, steps in under_way if _advance(work, steps)]
+            time.sleep(_POLL_S)
+
+
+def _advance(work: _Sum, steps: Generator[None, None, None]) -> bool:
+    """Take one step of a sum; returns whether more are left."""
+    try:
+        next(steps)
+        return True
+    except StopIteration:
+        pass
+    except Exception as error:
+        work.error = error
+    work.done.set()
+    return False

@@ -1,0 +1,191 @@
+"""ARPA files, the exchange format of back-off models: base-10 logarithms, one section an order."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds2.lm.levels import Level, blocks, link, unlink
+from ds2.lm.ngram import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
+from ds2.system.files import whole_file
+from ds2.text.lines import read_lines
+
+_LN10 = math.log(10.0)
+_ABSENT_LOG10 = -100.0  # what -inf becomes, and <unk> gets in a file without it
+_BLOCK_LINES = 1 << 12
+_UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
+
+
+def write_arpa(model: NGram, path: Path) -> None:
+    """Write a model as ARPA text, whole or not at all.
+
+    Raises:
+        LanguageModelError: the folder is not writable or the disk is full.
+    """
+    try:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as out:
+            _write(model, out)
+    except OSError as error:
+        raise LanguageModelError(f"{path} could not be written: {error}") from error
+
+
+def _write(model: NGram, out: TextIO) -> None:
+    words = np.array(model.vocabulary, dtype=object)
+    levels = unlink(model)
+    out.write("\\data\\\n")
+    out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
+    history: list[NDArray[np.int32]] = []  # columns of the words of the n-grams one order below
+    for n, level in enumerate(levels, start=1):
+        out.write(f"\n\\{n}-grams:\n")
+        for part in blocks(len(level)):
+            columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
+            log_probs = (level.log_prob[part] / _LN10).tolist()
+            texts = map(" ".join, zip(*columns, strict=True))
+            if n == len(levels):
+                out.writelines(f"{p:.8g}\t{t}\n" for p, t in zip(log_probs, texts, strict=True))
+            else:
+                backoffs = (level.backoff[part] / _LN10).tolist()
+                rows = zip(log_probs, texts, backoffs, strict=True)
+                out.writelines(f"{p:.8g}\t{t}\t{b:.8g}\n" for p, t, b in rows)
+        history = [column[level.prefix] for column in history] + [level.word]
+    out.write("\n\\end\\\n")
+
+
+def read_arpa(path: Path) -> NGram:
+    """Read an ARPA file (.gz and .xz too) of any tool; a file without <unk> gives it 10^-100.
+
+    Raises:
+        LanguageModelError: a cut-off or malformed file (the line is named), a wrong encoding, repeated n-grams, n-grams
+            whose beginning is not listed, or no <s> or </s>.
+    """
+    return _Reader(path).read()
+
+
+class _Reader:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = ((number, line) for number, line in read_lines(path) if line.strip())
+        self._number = 0
+        self._ids: dict[str, int] = {}
+
+    def _error(self, message: str) -> LanguageModelError:
+        return LanguageModelError(f"{self._path}:{self._number}: {message}")
+
+    def _next(self, expected: str) -> str:
+        for number, line in self._lines:
+            self._number = number
+            if stripped := line.strip():
+                return stripped
+        raise self._error(f"the file ends where {expected} should follow: it is cut off, copy it again")
+
+    def read(self) -> NGram:
+        while self._next("\\data\\") != "\\data\\":
+            pass
+        counts: list[int] = []
+        while (line := self._next("\\1-grams:")).startswith("ngram "):
+            name, _, promised = line[len("ngram ") :].partition("=")
+            if name.strip() != str(len(counts) + 1) or not promised.strip().isdigit():
+                raise self._error(f"{line!r} is not 'ngram {len(counts) + 1}=COUNT'")
+            counts.append(int(promised))
+        if not counts or 0 in counts:
+            raise self._error(f"an order is empty: the header lists {counts} n-grams")
+        levels: list[Level] = []
+        for n, count in enumerate(counts, start=1):
+            if line != f"\\{n}-grams:":
+                raise self._error(f"{line!r} stands where \\{n}-grams: should")
+            words, log_prob, backoff = self._section(n, count, top=n == len(counts))
+            if n == 1:
+                log_prob, backoff = self._specials(log_prob, backoff)
+                words = np.arange(len(log_prob), dtype=np.int32)[:, None]
+            levels.append(self._level(words, log_prob, backoff, levels))
+            line = self._next("\\end\\" if n == len(counts) else f"\\{n + 1}-grams:")
+        if line != "\\end\\":
+            raise self._error(f"{line!r} stands where \\end\\ should: the header promises {counts} n-grams")
+        letters = [token for token in self._ids if token not in (UNKNOWN, START, END, SPACE)]
+        unit = "character" if SPACE in self._ids and all(len(token) == 1 for token in letters) else "word"
+        return link(levels, list(self._ids), unit)
+
+    def _section(
+        self, n: int, count: int, top: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]:
+        words = np.empty((count, n), np.int32)
+        values = np.zeros((2, count))
+        for part in blocks(count, _BLOCK_LINES):
+            numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
+            self._check(numbered, n, part.stop - part.start, top)
+            rows = [fields for _, fields in numbered]
+            columns = list(zip_longest(*rows, fillvalue="0"))  # a back-off that is not written is 0
+            values[0, part] = [float(value) if value != "-inf" else _ABSENT_LOG10 for value in columns[0]]
+            if len(columns) == n + 2:
+                values[1, part] = list(map(float, columns[n + 1]))
+            for column, tokens in enumerate(columns[1 : n + 1]):
+                words[part, column] = [self._ids[_UNKNOWN_SPELLINGS.get(token, token)] for token in tokens]
+        if not (np.isfinite(values).all() and (values[0] <= 0).all()):
+            raise self._error(f"the {n}-grams above hold a log-prob above 0 or a value that is not finite")
+        return words, values[0] * _LN10, values[1] * _LN10
+
+    def _check(self, rows: list[tuple[int, list[str]]], n: int, count: int, top: bool) -> None:
+        """Name the first numbered line that is not an n-gram; at n = 1, number the words."""
+        ids, allowed = self._ids, (n + 1,) if top else (n + 1, n + 2)
+        for number, fields in rows:
+            try:
+                if len(fields) not in allowed:
+                    raise ValueError(f"{len(fields)} fields instead of {' or '.join(map(str, allowed))}")
+                if n == 1:
+                    word = _UNKNOWN_SPELLINGS.get(fields[1], fields[1])
+                    if word in ids:
+                        raise ValueError(f"{word} is listed twice")
+                    ids[word] = len(ids)
+                float(fields[0])
+                float(fields[-1] if len(fields) == n + 2 else 0)
+                for word in fields[1 : n + 1]:
+                    if word not in ids and word not in _UNKNOWN_SPELLINGS:
+                        raise ValueError(f"{word} is not among the unigrams")
+            except ValueError as error:
+                self._number = number
+                raise self._error(f"{' '.join(fields)[:80]!r} is not one of the {n}-grams promised: {error}") from error
+        self._number = rows[-1][0] if rows else self._number
+        if len(rows) < count:
+            raise self._error(
+                f"the file ends {count - len(rows)} or more {n}-grams early: it is cut off, copy it again"
+            )
+
+    def _specials(
+        self, log_prob: NDArray[np.float64], backoff: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        missing = {START, END} - self._ids.keys()
+        if missing:
+            raise self._error(f"no unigram {' or '.join(sorted(missing))}: a decoder needs sentence starts and ends")
+        if UNKNOWN not in self._ids:
+            self._ids[UNKNOWN] = len(self._ids)
+            log_prob, backoff = np.append(log_prob, _ABSENT_LOG10 * _LN10), np.append(backoff, 0.0)
+        return log_prob, backoff
+
+    def _level(
+        self, words: NDArray[np.int32], log_prob: NDArray[np.float64], backoff: NDArray[np.float64], below: list[Level]
+    ) -> Level:
+        size = len(self._ids)
+        prefix = np.zeros(len(words), np.int64)
+        for column, level in enumerate(below):
+            keys = level.prefix * size + level.word
+            wanted = prefix * size + words[:, column]
+            prefix = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+            lost = np.flatnonzero(keys[prefix] != wanted)
+            if lost.size:
+                text = " ".join(np.array(list(self._ids), dtype=object)[words[lost[0]]])
+                raise self._error(
+                    f"the beginning of {text!r} is not listed among the lower orders ({lost.size} such n-grams)"
+                )
+        keys = prefix * size + words[:, -1]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        if (keys[1:] == keys[:-1]).any():
+            raise self._error(f"{np.count_nonzero(keys[1:] == keys[:-1])} {words.shape[1]}-grams are listed twice")
+        return Level(
+            prefix[order], words[order, -1], log_prob[order].astype(np.float32), backoff[order].astype(np.float32)
+        )

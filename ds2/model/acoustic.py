@@ -1,0 +1,273 @@
+"""The acoustic model of the paper's Figure 7 and its relatives: convolutions, residual recurrent modules, classifier.
+
+Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a module's input, V labels.
+"""
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ds2.config.schema import ConfigError, ModelConfig
+from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model.dropout import UtteranceDropout
+from ds2.model.norm import Count, SequenceBatchNorm
+from ds2.model.ragged import Ragged
+from ds2.model.recurrent import make_recurrent_layer
+from ds2.model.stream_state import ModuleState, StreamState
+from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
+
+
+class RecurrentModule(nn.Module):
+    """A few recurrent layers, then row convolutions, all of it bypassed by one residual skip (paper, Figure 7).
+
+    Args:
+        width_in: width of the input.
+        layers: recurrent layers.
+        row_convs: row convolutions behind them.
+        config: everything else.
+        residual: whether the skip exists.
+    """
+
+    def __init__(self, width_in: int, layers: int, row_convs: int, config: ModelConfig, *, residual: bool) -> None:
+        super().__init__()
+        self.hidden = config.hidden
+        widths = [width_in] + [config.hidden] * (layers - 1)
+        self.recurrent = nn.ModuleList(make_recurrent_layer(width, config) for width in widths)
+        self.row_convs = nn.ModuleList(RowConvolution(config.hidden, config.row_conv_context) for _ in range(row_convs))
+        self.residual = residual
+        self.projection: nn.Linear | None = None
+        if residual and width_in != config.hidden:
+            self.projection = nn.Linear(width_in, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, ragged: Ragged) -> Tensor:
+        """Map (T, B, D) to (T, B, H), both 0 past each length."""
+        y = x
+        for layer in self.recurrent:
+            y, _ = layer(y, ragged)
+        for row_conv in self.row_convs:
+            y = row_conv(y, ragged)
+        return y + self._skip(x) if self.residual else y
+
+    def stream(self, x: Tensor, state: ModuleState, *, final: bool) -> Tensor:
+        """Map the next (T, B, D) chunk to the frames whose future is known by now; update ``state`` in place."""
+        y = x
+        if len(x):
+            ragged = Ragged.of(torch.full((x.shape[1],), len(x)), len(x), x.device)
+            for index, layer in enumerate(self.recurrent):
+                y, state.recurrent[index] = layer(y, ragged, state.recurrent[index])
+        else:
+            y = x.new_zeros(0, x.shape[1], self.hidden)
+        for index, row_conv in enumerate(cast(Iterable[RowConvolution], self.row_convs)):
+            y, state.tails[index] = row_conv.stream(y, state.tails[index], final=final)
+        if not self.residual:
+            return y
+        skip = self._skip(x)
+        pending = skip if state.pending is None else torch.cat([state.pending, skip])
+        state.pending = pending[len(y) :]
+        return y + pending[: len(y)]
+
+    def _skip(self, x: Tensor) -> Tensor:
+        skip: Tensor = x if self.projection is None else self.projection(x)
+        return skip
+
+
+class AcousticModel(nn.Module):
+    """Log spectrogram in, logits over labels out (paper, section 5.2 and Figure 7).
+
+    Convolutions, then modules of ``config.skip`` recurrent layers (the last one shorter where they do not come out
+    even) with their row convolutions and residual skip, then batch norm and the classifier. The first module's input
+    has another width: by default it has no skip, with skip_first = "projection" a linear one (plain where the widths
+    agree). Without residuals (skip 0) each recurrent layer is a module.
+
+    Row convolutions: the paper has 10 whatever the depth. Module m of M gets those n with
+    floor(m R / M) <= n < floor((m + 1) R / M) of the R = row_convs: an even spread in which the last module always has
+    one, several in one module follow each other, and with R < M some modules have none.
+
+    Args:
+        config: the model; checked.
+        bins: F of the features.
+        labels: V, with the blank as label 0.
+        step_s: time from one feature frame to the next.
+
+    Raises:
+        ConfigError: a config that cannot work, or that looks further ahead than ``config.max_lookahead_ms``.
+    """
+
+    def __init__(self, config: ModelConfig, bins: int, labels: int, step_s: float = 0.01) -> None:
+        super().__init__()
+        check_model(config, step_s)
+        self.config, self.bins, self.labels, self.step_s = config, bins, labels, step_s
+        channels = 1
+        self.convs: nn.ModuleList = nn.ModuleList()
+        for conv in config.convs:
+            self.convs.append(MaskedConv(channels, conv, config))
+            channels, bins = conv.channels, -(-bins // conv.stride[0])
+        width = channels * bins
+        self.recurrent_modules = nn.ModuleList()
+        for index, (layers, row_convs) in enumerate(module_plan(config)):
+            residual = config.skip > 0 and (index > 0 or config.skip_first == "projection")
+            self.recurrent_modules.append(RecurrentModule(width, layers, row_convs, config, residual=residual))
+            width = config.hidden
+        for number, dropout in enumerate(m for m in self.modules() if isinstance(m, UtteranceDropout)):
+            dropout.layer = number
+        self._scale_branches()
+        self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
+        self.classifier = nn.Linear(width, labels)
+
+    @property
+    def time_stride(self) -> int:
+        """Feature frames an output frame stands for."""
+        return time_stride(self.config)
+
+    @property
+    def lookahead_ms(self) -> float:
+        """Audio past an output frame's own feature frame that its logits depend on; infinite when bidirectional.
+
+        Output frame t belongs to feature frame t * time_stride. Time is counted from feature frame to feature frame;
+        what the window of the last one overlaps beyond its step (window_s - step_s) comes on top.
+        """
+        return sum(lookahead_parts_ms(self.config, self.step_s).values())
+
+    @property
+    def layers_total(self) -> int:
+        """Layers as the paper counts them: convolutions, recurrent layers, row convolutions and the classifier."""
+        return len(self.config.convs) + self.config.depth + self.config.row_convs + 1
+
+    @property
+    def parameter_count(self) -> int:
+        """Trained numbers."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def low_precision_parameters(self) -> list[nn.Parameter]:
+        """What autocast rounds: kernels and matrices, but for the classifier's and those of torch's fused layers."""
+        apart = [self.classifier, *(module for module in self.modules() if isinstance(module, nn.RNNBase))]
+        kept = {parameter for module in apart for parameter in module.parameters()}
+        return [p for p in self.parameters() if p.ndim >= 2 and p not in kept]
+
+    def output_frames(self, frames: Frames) -> Frames:
+        """Output frames for a number, or a tensor of numbers, of feature frames."""
+        for conv in self.config.convs:
+            frames = frames_after(frames, conv.stride[1])
+        return frames
+
+    def forward(self, features: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run whole utterances.
+
+        Args:
+            features: (B, F, T) float32; what lies past an utterance's length is ignored, NaN included.
+            lengths: (B,) integers, valid frames; on the CPU, or on the features' device: then never read back, so that
+                their values are the caller's promise.
+            keys: (B,) int64 on the device, from which each utterance's dropout follows; None: torch's generator.
+
+        Returns:
+            Logits (T', B, V) float32, 0 past each length, and output lengths (B,) int64 where the lengths are.
+
+        Raises:
+            ValueError: shapes or lengths that do not fit.
+        """
+        lengths = self._checked_lengths(features, lengths)
+        if features.shape[2] == 0:  # all of it shorter than one window
+            return features.new_zeros(0, len(lengths), self.labels), lengths
+        ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
+        x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
+        for conv in self.convs:
+            x, ragged = conv(x, ragged)
+        x = time_major(x)
+        for module in self.recurrent_modules:
+            x = module(x, ragged)
+        logits = self._classify(x, ragged.count)
+        return torch.where(ragged.valid.t()[:, :, None], logits, 0.0), self.output_frames(lengths)
+
+    def start(self, streams: int = 1) -> StreamState:
+        """Make the state of a batch of streams that have heard nothing yet.
+
+        Raises:
+            ConfigError: a bidirectional model, which needs the end of an utterance first.
+            RuntimeError: a model in training mode.
+        """
+        if self.config.bidirectional:
+            raise ConfigError(
+                "model.bidirectional=true cannot stream: its backward layers start at an utterance's end; "
+                "use a model trained with model.bidirectional=false, or transcribe whole files"
+            )
+        if self.training:
+            raise RuntimeError("streaming needs running statistics: call model.eval() first")
+        modules = [ModuleState([None] * layers, [None] * row_convs) for layers, row_convs in module_plan(self.config)]
+        return StreamState(streams, [None] * len(self.convs), modules)
+
+    def step(self, chunk: Tensor, state: StreamState) -> Tensor:
+        """Run the next chunk of a batch of streams.
+
+        Args:
+            chunk: (B, F, T) float32 features, T >= 0 frames for every stream.
+            state: from :meth:`start`; updated in place.
+
+        Returns:
+            Logits (T', B, V) float32 of the frames whose future is known by now; T' may be 0.
+        """
+        return self._stream(chunk, state, final=False)
+
+    def finish(self, state: StreamState) -> Tensor:
+        """End the streams: logits (T', B, V) of all frames held back. Together with the steps' they are the whole's."""
+        weight = self.classifier.weight
+        return self._stream(weight.new_zeros(state.streams, self.bins, 0), state, final=True)
+
+    @torch.no_grad()
+    def _stream(self, chunk: Tensor, state: StreamState, *, final: bool) -> Tensor:
+        if state.finished:
+            raise ValueError("these streams are finished: begin new ones with start()")
+        if chunk.dim() != 3 or chunk.shape[:2] != (state.streams, self.bins):
+            raise ValueError(
+                f"chunk has shape {tuple(chunk.shape)}, expected (B, F, T) with B = {state.streams} streams and "
+                f"F = {self.bins} bins"
+            )
+        state.finished = final
+        x = chunk[:, None]
+        for index, conv in enumerate(cast(Iterable[MaskedConv], self.convs)):
+            x, state.conv_tails[index] = conv.stream(x, state.conv_tails[index], final=final)
+        x = time_major(x)
+        modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
+        for module, module_state in zip(modules, state.modules, strict=True):
+            x = module.stream(x, module_state, final=final)
+        return self._classify(x, None)
+
+    def _classify(self, x: Tensor, count: Count | None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(self.classifier.weight.dtype)
+            logits: Tensor = self.classifier(x if self.norm is None else self.norm(x, count))
+            return logits
+
+    def _scale_branches(self) -> None:
+        """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
+
+        So the stream of many modules keeps its size, and the gradient too (measured: recipes/initialisation.md).
+        """
+        modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
+        norms = [module.recurrent[-1].norm for module in modules if module.residual]
+        if self.config.cell == "rnn" and self.config.batch_norm:
+            for norm in cast(list[SequenceBatchNorm], norms):
+                nn.init.constant_(norm.weight, len(norms) ** -0.5)
+
+    def _checked_lengths(self, features: Tensor, lengths: Tensor) -> Tensor:
+        if features.dim() != 3 or features.shape[1] != self.bins:
+            raise ValueError(
+                f"features have shape {tuple(features.shape)}, expected (B, F, T) with F = {self.bins} bins"
+            )
+        batch, _, frames = features.shape
+        on_cpu = lengths.device.type == "cpu"
+        placed = on_cpu or lengths.device == features.device
+        if not placed or lengths.dtype.is_floating_point or lengths.shape != (batch,):
+            raise ValueError(
+                f"lengths are {lengths.dtype} of shape {tuple(lengths.shape)} on {lengths.device}, expected integers "
+                f"of shape (B,) = ({batch},) on the CPU or on {features.device}"
+            )
+        if on_cpu and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames:
+            raise ValueError(f"lengths are {lengths.tolist()}, allowed are 0 to T = {frames} frames")
+        return lengths.long()
+
+
+def time_major(x: Tensor) -> Tensor:
+    """(B, C, F, T) to (T, B, C * F): the one place where the layout changes."""
+    return x.permute(3, 0, 1, 2).flatten(2).contiguous()

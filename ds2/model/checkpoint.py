@@ -1,0 +1,122 @@
+"""Model files: safetensors with a JSON header, written whole, opened without pickled code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2.audio.features import Features
+from ds2.config.convert import config_from_dict, config_to_dict
+from ds2.config.schema import Config
+from ds2.model.acoustic import AcousticModel
+from ds2.system.errors import UserError
+from ds2.system.plain import FieldError, from_plain
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, save
+from ds2.text.alphabet import Alphabet
+
+
+@dataclass
+class _Header:
+    """The metadata of a model file."""
+
+    format: int
+    kind: str
+    config: dict[str, Any]
+    alphabet: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+@dataclass
+class LoadedModel:
+    """Everything recognition needs, in evaluation mode."""
+
+    model: AcousticModel
+    features: Features
+    alphabet: Alphabet
+    config: Config
+    metadata: dict[str, Any]
+
+    @property
+    def frame_s(self) -> float:
+        """Seconds from one output frame to the next."""
+        return self.features.step_s * self.model.time_stride
+
+    @property
+    def trained_precision(self) -> str:
+        """fp32 or bf16; `auto` in files of runs that did not note what it came to."""
+        return str(self.metadata["metrics"].get("precision", self.config.train.precision))
+
+
+def save_model(
+    path: Path, model: AcousticModel, features: Features, alphabet: Alphabet, config: Config, metrics: Mapping[str, Any]
+) -> None:
+    """Write one self-contained model file: weights, feature statistics, alphabet, resolved config and metrics."""
+    tensors = prefixed("model", model.state_dict()) | prefixed("features", features.state_dict())
+    metadata = {
+        "kind": "model",
+        "config": config_to_dict(config),
+        "alphabet": alphabet.to_dict(),
+        "metrics": dict(metrics),
+    }
+    save(path, tensors, metadata)
+
+
+def find_model(path: Path) -> Path:
+    """The model file that `path` means: the file itself, or the best (else the last) one of a run folder."""
+    if not path.is_dir():
+        return path
+    for name in ("best.safetensors", "last.safetensors"):
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(f"{path} holds no best.safetensors or last.safetensors: give a model file or a run folder")
+
+
+def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedModel:
+    """Open a model file, or the best one of a run folder.
+
+    Raises:
+        CheckpointError: no such file, not a ds2 model, damaged metadata, or weights that do not fit its own config.
+    """
+    file = find_model(Path(path))
+    tensors, metadata = load(file)
+    if metadata.get("kind") != "model":
+        kind = metadata.get("kind")
+        raise CheckpointError(f"{file} is a {kind}, not a model: give best.safetensors or last.safetensors")
+    try:
+        stored = from_plain(_Header, metadata, "metadata")
+        config, alphabet = config_from_dict(stored.config), Alphabet.from_dict(stored.alphabet)
+        _require_shapes(config, len(alphabet), tensors)
+        features = Features(config.features, config.data.sample_rate_hz)
+        anywhere = replace(config.model, backend="auto")  # which one training asked for is no matter of the model's
+        model = AcousticModel(anywhere, features.bins, len(alphabet), config.features.step_s)
+    except (FieldError, UserError) as error:
+        raise CheckpointError(f"{file}: {error}; {WAY_OUT}") from error
+    model.load_state_dict(part("model", tensors))
+    features.load_state_dict(part("features", tensors))
+    return LoadedModel(model.to(device).eval(), features.to(device).eval(), alphabet, config, metadata)
+
+
+def _require_shapes(config: Config, labels: int, tensors: Mapping[str, Tensor]) -> None:
+    """Compare a stored config with the tensors beside it before anything of the size that it names is made.
+
+    Raises:
+        CheckpointError: the weights do not fit the config.
+        ConfigError: the config cannot work.
+    """
+    layers = len(config.model.convs) + config.model.depth + config.model.row_convs
+    if layers > len(tensors):  # each has one tensor at least
+        raise CheckpointError(f"config.model: has {layers} layers, but there are {len(tensors)} tensors")
+    with torch.device("meta"):
+        features = Features(config.features, config.data.sample_rate_hz)
+        model = AcousticModel(config.model, features.bins, labels, config.features.step_s)
+    expected = prefixed("model", model.state_dict()) | prefixed("features", features.state_dict())
+    for name in sorted({*expected, *tensors}):
+        here = tuple(tensors[name].shape) if name in tensors else "missing"
+        wanted = tuple(expected[name].shape) if name in expected else "no such tensor"
+        if here != wanted:
+            raise CheckpointError(f"{name}: weights do not fit the config, the tensor is {here}, expected {wanted}")

@@ -1,0 +1,110 @@
+"""Convolutions over whole utterances and over chunks of streams: the front end's, and along time alone."""
+
+import torch
+from ds2_ops import lookahead, lookahead_stream
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds2.config.schema import ConvConfig, ModelConfig
+from ds2.model.norm import SequenceBatchNorm
+from ds2.model.ragged import Ragged
+from ds2.model.structure import frames_after
+
+
+class MaskedConv(nn.Module):
+    """2-D convolution over frequency and time, batch norm and clipped ReLU, blind to padding (paper, Figure 7).
+
+    Kernels are odd and zeros are added on both sides, (k - 1) / 2 each, so ceil(T / stride) frames come out and output
+    frame t is centred on input frame t * stride: it sees (k - 1) / 2 input frames to either side.
+
+    Args:
+        channels_in: C of the input.
+        conv: kernel and stride as [frequency, time], output channels.
+        config: clip and batch norm.
+    """
+
+    def __init__(self, channels_in: int, conv: ConvConfig, config: ModelConfig) -> None:
+        super().__init__()
+        self.kernel, self.stride, self.clip = tuple(conv.kernel), tuple(conv.stride), config.clip
+        self.weight = nn.Parameter(torch.empty(conv.channels, channels_in, *self.kernel))
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        self.norm = SequenceBatchNorm(conv.channels, config.batch_norm_momentum, axis=1) if config.batch_norm else None
+        self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(conv.channels))
+
+    def output_bins(self, bins: int) -> int:
+        """F of the output."""
+        return -(-bins // self.stride[0])
+
+    def forward(self, x: Tensor, ragged: Ragged) -> tuple[Tensor, Ragged]:
+        """Convolve whole utterances.
+
+        Args:
+            x: (B, C, F, T), 0 past each length.
+            ragged: lengths of ``x``.
+
+        Returns:
+            (B, C', F', T') and its lengths; 0 past each of them.
+        """
+        z = self._convolve(x, self.kernel[1] // 2)
+        after = Ragged.of(frames_after(ragged.lengths, self.stride[1]), z.shape[3], z.device, ragged.keys)
+        valid = after.valid[:, None, None, :].to(z.dtype)
+        if self.norm is not None:  # a convolution's edge spills past the end: out of the statistics with it
+            z = self.norm(z.mul_(valid), after.count.times(z.shape[2]))
+        return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
+
+    def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
+        """Convolve the next chunk of streams.
+
+        Args:
+            x: (B, C, F, T), the next chunk; T may be 0.
+            tail: what the previous call returned, None at the start.
+            final: True for the last chunk, which also gives what was held back.
+
+        Returns:
+            (B, C', F', T') frames whose future is known by now, and the tail for the next call.
+        """
+        kernel, stride = self.kernel[1], self.stride[1]
+        reach = (kernel - 1) // 2  # future input frames that an output frame sees
+        held = torch.cat([x.new_zeros(*x.shape[:3], reach) if tail is None else tail, x], 3)
+        if final:
+            held = functional.pad(held, (0, reach))
+        ready = max((held.shape[3] - kernel) // stride + 1, 0)
+        if not ready:
+            return x.new_zeros(x.shape[0], self.weight.shape[0], self.output_bins(x.shape[2]), 0), held
+        z = self._convolve(held, 0)
+        if self.norm is not None:
+            z = self.norm(z)
+        return functional.hardtanh(z, 0.0, self.clip), held[..., ready * stride :]
+
+    def _convolve(self, x: Tensor, time_padding: int) -> Tensor:
+        weight: Tensor = self.weight
+        if x.is_cuda:  # else cuDNN picks a gradient kernel that takes 28 ms at B 4 on an H200; so all of it takes 3
+            x = x.contiguous(memory_format=torch.channels_last)
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        return functional.conv2d(x, weight, self.bias, self.stride, (self.kernel[0] // 2, time_padding))
+
+
+class RowConvolution(nn.Module):
+    """Each feature sees itself and ``context`` future frames (Deep Speech 2, section 3.7; paper, section 5.2).
+
+    It starts as the identity, w_0 = 1 and the rest 0: a stack of any depth starts as if it had none, and the other
+    taps have a gradient from the first step on, since each feature has its own.
+
+    Args:
+        hidden: H.
+        context: tau, future frames seen.
+    """
+
+    def __init__(self, hidden: int, context: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden, context + 1))
+        with torch.no_grad():
+            self.weight[:, 0] = 1.0
+
+    def forward(self, x: Tensor, ragged: Ragged) -> Tensor:
+        """Map (T, B, H) to (T, B, H), 0 past each length."""
+        return lookahead(x, self.weight, ragged.lengths)
+
+    def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
+        """Map the next (T, B, H) chunk to the frames whose future is known by now; also give the tail to carry."""
+        return lookahead_stream(x, self.weight, tail, final=final)

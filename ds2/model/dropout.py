@@ -1,0 +1,62 @@
+"""Dropout that belongs to utterances: the same masks whatever batch, rank, padding or device they are in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_ODD = -7046029254386353131  # 2^64 over the golden ratio, as a signed integer: steps that fill 64 bits evenly
+_FIRST, _SECOND = -2048144789, -1028477387  # multipliers of MurmurHash3's 32-bit finalizer (Appleby), signed
+
+
+class UtteranceDropout(nn.Module):
+    """Zeroes inputs with probability `rate` and divides the rest by 1 - rate (Srivastava et al. 2014), in training.
+
+    Whether x[t, b, d] stays is a hash of (key of utterance b, layer, t, d): a function, not the next draw of a stream,
+    so that nothing but the key decides it. The hash is of 32 bits: `rate` is met to 2^-32.
+
+    Args:
+        rate: from 0 to below 1; 0 leaves the input as it is.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.layer = 0  # its number in the model: equal keys give other masks in other layers
+
+    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+        """Drop inputs.
+
+        Args:
+            x: (T, B, D) of any floating type.
+            keys: (B,) int64 on the device of `x`; None draws them from torch's generator.
+        """
+        if not self.training or self.rate == 0:
+            return x
+        if keys is None:
+            keys = torch.randint(2**62, x.shape[1:2], device=x.device)
+        return torch.where(self._kept(keys, x.shape[0], x.shape[2]), x / (1 - self.rate), 0.0)
+
+    def _kept(self, keys: Tensor, frames: int, width: int) -> Tensor:
+        """(T, B, D) bool. Integers overflow on purpose: they count modulo 2^64 and 2^32."""
+        time = torch.arange(frames, device=keys.device)[:, None]
+        rows = _low(_mixed(_mixed(keys + self.layer * 2**20) + time))
+        columns = _low(_mixed(torch.arange(width, device=keys.device)))
+        bits = rows[:, :, None] + columns
+        bits *= _FIRST
+        bits ^= bits >> 15
+        bits *= _SECOND
+        return bits >= round(self.rate * 2**32) - 2**31
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """A hash of int64: two rounds of multiplication and folding the high half onto the low one."""
+    for _ in range(2):
+        numbers = (numbers + 1) * _ODD
+        numbers = numbers ^ ((numbers >> 32) & 0xFFFFFFFF)
+    return numbers
+
+
+def _low(numbers: Tensor) -> Tensor:
+    """The low 32 bits of int64, as int32."""
+    return ((numbers & 0xFFFFFFFF) - 2**31).to(torch.int32)

@@ -1,0 +1,197 @@
+"""Sequence-wise batch norm: statistics over the valid frames of batch and time, in float32.
+
+Shape letters: T frames, B batch, C channels, F bins, H features; N positions, all axes but the channels taken together.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Reduce = Callable[[Tensor], None]
+
+
+class Count:
+    """How many positions of a batch are valid, as numbers on its device, made when the first layer needs them.
+
+    Args:
+        lengths: integers on the device that sum to the valid positions.
+        positions: all of them, padding included.
+        factor: what each of either stands for.
+    """
+
+    def __init__(self, lengths: Tensor, positions: int, factor: int = 1) -> None:
+        self._lengths, self._factor = lengths, factor
+        self.positions = positions * factor
+        self._ratios: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def times(self, factor: int) -> "Count":
+        """Of batches in which each position stands for so many."""
+        return Count(self._lengths, self.positions // self._factor, self._factor * factor)
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """(1,) int32, at least 1."""
+        return (self._lengths.sum() * self._factor).clamp(min=1).int().view(1)
+
+    def ratio(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All positions over the valid ones, r, and 1 - r: scalars, divided in float64."""
+        if dtype not in self._ratios:
+            ratio = self.valid.new_full((), self.positions, dtype=torch.float64) / self.valid[0]
+            self._ratios[dtype] = ratio.to(dtype), (1.0 - ratio).to(dtype)
+        return self._ratios[dtype]
+
+
+class SequenceBatchNorm(nn.Module):
+    """Normalise each channel over all valid positions of a batch (Deep Speech 2, section 3.2).
+
+    In training, y = (x - mean) / sqrt(var + eps) * weight + bias with the batch's own mean and variance (the mean
+    square deviation, not the unbiased estimate). Positions at padding must hold exactly 0: sums over everything are
+    then sums over the valid positions, and only the count has to be known. What comes out at padding, and the gradient
+    that goes back there, is finite and means nothing: the caller's next layer overwrites it.
+
+    In evaluation, running averages of the same two: batch n weighs in with max(momentum, 1 / n), the first one fully,
+    so the initial values leave no bias.
+
+    Args:
+        channels: number of channels.
+        momentum: weight of a batch in the running averages.
+        eps: added to the variance.
+        axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
+
+    Attributes:
+        reduce: sums a float64 vector over all ranks in place, or None; with it the statistics are those of all ranks.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, momentum: float = 0.1, *, eps: float = 1e-5, axis: int = -1) -> None:
+        super().__init__()
+        if axis not in (-1, 1):
+            raise ValueError(f"axis is {axis}, allowed are -1 for (T, B, H) and 1 for (B, C, F, T)")
+        self.momentum, self.eps, self.axis = momentum, eps, axis
+        self.reduce: Reduce | None = None
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.batches = 0  # behind the running averages; on the host, where the weight of the next one is chosen
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next batch weighs in with the momentum, as all later ones will."""
+        return self.momentum >= 1.0 / (self.batches + 1)
+
+    def forward(self, x: Tensor, count: Count | int | None = None) -> Tensor:
+        """Normalise.
+
+        Args:
+            x: any float dtype, channels on ``axis``, 0 at padding.
+            count: valid positions of the N; unused in evaluation.
+
+        Returns:
+            The shape and dtype of ``x``.
+        """
+        flat = x if self.axis == 1 else x.flatten(0, -2)
+        if not self.training:
+            return _apply(flat, self.weight, self.bias, self.running_mean, self.running_var, self.eps).view_as(x)
+        if count is None:
+            raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
+        if isinstance(count, int):
+            count = Count(torch.tensor(count, device=x.device), x.numel() // len(self.weight))
+        y: Tensor
+        y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
+            flat, self.weight, self.bias, count, self.eps, self.reduce
+        )
+        self.batches += 1
+        with torch.no_grad():
+            share = max(self.momentum, 1.0 / self.batches)
+            torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], share)
+        return y.view_as(x)
+
+    def forget_broken_averages(self) -> None:
+        """Start the running averages anew where a batch that was not finite got into them; reads them back."""
+        if not bool(torch.isfinite(self.running_mean + self.running_var).all()):
+            self.running_mean.zero_()
+            self.running_var.fill_(1.0)
+            self.batches = 0
+
+    def get_extra_state(self) -> Tensor:
+        """The number of batches behind the running averages, for the state dict."""
+        return torch.tensor(self.batches)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take up what ``get_extra_state`` gave."""
+        self.batches = int(state)
+
+
+class _Normalise(torch.autograd.Function):
+    """Reduce, then transform, one kernel over the data for each, both ways. Keeps its input and vectors only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Count, eps: float, reduce: Reduce | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
+        # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
+        if reduce is None:
+            total = count.valid
+            ratio, spare = count.ratio(mean.dtype)
+            mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean * spare, mean)], ratio)
+        else:  # in float64: the difference of large sums is the variance
+            packed = torch.cat([mean, torch.addcmul(var, mean, mean), count.valid.double()])
+            packed[:-1].mul_(count.positions)
+            reduce(packed)
+            mean, squares = (packed[:-1] / packed[-1]).chunk(2)
+            mean, var = mean.to(weight.dtype), torch.addcmul(squares, mean, mean, value=-1.0).to(weight.dtype)
+            total = packed[-1:].to(torch.int32)
+        inverse = torch.rsqrt(var.clamp_min_(0.0) + eps)
+        ctx.save_for_backward(x, weight, mean, inverse, total)
+        ctx.eps, ctx.reduce = eps, reduce
+        ctx.mark_non_differentiable(mean, var)
+        if x.is_cuda:
+            return torch.batch_norm_elemt(x, weight, bias, mean, inverse, eps), mean, var
+        return _apply(x, weight, bias, mean, var, eps), mean, var
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        channels_last = x.dim() == 4 and x.stride(1) == 1
+        grad_y = grad_y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        if x.is_cuda:
+            total, total_x, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad_y, x, mean, inverse, weight, True, True, True
+            )
+        else:
+            grad_y, x = _wide_on_cpu(grad_y), _wide_on_cpu(x)
+            var = inverse.square().reciprocal() - ctx.eps
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                grad_y, x, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+            )
+            total, total_x = grad_bias, grad_weight / inverse
+        if ctx.reduce is not None:
+            packed = torch.cat([total, total_x]).double()
+            ctx.reduce(packed)
+            total, total_x = packed.to(total.dtype).chunk(2)
+        # grad_x = weight * inverse * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), means over valid positions
+        if x.is_cuda:
+            grad_x = torch.batch_norm_backward_elemt(grad_y, x, mean, inverse, weight, total, total_x, count)
+        else:
+            scale = weight * inverse
+            slope = -scale * inverse.square() * total_x / count
+            shift = -scale * total / count - slope * mean
+            shape = (1, -1) + (1,) * (x.dim() - 2)
+            grad_x = torch.addcmul(shift.view(shape), x, slope.view(shape)).addcmul_(grad_y, scale.view(shape))
+        return grad_x.to(ctx.saved_tensors[0].dtype), grad_weight, grad_bias, None, None, None
+
+
+def _apply(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    return torch.batch_norm(_wide_on_cpu(x), weight, bias, mean, var, False, 0.0, eps, False).to(x.dtype)
+
+
+def _wide_on_cpu(x: Tensor) -> Tensor:
+    """bf16 as float32 on a CPU, whose kernels would round the statistics to bf16; the GPU's keep them in float32."""
+    return x if x.is_cuda or x.dtype == torch.float64 else x.float()

@@ -1,0 +1,44 @@
+"""Batches of sequences of several lengths: zeros past each of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds2.model.norm import Count
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """How far each utterance of a padded batch reaches, on its device, made once a batch and never read back.
+
+    Attributes:
+        lengths: (B,) int32, valid frames.
+        count: valid positions among the B T of the batch.
+        valid: (B, T) bool, True where t < length.
+        keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
+    """
+
+    lengths: Tensor
+    count: Count
+    valid: Tensor
+    keys: Tensor | None = None
+
+    @classmethod
+    def of(cls, lengths: Tensor, frames: int, device: torch.device, keys: Tensor | None = None) -> "Ragged":
+        """Make one from (B,) lengths, on ``device`` or the CPU, for batches padded to ``frames``."""
+        lengths = lengths.to(device, torch.int32, non_blocking=True)
+        valid = torch.arange(frames, device=device, dtype=torch.int32) < lengths[:, None]
+        return cls(lengths, Count(lengths, lengths.numel() * frames), valid, keys)
+
+    @property
+    def frames(self) -> int:
+        """T, the padded number of frames."""
+        return self.valid.shape[1]
+
+
+def reverse(x: Tensor, ragged: Ragged) -> Tensor:
+    """Reverse each utterance of (T, B, D) in time within its own length; padding stays where it is."""
+    time = torch.arange(x.shape[0], device=x.device, dtype=torch.int64)[:, None]
+    index = torch.where(ragged.valid.t(), ragged.lengths - 1 - time, time)
+    return x[index, torch.arange(x.shape[1], device=x.device)]

@@ -1,0 +1,99 @@
+"""What follows from a model's config alone: its modules, its lookahead, and whether it can work at all."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ds2.config.check import check_allowed
+from ds2.config.schema import ConfigError, ModelConfig
+from ds2.system.machine import memory_bytes
+
+Frames = TypeVar("Frames", int, Tensor)
+_GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+
+
+def frames_after(frames: Frames, stride: int) -> Frames:
+    """Frames that a convolution of a stride in time gives for a number, or a tensor of numbers, of frames."""
+    return (frames + stride - 1) // stride
+
+
+def time_stride(config: ModelConfig) -> int:
+    """Feature frames an output frame stands for."""
+    stride = 1
+    for conv in config.convs:
+        stride *= conv.stride[1]
+    return stride
+
+
+def module_plan(config: ModelConfig) -> list[tuple[int, int]]:
+    """(recurrent layers, row convolutions) of each module; the rule stands at :class:`AcousticModel`."""
+    size = config.skip or 1
+    layers = [min(size, config.depth - first) for first in range(0, config.depth, size)]
+    edges = [index * config.row_convs // len(layers) for index in range(len(layers) + 1)]
+    return [(count, after - before) for count, before, after in zip(layers, edges[:-1], edges[1:], strict=True)]
+
+
+def lookahead_parts_ms(config: ModelConfig, step_s: float) -> dict[str, float]:
+    """Lookahead of the convolutions, of the row convolutions and, infinite, of backward layers."""
+    step_ms, convs_ms = step_s * 1000, 0.0
+    for conv in config.convs:
+        convs_ms += (conv.kernel[1] - 1) // 2 * step_ms
+        step_ms *= conv.stride[1]
+    parts = {"convolutions": convs_ms, "row convolutions": config.row_convs * config.row_conv_context * step_ms}
+    return parts | ({"bidirectional": float("inf")} if config.bidirectional else {})
+
+
+def least_weights(config: ModelConfig) -> int:
+    """Weights of a model without its first recurrent inputs, row convolutions and classifier: a little too few."""
+    channels = [1, *(conv.channels for conv in config.convs)]
+    convs = sum(
+        c.kernel[0] * c.kernel[1] * c.channels * before for c, before in zip(config.convs, channels, strict=False)
+    )
+    directions = 2 if config.bidirectional else 1
+    return convs + (2 * config.depth - 1) * directions * _GATES[config.cell] * config.hidden**2
+
+
+def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
+    """Raise ConfigError where a model config cannot work, naming the key, what is allowed and the way out."""
+    check_allowed(config, "model")
+    for index, conv in enumerate(config.convs):
+        key = f"model.convs[{index}]"
+        if any(k % 2 == 0 for k in conv.kernel):
+            raise ConfigError(f"{key}.kernel is {conv.kernel}, allowed are two odd sizes [frequency, time]")
+        if any(s > k for s, k in zip(conv.stride, conv.kernel, strict=True)):
+            raise ConfigError(
+                f"{key}.stride is {conv.stride}, allowed are two sizes [frequency, time] from 1 to the kernel's, "
+                f"here {conv.kernel}: a larger one would leave frames unheard"
+            )
+    needed, present = 4 * least_weights(config), memory_bytes()
+    if needed > present:
+        raise ConfigError(
+            f"the model has more than {needed / 2**30:,.0f} GiB of weights in fp32, this machine has "
+            f"{present / 2**30:,.0f} GiB of memory: lower model.hidden={config.hidden}, model.depth={config.depth} or "
+            "model.convs"
+        )
+    parts = lookahead_parts_ms(config, step_s)
+    total_ms = sum(parts.values())
+    if config.max_lookahead_ms > 0 and total_ms > config.max_lookahead_ms:
+        sums = " + ".join(f"{name} {part:g}" for name, part in parts.items())
+        way_out = (
+            "set model.max_lookahead_ms=0 to allow a bidirectional model"
+            if config.bidirectional
+            else "lower model.row_convs, model.row_conv_context or the time kernels or time strides of model.convs, "
+            "or raise model.max_lookahead_ms"
+        )
+        raise ConfigError(
+            f"the model looks {total_ms:g} ms ahead ({sums} ms), allowed by model.max_lookahead_ms are "
+            f"{config.max_lookahead_ms:g}: {way_out}"
+        )
+
+
+def check_backend(config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError where the recurrent backend that was asked for by name cannot run on a device."""
+    needed = {"persistent": "cuda", "cpu": "cpu"}.get(config.backend, device.type)
+    if needed != device.type:
+        raise ConfigError(
+            f"model.backend={config.backend} runs on {needed} devices, this run is on {device}: "
+            "model.backend=auto takes the fastest that can"
+        )

@@ -1,0 +1,6 @@
+"""Model, decoder and audio together.
+
+recogniser: the public interface, on parts. stream: a source heard chunk by chunk. transcribe: files of any length.
+evaluate: manifests to reports. transcripts: word times of transcripts, and doubtful ones. tuning, settings: decoder
+settings of a model.
+"""

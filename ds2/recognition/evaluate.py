@@ -1,0 +1,149 @@
+"""Model and manifests to WER reports; also how training judges its dev set."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds2 import __version__
+from ds2.config.schema import ConfigError, DataConfig, DecodeConfig
+from ds2.data.loader import SpeechLoader
+from ds2.data.manifest import Utterance
+from ds2.data.splits import scored_utterances
+from ds2.decoding.hypothesis import Hypothesis, word_record
+from ds2.decoding.methods import METHODS
+from ds2.distributed.communicator import Communicator
+from ds2.recognition.recogniser import Recogniser
+from ds2.scoring.report import kaldi_line, write_report
+from ds2.scoring.wer import Report, corpus_report
+from ds2.system.files import write_text
+from ds2.text.alphabet import Alphabet
+from ds2.text.normalise import fold
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A manifest and how well it was recognised."""
+
+    manifest: Path
+    utterances: list[Utterance]
+    hypotheses: list[Hypothesis]
+    report: Report
+    words_only: Report | None = None  # without case and punctuation, where the network writes them
+
+    def write(self, folder: Path, model: Path, options: DecodeConfig) -> None:
+        """Write hypotheses.jsonl, report.txt, report.json, errors.txt and errors.html into `folder`."""
+        lines = (
+            json.dumps(hypothesis_record(u, h, " ".join(aligned.reference)), ensure_ascii=False)
+            for u, h, aligned in zip(self.utterances, self.hypotheses, self.report.utterances, strict=True)
+        )
+        write_text(folder / "hypotheses.jsonl", "".join(line + "\n" for line in lines))
+        facts = {"model": str(model), "manifest": str(self.manifest), "decoder": describe(options), "ds2": __version__}
+        if self.words_only is not None:
+            facts["without case and punctuation"] = kaldi_line("WER", self.words_only.words)
+        write_report(self.report, folder, f"{self.manifest.stem} by {model}", facts)
+
+
+def evaluate(
+    recogniser: Recogniser,
+    manifests: Sequence[Path],
+    data: DataConfig,
+    *,
+    batch_audio_s: float | None = None,
+    workers: int = -1,
+    comm: Communicator | None = None,
+) -> Iterator[Evaluation]:
+    """Recognise and score manifests, one after the other.
+
+    Args:
+        recogniser: the model and its decoder.
+        manifests: JSON-lines manifests, each of another name.
+        data: of the model's config: how audio is read.
+        batch_audio_s: padded audio a batch, seconds; lower it where memory runs out. None chooses by device.
+        workers: processes that read audio; -1 chooses.
+        comm: ranks that share the batches out and all get all results. None is this process alone.
+
+    Raises:
+        ConfigError: two manifests of one name, whose reports would share a folder.
+        ManifestError, AudioError, DecodeError: what cannot be read or decoded, by name.
+    """
+    repeated = [name for name, times in Counter(p.stem for p in manifests).items() if times > 1]
+    if repeated:
+        raise ConfigError(
+            f"two manifests are called {', '.join(repeated)}: evaluate them one by one, each with its --out"
+        )
+    for path in manifests:
+        began = time.monotonic()
+        utterances = scored_utterances([str(path)], recogniser.alphabet)
+        loader = recognition_loader(utterances, data, recogniser.device, workers)
+        hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm)
+        elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
+        log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
+        report = score(utterances, hypotheses, recogniser.alphabet)
+        yield Evaluation(path, utterances, hypotheses, report, score_words(report, recogniser.alphabet))
+
+
+def recognition_loader(
+    utterances: Sequence[Utterance], data: DataConfig, device: torch.device, workers: int = -1
+) -> SpeechLoader:
+    """Return a loader of audio that is read once, for which no cache is written; -1 workers chooses by device."""
+    return SpeechLoader(utterances, replace(data, cache="none", workers=workers), device)
+
+
+def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet) -> Report:
+    """Report on hypotheses against normalised transcripts; characters outside the alphabet stay in, as errors."""
+    return corpus_report(
+        [alphabet.normalise(u.text)[0] for u in utterances],
+        [h.text for h in hypotheses],
+        names=[u.name for u in utterances],
+        speakers=[u.speaker for u in utterances],
+    )
+
+
+def score_words(report: Report, alphabet: Alphabet) -> Report | None:
+    """Report on the same texts without case and punctuation; None where the network writes neither."""
+    if not alphabet.as_printed:
+        return None
+    return corpus_report(
+        [fold(" ".join(u.reference), alphabet.locale) for u in report.utterances],
+        [fold(" ".join(u.hypothesis), alphabet.locale) for u in report.utterances],
+        names=[u.name for u in report.utterances],
+        speakers=[u.speaker for u in report.utterances],
+    )
+
+
+def hypothesis_record(utterance: Utterance, hypothesis: Hypothesis, reference: str) -> dict[str, Any]:
+    """Return one line of hypotheses.jsonl: NeMo's keys (`pred_text` is the hypothesis), score and words with times."""
+    return {
+        "audio_filepath": str(utterance.audio_filepath),
+        "offset": utterance.offset_s,
+        "duration": utterance.duration_s,
+        "speaker": utterance.speaker,
+        "text": reference,
+        "pred_text": hypothesis.text,
+        "score": hypothesis.score,
+        "acoustic_score": hypothesis.acoustic,
+        "lm_score": hypothesis.lm,
+        "words": [word_record(word) for word in hypothesis.words],
+    }
+
+
+def describe(options: DecodeConfig) -> str:
+    """Return decoder settings in one line for a report."""
+    taken, parts = METHODS[options.method].options, [options.method]
+    if "beam" in taken:
+        parts.append(f"beam {options.beam}")
+    if "lm" in taken:
+        weights = f"{options.lm}, alpha {options.alpha:g}, beta {options.beta:g}"
+        parts.append(weights if options.lm else "no language model")
+    return ", ".join(parts)

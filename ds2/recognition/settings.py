@@ -1,0 +1,80 @@
+"""Which decoder settings a model is recognised with: those tuned for it, else those of its own config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from ds2.config.convert import nearest_key, to_config
+from ds2.config.schema import Config, ConfigError, DecodeConfig
+from ds2.system.files import write_text
+
+_TEXTS = tuple(f"decode.{entry.name}" for entry in fields(DecodeConfig) if entry.type == "str")
+
+
+def tuned_file(model_file: Path) -> Path:
+    """Where the tuned settings of a model file lie: best.safetensors has best-decode.yaml."""
+    return model_file.with_name(f"{model_file.stem}-decode.yaml")
+
+
+def decode_settings(model_file: Path, config: Config, changes: Sequence[str] = ()) -> DecodeConfig:
+    """Return the settings that apply to a model.
+
+    Args:
+        model_file: beside which `ds2 lm tune` may have written tuned settings; without them the model's own are used.
+        config: of the model.
+        changes: single values on top, `decode.KEY=VALUE`.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or value, or a tuned file that does not fit.
+    """
+    file = tuned_file(model_file)
+    _refuse_interpolation(model_file, repr(config.decode))
+    try:
+        base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
+        if file.is_file():
+            base = OmegaConf.merge(base, {"decode": _read(file)})
+        texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
+        others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
+        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
+        for key, value in texts.items():  # as they are: paths may hold what YAML takes for a list
+            OmegaConf.update(merged, key, value)
+    except OmegaConfBaseException as error:
+        place = ", ".join([str(file)] * file.is_file() + list(changes))
+        unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)
+        near = nearest_key(str(error.full_key)) if unknown else None
+        hint = f"; did you mean {near!r}?" if near else ""
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{place}: {key}{str(error).splitlines()[0]}{hint}") from error
+    return to_config(cast(DictConfig, merged)).decode
+
+
+def _read(file: Path) -> DictConfig:
+    """The values of a tuned file; errors as `decode_settings`, those of OmegaConf as they are."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        _refuse_interpolation(file, text)
+        read = OmegaConf.create(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{file}: no YAML ({reason}); delete it or run `ds2 lm tune` again") from error
+    if not isinstance(read, DictConfig):
+        raise ConfigError(f"{file}: expected lines `KEY: VALUE`; delete it or run `ds2 lm tune` again")
+    return read
+
+
+def _refuse_interpolation(file: Path, text: str) -> None:
+    """Values of files are data: what OmegaConf would look up in the environment or elsewhere is refused."""
+    if "${" in text:
+        raise ConfigError(f"{file}: decode: holds '${{', but settings in files are plain values: write them out")
+
+
+def save_settings(options: DecodeConfig, path: Path) -> None:
+    """Write settings where `decode_settings` picks them up."""
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(options)))

@@ -1,0 +1,162 @@
+"""A source that is heard chunk by chunk: what live audio and files of any length have in common."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.audio.stream import FeatureStream, Resampler
+from ds2.decoding.decoder import Decoder
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.model.acoustic import AcousticModel
+from ds2.model.stream_state import join, split
+from ds2.recognition.parts import Parts
+
+BLOCK_S = 0.2  # audio that the model hears at once: what a result is late beside the model's lookahead
+
+
+class Session:
+    """One source on its way through a recogniser; any number of them share batches by `step`.
+
+    The model hears blocks of a fixed length, so its logits do not depend on how the samples were cut.
+
+    Args:
+        parts: with a unidirectional model.
+        block_s: audio that the model hears at once, seconds.
+        sample_rate_hz: of the samples; None is the model's own. Others are resampled as a stream.
+        decoder: another than that of `parts`.
+
+    Raises:
+        ConfigError: a bidirectional model, which needs the end of a source first.
+        AudioError: a rate that is no audio's.
+        ValueError: blocks of less than one output frame.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        block_s: float = BLOCK_S,
+        *,
+        sample_rate_hz: int | None = None,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self.parts, self.decoder = parts, decoder or parts.decoder
+        self.sample_rate_hz = sample_rate_hz or parts.features.sample_rate_hz
+        self._frames = parts.model.time_stride * round(block_s / parts.frame_s)
+        if self._frames < 1:
+            raise ValueError(f"block_s={block_s} is less than an output frame of {parts.frame_s:g} s")
+        self.decoding = self.decoder.start()
+        self.blocks: deque[Tensor] = deque()  # (1, F, T) features that the model has not heard
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let samples, features and model begin anew."""
+        features = self.parts.features
+        self.state = self.parts.model.start()
+        self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
+        self._features = FeatureStream(features, self.parts.device, self._frames)
+
+    @property
+    def duration_s(self) -> float:
+        """Audio heard so far, seconds; of a source that is resampled, all of it only after `finish`."""
+        return self._features.samples / self.parts.features.sample_rate_hz
+
+    def accept(self, samples: NDArray[np.float32]) -> None:
+        """Take the next samples (N,) in [-1, 1], any number; what is over full scale is clipped.
+
+        Raises:
+            AudioError: NaN or infinite samples; none of them are taken.
+        """
+        self.blocks.extend(self._features.accept(self._resampler.accept(samples)))
+
+    def ready(self) -> bool:
+        """Whether `step` has something to do for this session."""
+        return bool(self.blocks)
+
+    def best(self) -> Hypothesis:
+        """The best hypothesis of what was heard so far, of a search without words: see `Decoding.best`."""
+        return self.decoding.best()[0]
+
+    def notice(self, quiet: NDArray[np.bool_]) -> None:
+        """What a kind of session does after the next frames were decoded, of which (T',) are `quiet`."""
+
+    def finish(self) -> Hypothesis:
+        """Hear what is left and end: the best hypothesis of the whole source.
+
+        Raises:
+            DecodeError: the model gives NaN or infinity.
+        """
+        self._hear_rest()
+        return self.decoding.finish()[0][0]
+
+    @torch.inference_mode()
+    def _hear_rest(self) -> None:
+        """Hear all that was accepted, to the last frame that waits for its future."""
+        self.blocks.extend(self._features.accept(self._resampler.finish()))
+        self.blocks.extend(self._features.finish())
+        while self.ready():
+            step([self])
+        with self.parts.running():
+            hear([self], self.parts.model.finish(self.state))
+
+
+@torch.inference_mode()
+def step(sessions: Sequence[Session]) -> None:
+    """Let sessions of one recogniser hear their next block, those that are ready and alike in one batch."""
+    ready = [session for session in sessions if session.ready()]
+
+    def shape(session: Session) -> str:
+        return str((session.blocks[0].shape[2], session.state.signature()))
+
+    for _, alike in groupby(sorted(ready, key=shape), key=shape):
+        group = list(alike)
+        state = join([session.state for session in group])
+        model = group[0].parts.model
+        with group[0].parts.running():
+            logits = model.step(torch.cat([session.blocks.popleft() for session in group]), state)
+        for session, own in zip(group, split(state), strict=True):
+            session.state = own
+        hear(group, logits)
+
+
+def hear(sessions: Sequence[Session], logits: Tensor) -> None:
+    """Decode what the model says of sessions' next frames, logits (T', B, V), those of one decoder in one batch.
+
+    A frame is quiet whose likeliest label is the blank or white space.
+    """
+    if not len(logits):
+        return
+    log_probs = logits.float().log_softmax(2)
+    of_decoder: dict[int, list[int]] = {}
+    for row, session in enumerate(sessions):
+        of_decoder.setdefault(id(session.decoder), []).append(row)
+    for rows in of_decoder.values():
+        some = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
+        decodings = [sessions[row].decoding for row in rows]
+        sessions[rows[0]].decoder.step(decodings, some, torch.full((len(rows),), len(logits)))
+    symbols = sessions[0].parts.alphabet.symbols
+    pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
+    quiet = pauses[logits.argmax(2)].cpu().numpy()
+    for row, session in enumerate(sessions):
+        session.notice(quiet[:, row])
+
+
+def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:
+    """Logits (T', 1, V) of each block, computed with its context; all starts are multiples of the model's stride."""
+    block = next(blocks, None)
+    before = None if block is None else block[:, :, :0]
+    while block is not None and before is not None:
+        following = next(blocks, None)
+        after = block[:, :, :0] if following is None else following[:, :, :context_frames]
+        window = torch.cat([before, block, after], dim=2)
+        logits, _ = model(window, torch.tensor([window.shape[2]]))
+        first = model.output_frames(before.shape[2])
+        yield logits[first : first + model.output_frames(block.shape[2])]
+        before = block[:, :, block.shape[2] - context_frames :]
+        block = following

@@ -1,0 +1,82 @@
+"""Transcripts on their audio: word times, and which transcripts are probably wrong."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds2.data.loader import SpeechLoader
+from ds2.decoding.alignment import Alignment, force_align
+from ds2.decoding.hypothesis import Word, spell_words
+from ds2.recognition.recogniser import Recogniser
+from ds2.text.alphabet import Alphabet
+
+_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+_DEVIATIONS = 6.0  # above the median: what is listed
+_LEAST_SURPRISE = 2.0  # nats a label: where nearly all transcripts are certain, small doubts are no news
+
+
+@dataclass(frozen=True)
+class AlignedTranscript:
+    """A transcript on its audio.
+
+    `surprise` is how much less probable the transcript's best path is than the best path of all, in natural log a
+    label: 0 where the network would have written just that, infinite where the transcript cannot fit in the audio.
+    """
+
+    words: tuple[Word, ...]
+    surprise: float
+
+
+def align_batch(
+    log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]], alphabet: Alphabet, frame_s: float
+) -> list[AlignedTranscript]:
+    """Align transcripts; arguments as `force_align`, `frame_s` is seconds an output frame."""
+    valid = torch.arange(len(log_probs), device=log_probs.device)[:, None] < lengths.to(log_probs.device)
+    best = torch.where(valid, log_probs.amax(2), 0.0).sum(0, dtype=torch.float64).tolist()
+    return [
+        _aligned(alignment, top, len(target), alphabet, frame_s)
+        for alignment, top, target in zip(force_align(log_probs, lengths, targets), best, targets, strict=True)
+    ]
+
+
+def _aligned(
+    alignment: Alignment | None, best: float, labels: int, alphabet: Alphabet, frame_s: float
+) -> AlignedTranscript:
+    if alignment is None:
+        return AlignedTranscript((), math.inf)
+    surprise = max(0.0, best - alignment.log_prob) / max(1, labels)
+    return AlignedTranscript(spell_words(alignment.runs(), alphabet, frame_s), surprise)
+
+
+def suspicious(surprises: Iterable[float]) -> list[int]:
+    """Return the places of outliers, worst first: above two nats, and six median deviations above the median."""
+    values = list(surprises)
+    finite = [value for value in values if math.isfinite(value)]
+    limit = 0.0
+    if finite:
+        median = statistics.median(finite)
+        deviation = _MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in finite)
+        limit = max(_LEAST_SURPRISE, median + _DEVIATIONS * deviation)
+    return sorted((i for i, value in enumerate(values) if value > limit), key=lambda i: -values[i])
+
+
+def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> list[AlignedTranscript]:
+    """Align the transcripts of a loader's utterances to their audio, in order; errors as `Recogniser.logits`.
+
+    Characters outside the alphabet are left out.
+    """
+    alphabet = recogniser.alphabet
+    forgiving = replace(alphabet, unknown="drop")
+    targets = [forgiving.encode(u.text) for u in loader.utterances]
+    aligned: dict[int, AlignedTranscript] = {}
+    for indices, logits, lengths in recogniser.logits(loader):
+        rows = [targets[i] for i in indices]
+        found = align_batch(logits.float().log_softmax(2), lengths, rows, alphabet, recogniser.frame_s)
+        aligned.update(zip(indices, found, strict=True))
+    return [aligned[i] for i in range(len(targets))]

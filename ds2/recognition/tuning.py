@@ -1,0 +1,154 @@
+"""Decoder settings that suit a model: alpha, beta and the beam on a dev set, from log-probs computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.confidence import AS_IT_IS, fit_calibration, judge
+from ds2.decoding.hypothesis import DecodeError
+from ds2.decoding.methods import make_decoder
+from ds2.lm.ngram import NGram
+from ds2.scoring.wer import ErrorCounts, word_errors
+from ds2.text.alphabet import Alphabet
+
+_BEAM_TOLERANCE = 0.0005  # a narrower beam is taken where it costs no more than so much WER
+_REFINEMENTS = 2  # rounds around the best point, each at half the step
+_BEAMS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class DevSet:
+    """Log-probs of a dev set, computed once, and what was said."""
+
+    batches: list[tuple[Tensor, Tensor]]  # log-probs (T', B, V) float32, lengths (B,) CPU int64
+    references: list[list[str]]  # of each batch, normalised
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str]) -> DevSet:
+        """Keep the log-probs of `Recogniser.logits` where they are; utterances without frames are left out."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        texts: list[list[str]] = []
+        for indices, logits, lengths in batches:
+            heard = lengths.nonzero()[:, 0]
+            kept.append((logits.float().log_softmax(2)[:, heard.to(logits.device)], lengths[heard]))
+            texts.append([references[indices[row]] for row in heard.tolist()])
+        return cls(kept, texts)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting and its word errors."""
+
+    alpha: float
+    beta: float
+    beam: int
+    errors: ErrorCounts
+
+
+def search(
+    dev: DevSet,
+    alphabet: Alphabet,
+    lm: NGram,
+    options: DecodeConfig,
+    alphas: Sequence[float],
+    betas: Sequence[float],
+    device: torch.device,
+    beams: Sequence[int] = _BEAMS,
+) -> Iterator[Trial]:
+    """Yield trials: the grid of alpha and beta, finer grids around the best, and then beams of other widths there.
+
+    Each is a whole decoding with `options`, but for what is tried; the best is what `choose` picks.
+    """
+    done: dict[tuple[float, float, int], Trial] = {}
+
+    def run(points: Iterable[tuple[float, float, int]]) -> Iterator[Trial]:
+        for alpha, beta, beam in points:
+            point = (max(0.0, round(alpha, 4)), round(beta, 4), beam)
+            if point not in done:
+                done[point] = _try(dev, alphabet, lm, options, point, device)
+                yield done[point]
+
+    yield from run((alpha, beta, options.beam) for alpha, beta in product(alphas, betas))
+    steps = [(values[-1] - values[0]) / max(1, len(values) - 1) for values in (alphas, betas)]
+    for _ in range(_REFINEMENTS):
+        steps = [step / 2 for step in steps]
+        best = min(done.values(), key=lambda trial: trial.errors.errors)
+        around = [
+            [centre - step, centre, centre + step] for centre, step in zip((best.alpha, best.beta), steps, strict=True)
+        ]
+        yield from run((alpha, beta, options.beam) for alpha, beta in product(*around))
+    best = min(done.values(), key=lambda trial: trial.errors.errors)
+    yield from run((best.alpha, best.beta, beam) for beam in beams)
+
+
+def choose(trials: Sequence[Trial]) -> Trial:
+    """Return the trial with the fewest errors, or a narrower beam with its weights that is within 0.05 % WER of it."""
+    best = min(trials, key=lambda trial: (trial.errors.errors, trial.beam))
+    like = [t for t in trials if (t.alpha, t.beta) == (best.alpha, best.beta)]
+    good = [t for t in like if t.errors.rate <= best.errors.rate + _BEAM_TOLERANCE]
+    return min(good, key=lambda trial: trial.beam)
+
+
+def _try(
+    dev: DevSet,
+    alphabet: Alphabet,
+    lm: NGram,
+    options: DecodeConfig,
+    point: tuple[float, float, int],
+    device: torch.device,
+) -> Trial:
+    alpha, beta, beam = point
+    settings = replace(options, method="beam", alpha=alpha, beta=beta, beam=beam, nbest=1, times=False)
+    decoder = make_decoder(settings, alphabet, 1.0, device, lm)
+    errors = ErrorCounts()
+    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
+        for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
+            errors += word_errors(reference, row[0].text)
+    return Trial(alpha, beta, beam, errors)
+
+
+def tune_confidence(
+    dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
+) -> tuple[float, float]:
+    """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
+    plain = replace(options, method="beam", nbest=1, times=True, confidence=list(AS_IT_IS))
+    decoder = make_decoder(plain, alphabet, 1.0, device, lm)
+    confidences: list[float] = []
+    right: list[bool] = []
+    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
+        for [found], reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
+            confidences += [word.confidence for word in found.words]
+            right += judge(reference.split(), found.text.split())
+    return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else AS_IT_IS
+
+
+def draw(trials: Sequence[Trial], chosen: Trial, path: Path) -> None:
+    """Draw the WER surface over alpha and beta, at the beam that most points have, as a picture.
+
+    Raises:
+        DecodeError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DecodeError("a picture of the WER surface needs matplotlib: pip install matplotlib") from error
+    beam = trials[0].beam
+    points = [(t.alpha, t.beta, 100 * t.errors.rate) for t in trials if t.beam == beam]
+    alphas, betas, rates = zip(*points, strict=True)
+    axes = Figure(figsize=(7, 5)).subplots()
+    if len(set(alphas)) > 1 and len(set(betas)) > 1:
+        filled = axes.tricontourf(alphas, betas, rates, levels=20, cmap="viridis_r")
+        axes.figure.colorbar(filled, label="WER %")
+    axes.scatter(alphas, betas, s=8, c="black")
+    axes.scatter([chosen.alpha], [chosen.beta], s=80, marker="*", c="red")
+    for alpha, beta, rate in points:
+        axes.annotate(f"{rate:.1f}", (alpha, beta), fontsize=6, xytext=(2, 2), textcoords="offset points")
+    axes.set(xlabel="alpha", ylabel="beta", title=f"WER over {len(points)} settings, beam {beam}")
+    axes.figure.savefig(path, dpi=150)  # type: ignore[union-attr]

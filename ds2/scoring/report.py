@@ -1,0 +1,164 @@
+"""A WER report as text and as JSON, and the files it is kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ds2.scoring.html import html_page
+from ds2.scoring.statistics import Interval, PairedTest
+from ds2.scoring.wer import AlignedUtterance, ErrorCounts, Report
+from ds2.system.files import write_text
+
+_CONFUSIONS_SHOWN = 20
+_KINDS = {"S": "substituted", "D": "deleted", "I": "inserted"}
+
+
+def kaldi_line(name: str, counts: ErrorCounts) -> str:
+    """Return the line that Kaldi's compute-wer prints, e.g. `%WER 7.42 [ 57 / 773, 5 ins, 9 del, 43 sub ]`."""
+    return (
+        f"%{name} {100 * counts.rate:.2f} [ {counts.errors} / {counts.reference_length}, {counts.insertions} ins, "
+        f"{counts.deletions} del, {counts.substitutions} sub ]"
+    )
+
+
+def summary(report: Report) -> str:
+    """Return the head of a report: WER, CER, wrong utterances and the intervals."""
+    count = len(report.utterances)
+    share = 100 * report.wrong_utterances / max(1, count)
+    lines = [
+        kaldi_line("WER", report.words),
+        kaldi_line("CER", report.characters),
+        f"%SER {share:.2f} [ {report.wrong_utterances} / {count} ]",
+        _interval_line(report.interval, "utterances"),
+    ]
+    if report.speaker_interval is not None:
+        lines.append(_interval_line(report.speaker_interval, "speakers"))
+    return "\n".join(lines)
+
+
+def format_report(report: Report) -> str:
+    """Return the summary and the tables: by speaker, by length, most frequent errors."""
+    parts = [summary(report)]
+    if report.has_speakers:
+        parts.append(_table("speaker", {name or "(unknown)": counts for name, counts in report.by_speaker.items()}))
+    parts.append(_table("words in reference", report.by_length))
+    if report.confusions:
+        lines = [f"{'times':>7}  error"]
+        for (kind, reference, hypothesis), times in report.confusions.most_common(_CONFUSIONS_SHOWN):
+            arrow = " -> " if kind == "S" else ""
+            lines.append(f"{times:7d}  {_KINDS[kind]} {reference}{arrow}{hypothesis}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def format_alignments(report: Report) -> str:
+    """Return every utterance with errors, reference above hypothesis; stars stand for a word that is not there."""
+    blocks = [_aligned(utterance) for utterance in report.utterances if utterance.words.errors]
+    return "\n\n".join(blocks) + ("\n" if blocks else "no errors\n")
+
+
+def format_paired_test(test: PairedTest, unit: str) -> str:
+    """Return the comparison of two systems in two lines."""
+    interval = test.interval
+    return (
+        f"B - A: {100 * test.difference:+.2f} % absolute, {100 * interval.confidence:.0f} % interval "
+        f"{100 * interval.low:+.2f} .. {100 * interval.high:+.2f} (paired bootstrap over {interval.units} {unit})\n"
+        f"p = {test.p_value:.4f} (two-sided matched-pairs randomisation test)"
+    )
+
+
+def report_record(report: Report) -> dict[str, Any]:
+    """Return the whole report but the alignments as plain containers; an infinite rate is None, as JSON has none."""
+    return {
+        "wer": _finite(report.wer),
+        "cer": _finite(report.cer),
+        "words": _counts(report.words),
+        "characters": _counts(report.characters),
+        "utterances": len(report.utterances),
+        "wrong_utterances": report.wrong_utterances,
+        "interval": _interval(report.interval),
+        "speaker_interval": None if report.speaker_interval is None else _interval(report.speaker_interval),
+        "by_speaker": {name: _counts(counts) for name, counts in report.by_speaker.items()}
+        if report.has_speakers
+        else {},
+        "by_length": {label: _counts(counts) for label, counts in report.by_length.items()},
+        "confusions": [[*error, times] for error, times in report.confusions.most_common(_CONFUSIONS_SHOWN)],
+    }
+
+
+def write_report(report: Report, folder: Path, title: str, facts: Mapping[str, Any]) -> None:
+    """Write report.txt, report.json, errors.txt and errors.html, each whole or not at all.
+
+    Args:
+        report: what to write.
+        folder: made where missing.
+        title: heading of the HTML page.
+        facts: further entries of report.json, such as model and manifest.
+    """
+    head = "".join(f"{key}: {value}\n" for key, value in facts.items())
+    write_text(folder / "report.txt", f"{head}\n{format_report(report)}" if head else format_report(report))
+    write_text(
+        folder / "report.json", json.dumps({**facts, **report_record(report)}, indent=1, ensure_ascii=False) + "\n"
+    )
+    write_text(folder / "errors.txt", format_alignments(report))
+    write_text(folder / "errors.html", html_page(report, title, summary(report)))
+
+
+def _interval_line(interval: Interval, unit: str) -> str:
+    return (
+        f"{100 * interval.confidence:.0f} % interval of the WER: {100 * interval.low:.2f} .. {100 * interval.high:.2f} "
+        f"(bootstrap over {interval.units} {unit})"
+    )
+
+
+def _table(heading: str, groups: Mapping[str, ErrorCounts]) -> str:
+    width = max(map(len, [heading, *groups]))
+    lines = [f"{heading:<{width}}  {'WER %':>7} {'words':>7} {'errors':>7} {'sub':>6} {'del':>6} {'ins':>6}"]
+    for label, counts in groups.items():
+        lines.append(
+            f"{label:<{width}}  {100 * counts.rate:7.2f} {counts.reference_length:7d} {counts.errors:7d} "
+            f"{counts.substitutions:6d} {counts.deletions:6d} {counts.insertions:6d}"
+        )
+    return "\n".join(lines)
+
+
+def _aligned(utterance: AlignedUtterance) -> str:
+    rows: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for edit, reference, hypothesis in utterance.pairs():
+        width = max(len(reference), len(hypothesis), 1)
+        for row, cell in zip(
+            rows,
+            (reference or "*" * width, hypothesis or "*" * width, "" if edit == "C" else edit),
+            strict=True,
+        ):
+            row.append(cell.ljust(width))
+    counts = utterance.words
+    speaker = f" (speaker {utterance.speaker})" if utterance.speaker else ""
+    head = (
+        f"{utterance.name}{speaker}: {counts.substitutions} sub, {counts.deletions} del, {counts.insertions} ins "
+        f"of {counts.reference_length} words"
+    )
+    lines = [f"{label} {' '.join(row)}".rstrip() for label, row in zip(("REF:", "HYP:", "    "), rows, strict=True)]
+    return "\n".join([head, *lines])
+
+
+def _counts(counts: ErrorCounts) -> dict[str, Any]:
+    return {
+        **asdict(counts),
+        "errors": counts.errors,
+        "reference_length": counts.reference_length,
+        "rate": _finite(counts.rate),
+    }
+
+
+def _interval(interval: Interval) -> dict[str, Any]:
+    return {key: _finite(value) for key, value in asdict(interval).items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

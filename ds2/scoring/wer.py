@@ -1,0 +1,265 @@
+"""Word and character errors of a corpus: alignment, counts that add up, and the tables that people read.
+
+A corpus rate is the sum of errors over the sum of reference words, never a mean of rates.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
+
+CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
+Key = TypeVar("Key", str, int)
+_LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper ends of the rows of the table by length; the last row is open
+
+
+@dataclass(frozen=True)
+class ErrorCounts:
+    """Edits between references and hypotheses; `a + b` counts both corpora."""
+
+    correct: int = 0
+    substitutions: int = 0
+    deletions: int = 0
+    insertions: int = 0
+
+    def __add__(self, other: ErrorCounts) -> ErrorCounts:
+        return ErrorCounts(
+            self.correct + other.correct,
+            self.substitutions + other.substitutions,
+            self.deletions + other.deletions,
+            self.insertions + other.insertions,
+        )
+
+    @property
+    def errors(self) -> int:
+        """Substitutions, deletions and insertions."""
+        return self.substitutions + self.deletions + self.insertions
+
+    @property
+    def reference_length(self) -> int:
+        """Words (or characters) of the references."""
+        return self.correct + self.substitutions + self.deletions
+
+    @property
+    def rate(self) -> float:
+        """Errors over reference length; of an empty reference 0 without errors, else infinite."""
+        if self.reference_length:
+            return self.errors / self.reference_length
+        return math.inf if self.errors else 0.0
+
+
+def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> str:
+    """Align two sequences with the fewest edits (Levenshtein distance).
+
+    The table's columns are kept as bits of integers, one bit a reference token (Myers 1999, Hyyrö 2003), so a token
+    of the hypothesis costs a few integer operations however long the reference. Among equally short alignments the
+    choice is that of rapidfuzz, and so of jiwer: the kinds of errors agree one by one, not only their sum.
+
+    Args:
+        reference: tokens (words of a list, characters of a string).
+        hypothesis: tokens.
+
+    Returns:
+        One letter an edit, in order: C correct, S substituted, D deleted (reference only), I inserted (hypothesis
+        only).
+    """
+    shorter = min(len(reference), len(hypothesis))
+    head = next((i for i in range(shorter) if reference[i] != hypothesis[i]), shorter)
+    shorter -= head
+    tail = next((i for i in range(shorter) if reference[-1 - i] != hypothesis[-1 - i]), shorter)
+    middle = _align_bits(reference[head : len(reference) - tail], hypothesis[head : len(hypothesis) - tail])
+    return CORRECT * head + middle + CORRECT * tail
+
+
+def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> str:
+    """Let D[i][j] be the distance of the first i reference and j hypothesis tokens. Bit i - 1 of `rises[j]` says
+    D[i][j] = D[i-1][j] + 1, of `falls[j]` D[i][j] = D[i-1][j] - 1."""
+    if not reference or not hypothesis:
+        return DELETION * len(reference) + INSERTION * len(hypothesis)
+    places: dict[Hashable, int] = {}
+    for i, token in enumerate(reference):
+        places[token] = places.get(token, 0) | 1 << i
+    full = (1 << len(reference)) - 1
+    rise, fall = full, 0
+    rises, falls = [rise], [fall]
+    for token in hypothesis:
+        equal = places.get(token, 0)
+        diagonal_equal = (((equal & rise) + rise) ^ rise) | equal | fall
+        across_rise = fall | (full & ~(diagonal_equal | rise))
+        across_fall = diagonal_equal & rise
+        across_rise = across_rise << 1 | 1
+        rise = (across_fall << 1 | ~(diagonal_equal | across_rise)) & full
+        fall = across_rise & diagonal_equal & full
+        rises.append(rise)
+        falls.append(fall)
+    edits = []
+    i, j = len(reference), len(hypothesis)
+    while i and j:
+        if rises[j] >> (i - 1) & 1:
+            i -= 1
+            edits.append(DELETION)
+        elif falls[j - 1] >> (i - 1) & 1:
+            j -= 1
+            edits.append(INSERTION)
+        else:
+            i, j = i - 1, j - 1
+            edits.append(CORRECT if reference[i] == hypothesis[j] else SUBSTITUTION)
+    edits.append(DELETION * i + INSERTION * j)
+    return "".join(reversed(edits))
+
+
+def count_edits(edits: str) -> ErrorCounts:
+    """Count the letters of an alignment."""
+    return ErrorCounts(edits.count(CORRECT), edits.count(SUBSTITUTION), edits.count(DELETION), edits.count(INSERTION))
+
+
+def word_errors(reference: str, hypothesis: str) -> ErrorCounts:
+    """Count the word errors between two texts, split at white space."""
+    return count_edits(align(reference.split(), hypothesis.split()))
+
+
+def character_errors(reference: str, hypothesis: str) -> ErrorCounts:
+    """Count the character errors between two texts; a run of white space counts as one character, none at the ends."""
+    return count_edits(align(" ".join(reference.split()), " ".join(hypothesis.split())))
+
+
+@dataclass(frozen=True)
+class AlignedUtterance:
+    """One utterance of a report: its words, `edits` (see :func:`align`) and counts."""
+
+    name: str
+    speaker: str
+    reference: list[str]
+    hypothesis: list[str]
+    edits: str
+    words: ErrorCounts
+
+    def pairs(self) -> list[tuple[str, str, str]]:
+        """The alignment as (edit, reference word or '', hypothesis word or '')."""
+        reference, hypothesis = iter(self.reference), iter(self.hypothesis)
+        return [
+            (edit, "" if edit == INSERTION else next(reference), "" if edit == DELETION else next(hypothesis))
+            for edit in self.edits
+        ]
+
+
+class Report:
+    """Errors of a corpus; what is costly is computed when it is first asked for."""
+
+    def __init__(self, utterances: list[AlignedUtterance]) -> None:
+        self.utterances = utterances
+        self.words = sum((u.words for u in utterances), ErrorCounts())
+        self.has_speakers = any(u.speaker for u in utterances)
+
+    @property
+    def wer(self) -> float:
+        """Word errors over reference words of the whole corpus (0.07 is 7 %)."""
+        return self.words.rate
+
+    @property
+    def cer(self) -> float:
+        """Character errors over reference characters of the whole corpus, the spaces between words counted."""
+        return self.characters.rate
+
+    @cached_property
+    def characters(self) -> ErrorCounts:
+        """Character errors of the whole corpus."""
+        counts = (character_errors(" ".join(u.reference), " ".join(u.hypothesis)) for u in self.utterances)
+        return sum(counts, ErrorCounts())
+
+    @property
+    def wrong_utterances(self) -> int:
+        """Utterances with any error."""
+        return sum(u.words.errors > 0 for u in self.utterances)
+
+    @cached_property
+    def by_speaker(self) -> dict[str, ErrorCounts]:
+        """Word errors of each speaker, worst rate first."""
+        groups = _grouped(self.utterances, lambda u: u.speaker)
+        return dict(sorted(groups.items(), key=lambda item: (-item[1].rate, item[0])))
+
+    @cached_property
+    def by_length(self) -> dict[str, ErrorCounts]:
+        """Word errors by words in the reference, short ones first."""
+        groups = _grouped(self.utterances, lambda u: bisect_left(_LENGTH_LIMITS_WORDS, len(u.reference)))
+        return {_length_label(row): groups[row] for row in sorted(groups)}
+
+    @cached_property
+    def confusions(self) -> Counter[tuple[str, str, str]]:
+        """How often each error (edit, reference word or '', hypothesis word or '') was made."""
+        return Counter(pair for u in self.utterances if u.words.errors for pair in u.pairs() if pair[0] != CORRECT)
+
+    @cached_property
+    def interval(self) -> Interval:
+        """95 % bootstrap interval of the WER over utterances."""
+        return bootstrap_interval(*self.errors_and_lengths())
+
+    @cached_property
+    def speaker_interval(self) -> Interval | None:
+        """95 % bootstrap interval of the WER over speakers; None where fewer than two are known."""
+        speakers = [u.speaker for u in self.utterances]
+        if not self.has_speakers or len(set(speakers)) < 2:
+            return None
+        return bootstrap_interval(*self.errors_and_lengths(), groups=speakers)
+
+    def errors_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Word errors and reference words of each utterance, both (U,) int64."""
+        errors = np.array([u.words.errors for u in self.utterances], dtype=np.int64)
+        return errors, np.array([len(u.reference) for u in self.utterances], dtype=np.int64)
+
+
+def corpus_report(
+    references: Sequence[str],
+    hypotheses: Sequence[str],
+    *,
+    names: Sequence[str] | None = None,
+    speakers: Sequence[str] | None = None,
+) -> Report:
+    """Align a corpus utterance by utterance.
+
+    Args:
+        references: texts, split at white space into words; nothing else is normalised.
+        hypotheses: texts in the same order.
+        names: of the utterances; their 1-based position where not given.
+        speakers: of the utterances; '' where unknown.
+
+    Raises:
+        ScoringError: the sequences differ in length.
+    """
+    names = [str(1 + i) for i in range(len(references))] if names is None else names
+    speakers = [""] * len(references) if speakers is None else speakers
+    if not len(references) == len(hypotheses) == len(names) == len(speakers):
+        raise ScoringError(
+            f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names and {len(speakers)} "
+            "speakers were given: there must be one of each an utterance"
+        )
+    utterances = []
+    for reference, hypothesis, name, speaker in zip(references, hypotheses, names, speakers, strict=True):
+        reference_words, hypothesis_words = reference.split(), hypothesis.split()
+        edits = align(reference_words, hypothesis_words)
+        utterances.append(AlignedUtterance(name, speaker, reference_words, hypothesis_words, edits, count_edits(edits)))
+    return Report(utterances)
+
+
+def _grouped(utterances: Iterable[AlignedUtterance], key: Callable[[AlignedUtterance], Key]) -> dict[Key, ErrorCounts]:
+    groups: dict[Key, ErrorCounts] = {}
+    for utterance in utterances:
+        label = key(utterance)
+        groups[label] = groups.get(label, ErrorCounts()) + utterance.words
+    return groups
+
+
+def _length_label(row: int) -> str:
+    if row == 0:
+        return "0"
+    low = _LENGTH_LIMITS_WORDS[row - 1] + 1
+    return f"{low}-{_LENGTH_LIMITS_WORDS[row]}" if row < len(_LENGTH_LIMITS_WORDS) else f"{low}+"

@@ -1,0 +1,202 @@
+"""Batch Dispatch: what has arrived from any source when the device becomes free is the next batch.
+
+Amodei et al. 2016, "Deep Speech 2", section 7. One thread owns the recogniser; sources wait for what it finds in their
+chunks before they take more from their clients, so a client that sends faster than it is heard is slowed down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds2.recognition.live import Endpoints, Live, Segment
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.stream import step
+from ds2.serve.metrics import Metrics
+from ds2.system.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class FullError(UserError):
+    """As many sessions are open as the server takes."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a chunk gave."""
+
+    final: list[Segment]
+    partial: str  # of the segment that is open
+
+
+@dataclass
+class Job:
+    """Something that a source waits for."""
+
+    source: Source
+    act: Callable[[], None]  # in the recogniser's thread, before the next batch
+    done: asyncio.Future[Heard]
+    loop: asyncio.AbstractEventLoop
+    arrived_s: float = field(default_factory=time.monotonic)
+
+    def answer(self, heard: Heard | None, error: Exception | None = None) -> None:
+        """Wake who waits, unless nobody does any more."""
+
+        def settle() -> None:
+            if self.done.done():
+                return
+            if heard is None:
+                self.done.set_exception(error or RuntimeError("no answer"))
+            else:
+                self.done.set_result(heard)
+
+        try:
+            self.loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop has ended, and with it who waited
+            log.debug("an answer came after its loop had ended")
+
+
+class Source:
+    """One client's audio on its way; `Batcher.open` makes it."""
+
+    def __init__(self, batcher: Batcher, live: Live) -> None:
+        self._batcher, self._live = batcher, live
+        self.accepted_s = 0.0  # audio taken so far
+
+    async def accept(self, samples: NDArray[np.float32]) -> Heard:
+        """Have the next samples (N,) in [-1, 1] heard.
+
+        Raises:
+            AudioError: NaN or infinite samples; the source goes on without them.
+            DecodeError: the model gives NaN or infinity.
+        """
+        self.accepted_s += len(samples) / self._live.sample_rate_hz
+        self._batcher.metrics.audio_s.inc(len(samples) / self._live.sample_rate_hz)
+        return await self._batcher.ask(self, lambda: self._live.accept(samples))
+
+    async def flush(self) -> Heard:
+        """Make all that was accepted final, to the last sample; the source may go on."""
+        return await self._batcher.ask(self, self._live.flush)
+
+    def close(self) -> None:
+        """Leave; twice does no harm."""
+        self._batcher.leave(self)
+
+    @property
+    def ready(self) -> bool:
+        """Whether blocks wait for the model."""
+        return self._live.ready()
+
+    @property
+    def live(self) -> Live:
+        """The session, which belongs to the recogniser's thread."""
+        return self._live
+
+    def take(self) -> Heard:
+        """What is final since the last time, and the rest as it stands."""
+        final = list(self._live.final)
+        self._live.final.clear()
+        return Heard(final, self._live.best().text)
+
+
+class Batcher:
+    """A recogniser in a thread of its own, and the sources it hears.
+
+    Args:
+        recogniser: with a unidirectional model.
+        most_sources: open at once.
+        metrics: what is counted.
+    """
+
+    def __init__(self, recogniser: Recogniser, most_sources: int, metrics: Metrics) -> None:
+        self.recogniser, self.most_sources, self.metrics = recogniser, most_sources, metrics
+        recogniser.session()  # a model that cannot stream is refused here
+        self._open: set[Source] = set()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recogniser", daemon=True)
+        self._thread.start()
+
+    def open(self, sample_rate_hz: int, endpoints: Endpoints) -> Source:
+        """Let a source join.
+
+        Raises:
+            FullError: no place.
+            AudioError: a rate that is no audio's.
+        """
+        if len(self._open) >= self.most_sources:
+            raise FullError(f"all {self.most_sources} sessions of this server are taken: try again later")
+        source = Source(self, self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints))
+        self._open.add(source)
+        self.metrics.sessions.set(len(self._open))
+        return source
+
+    def leave(self, source: Source) -> None:
+        """Let a source go."""
+        self._open.discard(source)
+        self.metrics.sessions.set(len(self._open))
+
+    async def ask(self, source: Source, act: Callable[[], None]) -> Heard:
+        """Do something with a source in the recogniser's thread, and wait until all its blocks are heard."""
+        loop = asyncio.get_running_loop()
+        job = Job(source, act, loop.create_future(), loop)
+        self._jobs.put(job)
+        heard = await job.done
+        self.metrics.latency_s.observe(time.monotonic() - job.arrived_s)
+        self.metrics.words.inc(sum(len(segment.hypothesis.text.split()) for segment in heard.final))
+        return heard
+
+    def close(self) -> None:
+        """End the thread when it has answered what was asked."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        waiting: list[Job] = []
+        ending = False
+        while waiting or not ending:
+            arrived = self._arrived(block=not waiting)
+            ending = ending or None in arrived
+            waiting += [job for job in arrived if job is not None and self._begun(job)]
+            waiting = self._answered(waiting)
+            if not waiting:
+                continue
+            batch = [job.source.live for job in waiting]
+            self.metrics.batch.observe(len(batch))
+            try:
+                step(batch)
+            except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
+                log.exception("a batch of %d failed", len(batch))
+                for job in waiting:
+                    job.answer(None, error)
+                waiting = []
+
+    def _arrived(self, *, block: bool) -> list[Job | None]:
+        found: list[Any] = [self._jobs.get()] if block else []
+        while not self._jobs.empty():
+            found.append(self._jobs.get())
+        return found
+
+    def _begun(self, job: Job) -> bool:
+        try:
+            job.act()
+        except Exception as error:  # of this source alone: its client is told
+            job.answer(None, error)
+            return False
+        return True
+
+    def _answered(self, waiting: list[Job]) -> list[Job]:
+        """Answer those whose blocks are all heard; return the others."""
+        for job in waiting:
+            if not job.source.ready:
+                job.answer(job.source.take())
+        return [job for job in waiting if job.source.ready]

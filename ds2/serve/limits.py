@@ -1,0 +1,41 @@
+"""What a server takes at most, and from whom."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+
+from starlette.requests import HTTPConnection
+
+from ds2.system.errors import UserError
+
+
+class LimitError(UserError):
+    """More than the server takes; `status` is HTTP's, `code` the WebSocket's."""
+
+    def __init__(self, message: str, status: int, code: int) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of each client, but for `sessions`."""
+
+    sessions: int = 64
+    message_bytes: int = 1 << 20
+    upload_bytes: int = 200 << 20
+    duration_s: float = 4 * 3600.0
+    idle_s: float = 60.0
+    api_key: str = ""  # empty: whoever reaches the port is served
+
+    def check_key(self, connection: HTTPConnection) -> None:
+        """Raise LimitError where a key is asked for and this is not it."""
+        given = connection.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.api_key and not hmac.compare_digest(given.encode(), self.api_key.encode()):
+            raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
+
+    def check_duration(self, seconds: float) -> None:
+        """Raise LimitError past the longest session."""
+        if seconds > self.duration_s:
+            raise LimitError(f"a session takes {self.duration_s:g} s of audio at most: begin a new one", 413, 1008)

@@ -1,0 +1,125 @@
+"""OpenAI's realtime interface for transcription: /v1/realtime?intent=transcription.
+
+Audio is base64 of 16-bit little-endian mono at 24 kHz. An utterance, which the protocol calls an item, ends by the
+client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses. A delta is text
+that is final: deltas are never taken back, so an item has one, before its `completed`.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from ds2.recognition.live import NEVER, Endpoints
+from ds2.serve.limits import LimitError
+from ds2.serve.sockets import BAD_DATA, Client, json_object
+
+RATE_HZ = 24000
+_SILENCE_MS = 500  # the protocol's default
+
+
+class Realtime(Client):
+    """One connection."""
+
+    silence_ms: float | None = _SILENCE_MS  # of turn detection; None: there is none
+    last_item: str | None = None
+    told_s = 0.0  # audio of the items before
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """What a client is told before its connection ends."""
+        return _event("error", error=_error(message, None))
+
+    async def serve(self, socket: WebSocket) -> None:
+        """Answer events; one that is wrong is answered by an error, and the session goes on."""
+        await socket.send_json(_event("session.created", session=self._session()))
+        while (message := await self.next(socket)) is not None:
+            event: dict[str, Any] = {}
+            try:
+                event = json_object(message.get("text") or "")
+                await self._answer(socket, event)
+            except _EventError as error:
+                await socket.send_json(_event("error", error=_error(str(error), event.get("event_id"))))
+
+    async def _answer(self, socket: WebSocket, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        if kind == "session.update":
+            self._update(event.get("session"))
+            await socket.send_json(_event("session.updated", session=self._session()))
+        elif kind == "input_audio_buffer.append":
+            rules = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
+            heard = await self.hear(_decoded(event.get("audio")), RATE_HZ, rules)
+            for segment in heard.final:
+                await self._complete(socket, segment.hypothesis.text)
+        elif kind == "input_audio_buffer.commit":
+            if self.source is None:
+                raise _EventError("the buffer is empty: append audio before commit")
+            final = (await self.source.flush()).final
+            await self._complete(socket, " ".join(segment.hypothesis.text for segment in final))
+        elif kind == "input_audio_buffer.clear":
+            self.leave()
+            self.told_s = 0.0
+            await socket.send_json(_event("input_audio_buffer.cleared"))
+        else:
+            raise _EventError(f"type={kind!r} is no event of a transcription session")
+
+    async def _complete(self, socket: WebSocket, text: str) -> None:
+        """Tell of an item that ended."""
+        item, before = f"item_{secrets.token_hex(10)}", self.last_item
+        accepted_s = self.source.accepted_s if self.source is not None else self.told_s
+        usage = {"type": "duration", "seconds": round(accepted_s - self.told_s, 3)}
+        self.last_item, self.told_s = item, accepted_s
+        await socket.send_json(_event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
+        kind, of_item = "conversation.item.input_audio_transcription", {"item_id": item, "content_index": 0}
+        if text:
+            await socket.send_json(_event(f"{kind}.delta", delta=text, **of_item))
+        await socket.send_json(_event(f"{kind}.completed", transcript=text, usage=usage, **of_item))
+
+    def _session(self) -> dict[str, Any]:
+        detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}
+        audio = {"format": {"type": "audio/pcm", "rate": RATE_HZ}, "turn_detection": detection}
+        return {"type": "transcription", "object": "realtime.transcription_session", "audio": {"input": audio}}
+
+    def _update(self, session: Any) -> None:
+        if not isinstance(session, dict) or session.get("type") != "transcription":
+            raise _EventError("session.type must be transcription: this server does nothing else")
+        given = session.get("audio", {}).get("input", {}) if isinstance(session.get("audio", {}), dict) else {}
+        form = given.get("format") or {}
+        if form.get("type", "audio/pcm") != "audio/pcm" or form.get("rate", RATE_HZ) != RATE_HZ:
+            raise _EventError(f"session.audio.input.format={form!r}: audio/pcm at {RATE_HZ} is taken")
+        if "turn_detection" not in given:
+            return
+        if self.source is not None:
+            raise _EventError("turn_detection is set before the first audio, or after input_audio_buffer.clear")
+        detection = given["turn_detection"]
+        if detection is None:
+            self.silence_ms = None
+            return
+        silence_ms = detection.get("silence_duration_ms", _SILENCE_MS)
+        if detection.get("type") != "server_vad" or not isinstance(silence_ms, int | float) or not silence_ms > 0:
+            raise _EventError("turn_detection is null, or of type server_vad with silence_duration_ms above 0")
+        self.silence_ms = silence_ms
+
+
+class _EventError(LimitError):
+    """An event that is wrong; the session goes on."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 400, BAD_DATA)
+
+
+def _decoded(audio: Any) -> bytes:
+    try:
+        return base64.b64decode(audio, validate=True)
+    except (TypeError, ValueError) as error:
+        raise _EventError(f"audio is base64 of 16-bit samples: {error}") from error
+
+
+def _event(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "event_id": f"event_{secrets.token_hex(10)}", **fields}
+
+
+def _error(message: str, event_id: Any) -> dict[str, Any]:
+    return {"type": "invalid_request_error", "code": None, "message": message, "param": None, "event_id": event_id}

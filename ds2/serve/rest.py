@@ -1,0 +1,166 @@
+"""OpenAI's REST interface for transcription: POST /v1/audio/transcriptions."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import iterate_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Message
+
+from ds2.audio.read import audio_blocks
+from ds2.decoding.hypothesis import Word
+from ds2.recognition.captions import cues, srt, vtt
+from ds2.recognition.live import NEVER, Endpoints, Segment
+from ds2.serve.batcher import Batcher, FullError, Source
+from ds2.serve.limits import LimitError, Limits
+from ds2.system.errors import UserError
+
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+_PIECE = 1 << 20  # bytes copied at a time
+
+
+class Transcriptions:
+    """The endpoint: an upload of any format that `ds2 transcribe` reads, heard in the batches of all sources."""
+
+    def __init__(self, batcher: Batcher, limits: Limits) -> None:
+        self.batcher, self.limits = batcher, limits
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request."""
+        try:
+            self.limits.check_key(request)
+            return await self._answer(request)
+        except LimitError as error:
+            return self._refused(error.status, str(error))
+        except FullError as error:
+            return self._refused(429, str(error))
+        except UserError as error:
+            return self._refused(400, str(error))
+        except HTTPException as error:
+            return self._refused(error.status_code, str(error.detail))
+
+    def _refused(self, status: int, message: str) -> JSONResponse:
+        self.batcher.metrics.refused.labels(str(status)).inc()
+        kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": None}
+        return JSONResponse({"error": error}, status)
+
+    async def _answer(self, request: Request) -> Response:
+        async with Request(request.scope, self._limited(request)).form() as form:
+            upload, form_at = form.get("file"), str(form.get("response_format") or "json")
+            if not isinstance(upload, UploadFile):
+                raise LimitError("the form has no file: send multipart/form-data with a field `file`", 400, 1008)
+            if form_at not in FORMATS:
+                raise LimitError(f"response_format={form_at!r} is not one of {', '.join(FORMATS)}", 400, 1008)
+            stream = str(form.get("stream") or "false").lower() in ("true", "1")
+            grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
+            language = str(form.get("language") or "unknown")
+            suffix = Path(upload.filename or "").suffix
+            copy = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (_segments closes it)
+            try:
+                while piece := await upload.read(_PIECE):
+                    copy.write(piece)
+                copy.flush()
+                rate_hz = self.batcher.recogniser.features.sample_rate_hz
+                source = self.batcher.open(rate_hz, Endpoints() if stream else NEVER)
+            except BaseException:
+                copy.close()
+                raise
+        parts = self._segments(source, Path(copy.name), upload.filename or "the upload", copy)
+        if stream:
+            return await _events(parts)
+        segments = [segment async for segment in parts]
+        return _response(form_at, segments, source.accepted_s, language, grains)
+
+    def _limited(self, request: Request) -> Any:
+        """The request's bytes as they come, up to the most that is taken."""
+        taken = 0
+
+        async def receive() -> Message:
+            nonlocal taken
+            message = await request.receive()
+            taken += len(message.get("body", b""))
+            if taken > self.limits.upload_bytes:
+                raise LimitError(f"uploads may have {self.limits.upload_bytes} bytes at most", 413, 1009)
+            return message
+
+        return receive
+
+    async def _segments(self, source: Source, path: Path, name: str, copy: Any) -> AsyncGenerator[Segment]:
+        try:
+            async for samples in iterate_in_threadpool(
+                audio_blocks(path, self.batcher.recogniser.features.sample_rate_hz)
+            ):
+                for segment in (await source.accept(samples)).final:
+                    yield segment
+                self.limits.check_duration(source.accepted_s)
+            for segment in (await source.flush()).final:
+                yield segment
+        except LimitError:
+            raise
+        except UserError as error:
+            raise LimitError(str(error).replace(str(path), name), 400, 1007) from error
+        finally:
+            source.close()
+            copy.close()
+
+
+async def _events(parts: AsyncGenerator[Segment]) -> Response:
+    """Server-sent events: the text of each segment as it becomes final, then the whole."""
+    first = await anext(parts, None)  # what cannot be read is refused before the answer has begun
+
+    async def events() -> AsyncIterator[str]:
+        texts: list[str] = []
+        segment = first
+        try:
+            while segment is not None:
+                delta = (" " if texts else "") + segment.hypothesis.text
+                texts.append(segment.hypothesis.text)
+                yield _event({"type": "transcript.text.delta", "delta": delta})
+                segment = await anext(parts, None)
+        except UserError as error:
+            yield _event({"type": "error", "error": {"message": str(error), "type": "invalid_request_error"}})
+            return
+        finally:  # the client may have gone
+            await parts.aclose()
+        yield _event({"type": "transcript.text.done", "text": " ".join(texts)})
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"event: {data['type']}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _response(form_at: str, segments: list[Segment], duration_s: float, language: str, grains: list[str]) -> Response:
+    text = " ".join(segment.hypothesis.text for segment in segments)
+    words = [word for segment in segments for word in segment.hypothesis.words]
+    if form_at == "text":
+        return PlainTextResponse(text + "\n")
+    if form_at == "srt":
+        return PlainTextResponse(srt(cues(words)))
+    if form_at == "vtt":
+        return PlainTextResponse(vtt(cues(words)), media_type="text/vtt")
+    if form_at == "json":
+        return JSONResponse({"text": text})
+    found: dict[str, Any] = {"task": "transcribe", "language": language, "duration": duration_s, "text": text}
+    if "word" in grains:
+        found["words"] = [_word(word) for word in words]
+    if "segment" in grains or not grains:
+        found["segments"] = [
+            {"id": number, "start": cue.start_s, "end": cue.end_s, "text": cue.text}
+            for number, cue in enumerate(cues(words))
+        ]
+    return JSONResponse(found)
+
+
+def _word(word: Word) -> dict[str, Any]:
+    return {"word": word.text, "start": round(word.start_s, 3), "end": round(word.end_s, 3)}

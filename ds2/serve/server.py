@@ -1,0 +1,69 @@
+"""The routes of a server, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+
+from ds2.recognition.recogniser import Recogniser
+from ds2.serve.batcher import Batcher
+from ds2.serve.limits import Limits
+from ds2.serve.metrics import Metrics
+from ds2.serve.realtime import Realtime
+from ds2.serve.rest import Transcriptions
+from ds2.serve.sockets import Socket
+from ds2.serve.vosk import Vosk
+
+_SHUTDOWN_S = 30  # for requests that are being answered
+
+
+def application(recogniser: Recogniser, limits: Limits) -> Starlette:
+    """An ASGI application around a recogniser with a unidirectional model.
+
+    Raises:
+        ConfigError: a bidirectional model.
+    """
+    batcher = Batcher(recogniser, limits.sessions, Metrics())
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(batcher.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        batcher.close()
+
+    rest = Transcriptions(batcher, limits)
+    realtime, vosk = (Socket(protocol, batcher, limits) for protocol in (Realtime, Vosk))
+    routes = [
+        Route("/healthz", health),
+        Route("/metrics", metrics),
+        Route("/v1/audio/transcriptions", rest.__call__, methods=["POST"]),
+        WebSocketRoute("/v1/realtime", realtime.__call__),
+        WebSocketRoute("/", vosk.__call__),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def make_server(recogniser: Recogniser, limits: Limits, host: str, port: int) -> uvicorn.Server:
+    """A server that `run` starts, and SIGINT and SIGTERM end after requests in progress were answered."""
+    config = uvicorn.Config(
+        application(recogniser, limits),
+        host,
+        port,
+        ws="websockets-sansio",
+        ws_max_size=limits.message_bytes,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        log_level="warning",
+    )
+    return uvicorn.Server(config)

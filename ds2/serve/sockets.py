@@ -1,0 +1,104 @@
+"""What the WebSocket protocols share: limits, refusals, a source that begins with its first audio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import Message
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ds2.audio.stream import Pcm16
+from ds2.recognition.live import Endpoints
+from ds2.serve.batcher import Batcher, FullError, Heard, Source
+from ds2.serve.limits import LimitError, Limits
+from ds2.system.errors import UserError
+
+TRY_LATER, BAD_DATA = 1013, 1007  # close codes
+
+
+class Client:
+    """One connection; a protocol says what its messages mean."""
+
+    def __init__(self, batcher: Batcher, limits: Limits) -> None:
+        self.batcher, self.limits = batcher, limits
+        self.source: Source | None = None
+        self._samples = Pcm16()
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """What a client is told before its connection ends."""
+        raise NotImplementedError
+
+    async def serve(self, socket: WebSocket) -> None:
+        """Answer messages until the end."""
+        raise NotImplementedError
+
+    async def next(self, socket: WebSocket) -> Message | None:
+        """The next message; None at the end of the connection.
+
+        Raises:
+            TimeoutError: nothing came for as long as the limits allow.
+        """
+        message = await asyncio.wait_for(socket.receive(), self.limits.idle_s)
+        return None if message["type"] == "websocket.disconnect" else message
+
+    async def hear(self, data: bytes, rate_hz: int, endpoints: Endpoints) -> Heard:
+        """Have 16-bit samples heard; errors as `Batcher.open` and `Source.accept`, and LimitError past the longest."""
+        if self.source is None:
+            self.source = self.batcher.open(rate_hz, endpoints)
+        heard = await self.source.accept(self._samples.accept(data))
+        self.limits.check_duration(self.source.accepted_s)
+        return heard
+
+    def leave(self) -> None:
+        """Forget what was heard; the next audio begins anew."""
+        if self.source is not None:
+            self.source.close()
+        self.source, self._samples = None, Pcm16()
+
+
+class Socket:
+    """The endpoint of a protocol."""
+
+    def __init__(self, protocol: type[Client], batcher: Batcher, limits: Limits) -> None:
+        self.protocol, self.batcher, self.limits = protocol, batcher, limits
+
+    async def __call__(self, socket: WebSocket) -> None:
+        """Serve a connection to its end."""
+        client = self.protocol(self.batcher, self.limits)
+        try:
+            await socket.accept()
+            self.limits.check_key(socket)
+            await client.serve(socket)
+        except WebSocketDisconnect:
+            return
+        except TimeoutError:
+            await self._refuse(socket, client, f"nothing came for {self.limits.idle_s:g} s", TRY_LATER)
+        except LimitError as error:
+            await self._refuse(socket, client, str(error), error.code)
+        except FullError as error:
+            await self._refuse(socket, client, str(error), TRY_LATER)
+        except UserError as error:
+            await self._refuse(socket, client, str(error), BAD_DATA)
+        finally:
+            client.leave()
+
+    async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
+        self.batcher.metrics.refused.labels(str(code)).inc()
+        try:
+            await socket.send_json(client.refusal(message))
+            await socket.close(code, message[:100])
+        except (WebSocketDisconnect, RuntimeError):
+            return  # it has gone meanwhile
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read a text message; LimitError where it is no JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise LimitError(f"text messages are JSON: {error}", 400, BAD_DATA) from error
+    if not isinstance(found, dict):
+        raise LimitError("text messages are JSON objects", 400, BAD_DATA)
+    return found

@@ -1,0 +1,74 @@
+"""Vosk's WebSocket: one JSON reply to each audio message, so clients send and receive in lockstep.
+
+A client may first send {"config": {"sample_rate": 16000, "words": true}}, then 16-bit little-endian mono bytes (8 kHz
+unless it said otherwise), and {"eof" : 1} at the end, which is answered by the last result; {"reset" : 1} too, and the
+session goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from ds2.recognition.live import Endpoints
+from ds2.serve.batcher import Heard
+from ds2.serve.limits import LimitError
+from ds2.serve.sockets import BAD_DATA, Client, json_object
+
+_DEFAULT_RATE_HZ = 8000
+
+
+class Vosk(Client):
+    """One connection's settings and source, which begins with its first audio."""
+
+    rate_hz, words = _DEFAULT_RATE_HZ, False
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """What a client is told before its connection ends."""
+        return {"error": message}
+
+    async def serve(self, socket: WebSocket) -> None:
+        """Answer until eof or the end of the connection."""
+        while (message := await self.next(socket)) is not None:
+            if message.get("bytes") is not None:
+                await socket.send_json(self._reply(await self.hear(message["bytes"], self.rate_hz, Endpoints())))
+                continue
+            command = json_object(message.get("text") or "")
+            if "config" in command:
+                self._configure(command["config"])
+            if command.get("reset") or command.get("eof"):
+                last = await self.source.flush() if self.source is not None else Heard([], "")
+                await socket.send_json(self._result(last))
+            if command.get("eof"):
+                await socket.close()
+                return
+
+    def _configure(self, config: Any) -> None:
+        if not isinstance(config, dict) or self.source is not None:
+            raise LimitError("config is an object and comes before the first audio", 400, BAD_DATA)
+        for key in ("phrase_list", "max_alternatives"):
+            if config.get(key):
+                raise LimitError(f"config.{key} is not offered by this server: leave it out", 400, BAD_DATA)
+        rate_hz = config.get("sample_rate", self.rate_hz)
+        if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool):
+            raise LimitError(f"config.sample_rate={rate_hz!r} is no number", 400, BAD_DATA)
+        self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
+
+    def _reply(self, heard: Heard) -> dict[str, Any]:
+        return self._result(heard) if heard.final else {"partial": heard.partial}
+
+    def _result(self, heard: Heard) -> dict[str, Any]:
+        found: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in heard.final)}
+        if self.words and heard.final:
+            found["result"] = [
+                {
+                    "conf": round(word.confidence, 4),
+                    "end": round(word.end_s, 3),
+                    "start": round(word.start_s, 3),
+                    "word": word.text,
+                }
+                for segment in heard.final
+                for word in segment.hypothesis.words
+            ]
+        return found

@@ -1,0 +1,138 @@
+"""Files that readers, and those who come after a crash or a power cut, find whole.
+
+They are written in a folder of their own beside their place, made durable, and renamed into it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_STALE_S = (
+    3600.0  # after so long without a change, what an unknown writer or one on another host left is taken for dead
+)
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
+_OLD = re.compile(r"\.?.+\.partial|\.tmp\w{6}")  # of versions that named no writer; safetensors' own beside those
+
+
+def cache_dir() -> Path:
+    """Folder of kept files: $DS2_CACHE_DIR, else ds2 under $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("DS2_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds2"
+
+
+@contextmanager
+def own_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Give a folder in `parent` for the block, which is removed with all in it; also what dead writers of `name` left.
+
+    Its name says whose it is: `.NAME.HOST.PROCESS.HEX.partial`.
+
+    Raises:
+        OSError: `parent` is not there or not writable.
+    """
+    sweep(parent, name)
+    folder = parent / f".{name}.{_host()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(parent: Path, name: str | None = None) -> None:
+    """Remove what killed writers of `name` (None: of any) left in `parent`, and nothing of a live one.
+
+    A writer of this host is dead when its process is gone; one of another host, or of a version that named no writer,
+    when an hour has passed since it last wrote.
+    """
+    with suppress(OSError):
+        for left in list(parent.iterdir()):
+            found = _LEFT.fullmatch(left.name)
+            if (name in (None, found["name"])) if found else (name is None and _OLD.fullmatch(left.name)):
+                with suppress(OSError):
+                    if _dead(left, found):
+                        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _dead(left: Path, writer: re.Match[str] | None) -> bool:
+    if writer is not None and writer["host"] == _host():
+        try:
+            os.kill(int(writer["process"]), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False  # somebody else's, alive
+        return False
+    newest: float = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if left.is_dir() else ())))
+    return time.time() - newest > _STALE_S
+
+
+def _host() -> str:
+    """This host and, where containers share its name, the space in which process numbers count."""
+    space = ""
+    with suppress(OSError):
+        space = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    return platform.node().replace(".", "-").replace("/", "-") + f"-{space}"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path to write a file at, which takes the place of `path` when the block ends; an error leaves none.
+
+    Any number of processes, on any hosts, may write one file at once: the last to end wins. The file, and then its
+    name, are on the disk when this returns: after a power cut `path` is the old file or the whole new one, and once
+    this has returned it is the new one.
+
+    Raises:
+        OSError: the folder is not writable or the disk is full.
+    """
+    _make_folder(path.parent)
+    try:
+        with own_folder(path.parent, path.name) as folder:
+            partial = folder / path.name
+            partial.touch(exist_ok=False)
+            mode = partial.stat().st_mode  # as the umask has it: safetensors puts a file of its own mode here
+            yield partial
+            with partial.open("rb+") as written:
+                os.fsync(written.fileno())
+            partial.chmod(mode)
+            partial.replace(path)
+            _sync_folder(path.parent)
+    except OSError as error:
+        if error.filename is None:  # as a write to a full disk has it
+            error.filename = str(path)
+        raise
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a UTF-8 file that is either the old one or the whole new one."""
+    with whole_file(path) as partial:
+        partial.write_text(content, encoding="utf-8", newline="\n")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each of which is on the disk with its name."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; some network file systems, which do so by themselves, refuse."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

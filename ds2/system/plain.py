@@ -1,0 +1,97 @@
+"""Plain containers, as JSON and YAML give them, to dataclasses: the check at the door of every format with a header."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from ds2.system.errors import UserError
+
+T = TypeVar("T")
+_NAMES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+_SHOWN = 60
+
+
+class FieldError(UserError, ValueError):
+    """A value of a file that does not fit; the message is `field: what is wrong`."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"{field}: {what}")
+        self.field = field
+
+
+class UnknownField(FieldError):
+    """A field that the format does not have."""
+
+
+def from_plain(kind: type[T], value: object, field: str) -> T:
+    """Build a value of `kind` from plain containers; values are data, nothing in them is interpreted.
+
+    Args:
+        kind: a dataclass, str, bool, int, float (whole numbers too), list[...], tuple[..., ...], dict[str, ...], an
+            optional one of these, or Any.
+        value: what a file holds.
+        field: its name, which names of inner ones are appended to with dots.
+
+    Raises:
+        FieldError: another type, a missing field or, as UnknownField, one too many; it names the innermost field.
+    """
+    return cast(T, _build(kind, value, field))
+
+
+def _build(kind: Any, value: object, field: str) -> object:
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(cast(type, kind), value, field)
+    if get_origin(kind) is not None:
+        return _container(kind, value, field)
+    if kind is float and type(value) is int and abs(value) < 2**53:
+        return float(value)
+    if type(value) is not kind or (kind is int and not -(2**63) <= cast(int, value) < 2**63):
+        raise _wrong(field, value, _NAMES[kind])
+    return value
+
+
+def _container(kind: Any, value: object, field: str) -> object:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _build(inner[0], value, field)
+    if origin is dict:
+        return {key: _build(inner[1], entry, f"{field}.{key}") for key, entry in _mapping(value, field).items()}
+    if not isinstance(value, list):
+        raise _wrong(field, value, "a list")
+    return cast(type, origin)(_build(inner[0], entry, f"{field}[{place}]") for place, entry in enumerate(value))
+
+
+def _dataclass(kind: type, value: object, field: str) -> object:
+    given, hints = _mapping(value, field), typing.get_type_hints(kind)
+    entries = [entry for entry in dataclasses.fields(kind) if entry.init]
+    for key in given:
+        if key not in {entry.name for entry in entries}:
+            raise UnknownField(f"{field}.{key}", "no such field")
+    made = {}
+    for entry in entries:
+        place = f"{field}.{entry.name}"
+        if entry.name in given:
+            made[entry.name] = _build(hints[entry.name], given[entry.name], place)
+        elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+            raise FieldError(place, "is missing")
+    return kind(**made)
+
+
+def _mapping(value: object, field: str) -> dict[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise _wrong(field, value, "a mapping with texts as keys")
+    return value
+
+
+def _wrong(field: str, value: object, expected: str) -> FieldError:
+    try:
+        shown = repr(value)
+    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+        shown = f"a {type(value).__name__}"
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return FieldError(field, f"is {shown}, expected {expected}")

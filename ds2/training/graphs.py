@@ -1,0 +1,212 @@
+"""Steps as CUDA graphs: what a step launches for one shape is recorded once, then launched as a whole.
+
+At few utterances a GPU the host, not the GPU, would set the pace: hundreds of launches a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2.config.schema import Config, ConfigError
+from ds2.distributed.communicator import Communicator
+from ds2.model.norm import SequenceBatchNorm
+from ds2.training.inputs import Inputs
+from ds2.training.optim import clip_gradients
+from ds2.training.passes import Passes
+
+log = logging.getLogger(__name__)
+
+MOST_GRAPHS = 32
+_REMEMBERED_SHAPES = 1024
+
+
+def wanted(config: Config, comm: Communicator, no_loss: str | None) -> bool:
+    """Whether steps run as CUDA graphs (`train.graphs`).
+
+    Args:
+        config: of the run.
+        comm: the ranks, with their device.
+        no_loss: why the CTC loss cannot be captured there; None if it can.
+
+    Raises:
+        ConfigError: they are asked for and cannot be had.
+    """
+    reasons = (
+        (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
+        (comm.world > 1, f"{comm.world} ranks exchange gradients within a step"),
+        (config.model.cell != "rnn", f"model.cell={config.model.cell} is torch's, which uses streams of its own"),
+        (no_loss is not None, f"the CTC loss: {no_loss}"),
+    )
+    reason = next((text for applies, text in reasons if applies), None)
+    if config.train.graphs == "on" and reason:
+        raise ConfigError(f"train.graphs=on cannot run: {reason}; set train.graphs=auto or off")
+    if config.train.graphs == "auto" and reason and comm.device.type == "cuda":
+        log.info("steps run without CUDA graphs: %s", reason)
+    return config.train.graphs != "off" and reason is None
+
+
+class _Recorder:
+    """Records what is launched, on a stream and in memory of its own."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def forget(self) -> None:
+        """Record into other memory from now on; what graphs that are gone held goes back to the device."""
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def recording(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """What the block launches is not run but becomes the graph."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # The loader's thread may pin memory meanwhile: only this thread is watched.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # of the broken recording: the error that broke it is told
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+
+def _room() -> bool:
+    """Whether what passes take in memory fits twice: launched one by one and recorded."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return 2 * torch.cuda.max_memory_allocated() <= total
+
+
+class _Recorded:
+    """Both passes of a shape, with where they read and write."""
+
+    def __init__(self, inputs: Inputs, losses: Tensor, graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]):
+        self.inputs, self.losses, self.graphs = inputs, losses, graphs
+
+
+class GraphedPasses(Passes):
+    """Passes of which those of a shape that came before are recorded, and from then on launched as two graphs.
+
+    Launch by launch run a shape that comes for the first time, all while running averages still weigh batches by their
+    number, and what is not recorded yet once half of the GPU's memory is in use: the same kernels on the same shapes,
+    so the same bits. Graphs share their working memory, which the largest shape made: a larger one starts anew. At most
+    `MOST_GRAPHS` are kept, those used last.
+
+    Inputs must be padded, `InputMaker(padded=True)`, for shapes to come back. Arguments are those of `Passes`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._norms = [m for m in self.model.modules() if isinstance(m, SequenceBatchNorm)]
+        self._recorder = _Recorder()
+        self._seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, ...], _Recorded] = OrderedDict()
+        self._waveforms, self._numbers = torch.empty(0), torch.empty(0)
+        self._count, self._utterances = 0, torch.zeros(())  # of a step, for the host and for the device
+        self._running: _Recorded | None = None
+        self.replays = 0
+
+    def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
+        """As `Passes.forward`."""
+        if utterances != self._count:
+            self._count = int(utterances)
+            self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
+        key = (*inputs.shape, int(self.gradients.fresh))
+        came_before = key in self._seen
+        self._seen[key] = None
+        self._seen.move_to_end(key)
+        if len(self._seen) > _REMEMBERED_SHAPES:
+            self._seen.popitem(last=False)
+        self._running = None
+        if not came_before or not all(norm.settled for norm in self._norms):
+            return super().forward(inputs, self._utterances, last=last, idle=idle)
+        recorded = self._kept.get(key)
+        if recorded is None and not _room():
+            return super().forward(inputs, self._utterances, last=last, idle=idle)
+        if recorded is None:
+            recorded = self._record(key, inputs)  # which counts the batch, as if it had run
+        else:
+            inputs.into(self._waveforms, self._numbers)
+            for norm in self._norms:
+                norm.batches += 1
+            self.gradients.count_pass()
+        self._kept.move_to_end(key)
+        self._running = recorded
+        self.replays += 1
+        recorded.graphs[0].replay()
+        return recorded.losses.clone()  # the next replay writes over them
+
+    def backward(self) -> None:
+        """As `Passes.backward`."""
+        if self._running is None:
+            super().backward()
+        else:
+            self._running.graphs[1].replay()
+
+    def _record(self, key: tuple[int, ...], inputs: Inputs) -> _Recorded:
+        waveforms, numbers = inputs.waveforms.numel(), inputs.numbers.numel()
+        if waveforms > len(self._waveforms) or numbers > len(self._numbers):
+            self._kept.clear()
+            self._waveforms = inputs.waveforms.new_empty(max(waveforms, len(self._waveforms)))
+            self._numbers = inputs.numbers.new_empty(max(numbers, len(self._numbers)))
+            self._recorder.forget()
+        static = inputs.into(self._waveforms, self._numbers)
+        with self._recorder.recording() as forward:
+            losses = super().forward(static, self._utterances, last=False, idle=False)
+        with self._recorder.recording() as backward:
+            super().backward()
+        self._kept[key] = _Recorded(static, losses, (forward, backward))
+        if len(self._kept) > MOST_GRAPHS:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+
+class Update:
+    """Clips the gradients and lets the optimizer change the weights; from the second time on as a graph, if `graphed`.
+
+    The first time makes the optimizer's state.
+
+    Args:
+        optimizer: on a GPU with its learning rates in tensors, where it is graphed.
+        gradients: the buckets.
+        clip_norm: 0: off.
+        graphed: whether to record it.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, gradients: list[Tensor], clip_norm: float, *, graphed: bool
+    ) -> None:
+        self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
+        self._graphed = graphed
+        self._replay: Callable[[], None] | None = None
+        self._norm = torch.empty(0)
+
+    def __call__(self, norm: Tensor) -> None:
+        """Take a step with gradients of this norm, a scalar on their device."""
+        if self._replay is not None:
+            self._norm.copy_(norm)
+            self._replay()
+            return
+        if not self._graphed or not self._optimizer.state:
+            self._launch(norm)
+            return
+        self._norm = norm.clone()
+        with _Recorder().recording() as graph:
+            self._launch(self._norm)
+        self._replay = graph.replay
+        self._replay()
+
+    def _launch(self, norm: Tensor) -> None:
+        clip_gradients(self._gradients, norm, self._clip_norm)
+        self._optimizer.step()

@@ -1,0 +1,182 @@
+"""A batch as the device takes it: two tensors, whose shapes may be padded so that few of them occur."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds2.audio.augment import utterance_rng
+from ds2.audio.features import Features
+from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks
+from ds2.config.schema import Config
+from ds2.data.loader import Batch
+from ds2.model.acoustic import AcousticModel
+from ds2.training.ctc import feasible_rows
+
+FRAMES_MULTIPLE = 32  # from one padded shape to the next; on average half of it is wasted
+# Short of a multiple: at 16 n frames behind the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
+# convolution's weight gradient (B 4, 352 frames, H200).
+_FRAMES_SHORT = 4
+_FIXED = 4  # columns of `Inputs.numbers` that every batch has
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the passes of a batch read on the device: B utterances of up to N samples and L labels.
+
+    Attributes:
+        waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
+        numbers: (B, K) int64: frames, labels, feasible or not, key of dropout, L labels, the masks.
+        label_columns: L.
+        frequency_masks, time_masks: masks of SpecAugment an utterance.
+        infeasible: utterances whose frames cannot carry their labels.
+    """
+
+    waveforms: Tensor
+    numbers: Tensor
+    label_columns: int
+    frequency_masks: int
+    time_masks: int
+    infeasible: int
+
+    @property
+    def frames(self) -> Tensor:
+        """(B,) int64, frames of the features."""
+        return self.numbers[:, 0]
+
+    @property
+    def label_lengths(self) -> Tensor:
+        """(B,) int64."""
+        return self.numbers[:, 1]
+
+    @property
+    def feasible(self) -> Tensor:
+        """(B,) bool: whether the frames can carry the labels."""
+        return self.numbers[:, 2] > 0
+
+    @property
+    def keys(self) -> Tensor:
+        """(B,) int64, from which each utterance's dropout follows."""
+        return self.numbers[:, 3]
+
+    @property
+    def labels(self) -> Tensor:
+        """(B, L) int64."""
+        return self.numbers[:, _FIXED : _FIXED + self.label_columns]
+
+    @property
+    def masks(self) -> SpectrogramMasks | None:
+        """The masks of SpecAugment, None where the config has none."""
+        if self.frequency_masks + self.time_masks == 0:
+            return None
+        drawn = self.numbers[:, _FIXED + self.label_columns :]
+        masks = drawn.reshape(len(drawn), -1, 2)
+        return SpectrogramMasks(masks[:, : self.frequency_masks], masks[:, self.frequency_masks :])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a launch depends on; lengths are not part of it."""
+        return (*self.waveforms.shape, self.numbers.shape[1])
+
+    def into(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
+        """Copy to the beginning of two flat tensors and return the copy."""
+        copy = replace(
+            self,
+            waveforms=waveforms[: self.waveforms.numel()].view_as(self.waveforms),
+            numbers=numbers[: self.numbers.numel()].view_as(self.numbers),
+        )
+        copy.waveforms.copy_(self.waveforms)
+        copy.numbers.copy_(self.numbers)
+        return copy
+
+
+class InputMaker:
+    """Makes the inputs of batches: draws masks, decides what is feasible, pads, sends to the device.
+
+    Args:
+        features, model: whose frames and output frames count.
+        config: of the run.
+        device: of the passes.
+        padded: pad waveforms to 28, 60, 92, ... frames, and labels to the frames that come out, so that
+            the shape depends on the number of utterances and of these frames alone.
+    """
+
+    def __init__(
+        self, features: Features, model: AcousticModel, config: Config, device: torch.device, *, padded: bool
+    ) -> None:
+        self.features, self.model, self.config = features, model, config
+        self.device, self.padded = device, padded
+
+    def __call__(self, batch: Batch, epoch: int) -> Inputs:
+        """Make the inputs of a batch of an epoch."""
+        config, indices = self.config, batch.indices.tolist()
+        seed, augment = config.train.seed, config.augment
+        frames, labels = self.features.frames(batch.sample_lengths), batch.labels
+        feasible = feasible_rows(self.model.output_frames(frames), labels, batch.label_lengths)
+        longest, columns = max(int(frames.max()), 1), labels.shape[1]
+        if self.padded:
+            longest += -(longest + _FRAMES_SHORT) % FRAMES_MULTIPLE
+            columns = self.model.output_frames(longest)  # more labels than that are not feasible
+        masks = spectrogram_masks(frames, self.features.bins, augment, config.features, seed, epoch, indices)
+        drawn = torch.empty(len(frames), 0, dtype=torch.int64)
+        if masks is not None:
+            drawn = torch.cat([masks.frequency.flatten(1), masks.time.flatten(1)], 1)
+        on_gpu = self.device.type == "cuda"
+        shape = len(frames), _FIXED + columns + drawn.shape[1]
+        numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        table = numbers.numpy()
+        fixed = (frames, batch.label_lengths, feasible, _dropout_keys(config, epoch, indices))
+        for column, values in enumerate(fixed):
+            table[:, column] = values
+        kept = min(columns, labels.shape[1])
+        table[:, _FIXED : _FIXED + kept] = labels[:, :kept]
+        table[:, _FIXED + columns :] = drawn
+        samples = (longest - 1) * self.features.step_samples + self.features.window_samples
+        waveforms = batch.waveforms.to(self.device, non_blocking=True)
+        if samples != waveforms.shape[1]:
+            waveforms = F.pad(waveforms, (0, samples - waveforms.shape[1]))
+        return Inputs(
+            waveforms,
+            numbers.to(self.device, non_blocking=True),
+            columns,
+            augment.frequency_masks,
+            augment.time_masks,
+            int((~feasible).sum()),
+        )
+
+
+class Ahead(Iterator[tuple[Batch, Inputs]]):
+    """Batches with their inputs, the next of which can be made while the device is busy with the last.
+
+    Args:
+        batches: of a rank.
+        make: the inputs of one.
+    """
+
+    def __init__(self, batches: Iterator[Batch], make: Callable[[Batch], Inputs]) -> None:
+        self._batches, self._make = batches, make
+        self._next: tuple[Batch, Inputs] | None = None
+
+    def __next__(self) -> tuple[Batch, Inputs]:
+        """Return what `look` made, or make it."""
+        self.look()
+        made, self._next = self._next, None
+        if made is None:
+            raise StopIteration
+        return made
+
+    def look(self) -> None:
+        """Make the next inputs, if there is a batch left."""
+        if self._next is None and (batch := next(self._batches, None)) is not None:
+            self._next = batch, self._make(batch)
+
+
+def _dropout_keys(config: Config, epoch: int, indices: Sequence[int]) -> list[int] | int:
+    """One a utterance and epoch: its masks are the same on any rank of any number."""
+    if not config.model.dropout:
+        return 0
+    return [int(utterance_rng(config.train.seed, epoch, index, "dropout").integers(2**62)) for index in indices]

@@ -1,0 +1,160 @@
+"""The training loop: run folder, trainer, then epochs of steps, evaluation and saves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ds2.config.convert import config_to_dict, flat, save_config
+from ds2.config.schema import Config
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect, rank_log
+from ds2.system.machine import git_commit
+from ds2.system.stops import Stopped, end_children
+from ds2.training.interrupts import Interrupts
+from ds2.training.metrics import RunLog, Window, progress_bar
+from ds2.training.optim import learning_rate, set_learning_rate
+from ds2.training.position import settle
+from ds2.training.run_dir import probe_run_dir, sole_use
+from ds2.training.state import Progress
+from ds2.training.trainer import Trainer, TrainingError
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config, run_dir: Path) -> int:
+    """Train from the config, or go on where `run_dir` stopped.
+
+    Args:
+        config: a checked configuration.
+        run_dir: receives the resolved config, log, TensorBoard, model files and the trainer state.
+
+    Returns:
+        0 when training ended by itself; 128 + n when signal n stopped it, in a step after a save.
+
+    Raises:
+        ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
+    """
+    try:
+        with Interrupts() as interrupts, connect(config.comm, config.device) as comm:
+            probe_run_dir(run_dir)
+            with sole_use(run_dir, comm), rank_log(comm, run_dir):
+                return _train(config, run_dir, comm, interrupts)
+    except Stopped as stopped:
+        end_children()
+        log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)
+        return stopped.status
+
+
+def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
+    with interrupts.at_once():
+        trainer = Trainer(config, run_dir, comm)
+    progress = trainer.progress
+    if comm.rank == 0:
+        save_config(config, run_dir / "config.yaml")
+    board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
+    facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
+    board.event("resume" if progress.step else "start", progress.step, facts)
+    log.info("%s; run folder %s", trainer.describe(), run_dir)
+    if not trainer.dev:
+        log.warning(
+            "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "
+            "best.safetensors, only last.safetensors; `ds2 data split` makes a dev set"
+        )
+    while not (reason := interrupts.name or finished(config, progress)):
+        complete = run_epoch(trainer, board, interrupts)
+        due = evaluation_due(trainer, complete)
+        # An evaluation may be long: who is killed in it loses no step.
+        if interrupts.agree(comm) or not complete or due:
+            trainer.save()
+        if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
+            continue
+        metrics: dict[str, float] = {}
+        if due:
+            with comm.whereabouts.slow("evaluation"), interrupts.at_once():
+                metrics = trainer.evaluate(board)
+        trainer.keep_last(metrics)
+        if complete:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+            trainer.save()
+        interrupts.agree(comm)
+    log.info("stopped after step %d: %s", progress.step, reason)
+    scores = {"wer": progress.best_wer, "cer": progress.best_cer}
+    board.settings(flat(config_to_dict(config)), scores)
+    board.close()
+    if not progress.step and not interrupts.agreed:
+        raise TrainingError(
+            f"{run_dir}: nothing was learned: {progress.skipped} steps were tried, none was finite. "
+            "The warnings above name the utterances; lower optim.learning_rate or the augmentation, or run `ds2 data "
+            "check`"
+        )
+    return 128 + interrupts.agreed if interrupts.agreed else 0
+
+
+def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
+    """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
+    config, progress = trainer.config, trainer.progress
+    plan = trainer.plan()
+    settle(progress, plan, trainer.utterances)
+    batches = trainer.epoch(plan)
+    trainer.model.train()
+    epoch, window, clock, saved_at = Window(progress), Window(progress), time.monotonic(), time.monotonic()
+    with progress_bar(
+        len(plan), progress.epoch, config.train.epochs, progress.batch, shown=trainer.comm.rank == 0
+    ) as bar:
+        while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
+            group = plan[progress.batch : progress.batch + config.train.accumulate]
+            done = (progress.epoch - 1 + progress.batch / len(plan)) / config.train.epochs
+            rate = learning_rate(config.optim, progress.step, progress.epoch, done)
+            set_learning_rate(trainer.optimizer, rate)
+            loss = trainer.step(batches, group)
+            epoch.add(loss)
+            window.add(loss)
+            now = time.monotonic()
+            times_s, signals = zip(*trainer.comm.allgather((now - clock, interrupts.received)), strict=True)
+            progress.elapsed_s, clock, interrupts.agreed = progress.elapsed_s + times_s[0], now, max(signals)
+            bar.update(len(group))
+            if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
+                values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
+                board.scalars("train", progress.step, values)
+                left_s = progress.elapsed_s * (1 - done) / max(done, 1e-9)
+                bar.set_postfix_str(
+                    f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_s / 60:.0f} min left"
+                )
+                window = Window(progress)
+            timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at
+            stepped = config.checkpoint.every_steps > 0 and progress.step % config.checkpoint.every_steps == 0
+            if timed or stepped:
+                trainer.save()
+                saved_at = time.monotonic()
+    if epoch.steps:  # none where the run goes on from the end of an epoch
+        log.info(
+            "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
+            epoch.loss, epoch.audio_s_per_s,
+        )  # fmt: skip
+    return progress.batch == len(plan)
+
+
+def evaluation_due(trainer: Trainer, complete: bool) -> bool:
+    """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
+    config, epoch = trainer.config.train, trainer.progress.epoch
+    regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
+    last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
+    return bool(trainer.dev) and (regular or last)
+
+
+def finished(config: Config, progress: Progress) -> str:
+    """Why there is nothing left to train, or ''; judged from the state alone, so that a resumed run agrees."""
+    limits, epochs_done = config.train, progress.epoch - 1
+    if epochs_done >= limits.epochs:
+        return f"{epochs_done} epochs trained (train.epochs)"
+    if limits.max_steps and progress.step >= limits.max_steps:
+        return f"{progress.step} steps taken (train.max_steps)"
+    if limits.max_minutes and progress.elapsed_s >= 60 * limits.max_minutes:
+        return f"{progress.elapsed_s / 60:.1f} minutes trained (train.max_minutes)"
+    patience = limits.early_stop_epochs
+    if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
+        return f"no better dev {limits.metric.upper()} for {patience} epochs (train.early_stop_epochs)"
+    return ""

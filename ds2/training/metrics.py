@@ -1,0 +1,234 @@
+"""What a person watches: JSON-lines log, TensorBoard, progress bar, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ds2.training.state import Progress
+
+_ALIGNMENT_ROW_PIXELS = 6
+
+
+class StepTimer:
+    """Seconds a step spends in each phase, measured by device events on a GPU and by the clock on a CPU.
+
+    The events are read only in `means`, so that timing costs a step no synchronisation. `data` is always host time: how
+    long the loop waited for the loader.
+    """
+
+    def __init__(self, device: torch.device, on_phase: Callable[[str], None] | None = None) -> None:
+        """Start with no step recorded; `on_phase` is told the name of each phase as it begins."""
+        self._on_gpu = device.type == "cuda"
+        self._on_phase = on_phase
+        self._host: dict[str, list[float]] = {}
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as one occurrence of the phase `name`."""
+        if self._on_phase is not None:
+            self._on_phase(name)
+        if self._on_gpu and name != "data":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            yield
+            end.record()
+            self._events.setdefault(name, []).append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._host.setdefault(name, []).append(time.perf_counter() - began)
+
+    def add(self, name: str, began: float | torch.cuda.Event, ended: float | torch.cuda.Event) -> None:
+        """Count what went on between two moments, both in seconds of `time.perf_counter` or both CUDA events."""
+        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self._events.setdefault(name, []).append((began, ended))
+        elif isinstance(began, float) and isinstance(ended, float):
+            self._host.setdefault(name, []).append(ended - began)
+        else:
+            raise TypeError(f"{name} began at a {type(began).__name__} and ended at a {type(ended).__name__}")
+
+    def means(self, steps: int) -> dict[str, float]:
+        """Mean seconds a step by phase over the last `steps` steps; forgets them."""
+        totals = {name: sum(values) for name, values in self._host.items()}
+        if self._events:
+            torch.cuda.synchronize()
+            for name, pairs in self._events.items():
+                totals[name] = sum(start.elapsed_time(end) for start, end in pairs) / 1000
+        self._host, self._events = {}, {}
+        return {name: total / max(steps, 1) for name, total in totals.items()}
+
+
+@dataclass
+class Shown:
+    """A dev utterance in TensorBoard; what is None is not shown."""
+
+    reference: str
+    hypothesis: str
+    alignment: Tensor | None = None  # (L, T') probabilities of the reference's labels, in order, at each output frame
+    waveform: Tensor | None = None  # (N,)
+    features: Tensor | None = None  # (F, T)
+
+
+def _tag(group: str, name: str) -> str:
+    """Where TensorBoard shows a number: losses side by side and first, then scores, times in a group of their own."""
+    if name == "loss":
+        return f"loss/{group}"
+    if name.endswith("_s"):
+        return f"timing/{name}"
+    return f"score/{group}_{name}" if group == "dev" else f"{group}/{name}"
+
+
+class RunLog:
+    """Writes a run's scalars, texts and spectrograms under its folder; only rank 0 makes one that writes.
+
+    `log.jsonl` gets one object an event and is only ever appended to: a resumed run repeats the steps after its
+    checkpoint, and its `resume` event says from where; the later line of a step is the one that counts.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int = 0, writes: bool = True) -> None:
+        """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard.
+
+        With `writes` False, as on ranks past 0, nothing is opened and every call does nothing.
+        """
+        self._writes = writes
+        if not writes:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._path = run_dir / "log.jsonl"
+        torn = self._path.is_file() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        self._jsonl = self._path.open("a", encoding="utf-8")
+        if torn:  # by a kill in the middle of a line: the next event must not be part of it
+            self._jsonl.write("\n")
+        purge = resume_step + 1 if resume_step else None
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self._board.add_custom_scalars({"loss": {"train and dev": ["Multiline", ["loss/train", "loss/dev"]]}})
+
+    def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""
+        if not self._writes:
+            return
+        finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
+        line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
+        try:
+            self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._jsonl.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a full disk is told with a place to free
+            raise
+
+    def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers to both places."""
+        self.event(group, step, values)
+        if not self._writes:
+            return
+        for name, value in values.items():
+            self._board.add_scalar(_tag(group, name), value, step)
+
+    def utterance(self, step: int, tag: str, shown: Shown, sample_rate_hz: int) -> None:
+        """Show an utterance: audio, spectrogram with low frequencies at the bottom, alignment, and both texts.
+
+        In the alignment the reference's labels go down and time goes right: a diagonal where the network is sure of it.
+        """
+        if not self._writes:
+            return
+        if shown.waveform is not None:
+            self._board.add_audio(f"{tag}/audio", shown.waveform[None], step, sample_rate_hz)
+        if shown.features is not None:
+            image = shown.features.detach().float().cpu().flip(0)
+            low, high = image.min(), image.max()
+            self._board.add_image(f"{tag}/spectrogram", ((image - low) / (high - low + 1e-9))[None], step)
+        if shown.alignment is not None and shown.alignment.numel():
+            rows = shown.alignment.repeat_interleave(_ALIGNMENT_ROW_PIXELS, 0).repeat_interleave(2, 1)
+            self._board.add_image(f"{tag}/alignment", rows[None], step)
+        text = f"    ref: {shown.reference}\n    hyp: {shown.hypothesis}"
+        self._board.add_text(f"{tag}/text", text, step)
+
+    def settings(self, values: Mapping[str, Any], scores: Mapping[str, float]) -> None:
+        """Show a run's settings beside its best scores in the table of TensorBoard's HParams, runs side by side."""
+        if not self._writes:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+        finite = {f"best/{name}": value for name, value in scores.items() if math.isfinite(value)}
+        writer = self._board._get_file_writer()  # type: ignore[no-untyped-call]  # add_hparams makes a run of its own
+        for summary in hparams(plain, finite):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
+        for name, value in finite.items():
+            self._board.add_scalar(name, value)
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        if not self._writes:
+            return
+        self._jsonl.close()
+        self._board.close()
+
+
+def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bool = True) -> tqdm[Any]:
+    """A bar over the steps of an epoch; silent where `shown` is False or the error stream is no terminal."""
+    return tqdm(
+        total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,
+        disable=not (shown and sys.stderr.isatty()),
+    )  # fmt: skip
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last log line."""
+
+    progress: Progress
+    losses: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._audio_s = self.progress.audio_s
+
+    def add(self, loss: float | None) -> None:
+        """Count one step; None is a skipped one."""
+        self.steps += 1
+        if loss is not None:
+            self.losses.append(loss)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the steps that were not skipped."""
+        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
+
+    @property
+    def audio_s_per_s(self) -> float:
+        """Seconds of training audio a second of wall time."""
+        return (self.progress.audio_s - self._audio_s) / max(time.monotonic() - self._began, 1e-9)
+
+    def values(self, split: Mapping[str, float], rate: float, gradient_norm: float) -> dict[str, float]:
+        """The scalars of one log line; `split` has the seconds a step of each phase."""
+        return {
+            "loss": self.loss,
+            "learning_rate": rate,
+            "gradient_norm": gradient_norm,
+            "epoch": self.progress.epoch,
+            "skipped_steps": self.progress.skipped,
+            "infeasible_utterances": self.progress.infeasible,
+            "audio_s_per_s": self.audio_s_per_s,
+            "step_s": (time.monotonic() - self._began) / self.steps,
+            **{f"{name}_s": seconds for name, seconds in split.items()},
+        }

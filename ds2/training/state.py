@@ -1,0 +1,209 @@
+"""All of a run that survives a restart, its file, and how all ranks come to hold the same of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2.audio.features import Features
+from ds2.config.convert import config_to_dict
+from ds2.config.schema import Config, ConfigError
+from ds2.distributed.communicator import Communicator
+from ds2.model.acoustic import AcousticModel
+from ds2.system.plain import FieldError, from_plain
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, save
+from ds2.training.averaging import WeightAverage
+
+log = logging.getLogger(__name__)
+Parts = dict[str, dict[str, Tensor]]
+_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
+PARTS = ("model", "features", "optimizer", "average")
+_FIXED = (
+    "model.",
+    "features.",
+    "alphabet.",
+    "train.freeze",
+    "optim.layer_rates",
+    "optim.name",
+)  # the optimizer's order
+
+
+@dataclass
+class Progress:
+    """How far a run is: everything that changes and is not a tensor."""
+
+    epoch: int = 1  # 1-based, the epoch that is running
+    batch: int = 0  # batches of its plan that are behind us
+    plan: str = ""  # fingerprint of the plan that `batch` counts in; '' in files of before it was noted
+    batches: int = 0  # of that plan
+    step: int = 0  # optimizer steps, skipped ones not counted
+    skipped: int = 0  # steps skipped for a loss or gradient that was not finite
+    infeasible: int = 0  # utterances left out of a loss because no alignment exists (after speed change)
+    best_wer: float = float("inf")
+    best_cer: float = float("inf")
+    best_epoch: int = 0
+    elapsed_s: float = 0.0
+    audio_s: float = 0.0
+
+
+@dataclass
+class _Header:
+    """The metadata of a trainer state."""
+
+    format: int
+    kind: str
+    progress: Progress
+    config: Config
+
+
+@dataclass
+class TrainState:
+    """What a step changes: a run goes on from it exactly as if it had not stopped."""
+
+    model: AcousticModel
+    features: Features
+    optimizer: torch.optim.Optimizer
+    progress: Progress = field(default_factory=Progress)
+    average: WeightAverage[AcousticModel] | None = None
+
+    def tensors(self) -> Parts:
+        """All tensors by part; those of the average are missing where there is none."""
+        return {
+            "model": self.model.state_dict(),
+            "features": self.features.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizer),
+            "average": self.average.model.state_dict() if self.average is not None else {},
+        }
+
+    def take(self, parts: Parts, progress: Progress, average_decay: float) -> None:
+        """Become the state of `parts` and `progress`; an average of this decay starts where they hold none (0: off)."""
+        self.progress = progress
+        self.model.load_state_dict(parts["model"])
+        self.features.load_state_dict(parts["features"])
+        restore_optimizer(self.optimizer, parts["optimizer"])
+        if average_decay:
+            self.average = WeightAverage(self.model, average_decay)
+            if parts["average"]:
+                self.average.model.load_state_dict(parts["average"])
+                self.average.updates = progress.step
+
+
+def share(state: TrainState, parts: Parts, progress: Progress, average_decay: float, comm: Communicator) -> None:
+    """Give all ranks the state that rank 0 holds in `parts` and `progress`; other ranks' are not looked at."""
+    parts = {name: comm.broadcast_tensors(parts.get(name, {})) for name in PARTS}
+    progress = Progress(**comm.broadcast(asdict(progress)))
+    comm.whereabouts.step = progress.step
+    state.take(parts, progress, average_decay)
+
+
+def state_file(run_dir: Path) -> Path:
+    """Where a run folder holds its trainer state."""
+    return run_dir / "trainer.safetensors"
+
+
+def save_state(run_dir: Path, state: TrainState, config: Config) -> None:
+    """Write what `read_state` reads.
+
+    Raises:
+        CheckpointError: the file cannot be written; the old one is untouched.
+    """
+    metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
+    save(state_file(run_dir), _named(state.tensors()), metadata)
+
+
+def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:
+    """Read the trainer state of a run folder: tensors by part, and how far the run is.
+
+    Args:
+        run_dir: the folder.
+        config: of this process.
+        fresh: made from it; the tensors must fit.
+
+    Raises:
+        CheckpointError: as `load`, a file that is not a trainer state, damaged metadata, or tensors missing.
+        ConfigError: the state is of another model, features, alphabet or optimizer than `config` describes.
+    """
+    path = state_file(run_dir)
+    tensors, metadata = load(path)
+    if metadata.get("kind") != "trainer":
+        raise CheckpointError(f"{path} is a {metadata.get('kind')}, not a trainer state")
+    try:
+        stored = from_plain(_Header, metadata, "metadata")
+    except FieldError as error:
+        raise CheckpointError(f"{path}: {error}; {WAY_OUT}") from error
+    progress, then = stored.progress, stored.config
+    if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
+        raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
+    changed = changed_keys(config_to_dict(then), config_to_dict(config))  # keys newer than the file have their defaults
+    fixed = [key for key in changed if key.startswith(_FIXED)]
+    if fixed:
+        raise ConfigError(
+            f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
+            "or start from its weights with checkpoint.init_from"
+        )
+    parts = {key: part(key, tensors) for key in PARTS}
+    misfit = _misfit(parts, fresh, then) if progress.step else ""
+    if misfit:
+        raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
+    if not progress.plan and any(key.startswith(_PLANNED_BY) for key in changed):
+        progress.plan = "of other settings"
+    log.info(
+        "resumed %s: epoch %d, batch %d, step %d%s", path, progress.epoch, progress.batch, progress.step,
+        f"; changed: {', '.join(changed)}" if changed else "",
+    )  # fmt: skip
+    return parts, progress
+
+
+def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
+    """The first tensor that `parts` lack or hold otherwise than a run with the config `then` does; or ''."""
+    parameters = [p for group in fresh.optimizer.param_groups for p in group["params"]]
+    momenta = {"sgd": ["momentum_buffer"] if then.optim.momentum else [], "adamw": ["exp_avg", "exp_avg_sq"]}
+    expected = {name: tensor.shape for name, tensor in _named(fresh.tensors()).items()}
+    for number, parameter in enumerate(parameters):
+        expected |= {f"optimizer.{number}.{name}": parameter.shape for name in momenta[then.optim.name]}
+        expected |= {f"optimizer.{number}.step": torch.Size()} if then.optim.name == "adamw" else {}
+    if then.train.average_decay:
+        expected |= {f"average.{name}": tensor.shape for name, tensor in fresh.model.state_dict().items()}
+    here = {name: tensor.shape for name, tensor in _named(parts).items()}
+    first = next((name for name in sorted({*here, *expected}) if here.get(name) != expected.get(name)), "")
+    shown = [tuple(shape) if shape is not None else "missing" for shape in (here.get(first), expected.get(first))]
+    return f"{first}: is {shown[0]}, expected {shown[1]}" if first else ""
+
+
+def _named(parts: Parts) -> dict[str, Tensor]:
+    return {name: value for key, values in parts.items() for name, value in prefixed(key, values).items()}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state (momenta, step counts) by parameter number; hyper-parameters come from the config."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`, onto an optimizer made from the same model and config."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two nested configurations."""
+    changed: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed += changed_keys(a, b, f"{prefix}{key}.")
+        elif a != b:
+            changed.append(prefix + key)
+    return changed

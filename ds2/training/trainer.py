@@ -1,0 +1,310 @@
+"""One run's state on one device: what happens to it in a step, an evaluation and a save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from ds2_ops.ctc.loss import why_not as why_no_loss
+from torch import Tensor
+
+from ds2.audio.features import Features
+from ds2.config.device import resolve_device, resolve_precision
+from ds2.config.schema import Config
+from ds2.data.batching import deal, padded_durations_s, plan_epoch
+from ds2.data.loader import Batch, SpeechLoader
+from ds2.data.manifest import corpus
+from ds2.data.splits import ensure_manifests, scored_utterances, training_utterances
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.distributed.agreement import settings
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.gradients import GradientReducer
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import save_model
+from ds2.model.norm import SequenceBatchNorm
+from ds2.model.structure import check_backend
+from ds2.recognition.evaluate import score, score_words
+from ds2.recognition.recogniser import Recogniser
+from ds2.system.errors import UserError
+from ds2.system.machine import git_commit
+from ds2.text.alphabet import Alphabet
+from ds2.training.batch_norm import NormStatistics
+from ds2.training.dev_watch import DevWatch
+from ds2.training.graphs import GraphedPasses, Update
+from ds2.training.graphs import wanted as graphs_wanted
+from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
+from ds2.training.metrics import RunLog, StepTimer
+from ds2.training.optim import gradient_norm, make_optimizer
+from ds2.training.passes import Passes
+from ds2.training.start import begin, freeze
+from ds2.training.state import Progress, TrainState, save_state, share
+
+log = logging.getLogger(__name__)
+
+
+class TrainingError(UserError):
+    """Training cannot go on; the message says why and what to set."""
+
+
+@dataclass
+class StepReport:
+    """What a rank tells the others about its part of a step."""
+
+    loss: float = 0.0  # summed over its utterances, nats
+    gradient_norm: float = 0.0  # of all ranks' gradients, as this one sees it
+    infeasible: int = 0
+    audio_s: float = 0.0
+    bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
+
+
+class Trainer:
+    """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
+
+    def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
+        """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
+        self.config, self.run_dir = config, run_dir
+        self.comm = comm or Communicator(resolve_device(config.device))
+        self.device = self.comm.device
+        self.precision = resolve_precision(config.train.precision, self.device)
+        check_backend(config.model, self.device)
+        self.comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
+        torch.manual_seed(config.train.seed)
+        torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit
+        torch.backends.cudnn.benchmark = False
+        self.alphabet = Alphabet.from_config(config.alphabet)
+        self.features = Features(config.features, config.data.sample_rate_hz)
+        self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
+        freeze(self.model, config.train.freeze)
+        with self.comm.in_turn():
+            ensure_manifests(config.data)
+            self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
+            self.dev = scored_utterances(config.data.dev, self.alphabet)
+            data, seed = config.data, config.train.seed
+            self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
+            self.dev_loader = SpeechLoader(self.dev, data, self.device)
+        self.dev_watch = DevWatch(self.dev_loader, self.alphabet, self.features)
+        seen = corpus("training", self.utterances) | corpus("dev", self.dev)
+        self.comm.agree(seen, "give all hosts the same manifests")
+        self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
+        self.grad_norm = 0.0
+        self.model.to(self.device)
+        self.features.to(self.device)
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self.state = TrainState(self.model, self.features, self.optimizer)
+        parts, progress = (
+            begin(self.state, self.loader, self.alphabet, config, run_dir) if self.comm.rank == 0 else ({}, Progress())
+        )
+        share(self.state, parts, progress, config.train.average_decay, self.comm)
+        self.progress, self.average = self.state.progress, self.state.average
+        self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
+        self.gradients = GradientReducer(
+            self.model,
+            self.comm,
+            int(config.comm.bucket_mib * 2**20),
+            overlap=config.comm.overlap,
+            low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
+        )
+        longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
+        longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
+        graphed = graphs_wanted(config, self.comm, why_no_loss(longest, len(self.alphabet), self.device))
+        kind = GraphedPasses if graphed else Passes
+        self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
+        self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
+        self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
+
+    def describe(self) -> str:
+        """One line: data, device, precision and size."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        hours = sum(u.duration_s for u in self.utterances) / 3600
+        return (
+            f"training {len(self.utterances)} utterances ({hours:.2f} h), {len(self.dev)} dev, on {self.device} in "
+            f"{self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
+        )
+
+    def output_frames(self, samples: int) -> int:
+        """Output frames of the model for a number of audio samples."""
+        return int(self.model.output_frames(self.features.frames(samples)))
+
+    def plan(self) -> list[list[int]]:
+        """The batches of the running epoch, as utterance indices."""
+        durations = padded_durations_s([u.duration_s for u in self.utterances], self.config.augment.speed)
+        return plan_epoch(durations, self.config.batching, self.progress.epoch, self.config.train.seed)
+
+    def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
+        """This rank's parts of the batches that are left of the running epoch."""
+        parts = [deal(batch, self.comm.rank, self.comm.world) for batch in plan[self.progress.batch :]]
+        return self.ahead(self.loader.epoch(parts, self.progress.epoch))
+
+    def ahead(self, batches: Iterator[Batch]) -> Ahead:
+        """Batches of the running epoch as steps take them."""
+        return Ahead(batches, partial(self.inputs, epoch=self.progress.epoch))
+
+    def step(self, batches: Ahead, group: Sequence[Sequence[int]]) -> float | None:
+        """One optimizer step over all ranks.
+
+        Args:
+            batches: this rank's parts of the batches, as `epoch` gives them; the inputs of the one behind the step's
+                are made before its results are waited for.
+            group: the whole batches that make up the step, as utterance indices.
+
+        Returns:
+            The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
+        """
+        utterances = sum(map(len, group))
+        self.gradients.begin()
+        done, seen = self._passes(batches, group)
+        with self.timer.phase("allreduce_exposed"):
+            for began, ended in self.gradients.finish():
+                self.timer.add("allreduce_total", began, ended)
+        with self.timer.phase("optimizer"):
+            reports, norm = self._reports(done, seen)
+            progress = self.progress
+            progress.batch += len(group)
+            progress.infeasible += sum(report.infeasible for report in reports)
+            progress.audio_s += sum(report.audio_s for report in reports)
+            loss = sum(report.loss for report in reports) / utterances
+            self.grad_norm = reports[0].gradient_norm
+            if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
+                self._skip([name for report in reports for name in report.bad], loss)
+                return None
+            self._apply(norm)
+        return loss
+
+    def _passes(self, batches: Ahead, group: Sequence[Sequence[int]]) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
+        """Forward and backward passes of a step: what this rank did, and its batches with their losses."""
+        config, comm = self.config, self.comm
+        utterances = sum(map(len, group))
+        done = StepReport()
+        seen: list[tuple[Batch, Tensor]] = []
+        for number, whole in enumerate(group):
+            with self.timer.phase("data"):
+                batch, inputs = next(batches)
+            idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
+            last = number == len(group) - 1
+            try:
+                with self.timer.phase("forward"), self.statistics.passing(backward=False):
+                    losses = self.passes.forward(inputs, utterances, last=last, idle=idle)
+                with self.timer.phase("backward"), self.statistics.passing(backward=True):
+                    self.passes.backward()
+                if last:
+                    with self.timer.phase("data"):
+                        batches.look()
+            except torch.OutOfMemoryError as error:
+                raise TrainingError(self._out_of_memory(batch)) from error
+            if not idle:
+                seen.append((batch, losses))
+                done.infeasible += inputs.infeasible
+                done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
+        return done, seen
+
+    def _reports(self, done: StepReport, seen: Sequence[tuple[Batch, Tensor]]) -> tuple[list[StepReport], Tensor]:
+        """Every rank's report of a step, this one's completed, and the norm of the gradients on the device."""
+        norm = gradient_norm(self.gradients.buckets)
+        total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
+        with self.comm.whereabouts.wait_in("gradients"):
+            done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()
+        done.bad = [] if np.isfinite(done.loss) else self._not_finite(seen)
+        return self.comm.allgather(done), norm
+
+    def _apply(self, norm: Tensor) -> None:
+        """Let the gradients, clipped, change the weights, and count the step."""
+        self.update(norm)
+        self.statistics.end_step()
+        if self.average is not None:
+            self.average.update(self.model)
+        self.progress.step += 1
+        self.comm.whereabouts.step = self.progress.step
+
+    def _not_finite(self, seen: Sequence[tuple[Batch, Tensor]]) -> list[str]:
+        return [
+            self.utterances[index].name
+            for batch, losses in seen
+            for index, ok in zip(batch.indices.tolist(), torch.isfinite(losses).tolist(), strict=True)
+            if not ok
+        ]
+
+    def _skip(self, bad: Sequence[str], loss: float) -> None:
+        self.progress.skipped += 1
+        for module in self.model.modules():
+            if isinstance(module, SequenceBatchNorm):
+                module.forget_broken_averages()
+        names = ", ".join(bad) if bad else "none alone: the gradient overflowed"
+        log.warning("step skipped: loss %s, gradient norm %s; utterances: %s", loss, self.grad_norm, names)
+        limit = self.config.train.max_skipped_steps
+        if self.progress.skipped > limit:
+            raise TrainingError(
+                f"{self.progress.skipped} steps were not finite (train.max_skipped_steps={limit}); last utterances: "
+                f"{names}. "
+                "Lower optim.learning_rate or optim.clip_norm, or run `ds2 data check` on the manifest"
+            )
+
+    def _out_of_memory(self, batch: Batch) -> str:
+        longest = float(batch.sample_lengths.max()) / self.config.data.sample_rate_hz
+        graphs = "train.graphs=off keeps no memory for CUDA graphs; " if self.inputs.padded else ""
+        return (
+            f"out of memory on {self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}: "
+            f"{len(batch.indices)} utterances, the longest {longest:.1f} s. Lower batching.utterances="
+            f"{self.config.batching.utterances} or batching.audio_s={self.config.batching.audio_s} (and raise "
+            f"train.accumulate to keep the step's size), or lower data.max_duration_s; {graphs}"
+            "batching.longest_first=true shows the need in the first step"
+        )
+
+    def evaluate(self, board: RunLog) -> dict[str, float]:
+        """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
+        model = self.average.model if self.average is not None else self.model
+        decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
+        parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
+        hypotheses = Recogniser(*parts).recognise(self.dev_loader, comm=self.comm, watch=self.dev_watch.see)
+        model.train(model is self.model)
+        report = score(self.dev, hypotheses, self.alphabet)
+        scores = {"wer": report.wer, "cer": report.cer}
+        if (words_only := score_words(report, self.alphabet)) is not None:
+            scores["wer_without_case_and_punctuation"] = words_only.wer
+        progress = self.progress
+        loss = self.dev_watch.show(board, progress.step, [h.text for h in hypotheses], self.comm)
+        board.scalars("dev", progress.step, {"loss": loss, **scores})
+        first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
+        best = {"wer": progress.best_wer, "cer": progress.best_cer}
+        better = (scores[first], scores[second]) < (best[first], best[second])
+        if better:
+            progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
+            self.save_model(self.run_dir / "best.safetensors", scores)
+        log.info(
+            "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
+            " (best)" if better else f"; best {100 * best[first]:.2f} % {first.upper()} in epoch {progress.best_epoch}",
+        )  # fmt: skip
+        return scores
+
+    def save_model(self, path: Path, metrics: dict[str, float]) -> None:
+        """Write the weights that evaluation uses as one self-contained model file."""
+        if self.comm.rank != 0:
+            return
+        model = self.average.model if self.average is not None else self.model
+        facts = {
+            **metrics,
+            "epoch": self.progress.epoch,
+            "step": self.progress.step,
+            "precision": self.precision,
+            "git_commit": git_commit(),
+        }
+        save_model(path, model, self.features, self.alphabet, self.config, facts)
+
+    def keep_last(self, metrics: dict[str, float]) -> None:
+        """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 that many epochs by number."""
+        self.save_model(self.run_dir / "last.safetensors", metrics)
+        keep = self.config.checkpoint.keep_last
+        if keep > 1 and self.comm.rank == 0:
+            self.save_model(self.run_dir / f"epoch-{self.progress.epoch:04d}.safetensors", metrics)
+            for old in sorted(self.run_dir.glob("epoch-*.safetensors"))[:-keep]:
+                old.unlink()
+
+    def save(self) -> None:
+        """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
+        if self.comm.rank == 0:
+            with self.comm.whereabouts.slow("saving"):
+                save_state(self.run_dir, self.state, self.config)

@@ -1,0 +1,121 @@
+"""CTC loss and its gradient on the GPU: three launches, lengths that are never read back, the same bits on every run.
+
+Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of the longest target.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2_ops.ctc.device import why_no_device
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, device_index, run
+from ds2_ops.jit.source import Parameters, Source, names, parameters, translation_unit
+
+_THREADS = 256
+_TARGETS = "const float* log_probs, const long long* frames, const long long* labels, const long long* sizes"
+_SHAPE = "int length, int batch, int vocabulary, int longest"
+# structs Paths and Slopes of csrc/ctc/loss.cuh
+_PATHS_OF = parameters(f"{_TARGETS}, float* alpha, float* beta, float* losses, {_SHAPE}")
+_SLOPES_OF = parameters(
+    f"""{_TARGETS}, const float* alpha, const float* beta, const float* losses, const float* grad_losses,
+    float* grad_logits, {_SHAPE}"""
+)
+
+
+def _source(function: str, struct: str, members: Parameters) -> Source:
+    return translation_unit(
+        "ctc/loss.cuh",
+        members,
+        f"""    extern __shared__ __align__(16) unsigned char shared[];
+    ds2::{function}(ds2::{struct}{{{names(members)}}}, reinterpret_cast<float*>(shared));
+""",
+        ahead=f'static_assert(ds2::LOSS_THREADS == {_THREADS}, "loss.py and loss.cuh disagree");\n',
+        launch_bounds=str(_THREADS),
+    )
+
+
+_PATHS = _source("sum_paths", "Paths", _PATHS_OF)
+SLOPES = _source("slope_of_frame", "Slopes", _SLOPES_OF)
+
+
+def plan(longest: int, vocabulary: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch:
+    """Choose the launch that sums over paths, for targets of up to `longest` of `vocabulary` labels.
+
+    Raises:
+        ValueError: the scores of a frame do not fit into a block's shared memory.
+    """
+    smem_bytes = (2 * vocabulary + 3 * (2 * longest + 1)) * 4
+    if smem_bytes > smem_bytes_per_block:
+        raise ValueError(
+            f"{longest} labels of {vocabulary} need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}"
+        )
+    return Launch(_PATHS, _THREADS, grid=2 * utterances, smem_bytes=smem_bytes)
+
+
+def why_not(longest: int, vocabulary: int, device: torch.device) -> str | None:
+    """Say why the kernels cannot score targets of up to `longest` of `vocabulary` labels; None if they can."""
+    if reason := why_no_device(device):
+        return reason
+    try:
+        plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Tensor:
+    """Negative log-likelihood of each target, summed over all alignments (Graves et al. 2006, equation 8).
+
+    On torch's current stream, without host synchronisation; can be captured in a CUDA graph. Differentiable in
+    ``logits``.
+
+    Args:
+        logits: (T, B, V) of any float dtype on the GPU; log-softmax and sums are float32.
+        frames: (B,) int64 on the GPU, 0 to T: the caller's promise, as are all values on the GPU.
+        labels: (B, L) int64 on the GPU, 1 to V - 1 where they count.
+        sizes: (B,) int64 on the GPU, labels of each target, 0 to L.
+
+    Returns:
+        (B,) float32 in nats; infinite where no alignment exists, the gradient then being without meaning.
+
+    Raises:
+        ValueError: as ``plan``.
+        RuntimeError: the driver's or compiler's error, with shape and GPU.
+    """
+    losses: Tensor = _CtcLoss.apply(logits, frames, labels, sizes)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _CtcLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> Tensor:
+        log_probs = logits.detach().float().log_softmax(-1).contiguous()
+        targets = [t.contiguous() for t in (frames, labels, sizes)]
+        length, batch, vocabulary = log_probs.shape
+        longest, device = labels.shape[1], log_probs.device
+        alpha, beta = torch.empty(2, batch, length, 2 * longest + 1, device=device)
+        losses = torch.empty(batch, device=device)
+        launch = plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)), batch)
+        _run(launch, [log_probs, *targets, alpha, beta, losses], log_probs, longest)
+        ctx.save_for_backward(log_probs, *targets, alpha, beta, losses)
+        ctx.dtype = logits.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, longest = ctx.saved_tensors[0], ctx.saved_tensors[2].shape[1]
+        grad = torch.empty_like(log_probs)
+        blocks = log_probs.shape[0] * log_probs.shape[1]
+        launch = Launch(SLOPES, _THREADS, grid=blocks, smem_bytes=(3 * longest + 1) * 4)
+        _run(launch, [*ctx.saved_tensors, grad_losses.float().contiguous(), grad], log_probs, longest)
+        return grad.to(ctx.dtype), None, None, None
+
+
+def _run(launch: Launch, tensors: list[Tensor], log_probs: Tensor, longest: int) -> None:
+    def what() -> str:
+        return f"CTC loss, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels"
+
+    if launch.grid > 0:
+        run(launch, [*tensors, *log_probs.shape, longest], what, log_probs.device)

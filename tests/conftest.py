@@ -1,0 +1,119 @@
+"""What all tests share: a tiny corpus of tone words, the smallest configuration that learns it, unhurried examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import HealthCheck, settings
+
+from ds2.audio.features import Features
+from ds2.commands.compose import compose_config
+from ds2.config.schema import Config
+from ds2.data.manifest import Utterance, write_manifest
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import save_model
+from ds2.text.alphabet import Alphabet
+
+# Examples that Hypothesis draws may take their time, on a busy machine all the more.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
+
+RATE_HZ = 16000
+TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}
+
+
+def write_tones(path: Path, text: str, rng: np.random.Generator) -> float:
+    """Write one tone of 0.15 s a letter, a pause of 0.08 s after each; returns the duration in seconds."""
+    parts = []
+    for letter in text:
+        time_s = np.arange(int(0.15 * RATE_HZ)) / RATE_HZ
+        tone = np.zeros_like(time_s) if letter == " " else np.sin(2 * np.pi * TONES_HZ[letter] * time_s)
+        parts += [0.3 * tone, np.zeros(int(0.08 * RATE_HZ))]
+    samples = np.concatenate(parts)
+    soundfile.write(path, samples + 0.001 * rng.standard_normal(len(samples)), RATE_HZ)
+    return len(samples) / RATE_HZ
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a test converts out of the user's cache."""
+    monkeypatch.setenv("DS2_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A manifest of ten utterances of two to five letters."""
+    folder = tmp_path_factory.mktemp("tones")
+    rng = np.random.default_rng(5)
+    utterances = []
+    for index in range(10):
+        text = "".join(rng.choice(list("abc"), size=2 + index % 4))
+        path = folder / f"tones{index}.wav"
+        utterances.append(Utterance(path, write_tones(path, text, rng), text, speaker=f"s{index % 2}"))
+    write_manifest(folder / "tones.jsonl", utterances)
+    return folder / "tones.jsonl"
+
+
+@pytest.fixture
+def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
+    """Overrides of a model of a few thousand parameters on the tone corpus."""
+    return [
+        f"data.train=[{tone_manifest}]",
+        f"data.dev=[{tone_manifest}]",
+        f"data.work_dir={tmp_path / 'work'}",
+        "data.workers=0",
+        "alphabet.symbols='abc '",
+        "model=rnn_small",
+        "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]",
+        "model.hidden=48",
+        "model.depth=2",
+        "model.skip=1",
+        "model.row_convs=1",
+        "model.row_conv_context=2",
+        "optim=adamw",
+        "optim.learning_rate=0.01",
+        "optim.warmup_steps=0",
+        "batching.utterances=4",
+        "train.epochs=4",
+        "train.log_every_steps=1",
+        "device=cpu",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+
+
+@pytest.fixture
+def tiny_config(tiny_overrides: list[str]) -> Callable[..., Config]:
+    """Compose the tiny configuration with further overrides."""
+    return lambda *overrides: compose_config([*tiny_overrides, *overrides])
+
+
+@pytest.fixture
+def make_model(tiny_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Path]:
+    """Write a model that was never trained but writes letters: its classifier is made decisive."""
+
+    def make(*overrides: str) -> Path:
+        config = tiny_config(*overrides)
+        torch.manual_seed(3)
+        features = Features(config.features, RATE_HZ)
+        alphabet = Alphabet.from_config(config.alphabet)
+        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+        with torch.no_grad():
+            model.classifier.weight.mul_(20)
+        save_model(tmp_path / "model.safetensors", model, features, alphabet, config, {})
+        return tmp_path / "model.safetensors"
+
+    return make
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Three seconds of tones that change."""
+    time_s = np.arange(3 * RATE_HZ) / RATE_HZ
+    pitch_hz = np.repeat(np.random.default_rng(4).uniform(200, 3000, size=30), len(time_s) // 30)
+    soundfile.write(tmp_path / "recording.wav", 0.4 * np.sin(2 * np.pi * pitch_hz * time_s), RATE_HZ)
+    return tmp_path / "recording.wav"

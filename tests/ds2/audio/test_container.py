@@ -1,0 +1,122 @@
+"""Every container's promise of length is kept, or the file is truncated; no whole file is, whatever its writer."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from ds2.audio import read as audio
+from ds2.audio.read import END_TOLERANCE_S, AudioError, audio_info, read_audio
+
+RATE_HZ = 16000
+SECONDS = 3
+CONTAINERS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "SVX", "AU", "CAF", "NIST", "FLAC", "OGG", "MP3")
+UNCHECKED = ("AVR", "IRCAM", "MAT5", "VOC")
+
+
+def sound(channels: int, seconds: float = SECONDS) -> np.ndarray:
+    """A tone with noise, so that codecs have something to do in every frame."""
+    time_s = np.arange(int(RATE_HZ * seconds)) / RATE_HZ
+    noise = 0.01 * np.random.default_rng(0).standard_normal(len(time_s))
+    return np.tile((0.3 * np.sin(2 * np.pi * 440 * time_s) + noise)[:, None], channels)
+
+
+def written(path: Path, container: str, subtype: str, channels: int = 1) -> bytes:
+    soundfile.write(path, sound(channels), RATE_HZ, format=container, subtype=subtype)
+    return path.read_bytes()
+
+
+def all_written(folder: Path, container: str) -> Iterator[tuple[str, Path]]:
+    """Yield a file of every subtype, mono and stereo, that this libsndfile can write at this rate."""
+    for subtype in soundfile.available_subtypes(container):
+        for channels in (1, 2):
+            path = folder / f"{subtype}-{channels}.bin"
+            try:
+                written(path, container, subtype, channels)
+            except soundfile.LibsndfileError:
+                continue
+            yield path.name, path
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_file_is_whole_until_it_is_cut(container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unnoticed, tried = [], 0
+    for name, path in all_written(tmp_path, container):
+        whole = path.read_bytes()
+        with caplog.at_level(logging.WARNING):
+            length_s = len(read_audio(path)) / RATE_HZ
+        assert abs(length_s - SECONDS) <= END_TOLERANCE_S and "not checked" not in caplog.text
+        for percent in (3, 10, 30, 50, 70, 90, 95, 99, 99.9):
+            path.write_bytes(whole[: int(len(whole) * percent / 100)])
+            try:
+                got_s = len(read_audio(path)) / RATE_HZ
+            except AudioError:
+                continue
+            if got_s < length_s - END_TOLERANCE_S:
+                unnoticed.append((name, percent, got_s))
+        tried += 1
+    assert tried > 0 and unnoticed == []
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_an_ogg_stream_ends_with_its_last_page(tmp_path: Path, subtype: str) -> None:
+    path = tmp_path / "a.ogg"
+    whole = written(path, "OGG", subtype)
+    path.write_bytes(whole + b"some player's tag at the end")
+    assert audio_info(path).duration_s == SECONDS
+    path.write_bytes(whole + whole)  # a chained stream
+    audio_info(path)
+    path.write_bytes(whole[: whole.rindex(b"OggS")])  # cut between two pages
+    with pytest.raises(AudioError, match=r"truncated: its pages end at byte \d+ of \d+ without one that ends"):
+        read_audio(path)
+
+
+def test_a_segment_of_a_truncated_file_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.au"
+    path.write_bytes(written(path, "AU", "PCM_16")[:-32000])
+    with pytest.raises(AudioError, match="truncated: its header says 96000 bytes of samples, the file holds 64000"):
+        read_audio(path, offset_s=0.1, duration_s=0.5)
+
+
+STREAMED = {
+    "au": (".snd", ">4sIIIII", (b".snd", 24, 0xFFFFFFFF, 3, RATE_HZ, 1)),
+    "aiff": ("FORM", ">4sI4s4sIhIh10s4sIII", (b"FORM", 0x7F00002E, b"AIFF", b"COMM", 18, 1, 0x3F800000, 16,
+             bytes.fromhex("400cfa00000000000000"), b"SSND", 0x7F000008, 0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_a_header_written_to_a_pipe_promises_nothing(tmp_path: Path, kind: str) -> None:
+    _, layout, values = STREAMED[kind]
+    path = tmp_path / f"a.{kind}"
+    samples = (sound(1)[:, 0] * 32767).astype(layout[0] + "i2")
+    path.write_bytes(struct.pack(layout, *values) + samples.tobytes())
+    np.testing.assert_array_equal(read_audio(path), samples.astype(np.float32) / 32768)
+
+
+@pytest.mark.parametrize("container", UNCHECKED)
+def test_of_other_containers_it_is_said_that_nobody_checks(
+    container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    audio._log_unknown_length.cache_clear()
+    path = tmp_path / "a.bin"
+    written(path, container, "PCM_16")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert audio_info(path).frames == SECONDS * RATE_HZ
+    assert caplog.text.count(f"whether a {container} file is whole is not checked") == 1
+
+
+def test_a_header_that_leads_nowhere_promises_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for content in (b"", b"RIFF", b"caff\0\1\0\0" + struct.pack(">4sQ", b"free", 2**64 - 5), b"FORM" + bytes(200_000)):
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            for container in ("WAV", "AIFF", "W64", "CAF", "NIST", "MP3"):
+                assert audio.what_is_missing(file.fileno(), container) == ""

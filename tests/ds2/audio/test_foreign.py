@@ -1,0 +1,196 @@
+"""What libsndfile does not read is read all the same: by PyAV, by ffmpeg without it, and else with the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds2.audio import foreign
+from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
+from ds2.data.corpora import ImporterError, import_csv
+from ds2.data.manifest import Utterance
+from ds2.data.probe import probe
+
+av = pytest.importorskip("av")
+
+SECONDS = 3.0
+FORMATS = {  # suffix: container, codec, rate
+    "m4a": ("ipod", "aac", 44100),
+    "webm": ("webm", "libopus", 48000),
+    "aac": ("adts", "aac", 16000),
+    "wma": ("asf", "wmav2", 44100),
+    "mkv": ("matroska", "ac3", 48000),
+}
+
+
+def tone(rate_hz: int, seconds: float = SECONDS) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate_hz * seconds)) / rate_hz)).astype(np.float32)
+
+
+def encode(path: Path, kind: str, *, video: bool = False, channels: int = 1) -> Path:
+    container, codec, rate_hz = FORMATS[kind]
+    layout = {1: "mono", 2: "stereo"}[channels]
+    with av.open(str(path), "w", format=container) as output:
+        if video:
+            pictures = output.add_stream("mpeg4", rate=10)
+            pictures.width, pictures.height, pictures.pix_fmt = 64, 64, "yuv420p"
+        stream = output.add_stream(codec, rate=rate_hz)
+        stream.layout, stream.bit_rate = layout, 96000
+        samples = np.repeat(tone(rate_hz)[None], channels, axis=0)
+        whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+        whole.sample_rate = rate_hz
+        stream.codec_context.open()
+        size = stream.codec_context.frame_size or 1024
+        even = av.AudioResampler(stream.codec_context.format, layout, rate_hz, frame_size=size)
+        if video:
+            for number in range(int(10 * SECONDS)):
+                picture = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 8 * number % 255, np.uint8), format="rgb24")
+                output.mux(pictures.encode(picture))
+            output.mux(pictures.encode(None))
+        for frame in [*even.resample(whole), *even.resample(None)]:
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return path
+
+
+def assert_is_the_tone(waveform: np.ndarray) -> None:
+    assert waveform.dtype == np.float32
+    assert len(waveform) == pytest.approx(16000 * SECONDS, abs=16000 * 0.25)  # codecs pad both ends by some frames
+    middle = waveform[8000:40000] * np.hanning(32000)
+    spectrum = np.abs(np.fft.rfft(middle))
+    assert np.argmax(spectrum) * 16000 / 32000 == pytest.approx(440, abs=1)
+    assert np.sqrt(np.mean(waveform[8000:40000] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_foreign_formats_read_as_the_sound_they_were(tmp_path: Path, kind: str) -> None:
+    path = encode(tmp_path / f"x.{kind}", kind)
+    waveform = read_audio(path)
+    assert_is_the_tone(waveform)
+    info = audio_info(path)
+    assert info.sample_rate_hz == FORMATS[kind][2] and info.channels == 1
+    assert info.duration_s == pytest.approx(len(waveform) / 16000, abs=0.01)
+
+
+def test_the_sound_of_a_video_and_stereo_are_read(tmp_path: Path) -> None:
+    assert_is_the_tone(read_audio(encode(tmp_path / "film.mkv", "mkv", video=True, channels=2)))
+
+
+def test_content_decides_where_the_name_is_wrong(tmp_path: Path) -> None:
+    assert_is_the_tone(read_audio(encode(tmp_path / "x.wav", "m4a")))
+
+
+@pytest.mark.parametrize("kind", ["m4a", "webm"])
+def test_a_segment_is_the_part_of_the_whole(tmp_path: Path, kind: str) -> None:
+    path = encode(tmp_path / f"x.{kind}", kind)
+    rate_hz = FORMATS[kind][2]
+    whole = np.concatenate(list(audio_blocks(path, rate_hz)))
+    part = read_audio(path, rate_hz, offset_s=1.0, duration_s=0.5)
+    np.testing.assert_array_equal(part, whole[rate_hz : rate_hz + rate_hz // 2])
+
+
+def test_a_file_written_anew_is_read_anew(tmp_path: Path) -> None:
+    path = encode(tmp_path / "x.m4a", "m4a")
+    assert audio_info(path).sample_rate_hz == 44100
+    encode(path, "webm")
+    assert audio_info(path).sample_rate_hz == 48000
+
+
+def test_an_import_lists_foreign_files_with_their_length(tmp_path: Path) -> None:
+    encode(tmp_path / "a.m4a", "m4a")
+    (tmp_path / "list.tsv").write_text("path\tsentence\na.m4a\tone\n")
+    [utterance] = import_csv(tmp_path / "list.tsv")
+    assert utterance.duration_s == pytest.approx(SECONDS, abs=0.25)
+    [measured] = probe([utterance], 16000)
+    assert not measured.error and measured.rate_hz == 44100
+
+
+def test_damaged_and_silent_containers_are_named(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.m4a"
+    cut.write_bytes(encode(tmp_path / "x.m4a", "m4a").read_bytes()[:3000])
+    with pytest.raises(AudioError, match=r"cut\.m4a: not readable as audio: "):
+        read_audio(cut)
+    whole = encode(tmp_path / "x.webm", "webm").read_bytes()
+    (tmp_path / "half.webm").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        AudioError, match=r"half\.webm: .*(truncated: its header says 3\.\d* s|End of file|Invalid data)"
+    ):
+        read_audio(tmp_path / "half.webm")
+    mute = tmp_path / "mute.mkv"
+    with av.open(str(mute), "w") as output:
+        pictures = output.add_stream("mpeg4", rate=10)
+        pictures.width, pictures.height, pictures.pix_fmt = 64, 64, "yuv420p"
+        output.mux(pictures.encode(av.VideoFrame(64, 64, "yuv420p")))
+        output.mux(pictures.encode(None))
+    with pytest.raises(AudioError, match=r"mute\.mkv: it holds no sound"):
+        read_audio(mute)
+    (tmp_path / "text.wav").write_text("no audio at all")
+    with pytest.raises(AudioError, match=r"text\.wav: not readable as audio: .*[Ff]ormat"):
+        read_audio(tmp_path / "text.wav")
+
+
+def test_without_pyav_and_ffmpeg_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = encode(tmp_path / "x.m4a", "m4a")
+    monkeypatch.setattr(foreign, "_pyav", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AudioError, match=r"x\.m4a: .*pip install av .*or put ffmpeg on the PATH"):
+        read_audio(path)
+    (tmp_path / "list.tsv").write_text("path\tsentence\nx.m4a\tone\n")
+    with pytest.raises(ImporterError, match="pip install av") as caught:
+        import_csv(tmp_path / "list.tsv")
+    assert "no audio at" not in str(caught.value)
+
+
+FFMPEG = """#!{python}
+import json, sys
+import numpy, soundfile
+json.dump(sys.argv[1:], open({log!r}, "w"))
+if open(sys.argv[sys.argv.index("-i") + 1], "rb").read(4) == b"bad!":
+    sys.exit(print("Invalid data found when processing input", file=sys.stderr) or 1)
+time_s = numpy.arange(int(44100 * {seconds})) / 44100
+soundfile.write(sys.argv[-1], 0.5 * numpy.sin(2 * numpy.pi * 440 * time_s), 44100)
+"""
+
+
+@pytest.fixture
+def only_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH whose ffmpeg writes a tone, and no PyAV; returns the file with the last call's arguments."""
+    log, program = tmp_path / "call.json", tmp_path / "bin" / "ffmpeg"
+    program.parent.mkdir()
+    program.write_text(FFMPEG.format(python=sys.executable, log=str(log), seconds=SECONDS))
+    program.chmod(0o755)
+    monkeypatch.setattr(foreign, "_pyav", lambda: None)
+    monkeypatch.setenv("PATH", str(program.parent))
+    return log
+
+
+def test_ffmpeg_is_called_where_pyav_is_not_installed(tmp_path: Path, only_ffmpeg: Path) -> None:
+    path = tmp_path / "-x.m4a"
+    path.write_bytes(b"something")
+    assert_is_the_tone(read_audio(path))
+    called = json.loads(only_ffmpeg.read_text())
+    assert called[called.index("-i") + 1] == str(path.resolve()) and "0:a:0" in called
+    assert not Path(called[-1]).exists()  # its copy is gone
+
+
+def test_what_ffmpeg_refuses_is_said_in_its_words(tmp_path: Path, only_ffmpeg: Path) -> None:
+    (tmp_path / "x.webm").write_bytes(b"bad!")
+    with pytest.raises(AudioError, match=r"x\.webm: ffmpeg cannot read it: Invalid data found"):
+        read_audio(tmp_path / "x.webm")
+
+
+@pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="no ffmpeg on the PATH")
+def test_the_real_ffmpeg_reads_what_pyav_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = encode(tmp_path / "x.m4a", "m4a")
+    monkeypatch.setattr(foreign, "_pyav", lambda: None)
+    assert_is_the_tone(read_audio(path))
+
+
+def test_utterances_of_foreign_files_are_found_missing_like_others(tmp_path: Path) -> None:
+    [measured] = probe([Utterance(tmp_path / "gone.m4a", 1.0, "x")], 16000)
+    assert measured.kind == "unreadable" and "No such file" in measured.error

@@ -1,0 +1,112 @@
+"""Audio of every format and rate becomes the same mono waveform; segments and blocks are parts of the whole."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from numpy.typing import NDArray
+
+from ds2.audio import read as audio
+from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
+
+SECONDS = 3
+FORMATS = {
+    "wav": ("WAV", "PCM_16", 1e-4),
+    "wav8": ("WAV", "PCM_U8", 2e-2),
+    "wav24": ("WAV", "PCM_24", 1e-4),
+    "wavfloat": ("WAV", "FLOAT", 1e-4),
+    "flac": ("FLAC", "PCM_16", 1e-4),
+    "sph": ("NIST", "PCM_16", 1e-4),
+    "ogg": ("OGG", "VORBIS", 5e-2),
+    "opus": ("OGG", "OPUS", 2e-1),
+    "mp3": ("MP3", "MPEG_LAYER_III", 1e-1),
+}
+
+
+def chirp(rate_hz: int, seconds: float = SECONDS) -> NDArray[np.float64]:
+    """A sweep from 200 to 1500 Hz, the same at each rate; no two moments are alike."""
+    time_s = np.arange(int(rate_hz * seconds)) / rate_hz
+    return 0.5 * np.sin(2 * np.pi * (200 + 650 / SECONDS * time_s) * time_s)
+
+
+def write(folder: Path, name: str, rate_hz: int) -> Path:
+    container, subtype, _ = FORMATS[name]
+    path = folder / f"{name}{rate_hz}.bin"  # the extension says nothing: content decides
+    soundfile.write(path, chirp(rate_hz), rate_hz, subtype=subtype, format=container)
+    return path
+
+
+def relative_error(got: NDArray[np.float32], expected: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
+
+
+@pytest.mark.parametrize("rate_hz", [8000, 16000, 48000])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_and_rate_reads_as_the_sound_it_was(tmp_path: Path, name: str, rate_hz: int) -> None:
+    path = write(tmp_path, name, rate_hz)
+    waveform = read_audio(path)
+    assert waveform.dtype == np.float32 and waveform.shape == (SECONDS * 16000,)
+    middle = slice(1600, -1600)  # codecs and filters need the sound around an edge
+    assert relative_error(waveform[middle], chirp(16000)[middle]) < FORMATS[name][2] + (1e-2 if rate_hz != 16000 else 0)
+    info = audio_info(path)
+    assert (info.sample_rate_hz, info.channels, info.duration_s) == (rate_hz, 1, SECONDS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_segment_is_the_part_of_the_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "_BLOCK_FRAMES", 1000)
+    path = write(tmp_path, name, 16000)
+    whole, part = read_audio(path), read_audio(path, offset_s=1.1, duration_s=0.7)
+    np.testing.assert_array_equal(part, whole[17600:28800])
+
+
+@pytest.mark.parametrize("name", ["mp3", "opus", "flac"])
+@pytest.mark.parametrize("rate_hz", [16000, 48000])
+def test_reading_in_blocks_changes_nothing(
+    tmp_path: Path, name: str, rate_hz: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, name, rate_hz)
+    whole = read_audio(path)
+    monkeypatch.setattr(audio, "_BLOCK_FRAMES", 777)
+    blocks = list(audio_blocks(path))
+    assert len(blocks) > 10 and max(map(len, blocks)) <= 2 * 777
+    np.testing.assert_allclose(np.concatenate(blocks), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("suffix", [".raw", ".PCM"])
+def test_raw_is_16_bit_little_endian_mono_at_the_asked_rate(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(np.array([0, 16384, -32768], "<i2").tobytes())
+    np.testing.assert_array_equal(read_audio(path, 8000), np.array([0, 0.5, -1], np.float32))
+    assert audio_info(path, 8000).sample_rate_hz == 8000
+
+
+def test_channels_are_averaged_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    audio._log_averaging.cache_clear()
+    soundfile.write(tmp_path / "a.wav", np.stack([np.full(160, 0.5), np.full(160, 0.25)], 1), 16000, subtype="FLOAT")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            np.testing.assert_array_equal(read_audio(tmp_path / "a.wav"), np.full(160, 0.375, np.float32))
+    assert [record.message for record in caplog.records] == ["audio with 2 channels is averaged to one (said once)"]
+
+
+def test_a_little_over_full_scale_is_clipped(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.array([1.5, -2.0, 0.5]), 16000, subtype="FLOAT")
+    np.testing.assert_array_equal(read_audio(tmp_path / "a.wav"), np.array([1, -1, 0.5], np.float32))
+
+
+def test_a_segment_may_end_a_little_late_but_not_much(tmp_path: Path) -> None:
+    path = write(tmp_path, "wav", 16000)
+    assert len(read_audio(path, offset_s=1.0, duration_s=2.09)) == 32000
+    with pytest.raises(AudioError, match=r"from 1 s to 3\.2 s goes past the end of the file, which is 3\.000 s"):
+        read_audio(path, offset_s=1.0, duration_s=2.2)
+
+
+@pytest.mark.parametrize("segment", [(-1.0, None), (0.0, 0.0), (0.0, -1.0), (0.0, float("nan"))])
+def test_a_senseless_segment_is_refused(tmp_path: Path, segment: tuple[float, float | None]) -> None:
+    with pytest.raises(AudioError, match="describe no audio"):
+        read_audio(write(tmp_path, "wav", 16000), 16000, *segment)

@@ -1,0 +1,101 @@
+"""Composition: every recipe and preset works, wrong keys name the right one, values that cannot work are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from ds2.commands.compose import compose_config, config_dir, first_of_sweep
+from ds2.config.check import check
+from ds2.config.convert import config_from_dict, config_to_dict, save_config
+from ds2.config.schema import AugmentConfig, Config, ConfigError
+
+RECIPES = sorted(p.stem for p in (config_dir() / "recipe").glob("*.yaml"))
+GROUPS = [(p.parent.name, p.stem) for p in sorted(config_dir().glob("*/*.yaml")) if p.parent.name != "recipe"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes(recipe: str) -> None:
+    config = compose_config([f"recipe={recipe}"])
+    assert config.data.train
+    assert config.run_dir == f"runs/{recipe}"
+
+
+@pytest.mark.parametrize(("group", "choice"), GROUPS)
+def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
+    compose_config([f"{group}={choice}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("model.dept=8", "did you mean 'model.depth'?"),
+        ("model.heigth=8", "unknown key 'model.heigth'"),
+        ("modle.depth=8", "did you mean 'model.depth'?"),
+        ("learning_rate=1", "did you mean 'optim.learning_rate'?"),
+        ("+model.deph=8", "did you mean 'model.depth'?"),
+        ("recipe=an5", "did you mean 'an4"),
+        ("optim=adam", "did you mean 'adamw'?"),
+        ("model.depth=many", "model.depth"),
+        ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru"),
+        ("train.epochs=0", "train.epochs=0: allowed are numbers from 1 to "),
+        ("batching.audio_s=10", "set one of batching.utterances"),
+        ("augment.gain_db=[3,1]", "augment.gain_db"),
+        ("model.depth", "model.depth"),
+        ("run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}", "Environment variable 'DS2_NO_SUCH_VARIABLE' not found"),
+    ],
+)
+def test_a_wrong_override_names_the_key_and_the_nearest_right_one(override: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config([override])
+    assert hint in str(caught.value)
+
+
+def test_a_wrong_key_in_a_users_recipe_is_found(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nmodel:\n  depht: 3\n")
+    with pytest.raises(ConfigError, match=r"did you mean 'model\.depth'"):
+        compose_config([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
+
+
+def test_the_command_line_wins_over_the_recipe() -> None:
+    assert compose_config(["recipe=an4_demo", "train.epochs=3", "model.depth=2"]).train.epochs == 3
+
+
+def test_first_of_sweep_keeps_single_values() -> None:
+    assert first_of_sweep(["model.depth=2,4", "recipe=an4_demo"]) == ["model.depth=2", "recipe=an4_demo"]
+
+
+@pytest.mark.parametrize("override", ["alphabet.symbols='abc", "train.epochs", "a=[1", "train.epochs=" + "9" * 5000])
+def test_what_is_no_override_is_named_with_the_way_out(override: str) -> None:
+    with pytest.raises(ConfigError, match="quote a value") as caught:
+        first_of_sweep(["recipe=an4_demo", override])
+    assert repr(override) in str(caught.value)
+
+
+def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
+    config = compose_config(["recipe=an4_demo"])
+    assert config_from_dict(config_to_dict(config)) == config
+    save_config(config, tmp_path / "config.yaml")
+    assert "learning_rate" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("augment", "message"),
+    [
+        (AugmentConfig(speed=[0.0]), r"augment.speed=\[0.0\]"),
+        (AugmentConfig(gain_db=[3.0]), "augment.gain_db"),
+        (AugmentConfig(noise_snr_db=[30.0, 10.0]), "augment.noise_snr_db"),
+        (AugmentConfig(noise_probability=0.4, noise_snr_db=[]), "noise_snr_db=.* is needed"),
+        (AugmentConfig(noise_probability=1.4), "augment.noise_probability=1.4"),
+        (AugmentConfig(time_fraction=2.0), "augment.time_fraction"),
+        (AugmentConfig(time_masks=-1), "augment.time_masks=-1"),
+    ],
+)
+def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(Config(augment=augment, run_dir="x"))
+
+
+def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
+    config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
+    assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}

@@ -1,0 +1,85 @@
+"""`ds2 data split | stats | filter | alphabet` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds2.cli import main
+from ds2.commands.compose import compose_config
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.text.alphabet import Alphabet
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    """Ten speakers, two utterances each, one of them with digits."""
+    texts = ["Schöne Grüße!", "Öl für Äpfel", "Das Jahr 21"]
+    write_manifest(
+        tmp_path / "all.jsonl",
+        [
+            Utterance(tmp_path / f"s{s}-{i}.wav", 1.0 + s + i, texts[(s + i) % 3], speaker=f"s{s}")
+            for s in range(10)
+            for i in range(2)
+        ],
+    )
+    return tmp_path / "all.jsonl"
+
+
+def test_split_writes_a_manifest_a_part(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = manifest.parent / "parts"
+    assert main(["data", "split", str(manifest), "--out", str(out), "--shares", "train=0.8", "dev=0.2"]) == 0
+    train, dev = read_manifest(out / "train.jsonl"), read_manifest(out / "dev.jsonl")
+    assert len(train) + len(dev) == 20 and not {u.speaker for u in train} & {u.speaker for u in dev}
+    assert "dev.jsonl" in capsys.readouterr().out
+    assert main(["data", "split", str(manifest), "--out", str(out), "--shares", "train=most"]) == 2
+    assert "not PART=SHARE" in capsys.readouterr().err
+
+
+def test_stats_counts_and_draws(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, figures = tmp_path / "a.png", tmp_path / "a.json"
+    assert main(["data", "stats", str(manifest), "--picture", str(picture), "--json", str(figures)]) == 0
+    shown = capsys.readouterr().out
+    assert "utterances    20" in shown and "speakers      10" in shown and "s9: " in shown
+    found = json.loads(figures.read_text())
+    assert found["duration_s"][0] == 1.0 and found["duration_s"][-1] == 11.0
+    assert found["hours"] == pytest.approx(sum(1.0 + s + i for s in range(10) for i in range(2)) / 3600)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_filter_keeps_what_meets_the_conditions_and_counts_the_rest(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "some.jsonl"
+    assert main(["data", "filter", str(manifest), str(out), "--max-s", "6", "--without-text", r"\d"]) == 0
+    kept = read_manifest(out)
+    assert kept and all(u.duration_s <= 6 and "21" not in u.text for u in kept)
+    shown = capsys.readouterr().out
+    assert "longer than --max-s" in shown and "with --without-text" in shown
+    assert main(["data", "filter", str(manifest), str(out), "--speakers", "nobody"]) == 2
+    assert "20 not of --speakers; loosen them" in capsys.readouterr().err
+    assert main(["data", "filter", str(manifest), str(out), "--text", "("]) == 2
+    assert "no regular expression" in capsys.readouterr().err
+
+
+def test_alphabet_writes_one_that_a_run_can_use(
+    manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "conf" / "alphabet" / "mine.yaml"
+    assert main(["data", "alphabet", str(manifest), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "digits: make them words with alphabet.numbers=LANGUAGE" in shown
+    searched = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
+    made = Alphabet.from_config(compose_config([searched, "alphabet=mine", "run_dir=x"]).alphabet)
+    assert set("äöüß") < set(made.symbols) and "!" not in made.symbols and "2" not in made.symbols
+    assert made.normalise("Schöne Grüße!") == ("schöne grüße", {})
+    assert main(["data", "alphabet", str(manifest), "alphabet.numbers=de", "--least", "7"]) == 0
+    shown = capsys.readouterr().out
+    assert "numbers: de" in shown and "left out, occurring less than 7 times" in shown
+
+
+def test_alphabet_without_a_manifest_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "alphabet", "alphabet.case=keep"]) == 2
+    assert "needs a manifest" in capsys.readouterr().err

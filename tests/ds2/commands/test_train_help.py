@@ -1,0 +1,84 @@
+"""`ds2 train --help` and what becomes of options: each works or is refused with a sentence."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ds2.cli import COMMANDS, main
+from ds2.config.document import documented_keys
+from ds2.config.schema import Config, TrainConfig
+
+
+def test_help_lists_every_key_with_its_comment_and_the_users_recipes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n")
+    assert main(["train", "--config-dir", str(tmp_path), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "recipe=     mine* | an4 |" in shown and "german" in shown
+    lines = {line.split("=")[0].strip(): line for line in shown.splitlines() if line.startswith("  ") and "=" in line}
+    for field in fields(TrainConfig):
+        assert f"train.{field.name}" in lines
+    assert lines["train.metric"].endswith("wer | cer: which of them, on the dev set, makes a model the best one")
+
+
+def test_the_documentation_has_every_field_once() -> None:
+    names = [key.name for _, _, keys in documented_keys() for key in keys]
+    assert len(names) == len(set(names)) and "run_dir" in names
+    assert {name.split(".")[0] for name in names} == {field.name for field in fields(Config)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([command, "--help"]) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    assert "usage: ds2" in capsys.readouterr().out
+
+
+def test_the_configuration_is_printed_instead_of_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recipe=synthetic", f"run_dir={tmp_path / 'run'}", "--cfg", "job", "--resolve"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["data"]["train"] == ["corpora/synthetic/train.jsonl"] and shown["train"]["epochs"] == 4
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shell-completion", "install=bash"], "completion works for commands of one word only"),
+        (["-cn", "mine"], "put what differs into a recipe"),
+        (["--cfg"], "--cfg wants a value"),
+        (["--multrun"], "did you mean --multirun?"),
+        (["lr=1"], "did you mean 'optim.learning_rate'?"),
+        (["--config-dir", "/nowhere", "--help"], "is not a folder"),
+    ],
+)
+def test_other_options_are_refused_with_the_way_out(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "ds2.cli", "train", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode == 128 + signal.SIGPIPE

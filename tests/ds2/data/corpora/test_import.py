@@ -1,0 +1,36 @@
+"""Importers on small corpora in each layout, also with the audio transcoded; and on real ones where they lie beside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds2.data.corpora import (
+    FORMATS,
+    ImporterError,
+    import_corpus,
+    prepare,
+)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_missing_corpus_is_named(tmp_path: Path, format: str) -> None:
+    with pytest.raises(ImporterError, match="nowhere"):
+        import_corpus(format, tmp_path / "nowhere")
+
+
+def test_a_path_that_no_file_can_have_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("path,sentence\nwav\0/a.wav,a\n")
+    with pytest.raises(ImporterError, match=r"table\.csv:2: no audio"):
+        import_corpus("csv", table)
+
+
+def test_wrong_names_list_the_right_ones(tmp_path: Path) -> None:
+    with pytest.raises(ImporterError, match="one of librispeech, an4, kaldi"):
+        import_corpus("timit", tmp_path)
+    with pytest.raises(ImporterError, match="has no parts"):
+        import_corpus("kaldi", tmp_path, "train")
+    with pytest.raises(ImporterError, match="none of an4, librispeech, librispeech_5h, synthetic"):
+        prepare("timit", tmp_path, tmp_path)

@@ -1,0 +1,57 @@
+"""Tables of utterances: Common Voice, Coqui, deepspeech.pytorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.corpora_cases import facts, write_audio, write_text
+
+from ds2.data.corpora import (
+    ImporterError,
+    import_csv,
+    import_deepspeech_pytorch,
+)
+
+
+def test_common_voice_and_coqui(tmp_path: Path) -> None:
+    write_audio(tmp_path / "clips" / "x.wav")
+    header = "client_id\tpath\tsentence\tup_votes\tlocale"
+    table = write_text(tmp_path / "train.tsv", header, 'c1\tx.mp3\t"Oh", he said\t2\ten')
+    (read,) = import_csv(table)
+    assert (read.text, read.speaker, read.lang, read.duration_s) == ('"Oh", he said', "c1", "en", 1.0)
+    assert read.audio_filepath == tmp_path.resolve() / "clips" / "x.wav"
+    assert read.source.endswith("train.tsv:2")
+    table = write_text(tmp_path / "c.csv", "wav_filename,wav_filesize,transcript", 'clips/x.wav,32044,"one, two"')
+    assert facts(import_csv(table)) == [("x.wav", 1.0, "one, two", "")]
+
+
+@pytest.mark.parametrize(
+    "lines, reason",
+    [
+        (["name,words", "a,b"], r"t\.csv:1: columns \['name', 'words'\] have none for audio"),
+        (["path,sentence", "a,b,c"], r"t\.csv:2: 3 fields, the header has 2"),
+        (["path,sentence", 'a,"b'], r"t\.csv:2: unexpected end of data"),
+        (["path,sentence", "gone.wav,b"], r"t\.csv:2: no audio at .*gone\.wav nor under another extension"),
+        ([], "columns"),
+    ],
+)
+def test_a_broken_table_is_named(tmp_path: Path, lines: list[str], reason: str) -> None:
+    with pytest.raises(ImporterError, match=reason):
+        import_csv(write_text(tmp_path / "t.csv", *lines))
+
+
+def test_deepspeech_pytorch(tmp_path: Path) -> None:
+    write_audio(tmp_path / "wav" / "x.wav")
+    write_text(tmp_path / "txt" / "x.txt", "HELLO", "THERE")
+    table = write_text(tmp_path / "m.csv", "wav/x.wav,txt/x.txt")
+    sample = {"wav_path": "wav/x.wav", "transcript_path": "txt/x.txt"}
+    stored = write_text(tmp_path / "m.json", json.dumps({"root_path": str(tmp_path), "samples": [sample]}))
+    for path in (table, stored):
+        assert facts(import_deepspeech_pytorch(path)) == [("x.wav", 1.0, "HELLO THERE", "")]
+    write_text(tmp_path / "m.csv", "wav/x.wav,txt/x.txt", "wav/x.wav,txt/gone.txt")
+    with pytest.raises(ImporterError, match=r"m\.csv:2: transcript .*gone\.txt: No such file"):
+        import_deepspeech_pytorch(table)
+    with pytest.raises(ImporterError, match="expected root_path and samples"):
+        import_deepspeech_pytorch(write_text(tmp_path / "n.json", "{}"))

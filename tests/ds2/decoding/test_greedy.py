@@ -1,0 +1,99 @@
+"""Greedy decoding: hand-worked paths, times, confidences, and logits that cannot be decoded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds2.decoding.greedy import best_path, greedy_decode
+from ds2.decoding.hypothesis import DecodeError, Word
+from ds2.text.alphabet import Alphabet
+
+ALPHABET = Alphabet(("", " ", "a", "b"))
+BLANK, SPACE, A, B = range(4)
+FRAME_S = 0.02
+
+
+def logits_of(path: list[int], probability: float = 0.7) -> Tensor:
+    """(T', 1, V) log-probs whose best path is `path`, each label with `probability`."""
+    rest = (1 - probability) / 3
+    rows = [[math.log(probability if label == best else rest) for label in range(4)] for best in path]
+    return torch.tensor(rows)[:, None, :] if rows else torch.empty(0, 1, 4)
+
+
+def decode(path: list[int]) -> str:
+    [hypothesis] = greedy_decode(logits_of(path), torch.tensor([len(path)]), ALPHABET, FRAME_S)
+    return hypothesis.text
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ([], ""),
+        ([BLANK, BLANK], ""),
+        ([A, A, B], "ab"),
+        ([A, BLANK, A], "aa"),
+        ([SPACE, A, SPACE, BLANK, SPACE, B, SPACE], "a b"),
+        ([A, SPACE, SPACE, A], "a a"),
+        ([SPACE], ""),
+    ],
+)
+def test_collapse_by_hand(path: list[int], text: str) -> None:
+    assert decode(path) == text
+
+
+def test_words_carry_times_and_confidence() -> None:
+    path = [BLANK, A, A, BLANK, B, SPACE, BLANK, B]
+    logits = logits_of(path)
+    logits[2] = logits_of([A], 0.9)[0]
+    [hypothesis] = greedy_decode(logits, torch.tensor([8]), ALPHABET, FRAME_S)
+    first, second = hypothesis.words
+    assert hypothesis.labels == (A, B, SPACE, B)
+    assert first == Word("ab", pytest.approx(0.02), pytest.approx(0.1), pytest.approx(0.9 * 0.7))
+    assert second == Word("b", pytest.approx(0.14), pytest.approx(0.16), pytest.approx(0.7))
+    assert hypothesis.score == pytest.approx(7 * math.log(0.7) + math.log(0.9), rel=1e-6)
+
+
+def test_batch_mates_padding_and_the_scale_of_logits_do_not_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(30, 4, 4, generator=generator)
+    lengths = torch.tensor([30, 7, 0, 19])
+    together = greedy_decode(logits, lengths, ALPHABET, FRAME_S)
+    for row, length in enumerate(lengths.tolist()):
+        alone = greedy_decode(logits[:length, row : row + 1] + 3.0, lengths[row : row + 1], ALPHABET, FRAME_S)[0]
+        assert alone.text == together[row].text
+        assert alone.score == pytest.approx(together[row].score, abs=1e-4)
+
+
+def test_what_lies_past_the_length_is_ignored() -> None:
+    logits = logits_of([A, B, A])
+    logits[2] = float("nan")
+    [hypothesis] = greedy_decode(logits, torch.tensor([2]), ALPHABET, FRAME_S)
+    assert hypothesis.text == "ab"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_name_their_rows(value: float) -> None:
+    logits = torch.zeros(4, 3, 4)
+    logits[1, 2, 3] = value
+    with pytest.raises(DecodeError, match=r"\[2\]") as caught:
+        greedy_decode(logits, torch.tensor([4, 4, 4]), ALPHABET, FRAME_S)
+    assert caught.value.rows == [2]
+
+
+def test_a_masked_label_is_allowed() -> None:
+    logits = logits_of([A, B])
+    logits[:, :, SPACE] = -math.inf
+    assert greedy_decode(logits, torch.tensor([2]), ALPHABET, FRAME_S)[0].text == "ab"
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="5 labels, the alphabet has 4"):
+        greedy_decode(torch.zeros(2, 1, 5), torch.tensor([2]), ALPHABET, FRAME_S)
+    with pytest.raises(ValueError, match="0 to T' frames"):
+        best_path(torch.zeros(2, 1, 4), torch.tensor([3]))
+    with pytest.raises(ValueError, match="expected"):
+        best_path(torch.zeros(2, 4), torch.tensor([2]))

@@ -1,0 +1,111 @@
+"""What ranks must have in common: facts differ where the thing differs, and a rank that differs is named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from support.launch import mpirun
+from torch import nn
+
+from ds2.config.schema import Config
+from ds2.data.manifest import Utterance, corpus
+from ds2.distributed.agreement import program, settings, sources, weights
+from ds2.distributed.communicator import Communicator, DisagreementError
+
+T = TypeVar("T")
+UTTERANCES = [Utterance(Path("/data/a.wav"), 1.5, "abc"), Utterance(Path("/data/b.wav"), 2.0, "ca", offset_s=3.0)]
+
+
+class OneOfThree(Communicator):
+    """Rank 2 of 3: rank 0 holds `first`, rank 1 the same as this one."""
+
+    rank, world = 2, 3
+
+    def __init__(self, first: dict[str, object]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.host, self.first = "node7", first
+
+    def broadcast(self, value: T) -> T:
+        return ("node1", self.first)  # type: ignore[return-value]
+
+    def allgather(self, value: T) -> list[T]:
+        return ["", value, value]  # type: ignore[list-item]
+
+
+def test_equal_facts_pass_and_a_single_process_agrees_with_itself() -> None:
+    OneOfThree({"a": 1}).agree({"a": 1}, "so what")
+    Communicator(torch.device("cpu")).agree(program() | settings(Config()), "so what")
+
+
+def test_the_program_is_every_source_file_however_deep() -> None:
+    names = {name for name, _ in sources()}
+    assert {"cli.py", "distributed/agreement.py", "data/corpora/an4.py"} <= names
+    assert sum(name.endswith(".cuh") for name in names) >= 13
+
+
+def test_a_rank_that_differs_is_named_with_what_and_the_remedy() -> None:
+    with pytest.raises(DisagreementError) as caught:
+        OneOfThree({"a": 1, "b": 2, "c": 3}).agree({"a": 1, "b": 5}, "make them equal")
+    expected = "rank 2 on node7 differs from rank 0 on node1: b: 5 instead of 2, c: None instead of 3; make them equal"
+    assert str(caught.value) == expected
+
+
+def test_settings_leave_out_what_may_be_a_hosts_own() -> None:
+    config = Config(run_dir="here", device="cuda:1")
+    config.data.train, config.data.work_dir = ["/scratch/a.jsonl"], "/scratch"
+    assert settings(config) == settings(Config())
+    config.optim.learning_rate *= 2
+    config.data.max_duration_s = 12
+    mine, theirs = settings(config), settings(Config())
+    assert {key for key in mine if mine[key] != theirs[key]} == {"optim.learning_rate", "data.max_duration_s"}
+
+
+@pytest.mark.parametrize("change", [{"text": "abd"}, {"duration_s": 1.6}, {"audio_filepath": Path("/data/c.wav")}])
+def test_a_corpus_is_known_by_names_times_and_texts(change: dict[str, object]) -> None:
+    facts = corpus("training", UTTERANCES)
+    assert str(facts["training"]).startswith("2 utterances")
+    moved = [replace(u, audio_filepath=Path("/scratch") / u.audio_filepath.name) for u in UTTERANCES]
+    assert corpus("training", moved) == facts
+    changed = [replace(UTTERANCES[0], **change), UTTERANCES[1]]  # type: ignore[arg-type]
+    assert corpus("training", changed) != facts
+    assert corpus("training", UTTERANCES[::-1]) != facts
+
+
+def test_weights_are_known_to_the_last_bit() -> None:
+    first = nn.Linear(3, 4)
+    model = nn.Sequential(first, nn.BatchNorm1d(4))
+    before = weights(model)
+    assert before == weights(model)
+    with torch.no_grad():
+        first.weight[1, 2] = torch.nextafter(first.weight[1, 2], torch.tensor(9.0))
+    assert weights(model) != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optim.learning_rate='0.01${oc.env:OMPI_COMM_WORLD_RANK}'", r"optim.learning_rate: 0.011 instead of 0.01"),
+        (
+            "data.train=['{folder}/part${oc.env:OMPI_COMM_WORLD_RANK}.jsonl']",
+            r"training: 9 utterances .* instead of 10",
+        ),
+    ],
+)
+def test_ranks_that_were_started_differently_do_not_train(
+    tiny_overrides: list[str], tone_manifest: Path, tmp_path: Path, override: str, told: str
+) -> None:
+    lines = tone_manifest.read_text().splitlines(keepends=True)
+    for rank in range(2):
+        part = tone_manifest.with_name(f"part{rank}.jsonl")
+        part.write_text("".join(lines[: len(lines) - rank]))
+    override = override.replace("{folder}", str(tone_manifest.parent))
+    run = mpirun(2, "rank_job.py", "none", "0", "0", *tiny_overrides, override)
+    assert run.returncode == 2, run.stdout
+    assert "rank 1 on " in run.stdout and "differs from rank 0 on" in run.stdout
+    assert re.search(told, run.stdout), run.stdout

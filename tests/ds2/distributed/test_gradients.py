@@ -1,0 +1,209 @@
+"""Buckets: cut from the last parameter on, launched in order as they fill, whatever backward does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds2.distributed.communicator import Communicator, Moment
+from ds2.distributed.gradients import GradientReducer, Slot, in_buckets
+from ds2.model.norm import SequenceBatchNorm
+from ds2.training.batch_norm import NormStatistics
+
+CPU = torch.device("cpu")
+
+
+class Twins(Communicator):
+    """Two ranks that always hold the same: a sum doubles."""
+
+    rank, world = 0, 2
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.started: list[tuple[int, bool]] = []  # elements, and whether backward was still running
+        self.in_backward = False
+        self._now = 0.0
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self.in_backward = True
+        yield
+        self.in_backward = False
+
+    def sum_(self, tensor: Tensor) -> None:
+        tensor.mul_(2)
+
+    def start_sum(self, tensor: Tensor) -> Doubled:
+        self.started.append((tensor.numel(), self.in_backward))
+        self._now += 1.0
+        return Doubled(tensor, self._now)
+
+
+class Doubled:
+    """Takes 1.5 s, while the next begins after 1 s: they overlap."""
+
+    def __init__(self, tensor: Tensor, began: float) -> None:
+        self.tensor, self.began = tensor, began
+
+    def wait(self) -> tuple[Moment, Moment]:
+        self.tensor.mul_(2)
+        return self.began, self.began + 1.5
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_buckets_start_at_the_last_parameter_and_hold_one_type() -> None:
+    def slots(*tensors: Tensor) -> list[Slot]:
+        return [Slot(nn.Module(), "weight", nn.Parameter(tensor)) for tensor in tensors]
+
+    parameters = slots(*(torch.zeros(n) for n in (10, 1, 4, 2)))
+    assert [[len(s.parameter) for s in group] for group in in_buckets(parameters, 20)] == [[2, 4], [1, 10]]
+    double = slots(torch.zeros(2, dtype=torch.float64))
+    assert [len(group) for group in in_buckets([parameters[0], *double, parameters[1]], 10**6)] == [1, 1, 1]
+    assert in_buckets([], 10) == []
+
+
+def test_what_is_not_trained_has_no_place() -> None:
+    model = network()
+    model[1].requires_grad_(False)
+    reducer = GradientReducer(model, Twins(), bucket_bytes=1, overlap=True)
+    assert sum(len(bucket.slots) for bucket in reducer._buckets) == 4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(overlap: bool) -> None:
+    plain, model, x = network(), network(), torch.randn(6, 3)
+    plain(x).square().sum().backward()
+    comm = Twins()
+    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=overlap)
+    for _ in range(2):  # the second step starts from zero again
+        comm.started.clear()
+        reducer.begin()
+        with reducer.passing(last=True):
+            loss = model(x).square().sum()
+        with comm.backward():
+            loss.backward()
+        reducer.finish()
+        assert all(torch.equal(a, 2 * b) for a, b in zip(gradients(model), gradients(plain), strict=True))
+        assert [n for n, _ in comm.started] == [flat.numel() for flat in reducer.buckets]
+        assert [during for _, during in comm.started] == [overlap] * len(reducer.buckets)
+    assert len(reducer.buckets) >= 3
+
+
+def test_a_bucket_starts_before_earlier_layers_go_back() -> None:
+    model, comm, order = network(), Twins(), list[str]()
+    comm.start_sum = lambda tensor: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
+    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
+    with reducer.passing(last=True):
+        x = torch.randn(2, 3, requires_grad=True)
+        y = model[1](model[0](x))
+        y.register_hook(lambda grad: order.append("earlier layers"))
+        loss = model[2](y).sum()
+    loss.backward()
+    assert order[0] == "sum" and order.count("sum") == len(reducer.buckets) > 1
+
+
+def test_time_that_sums_share_counts_once() -> None:
+    reducer = GradientReducer(network(), Twins(), bucket_bytes=1, overlap=False)
+    seconds = sum(ended - began for began, ended in reducer.finish())
+    assert seconds == pytest.approx(len(reducer.buckets) + 0.5)
+
+
+def test_only_the_last_pass_of_an_accumulated_step_starts_sums() -> None:
+    model, comm, x = network(), Twins(), torch.randn(4, 3)
+    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
+    reducer.begin()
+    with reducer.passing(last=False):
+        loss = model(x).sum()
+    loss.backward()
+    assert comm.started == []
+    once = gradients(model)
+    with reducer.passing(last=True):
+        loss = model(x).sum()
+    loss.backward()
+    assert len(comm.started) == len(reducer.buckets)
+    reducer.finish()
+    assert all(torch.allclose(a, 4 * b) for a, b in zip(gradients(model), once, strict=True))
+
+
+def test_a_parameter_without_gradient_holds_back_no_rank() -> None:
+    model, comm, x = network(), Twins(), torch.randn(4, 3)
+    reducer = GradientReducer(model, comm, bucket_bytes=1, overlap=True)
+    for flat in reducer.buckets:
+        flat.fill_(torch.nan)  # of a step before
+    reducer.begin()
+    with reducer.passing(last=True):
+        loss = model[1](model[0](x)).sum()  # the last layer is not used
+    loss.backward()
+    assert comm.started == []  # its buckets come first, on every rank
+    reducer.finish()
+    assert len(comm.started) == len(reducer.buckets)
+    assert all(bool((p.grad == 0).all()) for p in model[2].parameters() if p.grad is not None)
+
+
+def test_rounded_copies_give_what_autocast_gives() -> None:
+    plain, model, x = network(), network(), torch.randn(6, 3)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    reducer = GradientReducer(model, Communicator(CPU), 40, overlap=True, low=matrices)
+    results = []
+    for net, passing in ((plain, contextlib.nullcontext()), (model, reducer.passing(last=True))):
+        with passing, torch.autocast("cpu", torch.bfloat16):
+            results.append(net(x).float().square().sum())
+        results[-1].backward()
+    reducer.finish()
+    assert torch.equal(*results)
+    assert all(p.dtype == torch.float32 and isinstance(p, nn.Parameter) for p in model.parameters())
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_parameters_are_back_after_a_pass_that_failed() -> None:
+    model = network()
+    reducer = GradientReducer(model, Twins(), 40, overlap=True)
+    with pytest.raises(RuntimeError), reducer.passing(last=True):
+        model(torch.randn(2, 7))
+    assert all(isinstance(layer.weight, nn.Parameter) for layer in model)
+
+
+def test_a_single_process_sums_nothing() -> None:
+    plain, model, x = network(), network(), torch.randn(6, 3)
+    plain(x).sum().backward()
+    reducer = GradientReducer(model, Communicator(CPU), 40, overlap=True)
+    with reducer.passing(last=True):
+        loss = model(x).sum()
+    loss.backward()
+    reducer.finish()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
+
+
+def test_an_idle_rank_adds_nothing_to_statistics_and_gets_no_gradient() -> None:
+    norm = SequenceBatchNorm(3)
+    statistics = NormStatistics(norm, Twins(), shared=True)
+    packed = torch.ones(7, dtype=torch.float64)
+    statistics(packed)
+    assert packed.tolist() == [2.0] * 7 and norm.reduce is statistics
+    statistics.idle = True
+    with statistics.passing(backward=True):
+        packed = torch.ones(6, dtype=torch.float64)
+        statistics(packed)
+    assert packed.tolist() == [0.0] * 6
+
+
+def test_local_statistics_leave_batch_norm_alone_and_average_what_it_keeps() -> None:
+    norm = SequenceBatchNorm(2)
+    statistics = NormStatistics(norm, Twins(), shared=False)
+    norm.running_mean.copy_(torch.tensor([3.0, -1.0]))
+    statistics.end_step()
+    assert norm.reduce is None and norm.running_mean.tolist() == [3.0, -1.0]

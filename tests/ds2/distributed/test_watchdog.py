@@ -1,0 +1,141 @@
+"""The watchdog names the rank that hangs, is silent, or that all wait for, and nobody else."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from ds2.distributed.watchdog import Seen, Watchdog, Whereabouts, judge
+
+WAIT_S = 600  # a last resort: what is waited for comes by itself, on a busy machine late
+
+
+def seen(host: str, heard_s: float, moved_s: float, *, limited: bool = True, waiting: str = "") -> Seen:
+    return Seen(
+        host,
+        Whereabouts(7, "forward" if limited else "start-up", 1.0 if limited else math.inf, waiting),
+        heard_s,
+        moved_s,
+    )
+
+
+def test_ranks_that_move_are_left_alone() -> None:
+    assert judge({0: seen("a", 100, 95), 1: seen("b", 99, 99)}, 2, 100, 10) == ""
+
+
+def test_a_rank_that_stands_still_is_named_with_host_step_and_phase() -> None:
+    reason = judge({0: seen("a", 100, 80, waiting="sum"), 1: seen("b", 99, 80)}, 2, 100, 10)
+    assert "rank 1 on b hangs" in reason and "20 s" in reason and "step 7, forward" in reason
+
+
+def test_a_silent_rank_is_named() -> None:
+    reason = judge({0: seen("a", 100, 80, waiting="sum"), 1: seen("b", 85, 80)}, 2, 100, 10)
+    assert "rank 1 on b has been silent for 15 s" in reason
+
+
+def test_unlimited_phases_and_those_who_wait_for_them_are_left_alone() -> None:
+    ranks = {0: seen("a", 100, 10, limited=False), 1: seen("b", 100, 10, waiting="allgather")}
+    assert judge(ranks, 2, 100, 10) == ""
+
+
+def test_a_wait_of_all_is_seen_by_who_knows_all() -> None:
+    ranks = {rank: seen("a", 100, 80, waiting="sum") for rank in range(3)}
+    assert "all ranks wait for each other for 20 s" in judge(ranks, 3, 100, 10)
+    assert judge({0: ranks[0], 2: ranks[2]}, 3, 100, 10) == ""  # rank 1 may be at work
+
+
+def test_whereabouts_read_as_messages_give_them() -> None:
+    at = Whereabouts()
+    at.step = 3
+    at.enter("forward")
+    with at.wait_in("sum"):
+        assert str(at) == "step 3, forward, waiting in sum"
+    assert str(at) == "step 3, forward" and at.moves == 3
+    with at.slow("saving"):
+        assert at.phase == "saving" and at.patience == 10
+    assert str(at) == "step 3, between steps" and at.patience == 1
+
+
+class Wires:
+    """Carries messages between ranks that are threads."""
+
+    def __init__(self, rank: int, boxes: list[queue.SimpleQueue[tuple[int, Whereabouts | None]]]) -> None:
+        self.rank, self.boxes = rank, boxes
+        self.aborted = threading.Event()
+
+    def send(self, value: Whereabouts | None, to: int) -> None:
+        self.boxes[to].put((self.rank, value))
+
+    def receive(self) -> tuple[int, Whereabouts | None] | None:
+        box = self.boxes[self.rank]
+        return None if box.empty() else box.get()
+
+    def abort(self, status: int) -> None:
+        assert status != 0
+        self.aborted.set()
+        raise SystemExit  # ends the thread, as MPI_Abort ends the process
+
+
+def two_ranks(timeout_s: float) -> tuple[list[Wires], list[Watchdog]]:
+    boxes: list[queue.SimpleQueue[tuple[int, Whereabouts | None]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+    wires = [Wires(rank, boxes) for rank in range(2)]
+    dogs = [Watchdog(wire, ["a", "b"], Whereabouts(), timeout_s) for wire in wires]
+    return wires, dogs
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_hanging_rank_ends_the_job_and_says_so(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)  # goes on when all have heard of all
+    monkeypatch.setattr(sys.modules[Watchdog.__module__], "time", clock)
+    wires, dogs = two_ranks(timeout_s=0.5)
+    dogs[1].own.step = 12
+    dogs[1].own.enter("backward")
+    for dog in dogs:
+        dog.start()
+    while not any(wire.aborted.is_set() for wire in wires):
+        now_s += 0.1
+        assert now_s < 1.0, "nobody has noticed"
+        while not any(wire.aborted.is_set() for wire in wires) and any(
+            seen.heard_s < now_s for dog in dogs for seen in dog.ranks.values()
+        ):
+            time.sleep(0.001)
+    assert wires[1].aborted.wait(WAIT_S)
+    dogs[1].join(WAIT_S)
+    errors = capfd.readouterr().err
+    assert "rank 1 on b hangs" in errors and "step 12, backward" in errors and "comm.timeout_s=0.5" in errors
+    assert "test_watchdog.py" in errors  # where its threads stand
+    wires[0].boxes[0].put((1, None))
+    dogs[0].stop()
+
+
+def test_a_signal_tells_what_is_known_of_ranks_while_this_one_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    former = signal.signal(signal.SIGUSR2, lambda *_: None)
+    wires, dogs = two_ranks(timeout_s=60)
+    try:
+        for dog in dogs:
+            dog.start()
+        dogs[1].own.enter("forward")
+        with dogs[1].own.wait_in("sum"):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            told, until_s = "", time.monotonic() + WAIT_S
+            while "SIGUSR2" not in told and time.monotonic() < until_s:
+                time.sleep(0.01)
+                told += capfd.readouterr().err
+    finally:
+        wires[0].boxes[1].put((0, None))
+        dogs[1].stop()
+        dogs[0].stop()
+        signal.signal(signal.SIGUSR2, former)
+    assert "rank 1 on b got SIGUSR2 while it waited" in told
+    assert not any(wire.aborted.is_set() for wire in wires)

@@ -1,0 +1,264 @@
+"""The acoustic model: what padding, chunks, depth and configuration may and may not do to it."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
+from ds2.model.acoustic import AcousticModel
+from ds2.model.structure import module_plan
+from ds2.model.summary import activation_bytes_per_s, summary
+
+BINS, LABELS = 21, 5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rnn": {},
+    "no skip": {"skip": 0},
+    "projection": {"skip_first": "projection"},
+    "no batch norm": {"batch_norm": False},
+    "tanh": {"nonlinearity": "tanh"},
+    "lstm": {"cell": "lstm"},
+    "gru": {"cell": "gru", "skip": 0},
+    "no convolutions": {"convs": []},
+}
+BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    f"bidirectional {cell}": {"cell": cell, "bidirectional": True, "row_convs": 0} for cell in ("rnn", "gru")
+}
+
+
+def make(bins: int = BINS, **overrides: Any) -> AcousticModel:
+    torch.manual_seed(3)
+    convs = [ConvConfig([7, 5], [2, 2], 3), ConvConfig([5, 3], [2, 1], 4)]
+    fields: dict[str, Any] = {"convs": convs, "hidden": 12, "depth": 5, "skip": 2, "row_convs": 4}
+    fields |= {"row_conv_context": 2, "max_lookahead_ms": 0.0} | overrides
+    return AcousticModel(ModelConfig(**fields), bins, LABELS)
+
+
+def settled(model: AcousticModel) -> AcousticModel:
+    """A model in float64 and evaluation mode whose running averages and row convolutions are not the initial ones."""
+    model.double().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "row_convs" in name:
+                parameter.normal_()
+        model(torch.randn(4, model.bins, 50).double(), torch.tensor([50, 40, 30, 20]))
+    return model.eval()
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *BIDIRECTIONAL])
+def test_padding_and_batch_mates_never_change_an_utterance(variant: str) -> None:
+    model = settled(make(**(VARIANTS | BIDIRECTIONAL)[variant]))
+    features, lengths = torch.randn(4, BINS, 90).double(), torch.tensor([90, 61, 7, 1])
+    for row, length in enumerate(lengths.tolist()):
+        features[row, :, length:] = [math.nan, 1e30, math.inf, -1e30][row]
+    batched, output_lengths = model(features, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        alone, alone_lengths = model(features[row : row + 1, :, :length], lengths[row : row + 1])
+        frames = int(output_lengths[row])
+        assert int(alone_lengths) == frames == alone.shape[0] == model.output_frames(length)
+        torch.testing.assert_close(
+            batched[:frames, row].log_softmax(-1), alone[:, 0].log_softmax(-1), atol=1e-9, rtol=0
+        )
+        assert not batched[frames:, row].any()
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *BIDIRECTIONAL])
+def test_padding_never_changes_training(variant: str) -> None:
+    """Loss, gradients and running averages are those of the same batch padded less."""
+    lengths = torch.tensor([31, 20])
+    features = torch.randn(2, BINS, 31)
+    garbage = torch.full((2, BINS, 20), 1e4)
+    results = []
+    for padded in (features, torch.cat([features, garbage], 2)):
+        model = make(**(VARIANTS | BIDIRECTIONAL)[variant]).double()
+        logits, output_lengths = model(padded.double(), lengths)
+        valid = torch.arange(len(logits))[:, None] < output_lengths
+        # the gradient that a loss sends to padding must not matter either
+        (logits * torch.where(valid, 1.0, 100.0)[:, :, None]).square().mean(2).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        results.append((gradients, dict(model.named_buffers())))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_chunked_equals_whole(variant: str, data: st.DataObject) -> None:
+    model = settled(make(**VARIANTS[variant]))
+    frames = data.draw(st.integers(1, 70), "frames")
+    cuts = data.draw(st.lists(st.integers(0, frames), max_size=8), "cuts")
+    features = torch.randn(2, BINS, frames).double()
+    whole, _ = model(features, torch.tensor([frames, frames]))
+    assert_close_to_whole(model, features, sorted(cuts), whole)
+
+
+def assert_close_to_whole(model: AcousticModel, features: Tensor, cuts: list[int], whole: Tensor) -> None:
+    state = model.start(len(features))
+    edges = [0, *cuts, features.shape[2]]
+    chunks = [features[:, :, a:b] for a, b in pairwise(edges)]
+    outputs = [*(model.step(chunk, state) for chunk in chunks), model.finish(state)]
+    torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-9, rtol=1e-9)
+
+
+def test_one_frame_chunks_come_out_as_late_as_the_lookahead_says() -> None:
+    model = settled(make())
+    features = torch.randn(1, BINS, 80).double()
+    whole, _ = model(features, torch.tensor([80]))
+    assert_close_to_whole(model, features, list(range(1, 80)), whole)
+    state, heard = model.start(), 0
+    while not len(model.step(features[:, :, heard : heard + 1], state)):
+        heard += 1
+    assert heard * 10 == model.lookahead_ms
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lookahead_is_what_the_model_says(variant: str) -> None:
+    model = settled(make(**VARIANTS[variant]))
+    features = torch.randn(1, BINS, 100).double()
+    changed = features.clone()
+    changed[:, :, 60:] += 1.0
+    before, _ = model(features, torch.tensor([100]))
+    after, _ = model(changed, torch.tensor([100]))
+    differs = (before != after).flatten(1).any(1)
+    first = int(differs.nonzero()[0])
+    ahead = int(model.lookahead_ms / 10)
+    assert first == -(-(60 - ahead) // model.time_stride)
+
+
+def test_an_empty_stream_and_a_finished_one() -> None:
+    model = settled(make())
+    state = model.start(2)
+    assert model.finish(state).shape == (0, 2, LABELS)
+    with pytest.raises(ValueError, match=r"finished: begin new ones with start\(\)"):
+        model.step(torch.zeros(2, BINS, 1), state)
+    with pytest.raises(ValueError, match=r"expected \(B, F, T\) with B = 2 streams and F = 21 bins"):
+        model.step(torch.zeros(1, BINS, 1), model.start(2))
+
+
+def test_streaming_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ConfigError, match=r"model\.bidirectional=true cannot stream"):
+        make(**BIDIRECTIONAL["bidirectional rnn"]).start()
+    with pytest.raises(RuntimeError, match=r"call model\.eval\(\) first"):
+        make().train().start()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([10, 11]), r"lengths are \[10, 11\], allowed are 0 to T = 10"),
+        (torch.tensor([-1, 3]), r"lengths are \[-1, 3\]"),
+        (torch.tensor([10]), r"expected integers of shape \(B,\) = \(2,\) on the CPU or on cpu"),
+        (torch.tensor([1.0, 2.0]), r"lengths are torch\.float32"),
+    ],
+)
+def test_bad_lengths_are_named(lengths: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()(torch.zeros(2, BINS, 10), lengths)
+
+
+def test_bad_bins_are_named() -> None:
+    with pytest.raises(ValueError, match=r"features have shape \(2, 20, 10\), expected \(B, F, T\) with F = 21"):
+        make()(torch.zeros(2, 20, 10), torch.tensor([10, 10]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"max_lookahead_ms": 190.0}, r"looks 200 ms ahead \(convolutions 40 \+ row convolutions 160 ms\).*row_convs"),
+        ({"max_lookahead_ms": 800.0, "bidirectional": True}, r"bidirectional inf.*model\.max_lookahead_ms=0"),
+        ({"convs": [ConvConfig([4, 5])]}, r"model\.convs\[0\]\.kernel is \[4, 5\], allowed are two odd sizes"),
+        ({"convs": [ConvConfig([5, 5], [2, 0])]}, r"model\.convs\[0\]\.stride=\[2, 0\]: allowed are 2 numbers from 1"),
+        ({"convs": [ConvConfig([5, 3], [2, 4])]}, r"stride is \[2, 4\].*from 1 to the kernel's, here \[5, 3\]"),
+        ({"convs": [ConvConfig(channels=0)]}, r"model\.convs\[0\]\.channels=0"),
+        ({"depth": 0}, r"model\.depth=0: allowed are numbers from 1"),
+        ({"skip": -1}, r"model\.skip=-1: allowed are numbers from 0"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0: allowed are numbers from 0 to below 1"),
+        ({"clip": 0.0}, r"model\.clip=0\.0"),
+        ({"hidden": 1_000_000}, r"GiB of weights in fp32, this machine has .*model\.hidden=1000000"),
+        ({"convs": [ConvConfig([99, 99], channels=65_536)] * 2}, r"GiB of weights in fp32.*model\.convs"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**overrides)
+
+
+def test_row_convolutions_spread_evenly() -> None:
+    def plan(depth: int, skip: int, row_convs: int = 10) -> list[tuple[int, int]]:
+        return module_plan(ModelConfig(depth=depth, skip=skip, row_convs=row_convs))
+
+    assert plan(8, 4) == [(4, 5), (4, 5)]
+    assert plan(40, 4) == [(4, 1)] * 10
+    assert plan(7, 3, 2) == [(3, 0), (3, 1), (1, 1)]
+    assert plan(3, 0, 1) == [(1, 0), (1, 0), (1, 1)]
+    for depth in (24, 48, 88):
+        counts = [row_convs for _, row_convs in plan(depth, 4)]
+        assert sum(counts) == 10
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("depth", [8, 48, 88])
+def test_activations_and_gradients_survive_depth(depth: int) -> None:
+    model = make(bins=40, convs=[], hidden=64, depth=depth, skip=4)
+    outputs: list[float] = []
+    layers = [layer for module in model.recurrent_modules for layer in module.recurrent]  # type: ignore[union-attr]
+    for layer in layers:
+        layer.register_forward_hook(
+            lambda module, given, result: outputs.append(result[0].detach().square().mean().item())
+        )
+    logits, lengths = model(torch.randn(4, 40, 60), torch.tensor([60, 60, 50, 40]))
+    labels = torch.randint(1, LABELS, (4, 10))
+    loss = torch.nn.functional.ctc_loss(logits.log_softmax(-1), labels, lengths, torch.full((4,), 10))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert max(outputs) < 100 * min(outputs)
+    for name in ("weight_ih", "weight_hh"):
+        norms = [float(getattr(layer, name).grad.norm()) for layer in layers]
+        assert max(norms) < 50 * min(norms)
+
+
+def test_parameters_start_as_documented_and_the_seed_decides_them() -> None:
+    first, second = make().state_dict(), make().state_dict()
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+    for name, value in first.items():
+        if "row_convs" in name:
+            assert value[:, 0].eq(1).all()
+            assert not value[:, 1:].any()
+
+
+@pytest.mark.parametrize("variant", ["rnn", "no skip", "no batch norm", "no convolutions", "bidirectional rnn"])
+def test_activation_memory_is_what_autograd_keeps(variant: str) -> None:
+    model = make(**({"hidden": 64} | (VARIANTS | BIDIRECTIONAL)[variant]))
+    own = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept alive: an address must not be used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(torch.randn(2, BINS, 400), torch.tensor([400, 380]))[0].log_softmax(-1).sum()
+    assert loss.requires_grad
+    measured = sum(size for size, _ in kept.values())
+    assert measured == pytest.approx(activation_bytes_per_s(model, value_bytes=4) * 2 * 4.0, rel=0.02)
+
+
+def test_summary_states_what_counts() -> None:
+    model = make()
+    text = summary(model)
+    assert "12 (2 convolutions, 5 recurrent, 4 row convolutions, 1 fully connected)" in text
+    assert f"{model.parameter_count:,}" in text
+    assert "200 ms = 40 ms convolutions + 160 ms row convolutions" in text
+    assert "module: 2 rnn, 1 row convolution of 3 taps, skip" in text
+
+
+def test_a_batch_without_a_frame_has_no_output() -> None:
+    model = AcousticModel(ModelConfig(hidden=8, depth=2, skip=1, row_convs=1), 161, 5).eval()
+    logits, lengths = model(torch.zeros(2, 161, 0), torch.zeros(2, dtype=torch.int64))
+    assert logits.shape == (0, 2, 5) and lengths.tolist() == [0, 0]

@@ -1,0 +1,157 @@
+"""Sequence-wise batch norm against torch's on the valid frames alone, and through gradcheck."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds2.model.norm import SequenceBatchNorm
+
+LENGTHS = [7, 4, 1]
+
+
+def padded(frames: int = 9, hidden: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """(T, B, H) data that is 0 past each length, and the (T, B) mask."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(frames, len(LENGTHS), hidden, generator=generator, dtype=dtype) * 3 + 2
+    valid = torch.arange(frames)[:, None] < torch.tensor(LENGTHS)
+    return x * valid[:, :, None], valid
+
+
+def count(times: int = 1) -> int:
+    return sum(LENGTHS) * times
+
+
+def test_training_equals_torch_on_valid_frames() -> None:
+    x, valid = padded()
+    norm = SequenceBatchNorm(5).double()
+    twin = torch.nn.BatchNorm1d(5).double()
+    with torch.no_grad():
+        twin.weight.copy_(norm.weight.uniform_(0.5, 2.0))
+        twin.bias.copy_(norm.bias.normal_())
+    x.requires_grad_()
+    grad_y = torch.randn_like(x) * valid[:, :, None]
+    y = norm(x, count())
+    y.backward(grad_y)
+    grad_x, x.grad = x.grad, None
+    expected = twin(x[valid])
+    expected.backward(grad_y[valid])
+    torch.testing.assert_close(y[valid], expected)
+    assert grad_x is not None
+    assert x.grad is not None
+    torch.testing.assert_close(grad_x[valid], x.grad[valid])
+    torch.testing.assert_close(norm.weight.grad, twin.weight.grad)
+    torch.testing.assert_close(norm.bias.grad, twin.bias.grad)
+
+
+def test_convolution_layout_shares_statistics_over_frequency() -> None:
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    norm, twin = SequenceBatchNorm(3, axis=1).double(), torch.nn.BatchNorm2d(3).double()
+    y, expected = norm(x, 48), twin(x)
+    torch.testing.assert_close(y, expected)
+    grad_y = torch.randn_like(x)
+    (grad,) = torch.autograd.grad(y, x, grad_y)
+    (expected_grad,) = torch.autograd.grad(expected, x, grad_y)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_gradcheck_through_padding() -> None:
+    x, valid = padded()
+    norm = SequenceBatchNorm(5).double()
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        masked = x * valid[:, :, None]
+        y: Tensor = torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (masked, count()))
+        return y * valid[:, :, None]
+
+    inputs = (x.requires_grad_(), norm.weight, norm.bias)
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-6, atol=1e-6)
+
+
+def test_running_averages_take_the_first_batch_fully() -> None:
+    norm = SequenceBatchNorm(2, momentum=0.1)
+    first, second = torch.tensor([[1.0, 2.0], [3.0, 2.0]]), torch.tensor([[5.0, 0.0]] * 6)
+    norm(first, 2)
+    torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 2.0]))
+    torch.testing.assert_close(norm.running_var, torch.tensor([1.0, 0.0]))
+    norm(second, 6)  # the second of two weighs 1 / 2, not yet the momentum
+    torch.testing.assert_close(norm.running_mean, torch.tensor([3.5, 1.0]))
+    torch.testing.assert_close(norm.running_var, torch.tensor([0.5, 0.0]))
+
+
+def test_the_state_dict_carries_the_number_of_batches() -> None:
+    norm, resumed = SequenceBatchNorm(2), SequenceBatchNorm(2)
+    for seed in (1, 2, 3):
+        norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(seed)), 4)
+    resumed.load_state_dict(norm.state_dict())
+    x = torch.randn(4, 2)
+    assert resumed.batches == 3
+    norm(x, 4), resumed(x, 4)
+    assert torch.equal(norm.running_var, resumed.running_var)
+
+
+def test_averages_that_a_broken_batch_got_into_start_anew() -> None:
+    norm = SequenceBatchNorm(2)
+    norm(torch.tensor([[1.0, torch.inf], [2.0, 3.0]]), 2)
+    norm.forget_broken_averages()
+    norm(torch.tensor([[1.0, 1.0], [3.0, 5.0]]), 2)
+    torch.testing.assert_close(norm.running_mean, torch.tensor([2.0, 3.0]))
+
+
+def test_evaluation_uses_the_running_averages_only() -> None:
+    x, valid = padded(dtype=torch.float32)
+    norm = SequenceBatchNorm(5)
+    norm(x, count())
+    norm.eval()
+    expected = (x - x[valid].mean(0)) / torch.sqrt(x[valid].var(0, correction=0) + norm.eps)
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_a_large_mean_does_not_swamp_the_variance() -> None:
+    x = torch.randn(4000, 1, 3) + 30.0
+    y = SequenceBatchNorm(3)(x, 4000)
+    expected = torch.nn.BatchNorm1d(3)(x[:, 0].double().float())
+    torch.testing.assert_close(y[:, 0], expected, atol=2e-3, rtol=0)
+
+
+def test_bf16_keeps_statistics_in_float32() -> None:
+    x, valid = padded(dtype=torch.float32)
+    norm = SequenceBatchNorm(5)
+    y = norm(x.bfloat16(), count())
+    assert y.dtype == torch.bfloat16
+    assert norm.running_mean.dtype == torch.float32
+    torch.testing.assert_close(norm.running_mean, x.bfloat16().float()[valid].mean(0))
+
+
+def test_reduce_makes_two_ranks_equal_one_batch() -> None:
+    x = torch.randn(8, 3, 4, dtype=torch.float64, requires_grad=True)
+    grad_y = torch.randn_like(x)
+    barrier, vectors = threading.Barrier(2, timeout=600), [torch.empty(0)] * 2
+
+    def rank(index: int) -> tuple[Tensor, Tensor]:
+        def reduce(vector: Tensor) -> None:
+            vectors[index] = vector.clone()
+            barrier.wait()
+            vector.copy_(vectors[0] + vectors[1])
+            barrier.wait()
+
+        norm = SequenceBatchNorm(4).double()
+        norm.reduce = reduce
+        part = x.detach().chunk(2)[index].requires_grad_()
+        y = norm(part, 12)
+        (grad_x,) = torch.autograd.grad(y, part, grad_y.chunk(2)[index])
+        return y, grad_x
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(rank, (0, 1)))
+    whole = SequenceBatchNorm(4).double()(x, 24)
+    (whole_grad_x,) = torch.autograd.grad(whole, x, grad_y)
+    torch.testing.assert_close(torch.cat([y for y, _ in ranks]), whole)
+    torch.testing.assert_close(torch.cat([grad_x for _, grad_x in ranks]), whole_grad_x)
+
+
+def test_training_without_a_count_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"call \.eval\(\)"):
+        SequenceBatchNorm(3)(torch.randn(2, 1, 3))

@@ -1,0 +1,83 @@
+"""Single layers against torch.nn and against their own definitions."""
+
+import pytest
+import torch
+from support.layer_cases import config, padded, ragged, utterances
+from torch import nn
+
+from ds2.model.recurrent import RecurrentLayer, TorchRecurrentLayer
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_simple_layer_equals_torch(bidirectional: bool) -> None:
+    layer = RecurrentLayer(4, config(nonlinearity="tanh", bidirectional=bidirectional)).double()
+    twin = nn.RNN(4, 6, bidirectional=bidirectional).double()
+    with torch.no_grad():
+        layer.bias.normal_()  # type: ignore[union-attr]
+        for suffix in ("l0", "l0_reverse")[: 1 + bidirectional]:
+            getattr(twin, f"weight_ih_{suffix}").copy_(layer.weight_ih)
+            getattr(twin, f"bias_ih_{suffix}").copy_(layer.bias)
+            getattr(twin, f"bias_hh_{suffix}").zero_()
+            getattr(twin, f"weight_hh_{suffix}").copy_(layer.weight_hh_reverse if "rev" in suffix else layer.weight_hh)
+    x = padded(4)
+    y, _ = layer(x, ragged())
+    for whole, own in zip(utterances(x), utterances(y), strict=True):
+        expected = twin(whole)[0].unflatten(2, (1 + bidirectional, 6)).sum(2)
+        torch.testing.assert_close(own, expected)
+    assert not y[~ragged().valid.t()].any()
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_torch_layer_sums_directions_within_each_length(cell: str, bidirectional: bool) -> None:
+    layer = TorchRecurrentLayer(4, config(cell=cell, bidirectional=bidirectional)).double()
+    x = padded(4)
+    y, _ = layer(x, ragged())
+    for whole, own in zip(utterances(x), utterances(y), strict=True):
+        expected = layer.cell(whole)[0]
+        if bidirectional:
+            expected = expected + layer.cell_reverse(whole.flip(0))[0].flip(0)  # type: ignore[misc]
+        torch.testing.assert_close(own, expected)
+    assert not y[~ragged().valid.t()].any()
+
+
+def test_a_layer_continues_from_its_state() -> None:
+    x = torch.randn(8, 2, 4, dtype=torch.float64)
+    first, second, whole = ragged(3, [3, 3]), ragged(5, [5, 5]), ragged(8, [8, 8])
+    for layer in (RecurrentLayer(4, config()), TorchRecurrentLayer(4, config(cell="lstm"))):
+        layer.double()
+        head, state = layer(x[:3], first)
+        tail, _ = layer(x[3:], second, state)
+        torch.testing.assert_close(torch.cat([head, tail]), layer(x, whole)[0])
+
+
+def test_batch_norm_acts_on_the_projection() -> None:
+    layer = RecurrentLayer(4, config(batch_norm=True, nonlinearity="relu")).double()
+    nn.init.zeros_(layer.weight_hh)
+    x = padded(4)
+    y, _ = layer(x, ragged())
+    valid = ragged().valid.t()
+    projected = (x @ layer.weight_ih.t())[valid]
+    normalised = (projected - projected.mean(0)) / torch.sqrt(projected.var(0, correction=0) + 1e-5)
+    torch.testing.assert_close(y[valid], normalised.relu())
+
+
+def test_dropout_acts_in_training_only() -> None:
+    layer = RecurrentLayer(4, config(dropout=0.5)).double()
+    x = padded(4)
+    assert not torch.equal(layer(x, ragged())[0], layer(x, ragged())[0])
+    layer.eval()
+    assert torch.equal(layer(x, ragged())[0], layer(x, ragged())[0])
+
+
+def test_bf16_autocast_keeps_products_in_bf16_and_statistics_in_float32() -> None:
+    layer = RecurrentLayer(4, config(batch_norm=True))
+    x = padded(4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = layer(x, ragged())
+    assert y.dtype == torch.bfloat16
+    assert layer.norm is not None
+    assert layer.norm.running_var.dtype == torch.float32
+    y.sum().backward()
+    assert layer.weight_hh.grad is not None
+    assert layer.weight_hh.grad.dtype == torch.float32

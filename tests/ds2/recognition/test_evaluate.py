@@ -1,0 +1,166 @@
+"""Evaluation: order, independence of batches, report files, and models and manifests that cannot be evaluated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds2.audio.features import Features
+from ds2.cli import main
+from ds2.config.schema import Config, DecodeConfig
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import LoadedModel, load_model, save_model
+from ds2.recognition.evaluate import recognition_loader, score, score_words
+from ds2.recognition.recogniser import Recogniser
+from ds2.text.alphabet import Alphabet
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model_file(tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path) -> Path:
+    """A run folder's model that was never trained but writes letters: its classifier is made decisive."""
+    config = tiny_config(f"data.test=[{tone_manifest}]")
+    torch.manual_seed(3)
+    features = Features(config.features, config.data.sample_rate_hz)
+    alphabet = Alphabet.from_config(config.alphabet)
+    model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+    with torch.no_grad():
+        model.classifier.weight.mul_(20)
+    path = tmp_path / "run" / "best.safetensors"
+    save_model(path, model, features, alphabet, config, {})
+    return path
+
+
+def recognise(loaded: LoadedModel, manifest: Path, **settings: float) -> list[str]:
+    """Texts of a manifest's utterances."""
+    recogniser = Recogniser.of(loaded, DecodeConfig(), CPU)
+    loader = recognition_loader(read_manifest(manifest), loaded.config.data, CPU)
+    return [hypothesis.text for hypothesis in recogniser.recognise(loader, **settings)]
+
+
+def test_texts_keep_the_order_whatever_the_batches(model_file: Path, tone_manifest: Path, tmp_path: Path) -> None:
+    loaded = load_model(model_file)
+    alone = recognise(loaded, tone_manifest, batch_audio_s=0.01)
+    assert len(set(alone)) > 3
+    assert recognise(loaded, tone_manifest, batch_audio_s=3.0) == alone
+    assert recognise(loaded, tone_manifest) == alone
+    write_manifest(tmp_path / "reversed.jsonl", read_manifest(tone_manifest)[::-1])
+    assert recognise(loaded, tmp_path / "reversed.jsonl") == alone[::-1]
+
+
+def test_no_utterances_give_no_hypotheses(model_file: Path) -> None:
+    loaded = load_model(model_file)
+    recogniser = Recogniser.of(loaded, DecodeConfig(), CPU)
+    assert recogniser.recognise(recognition_loader([], loaded.config.data, CPU)) == []
+
+
+def test_a_model_in_training_mode_is_refused(model_file: Path, tone_manifest: Path) -> None:
+    loaded = load_model(model_file)
+    loaded.model.train()
+    with pytest.raises(RuntimeError, match=r"eval\(\)"):
+        recognise(loaded, tone_manifest)
+
+
+def test_broken_weights_are_named_by_utterance(model_file: Path, tone_manifest: Path) -> None:
+    loaded = load_model(model_file)
+    with torch.no_grad():
+        loaded.model.classifier.bias[0] = float("nan")
+    with pytest.raises(DecodeError, match="tones9"):
+        recognise(loaded, tone_manifest)
+
+
+def test_command_writes_a_report_beside_the_model(
+    model_file: Path, tone_manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(model_file.parent), "--device", "cpu", "--workers", "0"]) == 0
+    printed = capsys.readouterr().out
+    folder = model_file.parent / "best-evaluation" / tone_manifest.stem
+    names = {"hypotheses.jsonl", "report.txt", "report.json", "errors.txt", "errors.html"}
+    assert {path.name for path in folder.iterdir()} == names
+    record = json.loads((folder / "report.json").read_text())
+    assert f"%WER {100 * record['wer']:.2f} [ {record['words']['errors']} / 10, " in printed
+    assert record["utterances"] == 10
+    assert set(record["by_speaker"]) == {"s0", "s1"}
+    lines = [json.loads(line) for line in (folder / "hypotheses.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == [u.text for u in read_manifest(tone_manifest)]
+    assert [line["pred_text"] for line in lines] == recognise(load_model(model_file), tone_manifest)
+    times = [(word["start_s"], word["end_s"], line["duration"]) for line in lines for word in line["words"]]
+    assert times
+    assert all(0 <= start_s < end_s <= duration_s + 0.1 for start_s, end_s, duration_s in times)
+
+
+def test_characters_outside_the_alphabet_count_as_errors(model_file: Path, tone_manifest: Path, tmp_path: Path) -> None:
+    utterances = [replace(u, text="ü" + u.text) for u in read_manifest(tone_manifest)]
+    write_manifest(tmp_path / "odd.jsonl", utterances)
+    command = ["evaluate", str(model_file), str(tmp_path / "odd.jsonl"), "--device", "cpu", "--workers", "0"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    record = json.loads((tmp_path / "out" / "odd" / "report.json").read_text())
+    assert record["words"]["correct"] == 0
+    assert record["characters"]["reference_length"] == sum(len(u.text) for u in utterances)
+
+
+def test_mistakes_of_the_user_are_named(
+    model_file: Path, tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(tmp_path / "none.safetensors")]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+    twice = [str(tone_manifest), str(tone_manifest)]
+    assert main(["evaluate", str(model_file), *twice, "--device", "cpu"]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert main(["evaluate", str(model_file), str(tmp_path / "none.jsonl"), "--device", "cpu"]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(model_file), "--batch-audio-s", "0"])
+
+
+@pytest.mark.parametrize(
+    ("noted", "configured", "precision", "chosen"),
+    [
+        ({"precision": "fp32"}, "auto", "auto", "fp32"),
+        ({"precision": "bf16"}, "auto", "auto", "bf16"),
+        ({}, "auto", "auto", "bf16"),  # files of before: what `auto` is on a GPU
+        ({}, "fp32", "auto", "fp32"),
+        ({"precision": "bf16"}, "auto", "fp32", "fp32"),
+    ],
+)
+def test_a_gpu_recognises_in_the_precision_of_training_and_a_cpu_in_fp32(
+    model_file: Path, noted: dict[str, str], configured: str, precision: str, chosen: str
+) -> None:
+    loaded = load_model(model_file)
+    loaded.metadata["metrics"] = noted
+    loaded.config.train.precision = configured
+    assert Recogniser.of(loaded, DecodeConfig(), torch.device("cuda", 0), precision).precision == chosen
+    assert Recogniser.of(loaded, DecodeConfig(), CPU).precision == "fp32"
+
+
+def test_a_network_that_writes_case_and_punctuation_is_scored_both_ways() -> None:
+    references, hypotheses = ["Hello, Mr. Smith.", "It\u2019s me!"], ["Hello mr. Smith", "it's me"]
+    cased = Alphabet(("", *" !',.HIMSehilmorst"), case="keep")
+    utterances = [Utterance(Path(f"{i}.wav"), 1.0, text) for i, text in enumerate(references)]
+    report = score(utterances, [Hypothesis(text, 0.0, (), ()) for text in hypotheses], cased)
+    assert report.words.errors == 5
+    words_only = score_words(report, cased)
+    assert words_only is not None and words_only.words.errors == 0
+    assert score_words(report, Alphabet(("", *" 'ehilm"))) is None
+
+
+def test_the_report_of_a_bare_model_file_lies_in_the_current_folder(
+    model_file: Path, tone_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare, here = tmp_path / "elsewhere" / "mine.safetensors", tmp_path / "here"
+    bare.parent.mkdir()
+    here.mkdir()
+    bare.write_bytes(model_file.read_bytes())
+    monkeypatch.chdir(here)
+    assert main(["evaluate", str(bare), str(tone_manifest), "--device", "cpu", "--workers", "0"]) == 0
+    line = (here / "mine-evaluation" / tone_manifest.stem / "hypotheses.jsonl").read_text().splitlines()[0]
+    words = json.loads(line)["words"]
+    assert words and all(round(word["start_s"], 3) == word["start_s"] for word in words)

@@ -1,0 +1,126 @@
+"""Segments of a source without end: the rules that end them, flush, times from the start, memory."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ds2.audio.read import read_audio
+from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.model.checkpoint import load_model
+from ds2.recognition.live import NEVER, Endpoints, Live, Segment
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.stream import hear, step
+
+FRAME_S = 0.02  # of the tiny model
+
+
+@pytest.fixture(params=["greedy", "beam"])
+def recogniser(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Recogniser:
+    found = Recogniser.of(load_model(make_model()), DecodeConfig(method=request.param, beam=8), torch.device("cpu"))
+    assert found.frame_s == pytest.approx(FRAME_S)
+    return found
+
+
+def logits_of(text: str, alphabet: tuple[str, ...]) -> Tensor:
+    """(T', 1, V): a character of the text each frame, - for the blank."""
+    path = [0 if character == "-" else alphabet.index(character) for character in text]
+    return 20.0 * torch.nn.functional.one_hot(torch.tensor(path), len(alphabet)).float()[:, None]
+
+
+def say(live: Live, text: str, cut: int = 10) -> list[Segment]:
+    logits = logits_of(text, live.parts.alphabet.symbols)
+    for start in range(0, len(logits), cut):
+        hear([live], logits[start : start + cut])
+    found = list(live.final)
+    live.final.clear()
+    return found
+
+
+def test_a_pause_after_words_ends_a_segment_and_silence_alone_none(recogniser: Recogniser) -> None:
+    live = recogniser.live()
+    assert say(live, "-" * 300) == []  # 6 s
+    assert say(live, "ab-c" + "-" * 50) == []  # a second of silence
+    assert live.best().text == "abc"
+    [segment] = say(live, "-" * 20)
+    assert segment.hypothesis.text == "abc"
+    assert live.best().text == ""
+    [word] = segment.hypothesis.words
+    assert (word.start_s, word.end_s) == (pytest.approx(6.0), pytest.approx(6.08))
+    assert segment.start_s <= 6.0 and segment.end_s >= 6.08 + 1.2
+
+
+def test_each_session_has_its_own_rules(recogniser: Recogniser) -> None:
+    quick, never = recogniser.live(endpoints=Endpoints(after_speech_s=0.2)), recogniser.live(endpoints=NEVER)
+    text = "ab" + "-" * 300 + "ca" + "-" * 20
+    assert [s.hypothesis.text for s in say(quick, text)] == ["ab", "ca"]
+    assert say(never, text) == []
+    assert never.best().text == "abca"
+    with pytest.raises(ConfigError, match="after_speech_s=0"):
+        Endpoints(after_speech_s=0.0)
+
+
+def test_a_segment_that_is_too_long_ends_at_the_next_pause_or_at_last_without(recogniser: Recogniser) -> None:
+    live = recogniser.live(endpoints=Endpoints(longest_s=2.0))
+    assert say(live, "ab " * 33) == []
+    [segment] = say(live, "ab" + "-" * 25 + "ab ")
+    assert segment.end_s == pytest.approx((101 + 10) * FRAME_S, abs=10 * FRAME_S)
+    [segment] = say(live, "ab " * 130)
+    assert segment.end_s - segment.start_s == pytest.approx(7.0, abs=10 * FRAME_S)
+
+
+def test_flush_loses_nothing_and_times_go_on(recogniser: Recogniser, recording: Path) -> None:
+    samples = read_audio(recording)
+    wanted = recogniser.session()
+    wanted.accept(samples[:20_000])
+    first = wanted.finish()
+    live = recogniser.live(endpoints=NEVER)
+    for part in (samples[:20_000], samples[:20_000]):
+        live.accept(part)
+        while live.ready():
+            step([live])
+        live.flush()
+    one, two = live.final
+    assert one.hypothesis == first
+    assert two.hypothesis.text == first.text
+    shifts = {round(b.start_s - a.start_s, 6) for a, b in zip(first.words, two.hypothesis.words, strict=True)}
+    assert shifts == {1.25} and live.duration_s == 2.5
+    live.flush()
+    assert len(live.final) == 2
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Path, seed: int) -> None:
+    samples, rules, draw = np.tile(read_audio(recording), 3), Endpoints(longest_s=0.5), random.Random(seed)
+    wanted, live = recogniser.live(endpoints=rules), recogniser.live(endpoints=rules)
+    wanted.accept(samples)
+    start = 0
+    while start < len(samples):
+        end = start + draw.randint(160, 20_000)
+        live.accept(samples[start:end])
+        start = end
+        while live.ready():
+            step([live])
+    for session in (wanted, live):
+        while session.ready():
+            step([session])
+        session.flush()
+    assert len(live.final) > 1
+    assert live.final == wanted.final
+
+
+def test_nothing_grows_in_a_source_without_end(recogniser: Recogniser) -> None:
+    live = recogniser.live(endpoints=Endpoints(math.inf, 0.4, 5.0))
+    kept = []
+    for _ in range(30):
+        say(live, "ab-c" + "-" * 30)
+        rows = getattr(live.decoding, "rows", [])
+        kept.append(sum(row.timeline.kept + len(row.certain) for row in rows))
+    assert max(kept, default=0) <= 34

@@ -1,0 +1,139 @@
+"""Sources chunk by chunk: however they are cut and whoever shares their batches, what is heard is the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from numpy.typing import NDArray
+
+from ds2.audio.read import AudioError, read_audio
+from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.lm.arpa import read_arpa
+from ds2.lm.files import save_ngram
+from ds2.model.checkpoint import load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.stream import BLOCK_S, Session, step
+from ds2.recognition.transcribe import transcribe_file
+
+RATE_HZ = 16000
+ARPA = """\\data\\
+ngram 1=6
+ngram 2=2
+
+\\1-grams:
+-1.5\t<unk>\t0
+-99\t<s>\t-0.3
+-0.9\t</s>\t0
+-0.6\ta\t-0.2
+-0.7\tab\t-0.4
+-1.1\tcba\t-0.1
+
+\\2-grams:
+-0.2\t<s> ab
+-0.3\ta cba
+
+\\end\\
+"""
+
+
+@pytest.fixture(params=["greedy", "beam"])
+def recogniser(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_path: Path) -> Recogniser:
+    (tmp_path / "model.arpa").write_text(ARPA, encoding="utf-8")
+    save_ngram(read_arpa(tmp_path / "model.arpa"), tmp_path / "model.lm")
+    lm = str(tmp_path / "model.lm") if request.param == "beam" else ""
+    options = DecodeConfig(method=request.param, lm=lm, beam=16, unknown_score=-2.0)
+    return Recogniser.of(load_model(make_model()), options, torch.device("cpu"))
+
+
+def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) -> Hypothesis:
+    """Hear samples in chunks of 10 ms to 3 s."""
+    start = 0
+    while start < len(samples):
+        end = start + round(draw.uniform(0.01, 3.0) * session.sample_rate_hz)
+        session.accept(samples[start:end])
+        start = end
+        while session.ready():
+            step([session])
+    return session.finish()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_chunks_give_the_bits_of_the_file(recogniser: Recogniser, recording: Path, seed: int) -> None:
+    wanted = transcribe_file(recogniser, recording, block_s=BLOCK_S, context_s=0.0).hypothesis
+    assert len(wanted.labels) > 5
+    assert hear(recogniser.session(), read_audio(recording), random.Random(seed)) == wanted
+    at_once = transcribe_file(recogniser, recording).hypothesis  # blocks of a minute: sums in another order
+    assert (at_once.text, at_once.score) == (wanted.text, pytest.approx(wanted.score, rel=1e-4))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_sessions_that_join_and_leave_at_random_get_their_own_words(
+    recogniser: Recogniser, recording: Path, seed: int
+) -> None:
+    draw, samples = random.Random(seed), read_audio(recording)
+    sources = [
+        np.ascontiguousarray(samples[first::step_]) for first, step_ in ((0, 1), (3000, 1), (0, 2), (9, 3), (20_000, 1))
+    ]
+    alone = [hear(recogniser.session(), source, draw) for source in sources]
+    assert len({found.text for found in alone}) > 3
+    waiting, here, at, found = (
+        list(range(len(sources))),
+        dict[int, Session](),
+        [0] * len(sources),
+        dict[int, Hypothesis](),
+    )
+    while waiting or here:
+        if waiting and draw.random() < 0.7:
+            here[waiting[0]] = recogniser.session()
+            del waiting[0]
+        for index in [index for index in here if draw.random() < 0.7]:
+            end = at[index] + round(draw.uniform(0.01, 3.0) * RATE_HZ)
+            here[index].accept(sources[index][at[index] : end])
+            at[index] = end
+        for _ in range(draw.randint(0, 3)):
+            step(list(here.values()))
+        for index in [index for index in here if at[index] >= len(sources[index]) and draw.random() < 0.5]:
+            found[index] = here.pop(index).finish()
+    for index, wanted in enumerate(alone):
+        assert found[index].text == wanted.text
+        assert [(w.start_s, w.end_s) for w in found[index].words] == [(w.start_s, w.end_s) for w in wanted.words]
+        assert found[index].score == pytest.approx(wanted.score, rel=1e-4)
+
+
+@pytest.mark.parametrize("rate_hz", [8000, 22050, 48000])
+def test_another_rate_is_resampled_as_a_stream(
+    recogniser: Recogniser, recording: Path, rate_hz: int, tmp_path: Path
+) -> None:
+    time_s = np.arange(2 * rate_hz) / rate_hz
+    samples = (0.4 * np.sin(2 * np.pi * np.cumsum(np.repeat([300, 900, 2000, 600], rate_hz // 2)) / rate_hz)).astype(
+        np.float32
+    )
+    samples = samples[: len(time_s)]
+    soundfile.write(tmp_path / "other.wav", samples, rate_hz, subtype="FLOAT")
+    wanted = transcribe_file(recogniser, tmp_path / "other.wav", block_s=BLOCK_S, context_s=0.0)
+    session = recogniser.session(sample_rate_hz=rate_hz)
+    assert hear(session, samples, random.Random(1)) == wanted.hypothesis
+    assert session.duration_s == wanted.duration_s
+
+
+def test_what_is_no_audio_is_refused_and_the_session_goes_on(recogniser: Recogniser, recording: Path) -> None:
+    samples, session = read_audio(recording), recogniser.session()
+    session.accept(samples[:9000])
+    with pytest.raises(AudioError, match="NaN"):
+        session.accept(np.array([0.1, np.nan], np.float32))
+    assert hear(session, samples[9000:], random.Random(0)) == hear(recogniser.session(), samples, random.Random(1))
+    with pytest.raises(AudioError, match="12 Hz"):
+        recogniser.session(sample_rate_hz=12)
+
+
+def test_a_bidirectional_model_is_refused(make_model: Callable[..., Path]) -> None:
+    model = make_model("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
+    with pytest.raises(ConfigError, match="cannot stream"):
+        Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu")).session()

@@ -1,0 +1,206 @@
+"""Transcription: blocks equal the whole, memory stays bounded, and what cannot be read does not stop the rest."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from ds2.audio.features import Features
+from ds2.audio.read import AudioError, read_audio
+from ds2.cli import main
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.greedy import greedy_decode
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import LoadedModel, load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.transcribe import transcribe_file
+
+RATE_HZ = 16000
+
+
+def greedy(loaded: LoadedModel) -> Recogniser:
+    return Recogniser.of(loaded, DecodeConfig(), torch.device("cpu"))
+
+
+def whole(loaded: LoadedModel, path: Path) -> Hypothesis:
+    """The file through the model at once."""
+    waveform = torch.from_numpy(read_audio(path))[None]
+    with torch.no_grad():
+        logits, lengths = loaded.model(*loaded.features(waveform, torch.tensor([waveform.shape[1]])))
+    return greedy_decode(logits, lengths, loaded.alphabet, 0.01 * loaded.model.time_stride)[0]
+
+
+@pytest.mark.parametrize("block_s", [0.1, 0.7, 60.0])
+def test_a_unidirectional_model_hears_blocks_as_the_whole(
+    make_model: Callable[..., Path], recording: Path, block_s: float
+) -> None:
+    loaded = load_model(make_model())
+    expected = whole(loaded, recording)
+    transcript = transcribe_file(greedy(loaded), recording, block_s=block_s, context_s=0.0)
+    assert len(expected.labels) > 5
+    assert transcript.hypothesis.labels == expected.labels
+    heard, wanted = ([(w.text, w.start_s, w.end_s) for w in h.words] for h in (transcript.hypothesis, expected))
+    assert heard == wanted
+    assert transcript.hypothesis.score == pytest.approx(expected.score, abs=1e-3)
+    assert transcript.duration_s == 3.0
+
+
+BIDIRECTIONAL = ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
+
+
+@pytest.mark.parametrize(("block_s", "context_s"), [(60.0, 10.0), (1.5, 1.5)])
+def test_a_bidirectional_model_with_enough_context_hears_the_whole(
+    make_model: Callable[..., Path], recording: Path, block_s: float, context_s: float
+) -> None:
+    loaded = load_model(make_model(*BIDIRECTIONAL))
+    transcript = transcribe_file(greedy(loaded), recording, block_s=block_s, context_s=context_s)
+    assert transcript.hypothesis.labels == whole(loaded, recording).labels
+
+
+@pytest.mark.parametrize("overrides", [(), BIDIRECTIONAL])
+def test_the_model_never_hears_more_than_a_block_and_its_context(
+    make_model: Callable[..., Path], recording: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    loaded = load_model(make_model(*overrides))
+    frames: list[int] = []
+
+    class Spy(Features):
+        def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            frames.append(self.frames(waveforms.shape[1]))
+            return super().forward(waveforms, sample_lengths)
+
+    loaded.features.__class__ = Spy
+    windows: list[int] = []
+    forward = AcousticModel.forward
+    monkeypatch.setattr(
+        AcousticModel, "forward", lambda self, x, lengths: windows.append(x.shape[2]) or forward(self, x, lengths)
+    )
+    transcribe_file(greedy(loaded), recording, block_s=0.5, context_s=0.2)
+    assert max(frames) == 50
+    assert sum(frames) == loaded.features.frames(3 * RATE_HZ)
+    assert max(windows, default=0) == (90 if overrides else 0)
+
+
+def test_audio_of_another_rate_and_of_less_than_a_frame(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    loaded = load_model(make_model())
+    soundfile.write(tmp_path / "slow.flac", 0.1 * np.ones(8000), 8000)
+    assert transcribe_file(greedy(loaded), tmp_path / "slow.flac").duration_s == pytest.approx(1.0, abs=1e-3)
+    soundfile.write(tmp_path / "short.wav", np.zeros(100), RATE_HZ)
+    assert transcribe_file(greedy(loaded), tmp_path / "short.wav").hypothesis == Hypothesis("", 0.0, (), ())
+
+
+def test_errors_by_name(make_model: Callable[..., Path], recording: Path, tmp_path: Path) -> None:
+    loaded = load_model(make_model())
+    with pytest.raises(AudioError, match=r"none\.wav"):
+        transcribe_file(greedy(loaded), tmp_path / "none.wav")
+    with pytest.raises(ValueError, match="context_s <= block_s"):
+        transcribe_file(greedy(loaded), recording, block_s=1.0, context_s=2.0)
+    with torch.no_grad():
+        loaded.model.classifier.bias[0] = float("nan")
+    with pytest.raises(DecodeError, match=r"recording\.wav"):
+        transcribe_file(greedy(loaded), recording)
+
+
+def test_command_goes_on_after_a_bad_file_and_says_so_in_its_status(
+    make_model: Callable[..., Path], recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make_model())
+    (tmp_path / "bad.wav").write_bytes(b"not audio")
+    text = whole(load_model(model), recording).text
+    assert main(["transcribe", model, str(tmp_path / "bad.wav"), str(recording), "--device", "cpu"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == f"{recording}\t{text}\n"
+    assert "bad.wav" in captured.err
+    assert "1 of 2 files failed" in captured.err
+    assert main(["transcribe", model, str(recording), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_json_has_times_and_a_folder_stands_for_its_audio(
+    make_model: Callable[..., Path], recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model()
+    assert main(["transcribe", str(model), str(recording.parent), "--format", "json", "--device", "cpu"]) == 0
+    [record] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert record["audio_filepath"] == str(recording)
+    assert record["duration"] == 3.0
+    assert " ".join(word["text"] for word in record["words"]) == record["text"]
+    assert all(word["start_s"] < word["end_s"] and 0 < word["confidence"] <= 1 for word in record["words"])
+
+
+def test_an_empty_folder_is_a_mistake(
+    make_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["transcribe", str(make_model()), str(tmp_path / "empty"), "--device", "cpu"]) == 2
+    assert "no audio files" in capsys.readouterr().err
+
+
+def test_standard_input(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = str(make_model())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(recording.read_bytes())))
+    assert main(["transcribe", model, "-", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == f"{whole(load_model(model), recording).text}\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"no audio")))
+    assert main(["transcribe", model, "-", "--device", "cpu"]) == 1
+    assert "standard input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["srt", "vtt"])
+def test_captions_of_one_file_are_printed_and_of_several_lie_beside_them(
+    make_model: Callable[..., Path], recording: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    model = str(make_model())
+    assert main(["transcribe", model, str(recording), "--format", form, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith({"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n00:00:0"}[form])
+    shown = " ".join(line for line in printed.splitlines()[1:] if "-->" not in line and not line.isdigit())
+    assert shown.split() == whole(load_model(model), recording).text.split()
+    another = recording.with_name("another.wav")
+    another.write_bytes(recording.read_bytes())
+    assert main(["transcribe", model, str(recording), str(another), "--format", form, "--device", "cpu"]) == 0
+    assert another.with_suffix(f".{form}").read_text(encoding="utf-8") == printed
+    assert capsys.readouterr().out.splitlines()[1] == f"{another}\t{another.with_suffix(f'.{form}')}"
+
+
+def test_samples_of_standard_input_are_heard_as_they_come(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, samples = str(make_model()), soundfile.read(recording, dtype="int16")[0]
+    assert main(["transcribe", model, str(recording), "--stream", "--format", "json", "--device", "cpu"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(r["text"] for r in records) == whole(load_model(model), recording).text
+    assert [w for r in records for w in r["words"]] == sorted(
+        (w for r in records for w in r["words"]), key=lambda w: w["start_s"]
+    )
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(samples.tobytes())))
+    assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines() == [r["text"] for r in records]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--stream", "--format", "srt"], "text or json"), (["--rate", "8000"], "--stream and -")],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["transcribe", "model", "file.wav", *arguments])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Tuning finds the weights that mend what greedy gets wrong, and takes the narrowest beam that is as good."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds2.config.schema import DecodeConfig
+from ds2.lm.kneser_ney import estimate
+from ds2.lm.ngram import NGram
+from ds2.lm.sentences import SentenceReader
+from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence
+from ds2.scoring.wer import ErrorCounts
+from ds2.text.alphabet import Alphabet
+
+ALPHABET = Alphabet(("", " ", "a", "b"))
+TEXTS = ["ab ba", "ba ab", "ab ab", "ba ba"]
+
+
+def model_of(texts: list[str], folder: Path) -> NGram:
+    path = folder / "text.txt"
+    path.write_text("".join(f"{text}\n" for text in texts * 3), encoding="utf-8")
+    return estimate(SentenceReader([path], "word", ALPHABET, "stop"), 2, [0], unit="word").model
+
+
+def misheard(texts: list[str]) -> DevSet:
+    """Log-probs in which the last letter of each text is a little less likely than the other letter."""
+    paths = [[label for symbol in text for label in (ALPHABET.encode(symbol) or [1])] for text in texts]
+    log_probs = torch.full((2 * len(paths[0]), len(texts), 4), 0.01)
+    for row, path in enumerate(paths):
+        log_probs[0::2, row, :] += torch.nn.functional.one_hot(torch.tensor(path), 4)
+        log_probs[1::2, row, 0] += 1
+        log_probs[len(log_probs) - 2, row] = torch.tensor([0.01, 0.01, 0.44, 0.44])
+        log_probs[len(log_probs) - 2, row, 5 - path[-1]] += 0.1
+    logits = log_probs.log()
+    lengths = torch.full((len(texts),), len(logits))
+    return DevSet.of([(list(range(len(texts))), logits, lengths)], texts)
+
+
+def test_the_search_finds_weights_that_mend_errors(tmp_path: Path) -> None:
+    dev, lm = misheard(TEXTS), model_of(TEXTS, tmp_path)
+    options = DecodeConfig(method="beam", beam=32, unknown_score=-0.1)
+    trials = list(search(dev, ALPHABET, lm, options, [0.0, 1.0], [0.0, 1.0], torch.device("cpu"), beams=(4, 32)))
+    points = {(t.alpha, t.beta): t.errors for t in trials}
+    assert points[0.0, 0.0].errors == len(TEXTS)
+    assert points[1.0, 0.0].errors == 0
+    assert len({(t.alpha, t.beta, t.beam) for t in trials}) == len(trials) > 9
+    assert choose(trials).errors.errors == 0
+    draw(trials, choose(trials), tmp_path / "surface.png")
+    assert (tmp_path / "surface.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("narrow_errors", "beam"), [(51, 16), (60, 64)])
+def test_a_narrower_beam_is_taken_where_it_costs_little(narrow_errors: int, beam: int) -> None:
+    trials = [
+        Trial(0.5, 1.0, 64, ErrorCounts(9950, 50)),
+        Trial(0.5, 1.0, 16, ErrorCounts(10000 - narrow_errors, narrow_errors)),
+        Trial(0.7, 1.0, 16, ErrorCounts(9900, 100)),
+    ]
+    assert choose(trials).beam == beam
+    assert math.isclose(choose(trials).alpha, 0.5)
+
+
+def test_confidences_are_calibrated_on_what_was_decoded(tmp_path: Path) -> None:
+    dev, lm = misheard(TEXTS), model_of(TEXTS, tmp_path)
+    device = torch.device("cpu")
+    mended = DecodeConfig(method="beam", beam=32, alpha=1.0, beta=0.0, unknown_score=-0.1)
+    assert tune_confidence(dev, ALPHABET, lm, mended, device) == (1.0, 0.0)  # all words are right: nothing to learn
+    half_wrong = DecodeConfig(method="beam", beam=32, alpha=0.0, beta=0.0, unknown_score=-0.1)
+    slope, offset = tune_confidence(dev, ALPHABET, lm, half_wrong, device)
+    assert slope > 1 and math.isfinite(offset)  # the misheard words are the doubtful ones

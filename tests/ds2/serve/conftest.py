@@ -1,0 +1,42 @@
+"""Servers that end with their test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.serving import Running
+
+from ds2.config.schema import DecodeConfig
+from ds2.model.checkpoint import load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.serve.limits import Limits
+from ds2.serve.server import make_server
+
+
+@pytest.fixture
+def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
+    """Start servers of the tiny model with given limits; each ends with the test."""
+    started: list[tuple[Any, threading.Thread]] = []
+
+    def start(method: str = "greedy", **limits: Any) -> Running:
+        recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method=method, beam=8), torch.device("cpu"))
+        server = make_server(recogniser, Limits(**limits), "127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        started.append((server, thread))
+        return Running(recogniser, server.servers[0].sockets[0].getsockname()[1])
+
+    yield start
+    for server, thread in started:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()

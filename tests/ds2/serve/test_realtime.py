@@ -1,0 +1,116 @@
+"""OpenAI's realtime client on a server of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from support.serving import Running, speech, text_at
+
+RATE_HZ = 24000
+
+
+def client(running: Running) -> Any:
+    return openai.AsyncOpenAI(base_url=f"{running.web}/v1", api_key="none").realtime.connect(
+        model="ds2", extra_query={"intent": "transcription"}
+    )
+
+
+def session(detection: Any) -> dict[str, Any]:
+    return {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
+
+
+async def send(connection: Any, data: bytes) -> None:
+    for start in range(0, len(data), 9001):  # samples cut in halves too
+        audio = base64.b64encode(data[start : start + 9001]).decode()
+        await connection.input_audio_buffer.append(audio=audio)
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_a_commit_makes_an_item_of_all_that_was_sent(serve: Callable[..., Running], method: str) -> None:
+    running, data = serve(method), speech(1, 1.5, RATE_HZ)
+    wanted = text_at(running.recogniser, data, RATE_HZ)
+    assert wanted
+
+    async def talk() -> list[Any]:
+        events = []
+        async with client(running) as connection:
+            events.append(await connection.recv())
+            await connection.session.update(session=session(None))
+            events.append(await connection.recv())
+            for _ in range(2):
+                await send(connection, data)
+                await connection.input_audio_buffer.commit()
+                events += [await connection.recv() for _ in range(3)]
+        return events
+
+    created, updated, *rest = asyncio.run(talk())
+    assert (created.type, updated.type) == ("session.created", "session.updated")
+    kind = "conversation.item.input_audio_transcription"
+    assert [e.type for e in rest] == ["input_audio_buffer.committed", f"{kind}.delta", f"{kind}.completed"] * 2
+    assert [rest[at].transcript for at in (2, 5)] == [wanted, wanted]
+    assert [rest[at].delta for at in (1, 4)] == [wanted, wanted]
+    assert rest[3].previous_item_id == rest[0].item_id == rest[2].item_id != rest[5].item_id
+    assert [rest[at].usage.seconds for at in (2, 5)] == pytest.approx([1.5, 1.5])
+
+
+def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable[..., Running]) -> None:
+    running, data = serve(), speech(2, 1.0, RATE_HZ)
+    bad = [
+        ({"type": "response.create", "event_id": "mine"}, "response.create"),
+        ({"type": "input_audio_buffer.commit"}, "append audio"),
+        ({"type": "input_audio_buffer.append", "audio": "%"}, "base64"),
+        ({"type": "session.update", "session": {"type": "realtime"}}, "transcription"),
+        ({"type": "session.update", "session": session({"type": "semantic_vad"})}, "server_vad"),
+    ]
+
+    async def talk() -> str:
+        async with client(running) as connection:
+            await connection.recv()
+            for event, message in bad:
+                await connection.send(event)
+                answer = await connection.recv()
+                assert answer.type == "error" and message in answer.error.message
+                assert answer.error.event_id == event.get("event_id")
+            await send(connection, data)
+            await connection.input_audio_buffer.clear()
+            assert (await connection.recv()).type == "input_audio_buffer.cleared"
+            await connection.session.update(session=session(None))
+            await connection.recv()
+            await send(connection, data)
+            await connection.input_audio_buffer.commit()
+            return str([await connection.recv() for _ in range(3)][-1].transcript)
+
+    assert asyncio.run(talk()) == text_at(running.recogniser, data, RATE_HZ)
+
+
+def test_server_vad_ends_items_at_pauses(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    running, data = serve(), speech(3, 1.0, RATE_HZ)
+    monkeypatch.setattr("ds2.recognition.live._NO_PAUSE_S", 0.0)
+    monkeypatch.setattr("ds2.serve.realtime.Endpoints", _rules)
+
+    async def talk() -> Any:
+        async with client(running) as connection:
+            await connection.recv()
+            detection = {"type": "server_vad", "silence_duration_ms": 300}
+            await connection.session.update(session=session(detection))
+            updated = await connection.recv()
+            assert updated.session.audio.input.turn_detection.silence_duration_ms == 300
+            await send(connection, np.tile(np.frombuffer(data, "<i2"), 3).tobytes())
+            return [await connection.recv() for _ in range(3)]
+
+    committed, delta, completed = asyncio.run(talk())
+    assert committed.type == "input_audio_buffer.committed"
+    assert delta.delta == completed.transcript != ""
+
+
+def _rules(after_speech_s: float) -> Any:
+    from ds2.recognition.live import Endpoints
+
+    assert after_speech_s == 0.3
+    return Endpoints(after_speech_s=after_speech_s, longest_s=1.0)  # the untrained model hears no silence

@@ -1,0 +1,242 @@
+"""A server and its clients over loopback: OpenAI's package, Vosk's messages, and clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+import torch
+from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from ds2.cli import main
+from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.model.checkpoint import load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.serve.limits import Limits
+from ds2.serve.server import application
+
+
+def flac(data: bytes) -> io.BytesIO:
+    file = io.BytesIO()
+    soundfile.write(file, samples_of(data), RATE_HZ, format="FLAC")
+    file.seek(0)
+    file.name = "talk.flac"
+    return file
+
+
+async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof."""
+    async with connect(url) as ws:
+        await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ} | (config or {})}))
+        answers = []
+        for start in range(0, len(data), chunk):
+            await ws.send(data[start : start + chunk])
+            answers.append(json.loads(await ws.recv()))
+        await ws.send('{"eof" : 1}')
+        answers.append(json.loads(await ws.recv()))
+        return answers
+
+
+def words_of(answers: list[dict[str, Any]]) -> str:
+    return " ".join(answer["text"] for answer in answers if answer.get("text"))
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_openais_client_gets_every_format(serve: Callable[..., Running], method: str) -> None:
+    running, data = serve(method), speech(1, 2.0)
+    wanted, create = text_alone(running.recogniser, data), running.client().audio.transcriptions.create
+    assert wanted
+    assert create(model="ds2", file=flac(data)).text == wanted
+    assert create(model="ds2", file=flac(data), response_format="text") == wanted + "\n"
+    assert "-->" in create(model="ds2", file=flac(data), response_format="srt")
+    assert create(model="ds2", file=flac(data), response_format="vtt").startswith("WEBVTT")
+    found = create(
+        model="ds2", file=flac(data), response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert found.text == wanted and found.duration == pytest.approx(2.0)
+    assert " ".join(word.word for word in found.words) == wanted
+    assert all(0 <= word.start < word.end <= 2.0 for word in found.words)
+    assert " ".join(segment.text for segment in found.segments) == wanted
+    events = list(create(model="ds2", file=flac(data), stream=True))
+    assert [event.type for event in events[-2:]] == ["transcript.text.delta", "transcript.text.done"]
+    assert "".join(event.delta for event in events[:-1]) == events[-1].text == wanted
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_a_vosk_client_gets_one_answer_a_message_and_all_words(serve: Callable[..., Running], method: str) -> None:
+    running, data = serve(method), speech(2, 1.5)
+    answers = asyncio.run(vosk(running.vosk, data, chunk=4001, config={"words": True}))  # samples cut in halves too
+    assert len(answers) == -(-len(data) // 4001) + 1
+    assert all(answer.keys() & {"partial", "text"} for answer in answers)
+    assert words_of(answers) == text_alone(running.recogniser, data)
+    result = [word for answer in answers for word in answer.get("result", [])]
+    assert " ".join(word["word"] for word in result) == words_of(answers)
+    assert all(word["start"] < word["end"] and 0 < word["conf"] <= 1 for word in result)
+    assert running.metric("ds2_sessions") == 0
+
+
+def test_a_reset_ends_an_utterance_and_the_session_goes_on(serve: Callable[..., Running]) -> None:
+    running, data = serve(), speech(3, 1.0)
+
+    async def twice() -> list[str]:
+        async with connect(running.vosk) as ws:
+            await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
+            texts = []
+            for end in ('{"reset" : 1}', '{"eof" : 1}'):
+                await ws.send(data)
+                first = json.loads(await ws.recv())
+                await ws.send(end)
+                texts.append(" ".join(filter(None, [first.get("text"), json.loads(await ws.recv())["text"]])))
+            return texts
+
+    assert asyncio.run(twice()) == [text_alone(running.recogniser, data)] * 2
+
+
+def test_two_hundred_streams_get_their_own_words_while_others_misbehave(serve: Callable[..., Running]) -> None:
+    running = serve(sessions=210)
+    sources = [speech(seed, 0.4 + 0.004 * seed) for seed in range(200)]
+    wanted = [
+        [(word.text, round(word.start_s, 3), round(word.end_s, 3)) for word in alone(running.recogniser, data).words]
+        for data in sources
+    ]
+    assert len(set(map(str, wanted))) > 50
+
+    async def vanish() -> None:
+        ws = await connect(running.vosk)
+        await ws.send(speech(0, 0.3))
+        ws.transport.abort()
+
+    async def all_at_once() -> list[list[tuple[str, float, float]]]:
+        streams = [vosk(running.vosk, data, chunk=6400, config={"words": True}) for data in sources]
+        answers, _ = await asyncio.gather(asyncio.gather(*streams), asyncio.gather(*(vanish() for _ in range(5))))
+        return [
+            [(word["word"], word["start"], word["end"]) for answer in client for word in answer.get("result", [])]
+            for client in answers
+        ]
+
+    assert asyncio.run(all_at_once()) == wanted
+    assert running.metric("ds2_words_total") > 0
+    deadline_s = time.monotonic() + 30
+    while running.metric("ds2_sessions") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert running.metric("ds2_sessions") == 0
+    assert json.loads(running.text("/healthz")) == {"status": "ok"}
+
+
+BAD_MESSAGES = {
+    "no json": ("hello", "JSON"),
+    "no object": ("[1]", "objects"),
+    "config": ('{"config": 3}', "config is an object"),
+    "rate": ('{"config": {"sample_rate": "fast"}}', "no number"),
+    "phrases": ('{"config": {"phrase_list": ["one"]}}', "phrase_list"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MESSAGES)
+def test_a_bad_message_is_answered_by_what_is_wrong(serve: Callable[..., Running], case: str) -> None:
+    running = serve()
+    message, reason = BAD_MESSAGES[case]
+
+    async def send() -> str:
+        async with connect(running.vosk) as ws:
+            await ws.send(message)
+            error = str(json.loads(await ws.recv())["error"])
+            with pytest.raises(ConnectionClosed):
+                await ws.recv()
+            return error
+
+    assert reason in asyncio.run(send())
+
+
+def test_limits_are_told(serve: Callable[..., Running]) -> None:
+    running = serve(sessions=1, message_bytes=10_000, upload_bytes=50_000, duration_s=1.0, idle_s=0.3)
+
+    async def closes(*messages: str | bytes) -> tuple[str, int]:
+        async with connect(running.vosk) as ws:
+            reason = ""
+            try:
+                for message in messages:
+                    await ws.send(message)
+                while True:
+                    reason = json.loads(await ws.recv()).get("error", "")
+            except ConnectionClosed as closed:
+                return reason, closed.rcvd.code if closed.rcvd else 0
+
+    rate = '{"config": {"sample_rate": 16000}}'
+    assert asyncio.run(closes(b"\0" * 20_000)) == ("", 1009)
+    assert asyncio.run(closes()) == ("nothing came for 0.3 s", 1013)
+    assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith("samples at 1 Hz")
+    reason, code = asyncio.run(closes(rate, *[speech(1, 0.25)] * 5))
+    assert (reason, code) == ("a session takes 1 s of audio at most: begin a new one", 1008)
+
+    async def one_too_many() -> tuple[str, int]:
+        async with connect(running.vosk) as ws:
+            await ws.send(rate)
+            await ws.send(speech(1, 0.1))
+            await ws.recv()
+            return await closes(rate, speech(1, 0.1))
+
+    reason, code = asyncio.run(one_too_many())
+    assert "all 1 sessions" in reason and code == 1013
+    create = running.client().audio.transcriptions.create
+    with pytest.raises(openai.APIStatusError, match="50000 bytes") as caught:
+        create(model="ds2", file=("big.raw", b"\0" * 60_000))
+    assert caught.value.status_code == 413
+
+
+def test_damaged_uploads_and_unknown_formats_are_named(serve: Callable[..., Running]) -> None:
+    running = serve()
+    create = running.client().audio.transcriptions.create
+    for file, message in ((("a.wav", b"not audio"), r"a\.wav: not readable"), (("a.wav", b""), "empty")):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=message):
+                create(model="ds2", file=file, stream=stream)
+    with pytest.raises(openai.BadRequestError, match="diarized_json"):
+        create(model="ds2", file=flac(speech(1, 0.2)), response_format="diarized_json")
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(running.web + "/v1/audio/transcriptions", data=b"{}", timeout=30)
+    with socket.create_connection(("127.0.0.1", running.port)) as half:  # closes amid its request
+        half.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\nabc")
+    assert create(model="ds2", file=flac(speech(1, 1.0))).text == text_alone(running.recogniser, speech(1, 1.0))
+    assert running.metric("ds2_sessions") == 0
+
+
+def test_a_key_is_asked_for(serve: Callable[..., Running]) -> None:
+    running = serve(api_key="secret")
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        running.client("guess").audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.2)))
+    assert running.client("secret").audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.5))).text
+
+    async def answer(headers: dict[str, str]) -> dict[str, Any]:
+        async with connect(running.vosk, additional_headers=headers) as ws:
+            if headers:
+                await ws.send(speech(1, 0.1))
+            found: dict[str, Any] = json.loads(await ws.recv())
+            return found
+
+    assert "API key" in asyncio.run(answer({}))["error"]
+    assert "partial" in asyncio.run(answer({"Authorization": "Bearer secret"}))
+
+
+def test_a_model_that_cannot_stream_is_refused(
+    make_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
+    recogniser = Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="cannot stream"):
+        application(recogniser, Limits())
+    assert main(["serve", str(model), "--device", "cpu"]) == 2
+    assert "cannot stream" in capsys.readouterr().err

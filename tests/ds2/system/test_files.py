@@ -1,0 +1,150 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds2.system import files
+from ds2.system.files import sweep, whole_file, write_text
+from ds2.system.tensor_file import save
+
+
+def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file.txt"
+    write_text(path, "old\n")
+    with pytest.raises(RuntimeError, match="on purpose"), whole_file(path) as partial:
+        partial.write_text("half")
+        assert path.read_text() == "old\n"
+        raise RuntimeError("on purpose")
+    assert path.read_text() == "old\n"
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_two_writers_at_once_and_the_last_wins(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    with whole_file(path) as outer:
+        outer.write_text("first begun, last done")
+        write_text(path, "last begun, first done")
+        assert path.read_text() == "last begun, first done"
+    assert path.read_text() == "first begun, last done"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    with whole_file(tmp_path / "whole") as partial:
+        (tmp_path / "private").touch(mode=0o600)
+        (tmp_path / "private").replace(partial)
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def left_by(folder: Path, name: str, host: str, process: int) -> Path:
+    left = folder / f".{name}.{host}.{process}.{'0' * 16}.partial"
+    left.mkdir()
+    (left / name).write_text("half")
+    return left
+
+
+def test_what_killed_writers_left_goes_and_what_live_ones_write_stays(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "3600"]) as other:
+        live = left_by(tmp_path, "a", files._host(), other.pid)
+        other_host = left_by(tmp_path, "a", "elsewhere-1", 1)
+        other_name = left_by(tmp_path, "b", "elsewhere-1", 1)
+        write_text(tmp_path / "a", "new")
+        assert live.exists() and other_host.exists()
+        other.kill()
+    write_text(tmp_path / "a", "newer")
+    assert not live.exists() and other_host.exists()
+    for path in (other_host, other_host / "a", other_name, other_name / "b"):
+        os.utime(path, (0, 0))
+    write_text(tmp_path / "a", "newest")
+    assert not other_host.exists() and other_name.exists()
+    (tmp_path / ".tmpAbc123").touch()
+    (tmp_path / ".old.0123.partial").touch()
+    (tmp_path / "mine.partially").touch()
+    for name in (".tmpAbc123", ".old.0123.partial", "mine.partially"):
+        os.utime(tmp_path / name, (0, 0))
+    sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["a", "mine.partially"]
+
+
+def test_a_writer_killed_at_any_moment_leaves_nothing_for_long(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nimport torch\nfrom ds2.system import tensor_file\n"
+        "def killed(tensors, partial, metadata):\n"
+        "    (partial.parent / '.tmpXyz123').write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "tensor_file.save_file = killed\n"
+        "tensor_file.save(Path(sys.argv[1]), {'w': torch.ones(3)}, {})"
+    )
+    path = tmp_path / "a.safetensors"
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    assert len(os.listdir(tmp_path)) == 1
+    save(path, {}, {})
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_an_error_without_a_file_gets_its_name(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '.*file\.txt'"), whole_file(tmp_path / "file.txt"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Disk:
+    """What a power cut leaves: names of a folder as of its last fsync, or all; content of a file as of its last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.root, self.content, self.names, self.seen = root, {}, {}, set()  # type: ignore[var-annotated]
+        self.names[root.stat().st_ino] = {}
+        for name in ("fsync", "replace", "mkdir"):
+            monkeypatch.setattr(os, name, self._traced(getattr(os, name)))
+
+    def _traced(self, call: Callable[..., object]) -> Callable[..., object]:
+        def traced(*arguments: object, **options: object) -> object:
+            self.look()
+            result = call(*arguments, **options)
+            if call.__name__ == "fsync":
+                self._keep(f"/proc/self/fd/{arguments[0]}")
+            self.look()
+            return result
+
+        return traced
+
+    def _keep(self, path: str) -> None:
+        number = os.stat(path).st_ino
+        if os.path.isdir(path):
+            self.names[number] = {entry.name: entry.inode() for entry in os.scandir(path)}
+        else:
+            self.content[number] = Path(path).read_bytes()
+
+    def after_power_cut(self, path: Path) -> bytes | None:
+        """What is there if no name was written but by fsync; None: nothing."""
+        number = self.root.stat().st_ino
+        for name in path.relative_to(self.root).parts:
+            number = self.names.get(number, {}).get(name, 0)
+        return self.content.get(number, b"") if number else None
+
+    def look(self) -> None:
+        path = self.root / "new" / "folder" / "file"
+        self.seen.add(self.after_power_cut(path))
+        if path.exists():  # if every name was written as soon as it was made
+            self.seen.add(self.content.get(path.stat().st_ino, b""))
+
+
+def test_a_power_cut_at_any_moment_leaves_the_old_file_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    path = tmp_path / "new" / "folder" / "file"
+    write_text(path, "old")
+    assert disk.seen == {None, b"old"}
+    assert disk.after_power_cut(path) == b"old"
+    disk.seen.clear()
+    write_text(path, "new")
+    assert disk.seen == {b"old", b"new"}
+    assert disk.after_power_cut(path) == b"new"

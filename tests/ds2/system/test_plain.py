@@ -1,0 +1,67 @@
+"""Plain containers become dataclasses, or the innermost field that does not fit is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from ds2.system.plain import FieldError, UnknownField, from_plain
+
+
+@dataclass
+class Inner:
+    sizes: list[int]
+    scale: float = 1.0
+
+
+@dataclass
+class Outer:
+    name: str
+    inner: Inner
+    on: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+    several: tuple[Inner, ...] = ()
+    perhaps: dict[str, int] | None = None
+
+
+def test_values_come_out_typed() -> None:
+    given = {"name": "${oc.env:HOME}", "inner": {"sizes": [1, 2], "scale": 3}, "several": [{"sizes": []}]}
+    made = from_plain(Outer, given, "top")
+    assert made == Outer("${oc.env:HOME}", Inner([1, 2], 3.0), several=(Inner([]),))
+    assert type(made.inner.scale) is float
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"name": 7}, "top.name: is 7, expected a text"),
+        ({"on": 1}, "top.on: is 1, expected true or false"),
+        ({"inner": []}, r"top.inner: is \[\], expected a mapping"),
+        ({"inner": {}}, "top.inner.sizes: is missing"),
+        ({"inner": {"sizes": [1, True]}}, r"top.inner.sizes\[1\]: is True, expected a whole number"),
+        ({"inner": {"sizes": [2**70]}}, r"top.inner.sizes\[0\]: is 1180591620717411303424, expected a whole number"),
+        ({"inner": {"sizes": [10**6000]}}, r"top.inner.sizes\[0\]: is a int, expected a whole number"),
+        ({"inner": {"sizes": 1}}, "top.inner.sizes: is 1, expected a list"),
+        ({"inner": {"sizes": [], "scale": "1"}}, "top.inner.scale: is '1', expected a number"),
+        ({"names": {"a": None}}, "top.names.a: is None, expected a text"),
+        ({"perhaps": {"a": 1.5}}, "top.perhaps.a: is 1.5, expected a whole number"),
+        ({"other": 1}, "top.other: no such field"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, object], says: str) -> None:
+    with pytest.raises(FieldError, match=f"^{says}"):
+        from_plain(Outer, {"name": "a", "inner": {"sizes": []}} | change, "top")
+
+
+def test_an_unknown_field_can_be_told_apart() -> None:
+    with pytest.raises(UnknownField):
+        from_plain(Inner, {"sizes": [], "sclae": 1.0}, "inner")
+
+
+def test_what_nests_without_end_is_shown_short() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(FieldError, match="name: is "):
+        from_plain(Outer, {"name": deep, "inner": {"sizes": []}}, "top")

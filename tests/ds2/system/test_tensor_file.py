@@ -1,0 +1,122 @@
+"""Files that are whole or old, open without pickle, and say what is wrong with a foreign one."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ds2.system import tensor_file
+from ds2.system.tensor_file import CheckpointError, load, read_header, save
+
+
+def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3, 2), "n": torch.tensor(7), "view": torch.arange(6.0).view(2, 3).t()}
+    save(tmp_path / "a.safetensors", tensors, {"kind": "model", "text": "é"})
+    loaded, metadata = load(tmp_path / "a.safetensors")
+    assert metadata["text"] == "é" and set(loaded) == set(tensors)
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path, {"w": torch.ones(2)}, {})
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_file, "save_file", fails)
+    with pytest.raises(CheckpointError, match=r"No space left.*previous file is untouched"):
+        save(path, {"w": torch.zeros(2)}, {})
+    assert torch.equal(load(path)[0]["w"], torch.ones(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "not a whole"), (b"\x80\x04pickle", "not a whole"), (b"\0" * 64, "not")]
+)
+def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=says):
+        load(path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path, {"w": torch.ones(1000)}, {})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load(path)
+
+
+def test_another_programs_safetensors_file_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match="not written by ds2"):
+        load(tmp_path / "b.safetensors")
+
+
+def test_a_newer_format_asks_for_a_newer_ds2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "FORMAT_VERSION", 99)
+    save(tmp_path / "a.safetensors", {"w": torch.ones(1)}, {})
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="install a newer ds2"):
+        load(tmp_path / "a.safetensors")
+
+
+def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {"w": torch.randn(5, 3), "n": torch.tensor([7]), "half": torch.ones(3, dtype=torch.bfloat16)}
+    save(path, tensors, {"kind": "model", "text": "abc"})
+    whole = path.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    for place in range(8, len(whole)):
+        if place < size and whole[place] == ord(" "):
+            continue  # padding between JSON tokens says nothing
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"a\.safetensors"):
+            load(path)
+
+
+def test_tensors_that_went_missing_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save(path, {"w": torch.ones(2), "v": torch.ones(2)}, {})
+    with safe_open(path, "pt") as opened:
+        header = opened.metadata()
+    save_file({"w": torch.ones(2)}, path, header)
+    with pytest.raises(CheckpointError, match="digest: tensors or metadata are not those that were written"):
+        load(path)
+    header = {"ds2": json.dumps(read_header(header, 2))}
+    save_file({"w": torch.ones(2), "v": torch.ones(2)}, path, header)
+    with pytest.raises(CheckpointError, match="digest"):
+        load(path)
+
+
+def test_equal_files_have_equal_bytes(tmp_path: Path) -> None:
+    for index in range(8):  # safetensors writes several entries of a header in any order
+        save(tmp_path / f"{index}", {"w": torch.ones(2), "v": torch.ones(2)}, {"kind": "model"})
+    assert len({(tmp_path / f"{index}").read_bytes() for index in range(8)}) == 1
+
+
+def test_a_file_of_before_digests_still_loads(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": '{"format": 1, "kind": "model"}'})
+    assert load(tmp_path / "a.safetensors")[1]["kind"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "metadata: not JSON"),
+        ("[" * 100_000, "metadata: not JSON"),
+        ("[]", "format: is missing"),
+        ('{"format": "1"}', "format: is missing or no whole number"),
+        ('{"format": null}', "format: is missing or no whole number"),
+    ],
+)
+def test_damaged_metadata_are_named(tmp_path: Path, text: str, says: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": text})
+    with pytest.raises(CheckpointError, match=rf"a\.safetensors: {says}.*copy it again"):
+        load(tmp_path / "a.safetensors")

@@ -1,0 +1,66 @@
+"""What files say never commands a terminal, and no encoding stops what was computed from being told."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from ds2.system.terminal import VisibleFormatter, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain", "plain"),
+        ("Grüße, 你好 \u0646\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645\n\t.", None),
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("a\rb\x9b31m\x7f", "a\\rb\\x9b31m\\x7f"),
+        ("txt\u202eexe\u2066", "txt\\u202eexe\\u2066"),
+        ("\u2028", "\\u2028"),
+    ],
+)
+def test_what_commands_a_terminal_is_shown(text: str, shown: str | None) -> None:
+    assert visible(text) == (text if shown is None else shown)
+
+
+def test_log_lines_are_visible() -> None:
+    record = logging.LogRecord("a", logging.INFO, "f", 1, "file %s", ("\x1b]0;x\x07",), None)
+    assert VisibleFormatter("%(message)s").format(record) == "file \\x1b]0;x\\x07"
+
+
+def test_errors_show_paths() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ds2.cli", "wer", "no\x1b[31mthing", "x"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2 and "no\\x1b[31mthing" in run.stderr and "\x1b" not in run.stderr
+
+
+CODE = (
+    "import sys\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+    "doctor.run = lambda arguments: print('\\x1b[31m gr\\u00fc\\u00df \\u4f60') or 0\nsys.exit(cli.main(['doctor']))"
+)
+
+
+def test_a_terminal_gets_no_commands_and_a_pipe_the_text_as_it_is() -> None:
+    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, check=False,
+                         env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+    assert run.stdout.decode() == "\x1b[31m grüß 你\n"
+    leader, follower = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", CODE], stdout=follower) as process:
+        os.close(follower)
+        with io.open(leader, "rb", buffering=0) as screen:  # noqa: UP020
+            shown = screen.read(1000)
+        assert process.wait() == 0
+    assert shown.startswith(b"\\x1b[31m gr")
+
+
+def test_an_encoding_that_lacks_a_character_does_not_fail() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, env=environment, check=False)
+    assert (run.returncode, run.stdout) == (0, b"\x1b[31m gr\xfc\xdf \\u4f60\n")

@@ -1,0 +1,125 @@
+"""Transcripts as people write them become transcripts as a network shall write them, in training and scoring alike."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import Any
+
+import pytest
+
+from ds2.commands.compose import compose_config
+from ds2.text.alphabet import Alphabet, AlphabetError
+from ds2.text.normalise import NormaliseError, drop_punctuation, fold, lower, spell_numbers, upper
+
+
+def alphabet(*overrides: str) -> Alphabet:
+    return Alphabet.from_config(compose_config([*overrides, "run_dir=x"]).alphabet)
+
+
+@pytest.mark.parametrize(
+    ("text", "locale", "expected"),
+    [
+        ("DIYARBAKIR İZMİR", "tr", "dıyarbakır izmir"),
+        ("I\u0307zmir", "tr", "izmir"),
+        ("BAKI", "az", "bakı"),
+        ("TITLE", "", "title"),
+        ("TITLE", "en", "title"),
+        ("İ", "", "i\u0307"),
+    ],
+)
+def test_case_follows_the_locale(text: str, locale: str, expected: str) -> None:
+    assert lower(text, locale) == expected
+
+
+def test_upper_case_in_turkish_keeps_both_letters_apart() -> None:
+    assert upper("ılık iri", "tr") == "ILIK İRİ" and upper("iri") == "IRI"
+    assert lower(upper("ılık iri", "tr"), "tr") == "ılık iri"
+
+
+def test_punctuation_becomes_spaces_and_apostrophes_in_words_vanish_or_stay() -> None:
+    assert drop_punctuation("well-known, U.S.").split() == ["well", "known", "U", "S"]
+    assert drop_punctuation("don’t ‘go’") == "dont  go "
+    assert drop_punctuation("don’t ‘go’", keep="'") == "don't  go "
+    assert drop_punctuation("a-b c.", keep="-") == "a-b c "
+
+
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        ("in 21 days", "en", "in twenty one days"),
+        ("1,234 men", "en", "one thousand two hundred and thirty four men"),
+        ("3.25", "en", "three point two five"),
+        ("the 21st", "en", "the twenty first"),
+        ("room 007", "en", "room zero zero seven"),
+        ("1.234 Mark", "de", "eintausendzweihundertvierunddreißig Mark"),
+        ("3,5", "de", "drei Komma fünf"),
+        ("5 gün", "tr", "beş gün"),
+        ("no digits", "xx", "no digits"),
+    ],
+)
+def test_digits_become_words_of_the_language(text: str, language: str, expected: str) -> None:
+    assert " ".join(spell_numbers(text, language).split()) == expected
+
+
+def test_long_runs_of_digits_are_read_one_by_one() -> None:
+    assert spell_numbers("1234567890123", "en").split()[:3] == ["one", "two", "three"]
+
+
+def test_an_unknown_language_and_a_missing_package_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NormaliseError, match=r"alphabet\.numbers='klingon'.*num2words knows .*de"):
+        alphabet("alphabet.numbers=klingon")
+    plain = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "num2words":
+            raise ImportError(name)
+        return plain(name, *rest, **more)
+
+    monkeypatch.delitem(sys.modules, "num2words", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(NormaliseError, match="pip install num2words"):
+        alphabet("alphabet.numbers=sv")
+
+
+def test_presets_write_their_languages() -> None:
+    turkish, unfit = alphabet("alphabet=turkish").normalise("İSTANBUL'da IŞIK, ığdır!")
+    assert (turkish, sum(unfit.values())) == ("istanbulda ışık ığdır", 0)
+    german, unfit = alphabet("alphabet=german", "alphabet.numbers=de").normalise("„Schöne Grüße“ – 3 Stück!")
+    assert (german, sum(unfit.values())) == ("schöne grüße drei stück", 0)
+    english, unfit = alphabet("alphabet=english_text").normalise("It’s 'well-known'; isn't it?")
+    assert (english, sum(unfit.values())) == ("it's 'well known' isn't it", 0)
+
+
+def test_case_and_punctuation_are_kept_if_asked() -> None:
+    cased = alphabet("alphabet=english_cased")
+    assert cased.normalise("“Well,” said Mr. Smith…") == ("Well, said Mr. Smith", {})
+    assert fold("“Well,” said Mr. Smith") == "well said mr smith"
+
+
+def test_full_width_letters_become_plain_ones_under_nfkc() -> None:
+    assert alphabet("alphabet.unicode=NFKC").normalise("ＡＢＣ ﬁn")[0] == "abc fin"
+
+
+def test_the_normaliser_survives_the_way_through_a_model_file_and_older_files_have_none() -> None:
+    changed = alphabet("alphabet=turkish", "alphabet.numbers=tr")
+    assert Alphabet.from_dict(changed.to_dict()) == changed
+    plain = alphabet()
+    assert set(plain.to_dict()) == {"symbols", "case", "replace", "unknown"}
+    assert Alphabet.from_dict(plain.to_dict()) == plain
+
+
+def test_senseless_rules_are_refused() -> None:
+    with pytest.raises(AlphabetError, match="NFC or NFKC"):
+        Alphabet(("", "a"), unicode="NFX")
+    with pytest.raises(NormaliseError, match=r"alphabet\.locale='turkish': .*such as tr"):
+        Alphabet(("", "a"), locale="turkish")
+    with pytest.raises(AlphabetError, match="keep or drop"):
+        Alphabet(("", "a"), punctuation="lose")
+
+
+def test_what_is_written_as_printed_is_known() -> None:
+    assert alphabet("alphabet=english_cased").as_printed
+    assert alphabet("alphabet.symbols=' ab,'").as_printed
+    assert not alphabet().as_printed and not alphabet("alphabet=german").as_printed
+    assert not alphabet("alphabet.case=upper", "alphabet.symbols=' AB'").as_printed

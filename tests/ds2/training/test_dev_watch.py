@@ -1,0 +1,74 @@
+"""What TensorBoard shows of a run: dev loss beside train loss, utterances that stay, settings with their scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ds2.config.schema import Config
+from ds2.distributed.communicator import Communicator
+from ds2.training.loop import train
+from ds2.training.metrics import RunLog
+from ds2.training.trainer import Trainer
+
+
+def board(run_dir: Path) -> EventAccumulator:
+    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"images": 0, "audio": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def test_a_run_shows_losses_scores_times_and_the_same_utterances(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config("train.epochs=3")
+    run_dir = Path(config.run_dir)
+    train(config, run_dir)
+    shown = board(run_dir)
+    tags = shown.Tags()
+    assert {"loss/train", "loss/dev", "score/dev_wer", "timing/forward_s", "timing/step_s", "best/wer"} <= {
+        *tags["scalars"]
+    }
+    assert sorted(tags["scalars"] + ["a"])[1].startswith("best/") and not any(
+        t.startswith("train/forward") for t in tags["scalars"]
+    )
+    utterances = [f"utterance_{number}" for number in (1, 2, 3, 4)]
+    assert set(tags["audio"]) == {f"{u}/audio" for u in utterances}
+    assert set(tags["images"]) == {f"{u}/{kind}" for u in utterances for kind in ("spectrogram", "alignment")}
+    assert len(shown.Images("utterance_1/alignment")) == 3 and len(shown.Images("utterance_1/spectrogram")) == 1
+    logged = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    assert [e.value for e in shown.Scalars("loss/dev")] == pytest.approx(
+        [e["loss"] for e in logged if e["event"] == "dev"]
+    )
+    assert "_hparams_/experiment" in shown.summary_metadata
+
+
+def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config()
+    trainer = Trainer(config, Path(config.run_dir))
+    log = RunLog(Path(config.run_dir), writes=False)
+    trainer.evaluate(log)  # forgets what it saw
+    trainer.model.eval()
+    expected = []
+    with torch.inference_mode():
+        for batch in trainer.loader.epoch([[index] for index in range(10)], 1):
+            expected.append(float(trainer.passes.losses(trainer.inputs(batch, 1)).sum()))
+    heard: list[float] = []
+    scalars = log.scalars
+    log.scalars = lambda group, step, values: heard.append(values["loss"]) or scalars(group, step, values)  # type: ignore[method-assign, func-returns-value]
+    trainer.evaluate(log)
+    assert heard == [pytest.approx(sum(expected) / 10, rel=1e-5)]
+
+
+def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config()
+    trainer = Trainer(config, Path(config.run_dir))
+    watch, log = trainer.dev_watch, RunLog(Path(config.run_dir), writes=False)
+    logits = torch.zeros(3, 2, 5)
+    watch._labels[0], watch._labels[1] = [1, 1, 1], [1]  # three equal labels need five frames
+    watch.see([0, 1], logits, torch.tensor([3, 3]))
+    loss = watch.show(log, 1, [""] * 10, Communicator(torch.device("cpu")))
+    assert loss == pytest.approx(-torch.tensor(6 / 125).log().item())  # six of 5^3 paths write one label

@@ -1,0 +1,87 @@
+"""Schedules by hand-worked values, clipping, parameter groups, weight averaging."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ds2.config.schema import OptimConfig
+from ds2.training.averaging import WeightAverage
+from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "epoch", "progress", "expected"),
+    [
+        ("anneal", 0, 1, 0.0, 0.6),
+        ("anneal", 900, 3, 0.1, 0.6 / 1.44),
+        ("cosine", 900, 5, 0.5, 0.3),
+        ("cosine", 900, 9, 1.0, 0.0),
+        ("constant", 900, 9, 0.9, 0.6),
+    ],
+)
+def test_learning_rate(schedule: str, step: int, epoch: int, progress: float, expected: float) -> None:
+    config = OptimConfig(schedule=schedule, learning_rate=0.6, anneal=1.2)
+    assert learning_rate(config, step, epoch, progress) == pytest.approx(expected)
+
+
+def test_warm_up_rises_linearly_to_the_schedule() -> None:
+    config = OptimConfig(schedule="constant", learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(config, step, 1, 0.0) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def model_with_gradients() -> nn.Module:
+    model = nn.Linear(3, 2)
+    for value, parameter in zip((3.0, 4.0), model.parameters(), strict=True):
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.view(-1)[0] = value
+    return model
+
+
+@pytest.mark.parametrize(("limit", "left"), [(400.0, 5.0), (1.0, 1.0), (0.0, 5.0)])
+def test_gradients_are_rescaled_only_above_the_limit(limit: float, left: float) -> None:
+    model = model_with_gradients()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = gradient_norm(gradients)
+    assert norm.item() == pytest.approx(5.0)
+    clip_gradients(gradients, norm, limit)
+    assert gradient_norm(gradients).item() == pytest.approx(left, rel=1e-4)
+
+
+def test_nesterov_sgd_follows_the_hand_worked_steps() -> None:
+    parameter = nn.Parameter(torch.tensor([[1.0]]))
+    model = nn.ParameterList([parameter])
+    optimizer = make_optimizer(model, OptimConfig(name="sgd", learning_rate=0.1, momentum=0.9))
+    velocity, expected = 0.0, 1.0
+    for _ in range(3):
+        parameter.grad = parameter.detach().clone()  # of x^2 / 2
+        gradient = expected
+        velocity = 0.9 * velocity + gradient
+        expected -= 0.1 * (gradient + 0.9 * velocity)
+        optimizer.step()
+    assert parameter.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_weight_decay_leaves_vectors_alone() -> None:
+    optimizer = make_optimizer(nn.Linear(3, 2), OptimConfig(name="adamw", weight_decay=0.1))
+    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in optimizer.param_groups] == [
+        (0.1, [2]),
+        (0.0, [1]),
+    ]
+
+
+def test_weight_average_follows_weights_and_running_statistics() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    average = WeightAverage(model, 0.5)
+    before = average.model[0].weight.clone()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+        model[1].running_mean.add_(2.0)
+        model[1].num_batches_tracked.add_(3)
+    average.update(model)
+    decay = min(0.5, 2 / 11)
+    torch.testing.assert_close(average.model[0].weight, before + (1 - decay))
+    torch.testing.assert_close(average.model[1].running_mean, torch.full((2,), 2 * (1 - decay)))
+    assert average.model[1].num_batches_tracked.item() == 3
+    assert not math.isclose(decay, 0.5)

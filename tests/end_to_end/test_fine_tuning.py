@@ -1,0 +1,159 @@
+"""Fine-tuning as a user meets it: a model's architecture and weights, other letters, frozen parts, slower layers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds2.cli import main
+from ds2.commands.compose import compose_config
+from ds2.config.schema import Config, ConfigError
+from ds2.model.checkpoint import load_model
+from ds2.system.tensor_file import CheckpointError
+from ds2.training.loop import train
+from ds2.training.optim import set_learning_rate
+from ds2.training.trainer import Trainer
+
+
+@pytest.fixture
+def base(tiny_overrides: list[str], tmp_path: Path) -> Path:
+    """A run folder with a model of two steps."""
+    config = compose_config([*tiny_overrides, "train.max_steps=2"])
+    train(config, tmp_path / "base")
+    return tmp_path / "base"
+
+
+def tuned(tiny_overrides: list[str], base: Path, *more: str) -> Config:
+    """Compose what a user writes: data and a model to start from, no word of its architecture."""
+    own = [o for o in tiny_overrides if not o.startswith(("model", "alphabet"))]
+    return compose_config([*own, f"checkpoint.init_from={base}", *more])
+
+
+def test_architecture_features_and_alphabet_come_from_the_model(tiny_overrides: list[str], base: Path) -> None:
+    config, source = tuned(tiny_overrides, base), load_model(base)
+    assert (config.model, config.features) == (source.config.model, source.config.features)
+    assert config.alphabet.symbols == "abc "
+    started = Trainer(config, Path(config.run_dir))
+    theirs = source.model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in started.model.state_dict().items())
+    assert torch.equal(started.features.mean, source.features.mean)
+
+
+def test_what_the_command_line_sets_stays_and_the_log_says_what_differs(
+    tiny_overrides: list[str], base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = [o for o in tiny_overrides if not o.startswith(("model", "alphabet", "run_dir"))]
+    changes = ["model.depth=3", "model.dropout=0.1", "train.max_steps=1", f"run_dir={tmp_path / 'second'}"]
+    with caplog.at_level(logging.INFO):
+        assert main(["train", *own, f"checkpoint.init_from={base}", *changes]) == 0
+    assert "unlike" in caplog.text and "model.depth=3 (there 2)" in caplog.text
+    assert "model.hidden=48 (not 1152)" in caplog.text
+    assert "start from nothing: recurrent_modules.2" in caplog.text
+    assert load_model(tmp_path / "second").config.model.depth == 3
+
+
+def test_a_changed_alphabet_keeps_the_rows_of_shared_labels(
+    tiny_overrides: list[str], base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tuned(tiny_overrides, base, "alphabet.symbols='cbxa '")
+    with caplog.at_level(logging.INFO):
+        started = Trainer(config, Path(config.run_dir))
+    source = load_model(base)
+    mine, theirs = started.model.classifier, source.model.classifier
+    symbols = (started.alphabet.symbols, source.alphabet.symbols)
+    assert symbols == (("", "c", "b", "x", "a", " "), ("", "a", "b", "c", " "))
+    for row, symbol in enumerate(symbols[0]):
+        if symbol != "x":
+            old = symbols[1].index(symbol)
+            assert torch.equal(mine.weight[row], theirs.weight[old]) and torch.equal(mine.bias[row], theirs.bias[old])
+    assert mine.weight[3].abs().sum() > 0
+    assert "labels: 5 as in the model to start from, 1 new: 'x'" in caplog.text
+
+
+def test_frozen_weights_stay_and_the_rest_learns(tiny_overrides: list[str], base: Path, tmp_path: Path) -> None:
+    config = tuned(tiny_overrides, base, "train.freeze=[convs,recurrent_modules.0]", "train.max_steps=2")
+    train(config, tmp_path / "frozen")
+    before, after = load_model(base).model, load_model(tmp_path / "frozen").model
+    same = {name for name, p in after.named_parameters() if torch.equal(p, before.get_parameter(name))}
+    assert same == {n for n, _ in after.named_parameters() if n.startswith(("convs.", "recurrent_modules.0."))}
+    train(tuned(tiny_overrides, base, "train.freeze=[convs,recurrent_modules.0]"), tmp_path / "frozen")  # resumes
+    with pytest.raises(ConfigError, match=r"other train\.freeze"):
+        train(tuned(tiny_overrides, base, "train.freeze=[convs]"), tmp_path / "frozen")
+
+
+def test_layers_learn_at_their_own_rates(tiny_overrides: list[str], base: Path) -> None:
+    rates = "optim.layer_rates={convs:0.5,recurrent_modules:0.25,recurrent_modules.1:2.0}"
+    trainer = Trainer(tuned(tiny_overrides, base, rates), base.parent / "rates")
+    set_learning_rate(trainer.optimizer, 0.1)
+    rate = {id(p): group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    for name, parameter in trainer.model.named_parameters():
+        factor = {"convs": 0.5, "recurrent_modules.0": 0.25, "recurrent_modules.1": 2.0}
+        expected = next((f for prefix, f in factor.items() if name.startswith(prefix + ".")), 1.0)
+        assert rate[id(parameter)] == pytest.approx(0.1 * expected), name
+
+
+def test_wrong_names_of_weights_list_the_right_ones(tiny_overrides: list[str], base: Path) -> None:
+    for change in ("train.freeze=[conv]", "optim.layer_rates={conv:0.1}"):
+        with pytest.raises(ConfigError, match=r"'conv'.*convs.*recurrent_modules\.0 to recurrent_modules\.1"):
+            Trainer(tuned(tiny_overrides, base, change), base.parent / "second")
+    with pytest.raises(ConfigError, match="nothing to train"):
+        Trainer(
+            tuned(tiny_overrides, base, "train.freeze=[convs,recurrent_modules,norm,classifier]"), base.parent / "x"
+        )
+    with pytest.raises(ConfigError, match=r"layer_rates=\{.convs.: 0.*train\.freeze"):
+        tuned(tiny_overrides, base, "optim.layer_rates={convs:0}")
+
+
+def test_a_resumed_run_needs_no_model_to_start_from(tiny_overrides: list[str], base: Path) -> None:
+    config = tuned(tiny_overrides, base, "train.max_steps=1")
+    train(config, Path(config.run_dir))
+    base.rename(base.with_name("moved"))
+    assert tuned(tiny_overrides, base).model == config.model
+    with pytest.raises(CheckpointError, match="base"):
+        tuned(tiny_overrides, base, "run_dir=elsewhere")
+
+
+def test_a_trainer_state_is_no_model_to_start_from(tiny_overrides: list[str], base: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is a trainer, not a model: give a run folder"):
+        tuned(tiny_overrides, base / "trainer.safetensors")
+
+
+def test_the_best_model_is_the_one_of_the_chosen_metric(tiny_overrides: list[str], tmp_path: Path) -> None:
+    config = compose_config([*tiny_overrides, "train.metric=cer", "train.epochs=3"])
+    train(config, tmp_path / "run")
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    dev = [event for line in lines if (event := json.loads(line))["event"] == "dev"]
+    assert load_model(tmp_path / "run").metadata["metrics"]["cer"] == min(event["cer"] for event in dev)
+
+
+def test_info_says_what_is_inside_a_model(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(base)]) == 0
+    shown = capsys.readouterr().out
+    for fragment in ("best.safetensors", "WER", "step 2", "log_spectrogram", "5 with the blank: 'abc '", "parameters"):
+        assert fragment in shown
+
+
+def test_info_of_what_is_not_there_names_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "nowhere.safetensors"]) == 2
+    assert "give a model file or a run folder, or overrides" in capsys.readouterr().err
+    assert main(["info", "x", "model=rnn_8"]) == 2
+
+
+def test_without_a_dev_set_the_user_is_warned_and_gets_the_last_model(
+    tiny_overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(compose_config([*tiny_overrides, "data.dev=[]", "train.max_steps=2"]), tmp_path / "run")
+    assert "no dev set (data.dev is empty)" in caplog.text and "ds2 data split" in caplog.text
+    assert load_model(tmp_path / "run").metadata["metrics"]["step"] == 2
+    assert not (tmp_path / "run" / "best.safetensors").exists()
+
+
+def test_a_run_that_ends_with_an_epoch_by_its_steps_is_evaluated(tiny_overrides: list[str], tmp_path: Path) -> None:
+    steps_an_epoch = 3  # ten utterances in batches of four
+    config = compose_config([*tiny_overrides, f"train.max_steps={steps_an_epoch}", "train.evaluate_every_epochs=100"])
+    train(config, tmp_path / "run")
+    assert (tmp_path / "run" / "best.safetensors").is_file()

@@ -1,0 +1,30 @@
+"""After any number of kill -9 the same command ends with what the unbroken run ends with; see tools/kill_chains.py.
+
+DS2_KILLS=40 kills each work so often.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+KILLS = os.environ.get("DS2_KILLS", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes of a job in /proc")
+@pytest.mark.parametrize("work", ["train", "evaluate", "lm build", "data prepare", "audio cache"])
+def test_chains_of_kills_end_as_the_unbroken_run(work: str) -> None:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "kill_chains.py"), "--kills", KILLS, "--only", work],
+        env={**os.environ, "PYTHONPATH": path}, cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert f"| {work} | {KILLS} |" in done.stdout

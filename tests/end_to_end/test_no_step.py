@@ -1,0 +1,40 @@
+"""A run that took no step has failed, however quietly it came to its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds2.config.schema import Config
+from ds2.training.loop import train
+from ds2.training.trainer import Trainer, TrainingError
+
+MakeConfig = Callable[..., Config]
+
+
+def test_a_run_whose_every_step_was_skipped_fails(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = Trainer.losses
+
+    def broken(self: Trainer, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, feasible = healthy(self, batch)
+        return losses * torch.nan, feasible
+
+    monkeypatch.setattr(Trainer, "losses", broken)
+    with pytest.raises(TrainingError, match=r"nothing was learned: 3 steps were tried, none .*ds2 data check"):
+        train(tiny_config("train.epochs=1"), tmp_path / "run")
+    monkeypatch.undo()
+    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert events[0] == "start"
+
+
+def test_a_finished_run_that_is_started_again_has_not_failed(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("train.epochs=1")
+    assert train(config, tmp_path / "run") == 0
+    assert train(config, tmp_path / "run") == 0

@@ -1,0 +1,145 @@
+"""A signal ends a run in whatever phase it comes, and the run goes on from there with the unbroken run's losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launch import mpirun
+
+from ds2.audio.features import Features
+from ds2.config.schema import Config
+from ds2.data import audio_cache, splits
+from ds2.recognition.recogniser import Recogniser
+from ds2.system.tensor_file import load
+from ds2.training import trainer
+from ds2.training.loop import train
+from ds2.training.trainer import Trainer
+
+MakeConfig = Callable[..., Config]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
+    return {event["step"]: event["loss"] for event in lines if event["event"] == "train"}
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int = signal.SIGTERM) -> list[str]:
+    """Let the first call of a function bring a real signal before it does its work; returns the calls seen."""
+    calls: list[str] = []
+    healthy = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            os.kill(os.getpid(), number)
+        return healthy(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(splits, "read_manifests"), (audio_cache, "_decode"), (Features, "estimate"), (trainer, "make_optimizer")],
+    ids=["manifests", "audio-cache", "statistics", "model"],
+)
+def test_preparation_ends_at_once(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int
+) -> None:
+    signalled(monkeypatch, owner, name, number)
+    steps = signalled(monkeypatch, Trainer, "step")
+    assert train(tiny_config(), tmp_path / "run") == 128 + number
+    assert steps == []
+    assert not list(tmp_path.rglob("*.partial"))
+    monkeypatch.undo()
+    assert train(tiny_config("train.max_steps=1"), tmp_path / "run") == 0
+
+
+def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = signalled(monkeypatch, splits, "prepare")
+    config = tiny_config(f"data.train=[{tmp_path / 'none.jsonl'}]", "data.prepare=synthetic")
+    assert train(config, tmp_path / "run") == 143
+    assert calls == ["prepare"] and not (tmp_path / "run" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "steps"),
+    [
+        (Recogniser, "recognise", 3),
+        (trainer, "save_state", 3),
+        (trainer, "save_model", 3),
+        (Trainer, "keep_last", 3),
+    ],
+    ids=["evaluation", "saving", "best-model", "last-model"],
+)
+def test_evaluation_and_saving_end_and_lose_no_step(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, steps: int
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(tiny_config("train.epochs=3"), whole)
+    signalled(monkeypatch, owner, name)
+    assert train(tiny_config("train.epochs=3"), broken) == 143
+    assert load(broken / "trainer.safetensors")[1]["progress"]["step"] == steps
+    monkeypatch.undo()
+    assert train(tiny_config("train.epochs=3"), broken) == 0
+    assert losses(broken) == losses(whole)
+    one, other = load(whole / "trainer.safetensors")[0], load(broken / "trainer.safetensors")[0]
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["statistics", "evaluation", "saving"])
+def test_a_signal_to_one_rank_ends_all_in_every_phase(tiny_overrides: list[str], tmp_path: Path, phase: str) -> None:
+    overrides = [*tiny_overrides, "train.epochs=3", "optim.schedule=constant"]
+    run = mpirun(2, "rank_job.py", f"signal:{phase}", "0", "0", *overrides)
+    assert run.returncode == 143, run.stdout
+    assert "SIGTERM" in run.stdout and "Traceback" not in run.stdout
+    run = mpirun(2, "rank_job.py", "none", "0", "0", *overrides)
+    assert run.returncode == 0, run.stdout
+    assert len(losses(tmp_path / "run")) == 9
+
+
+def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "def work(arguments):\n"
+        "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n        signal.pause()\n"
+        "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n        print('closed', flush=True)\n"
+        "doctor.run = work\nsys.exit(cli.main(['doctor']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (143, "closed\n", "ds2: stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_process_whatever_they_are_doing(tone_manifest: Path, number: int) -> None:
+    code = (
+        "import sys, time, torch\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "from ds2.config.schema import DataConfig\nfrom ds2.data import audio_cache\n"
+        "from ds2.data.loader import SpeechLoader\n"
+        "from ds2.data.manifest import read_manifest\n"
+        "def stuck(*_):\n    print('reading', flush=True)\n    time.sleep(3600)\n"
+        "audio_cache._decode = stuck\n"
+        "def work(arguments):\n"
+        "    data = DataConfig(cache='none', workers=1)\n"
+        "    loader = SpeechLoader(read_manifest(sys.argv[1]), data, torch.device('cpu'))\n"
+        "    for _ in loader.epoch([[0]], 1): pass\n"
+        "doctor.run = work\nsys.exit(cli.main(['doctor']))"
+    )
+    command = [sys.executable, "-c", code, str(tone_manifest)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "reading\n"
+        process.send_signal(number)
+        process.communicate(timeout=300)  # returns when the worker, which has the pipes too, is gone: it sleeps an hour
+    assert process.returncode == (143 if number == signal.SIGTERM else -9)

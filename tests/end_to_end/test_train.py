@@ -1,0 +1,278 @@
+"""The loop as a whole: it learns, resumes exactly, stops cleanly, and names what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import HERE, TIMEOUT_S
+
+from ds2.audio.read import AudioError
+from ds2.cli import main
+from ds2.config.schema import Config, ConfigError
+from ds2.data.splits import CorpusError
+from ds2.model.checkpoint import load_model
+from ds2.system.tensor_file import CheckpointError, load
+from ds2.training.loop import train
+from ds2.training.metrics import RunLog
+from ds2.training.trainer import Trainer, TrainingError
+
+MakeConfig = Callable[..., Config]
+RANK_JOB = HERE / "rank_job.py"
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, object]]:
+    lines = (run_dir / "log.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {int(str(e["step"])): float(str(e["loss"])) for e in events(run_dir, "train")}
+
+
+def test_overfits_ten_utterances_to_no_character_error(tiny_config: MakeConfig) -> None:
+    config = tiny_config("train.epochs=60", "train.evaluate_every_epochs=10", "optim.schedule=constant")
+    run_dir = Path(config.run_dir)
+    assert train(config, run_dir) == 0
+    assert min(float(str(e["cer"])) for e in events(run_dir, "dev")) == 0.0
+    assert load_model(run_dir).metadata["metrics"]["cer"] == 0.0
+
+
+def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None:
+    config = tiny_config("train.epochs=3", "checkpoint.keep_last=2")
+    run_dir = Path(config.run_dir)
+    train(config, run_dir)
+    names = {p.name for p in run_dir.iterdir()}
+    assert names == {
+        "lock", "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors",
+        "trainer.safetensors", "config.yaml", "log.jsonl", "tensorboard",
+    }  # fmt: skip
+    loaded = load_model(run_dir / "last.safetensors")
+    assert loaded.config.model == config.model and loaded.metadata["metrics"]["git_commit"]
+    first = events(run_dir, "train")[0]
+    assert {"loss", "learning_rate", "gradient_norm", "audio_s_per_s", "data_s", "forward_s", "backward_s"} <= set(
+        first
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("optim=sgd", "optim.learning_rate=1e-3"),
+        ("train.average_decay=0.9", "model.dropout=0.2", "augment.speed=[0.9,1.0]", "augment.time_masks=1"),
+        ("train.accumulate=2", "batching.utterances=2", "augment.noise_probability=0.5", "augment.gain_db=[-6,6]"),
+        ("model.cell=lstm", "train.epochs=3"),
+    ],
+    ids=["sgd", "adamw-averaged-augmented", "accumulated", "lstm"],
+)
+def test_stopped_mid_epoch_and_resumed_is_the_unbroken_run(
+    tiny_config: MakeConfig, tmp_path: Path, extra: tuple[str, ...], device: str
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    extra = (*extra, f"device={device}")
+    train(tiny_config(*extra), whole)
+    for steps in (1, 4, 5, 0):
+        train(tiny_config(*extra, f"train.max_steps={steps}"), broken)
+    assert losses(broken) == losses(whole)
+    a, b = load(whole / "trainer.safetensors"), load(broken / "trainer.safetensors")
+    assert all(torch.equal(a[0][name], b[0][name]) for name in a[0])
+    progress = [metadata["progress"] | {"elapsed_s": 0} for _, metadata in (a, b)]
+    assert progress[0] == progress[1]
+
+
+@pytest.mark.slow
+def test_killed_at_random_steps_and_started_again_is_the_unbroken_run(
+    tiny_config: MakeConfig, tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    extra = ["train.epochs=12", "checkpoint.every_steps=1", "augment.speed=[0.9,1.0,1.1]", "data.workers=2"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(tiny_config(*extra), whole)
+    kills = 0
+    for wait_steps in (3, 2, 5, 1000):
+        seen = len(losses(broken)) if (broken / "log.jsonl").is_file() else 0
+        # The run waits ten steps on, for a test that comes late on a busy machine.
+        job = ["hang", "0", str(seen + wait_steps + 10), *tiny_overrides, *extra, f"run_dir={broken}"]
+        process = subprocess.Popen(
+            [sys.executable, str(RANK_JOB), *job], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None:
+            now = len(losses(broken)) if (broken / "log.jsonl").is_file() else 0
+            if now >= seen + wait_steps:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.01)
+        process.wait(timeout=TIMEOUT_S)
+    assert kills >= 3 and process.returncode == 0
+    assert losses(broken) == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_cleanly(tiny_overrides: list[str], tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "ds2.cli", "train", *tiny_overrides, "train.epochs=100000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ}, text=True
+    )
+    while not (run_dir / "best.safetensors").is_file():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors and number.name in errors
+    assert load(run_dir / "trainer.safetensors")[1]["progress"]["step"] > 0
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
+    tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config("train.max_skipped_steps=2", "batching.sortagrad=false")
+    trainer = Trainer(config, Path(config.run_dir))
+    healthy = trainer.passes.losses
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+
+    def poisoned(inputs):  # type: ignore[no-untyped-def]
+        values = healthy(inputs)
+        return values + torch.tensor([float("nan")] + [0.0] * (len(values) - 1))
+
+    monkeypatch.setattr(trainer.passes, "losses", poisoned)
+    batches = trainer.ahead(trainer.loader.epoch(trainer.plan(), 1))
+    bad = trainer.utterances[trainer.plan()[0][0]].name
+    assert trainer.step(batches, trainer.plan()[:1]) is None
+    assert bad in caplog.text and trainer.progress.skipped == 1 and trainer.progress.step == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert trainer.step(batches, trainer.plan()[:1]) is None
+    with pytest.raises(TrainingError, match=r"3 steps were not finite.*max_skipped_steps=2.*learning_rate"):
+        trainer.step(batches, trainer.plan()[:1])
+
+
+def test_out_of_memory_names_the_batch_and_the_settings(
+    tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    trainer = Trainer(config, Path(config.run_dir))
+
+    def fails(batch):  # type: ignore[no-untyped-def]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer.passes, "losses", fails)
+    with pytest.raises(
+        TrainingError, match=r"epoch 1, batch 1: 4 utterances, the longest .* s\. Lower batching\.utterances=4"
+    ):
+        trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
+
+
+def test_unusable_utterances_are_named_and_either_stop_or_are_left_out(
+    tiny_config: MakeConfig, tone_manifest: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [json.loads(line) for line in tone_manifest.read_text().splitlines()]
+    lines[0]["text"], lines[1]["text"], lines[2]["text"] = "ab?", "ab" * 40, ""
+    bad = tone_manifest.with_name("bad.jsonl")
+    bad.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tiny_config(f"data.train=[{bad}]")
+    with pytest.raises(CorpusError) as caught:
+        Trainer(config, Path(config.run_dir))
+    for fragment in (
+        "3 of 10",
+        "'?'",
+        "CTC needs 80 for 80 labels",
+        "has no labels",
+        "bad.jsonl:1",
+        "on_bad_utterance=skip",
+        "U+003F QUESTION MARK",
+        "punctuation: drop",
+    ):
+        assert fragment in str(caught.value)
+    trainer = Trainer(tiny_config(f"data.train=[{bad}]", "data.on_bad_utterance=skip"), Path(config.run_dir))
+    assert len(trainer.utterances) == 7 and "3 of 10 training utterances left out" in caplog.text
+
+
+def test_unreadable_dev_audio_is_found_before_the_first_step(
+    tiny_config: MakeConfig, tone_manifest: Path, tmp_path: Path
+) -> None:
+    lines = [json.loads(line) for line in tone_manifest.read_text().splitlines()]
+    (tmp_path / "broken.wav").write_bytes(b"no audio")
+    lines[3]["audio_filepath"] = str(tmp_path / "broken.wav")
+    dev = tone_manifest.with_name("broken_dev.jsonl")
+    dev.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = tiny_config(f"data.dev=[{dev}]")
+    with pytest.raises(AudioError, match=r"broken\.wav"):
+        Trainer(config, Path(config.run_dir))
+
+
+def test_workers_start_once_and_end_with_the_run(tiny_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(multiprocessing.active_children())
+    seen = []
+    evaluate = Trainer.evaluate
+
+    def watched(trainer: Trainer, board: RunLog) -> dict[str, float]:
+        scores = evaluate(trainer, board)
+        seen.append(set(multiprocessing.active_children()) - others)
+        return scores
+
+    monkeypatch.setattr(Trainer, "evaluate", watched)
+    config = tiny_config("data.workers=1", "train.epochs=3")
+    train(config, Path(config.run_dir))
+    assert len(seen[0]) == 2  # one of the training set, one of the dev set
+    assert seen == [seen[0]] * 3
+    assert not any(worker.is_alive() for worker in seen[0])
+
+
+def test_resuming_with_another_model_is_refused(tiny_config: MakeConfig) -> None:
+    config = tiny_config("train.max_steps=1")
+    run_dir = Path(config.run_dir)
+    train(config, run_dir)
+    with pytest.raises(ConfigError, match=r"other model\.hidden.*init_from"):
+        train(tiny_config("model.hidden=32"), run_dir)
+    with pytest.raises(CheckpointError, match="holds the checkpoints of another run"):
+        train(tiny_config("checkpoint.resume=false"), run_dir)
+
+
+def test_init_from_starts_at_the_weights_of_a_model_file(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    train(tiny_config("train.max_steps=2"), tmp_path / "first")
+    started = Trainer(tiny_config(f"checkpoint.init_from={tmp_path / 'first'}"), tmp_path / "second")
+    source = load_model(tmp_path / "first").model.state_dict()
+    assert all(torch.equal(value, source[name]) for name, value in started.model.state_dict().items())
+    assert started.progress.step == 0
+
+
+def test_an_unwritable_run_folder_is_found_before_the_first_step(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(CheckpointError, match=r"cannot be written.*run_dir=\.\.\."):
+        train(tiny_config(), tmp_path / "file" / "run")
+
+
+def test_early_stop_ends_training_and_a_second_start_does_nothing(tiny_config: MakeConfig) -> None:
+    config = tiny_config("train.epochs=50", "train.early_stop_epochs=2", "optim.learning_rate=1e-9")
+    run_dir = Path(config.run_dir)
+    train(config, run_dir)
+    done = load(run_dir / "trainer.safetensors")[1]["progress"]
+    assert done["epoch"] <= 5
+    train(config, run_dir)
+    assert load(run_dir / "trainer.safetensors")[1]["progress"] == done
+
+
+def test_a_sweep_trains_every_value_in_a_folder_of_its_own(
+    tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    sweep = ["--multirun", "model.hidden=32,48", "train.max_steps=1"]
+    assert main(["train", *tiny_overrides, *sweep]) == 0
+    folder = tmp_path / "run-sweep"
+    jobs = ("model.hidden=32", "model.hidden=48")
+    assert [load_model(folder / job).config.model.hidden for job in jobs] == [32, 48]
+    table = (folder / "ranking.txt").read_text()
+    assert all(job in table for job in jobs) and (folder / "ranking.png").is_file()
+    assert load_model(folder / jobs[1]).config.run_dir == str(folder / jobs[1])

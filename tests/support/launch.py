@@ -1,0 +1,37 @@
+"""Starts scripts under the mpirun or torchrun of this Python's environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
+
+
+def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.is_file() else shutil.which("mpirun")
+    assert launcher, "the tests of several ranks need mpirun: pip install -e '.[dev]'"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable]
+    return _run([*command, str(HERE / script), *arguments], root)
+
+
+def torchrun(
+    ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """The same under torchrun, which ends with 1 whatever status its ranks had."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options]
+    return _run([*command, str(HERE / script), *arguments], {})
+
+
+def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun or torchrun.
+
+python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
+FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone),
+launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin)
+A fault before a step strikes the first time only, not after torchrun has started its ranks again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ds2.audio.features import Features
+from ds2.cli import main
+from ds2.distributed.launcher import launched
+from ds2.recognition.recogniser import Recogniser
+from ds2.training import trainer
+from ds2.training.trainer import Trainer
+
+
+def strike(fault: str, trainer: Trainer) -> None:
+    """Do what the fault is called."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "throw":
+        raise RuntimeError("thrown on purpose")
+    elif fault == "hang":
+        time.sleep(3600)
+    elif fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "launcher":
+        os.kill(os.getppid(), signal.SIGTERM)
+    elif fault == "poison":
+        passes = trainer.passes
+        healthy = passes.losses
+
+        def poisoned(inputs: Any) -> Any:
+            passes.losses = healthy  # type: ignore[method-assign]
+            losses = healthy(inputs)
+            return losses + torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
+
+        passes.losses = poisoned  # type: ignore[method-assign]
+
+
+def run(fault: str, rank: str, step: str, *overrides: str) -> int:
+    """Train once; the fault strikes one rank before one step."""
+
+    def faulty_step(self: Trainer, *arguments: Any) -> float | None:
+        taken = self.progress.step + self.progress.skipped
+        first_time = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if first_time and launched().rank == int(rank) and taken == int(step):
+            strike(fault, self)
+        return HEALTHY_STEP(self, *arguments)
+
+    Trainer.step = faulty_step  # type: ignore[method-assign]
+    if fault.startswith("signal:") and launched().rank == int(rank):
+        _signal_in(*PHASES[fault.partition(":")[2]])
+    return main(["train", *overrides])
+
+
+def _signal_in(owner: Any, name: str) -> None:
+    healthy = getattr(owner, name)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return healthy(*arguments, **options)
+
+    setattr(owner, name, signalled)
+
+
+HEALTHY_STEP = Trainer.step
+PHASES = {
+    "statistics": (Features, "estimate"),
+    "evaluation": (Recogniser, "recognise"),
+    "saving": (trainer, "save_state"),
+}
+
+if __name__ == "__main__":
+    jobs: list[list[str]] = [[]]
+    for argument in sys.argv[1:]:
+        if argument == "--":
+            jobs.append([])
+        else:
+            jobs[-1].append(argument)
+    sys.exit(max(run(*job) for job in jobs))

@@ -1,0 +1,74 @@
+"""A server that answers, and sounds to send to it."""
+
+from __future__ import annotations
+
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import openai
+from numpy.typing import NDArray
+
+from ds2.audio.stream import Pcm16
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.stream import step
+
+RATE_HZ = 16000
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    recogniser: Recogniser
+    port: int
+
+    @property
+    def web(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def vosk(self) -> str:
+        return f"ws://127.0.0.1:{self.port}/"
+
+    def text(self, path: str) -> str:
+        with urllib.request.urlopen(self.web + path, timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def metric(self, name: str) -> float:
+        return next(
+            float(line.split()[1]) for line in self.text("/metrics").splitlines() if line.startswith(name + " ")
+        )
+
+    def client(self, key: str = "none") -> Any:
+        return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:
+    """Tones that change every tenth of a second, as 16-bit samples."""
+    draw = np.random.default_rng(seed)
+    pitch_hz = np.repeat(draw.uniform(200, 3000, size=int(seconds * 10) + 1), rate_hz // 10)
+    samples = draw.uniform(0.05, 0.5) * np.sin(2 * np.pi * np.cumsum(pitch_hz) / rate_hz)
+    return (samples[: int(seconds * rate_hz)] * 32767).astype("<i2").tobytes()
+
+
+def samples_of(data: bytes) -> NDArray[np.float32]:
+    return Pcm16().accept(data)
+
+
+def alone(recogniser: Recogniser, data: bytes, rate_hz: int = RATE_HZ) -> Hypothesis:
+    session = recogniser.session(sample_rate_hz=rate_hz)
+    session.accept(samples_of(data))
+    while session.ready():
+        step([session])
+    return session.finish()
+
+
+def text_alone(recogniser: Recogniser, data: bytes) -> str:
+    return alone(recogniser, data).text
+
+
+def text_at(recogniser: Recogniser, data: bytes, rate_hz: int) -> str:
+    return alone(recogniser, data, rate_hz).text

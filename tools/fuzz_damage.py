@@ -1,0 +1,135 @@
+"""Damage to files, drawn by seed: bytes of any file, words of a text, values in the JSON of a safetensors header."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+NUMBERS = ("nan", "-nan", "inf", "-inf", "-1", "0", "1", "1e999", "1e-999", "-0.0", "1" * 40, "9" * 5000, "0x10", "½")
+WORDS = (
+    "", " ", "\0", "\x1b[2J", "\ufeff", "\u202e", "null", "true", "[]", "{}", "[" * 3000, '"', "'", "\\", "\n", "\r",
+    "\t", "${oc.env:HOME}", "${decode}", "../../../../etc/passwd", "/dev/zero", "é", "日本", "\U0001f600", "<s>",
+    "</s>", "a" * 70_000,
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**400, 0.5, -0.5, 1e300, float("nan"), float("inf"), "", "x",
+    "nan", "\0", "${oc.env:HOME}", "/etc/passwd", [], [1], [[]], [1, 2, 3, 4, 5], {}, {"x": 1}, "a" * 70_000,
+)  # fmt: skip
+_NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+Damage = Callable[[random.Random, bytes], bytes]
+
+
+def _place(draw: random.Random, content: bytes) -> int:
+    """A position, half of the time within the first bytes, where headers are."""
+    return draw.randrange(min(len(content), draw.choice((64, 1 << 30)))) if content else 0
+
+
+def _flip(draw: random.Random, content: bytes) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(draw.choice((1, 1, 1, 8, 100)) if damaged else 0):
+        damaged[_place(draw, content)] ^= 1 << draw.randrange(8)
+    return bytes(damaged)
+
+
+def _cut(draw: random.Random, content: bytes) -> bytes:
+    return content[: _place(draw, content)] if draw.random() < 0.7 else content[: -draw.randint(1, 16)]
+
+
+def _grow(draw: random.Random, content: bytes) -> bytes:
+    at = draw.choice((_place(draw, content), len(content)))
+    added = draw.choice(
+        (draw.randbytes(draw.randint(1, 300)), bytes(draw.randint(1, 5000)), content[: len(content) // 2])
+    )
+    return content[:at] + added + content[at:]
+
+
+def _block(draw: random.Random, content: bytes) -> bytes:
+    at, size = _place(draw, content), draw.choice((1, 2, 4, 8, 64, 4096))
+    filling = draw.choice((b"", bytes(size), b"\xff" * size, draw.randbytes(size), content[:size]))
+    return content[:at] + filling + content[at + size :]
+
+
+def _integer(draw: random.Random, content: bytes) -> bytes:
+    layout = draw.choice(("<I", ">I", "<Q", ">Q", "<H", ">H"))
+    size = struct.calcsize(layout)
+    value = draw.choice((0, 1, 2 ** (8 * size) - 1, 2 ** (8 * size - 1), draw.randrange(2 ** (8 * size))))
+    at = _place(draw, content)
+    return content[:at] + struct.pack(layout, value) + content[at + size :]
+
+
+def _number(draw: random.Random, content: bytes) -> bytes:
+    found = list(_NUMBER.finditer(content))
+    if not found:
+        return _word(draw, content)
+    chosen = draw.choice(found)
+    return content[: chosen.start()] + draw.choice(NUMBERS).encode() + content[chosen.end() :]
+
+
+def _word(draw: random.Random, content: bytes) -> bytes:
+    parts = re.split(rb"(\s|[,:=\"])", content)
+    parts[draw.randrange(len(parts))] = draw.choice(WORDS).encode()
+    return b"".join(parts)
+
+
+def _lines(draw: random.Random, content: bytes) -> bytes:
+    lines = content.split(b"\n")
+    chosen = draw.randrange(len(lines))
+    where = draw.randrange(len(lines) + 1)
+    return b"\n".join(
+        draw.choice(
+            (lines[:chosen] + lines[chosen + 1 :], [*lines[:where], lines[chosen], *lines[where:]], lines[::-1])
+        )
+    )
+
+
+def _encoding(draw: random.Random, content: bytes) -> bytes:
+    text = content.decode("utf-8", "replace")
+    return draw.choice((text.encode("utf-16"), b"\xef\xbb\xbf" + content, text.encode("latin-1", "replace") + b"\xe9",
+                        content.replace(b"\n", b"\r\n"), content.replace(b"\n", b"\r")))  # fmt: skip
+
+
+def changed_tree(draw: random.Random, tree: Any) -> Any:
+    """The JSON tree with one value replaced, removed or added, anywhere."""
+    if not isinstance(tree, dict | list) or not tree or draw.random() < 0.1:
+        return draw.choice(VALUES)
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    key = draw.choice(keys)
+    tree = tree.copy()
+    action = draw.random()
+    if action < 0.1:
+        del tree[key]
+    elif action < 0.2 and isinstance(tree, dict):
+        tree[draw.choice(("x", "", "\0", f"{key} "))] = tree.pop(key)
+    else:
+        tree[key] = changed_tree(draw, tree[key])
+    return tree
+
+
+def _header(draw: random.Random, content: bytes) -> bytes:
+    """A safetensors file that is whole but for a value in its header, or in the JSON that ds2 keeps there."""
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    own = json.loads(header["__metadata__"]["ds2"])
+    if draw.random() < 0.7:
+        header["__metadata__"]["ds2"] = json.dumps(changed_tree(draw, own))
+    else:
+        header = changed_tree(draw, header)
+    written = json.dumps(header).encode()
+    return struct.pack("<Q", len(written)) + written + content[8 + size :]
+
+
+def _json_lines(draw: random.Random, content: bytes) -> bytes:
+    lines = content.splitlines()
+    chosen = draw.randrange(len(lines))
+    lines[chosen] = json.dumps(changed_tree(draw, json.loads(lines[chosen]))).encode()
+    return b"\n".join(lines) + b"\n"
+
+
+BYTES: tuple[Damage, ...] = (_flip, _cut, _grow, _block, _integer)
+TEXT: tuple[Damage, ...] = (*BYTES, _number, _word, _number, _word, _lines, _encoding)
+TENSORS: tuple[Damage, ...] = (*BYTES, _header, _header, _header, _header, _header)
+JSON_LINES: tuple[Damage, ...] = (*TEXT, _json_lines, _json_lines, _json_lines)

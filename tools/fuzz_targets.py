@@ -1,0 +1,298 @@
+"""Every reader of ds2 with whole files for it, small enough that thousands of damaged ones are read in minutes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import soundfile
+import torch
+from fuzz_damage import BYTES, JSON_LINES, NUMBERS, TENSORS, TEXT, WORDS, Damage
+from torch import Tensor
+
+from ds2.audio.features import Features
+from ds2.audio.read import audio_info, read_audio
+from ds2.commands.compose import compose_config
+from ds2.config.schema import Config, DataConfig, ModelConfig
+from ds2.data.audio_cache import open_audio
+from ds2.data.corpora import import_corpus
+from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.decoding.methods import make_decoder
+from ds2.lm.arpa import write_arpa
+from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.kneser_ney import estimate
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import load_model, save_model
+from ds2.recognition.settings import decode_settings, save_settings, tuned_file
+from ds2.scoring.texts import read_texts
+from ds2.text.alphabet import Alphabet
+from ds2.text.pieces import read_pieces
+from ds2.training.optim import make_optimizer
+from ds2.training.state import TrainState, read_state, save_state
+
+RATE_HZ = 16000
+CPU = torch.device("cpu")
+WORDS_OF_LM = ("one", "two", "three", "four")
+TINY = Config(
+    model=ModelConfig(hidden=16, depth=2, skip=1, row_convs=1, row_conv_context=1),
+    data=DataConfig(workers=0),
+    run_dir="x",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of input and what reads it."""
+
+    name: str
+    make: Callable[[Path], None]  # whole files into an empty folder
+    read: Callable[[Path], Any]  # to a value that is compared
+    damages: tuple[Damage, ...]
+    only: str = "*"  # glob of the files that are damaged
+    checked: bool = False  # damage is seen: whatever is read is what was written
+
+
+def digest(values: Iterable[Any]) -> str:
+    """A short name of arrays, tensors and whatever has a repr."""
+    total = hashlib.sha256()
+    for value in values:
+        array = value.numpy() if isinstance(value, Tensor) else value
+        total.update(array.tobytes() if isinstance(array, np.ndarray) else repr(array).encode())
+    return total.hexdigest()[:16]
+
+
+def noise(seconds: float, seed: int = 0) -> np.ndarray:
+    """Seeded noise with a tone in it."""
+    rng = np.random.default_rng(seed)
+    time_s = np.arange(int(RATE_HZ * seconds)) / RATE_HZ
+    return 0.1 * rng.standard_normal(len(time_s)).clip(-3, 3) + 0.3 * np.sin(2 * np.pi * 440 * time_s)
+
+
+def _audio(container: str, subtype: str) -> Target:
+    def make(folder: Path) -> None:
+        soundfile.write(folder / "audio", noise(0.3), RATE_HZ, format=container, subtype=subtype)
+
+    def read(folder: Path) -> Any:
+        audio_info(folder / "audio")
+        waveform = read_audio(folder / "audio")
+        if not (np.isfinite(waveform).all() and np.abs(waveform).max() <= 1.0):
+            raise AssertionError("samples beyond full scale were let through")
+        return digest([waveform])
+
+    return Target(f"audio {container.lower()} {subtype.lower()}", make, read, BYTES)
+
+
+def _speech(folder: Path, count: int = 3) -> list[Utterance]:
+    utterances = []
+    for number in range(count):
+        path = folder / "wav" / f"speaker{number}" / f"u{number}.wav"
+        path.parent.mkdir(parents=True)
+        soundfile.write(path, noise(0.2, number), RATE_HZ)
+        utterances.append(Utterance(path, 0.2, f"{WORDS_OF_LM[number]} two", speaker=f"speaker{number}"))
+    return utterances
+
+
+def _make_manifest(folder: Path) -> None:
+    write_manifest(folder / "m.jsonl", _speech(folder))
+
+
+def _lines(path: Path, lines: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _make_kaldi(folder: Path) -> None:
+    spoken = _speech(folder)
+    _lines(folder / "wav.scp", (f"r{n} {u.audio_filepath}" for n, u in enumerate(spoken)))
+    _lines(folder / "segments", (f"u{n} r{n} 0.0 0.15" for n in range(len(spoken))))
+    _lines(folder / "text", (f"u{n} {u.text}" for n, u in enumerate(spoken)))
+    _lines(folder / "utt2spk", (f"u{n} {u.speaker}" for n, u in enumerate(spoken)))
+
+
+def _make_an4(folder: Path) -> None:
+    spoken = _speech(folder)
+    _lines(folder / "etc" / "an4_train.fileids", (f"{u.speaker}/u{n}" for n, u in enumerate(spoken)))
+    _lines(folder / "etc" / "an4_train.transcription", (f"<s> {u.text} </s> (u{n})" for n, u in enumerate(spoken)))
+
+
+def _make_librispeech(folder: Path) -> None:
+    chapter = folder / "dev-clean" / "10" / "7"
+    chapter.mkdir(parents=True)
+    for number in range(2):
+        soundfile.write(chapter / f"10-7-000{number}.flac", noise(0.2, number), RATE_HZ)
+    _lines(chapter / "10-7.trans.txt", ("10-7-0000 ONE", "10-7-0001 TWO"))
+
+
+def _make_csv(folder: Path) -> None:
+    spoken = _speech(folder)
+    rows = (f'{u.audio_filepath.relative_to(folder)},"{u.text}",{u.speaker}' for u in spoken)
+    _lines(folder / "table.csv", ["wav_filename,transcript,speaker", *rows])
+
+
+def _make_deepspeech(folder: Path) -> None:
+    samples = []
+    for utterance in _speech(folder):
+        text = utterance.audio_filepath.with_suffix(".txt")
+        _lines(text, [utterance.text])
+        names = (str(path.relative_to(folder)) for path in (utterance.audio_filepath, text))
+        samples.append(dict(zip(("wav_path", "transcript_path"), names, strict=True)))
+    (folder / "m.json").write_text(json.dumps({"root_path": str(folder), "samples": samples}))
+
+
+def _importer(format_name: str, make: Callable[[Path], None], only: str, inside: str = "") -> Target:
+    def read(folder: Path) -> Any:
+        return [
+            (u.name, u.text, u.duration_s) for u in import_corpus(format_name, folder / inside, _PARTS[format_name])
+        ]
+
+    return Target(f"import {format_name}", make, read, TEXT, only)
+
+
+_PARTS = {"an4": "train", "librispeech": "dev-clean", "kaldi": "", "csv": "", "deepspeech_pytorch": ""}
+
+
+def _parts_of_model(config: Config = TINY) -> tuple[AcousticModel, Features, Alphabet]:
+    torch.manual_seed(0)
+    alphabet, features = Alphabet.from_config(config.alphabet), Features(config.features, RATE_HZ)
+    return AcousticModel(config.model, features.bins, len(alphabet)), features, alphabet
+
+
+def _make_model(folder: Path) -> None:
+    save_model(folder / "best.safetensors", *_parts_of_model(), TINY, {"wer": 0.5, "epoch": 1})
+
+
+def _read_model(folder: Path) -> Any:
+    loaded = load_model(folder / "best.safetensors")
+    tensors = (*loaded.model.state_dict().values(), *loaded.features.state_dict().values())
+    return digest([*tensors, loaded.alphabet.symbols, loaded.config])
+
+
+def _train_state() -> TrainState:
+    model, features, _ = _parts_of_model()
+    state = TrainState(model, features, make_optimizer(model, TINY.optim))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    return state
+
+
+def _make_state(folder: Path) -> None:
+    save_state(folder, _train_state(), TINY)
+
+
+def _read_state(folder: Path) -> Any:
+    state = _train_state()
+    state.take(*read_state(folder, TINY, _train_state()), average_decay=0.0)
+    tensors = (tensor for part in state.tensors().values() for tensor in part.values())
+    return digest([*tensors, asdict(state.progress)])
+
+
+def _make_cache(folder: Path) -> None:
+    _make_manifest(folder)
+    _read_cache(folder)
+
+
+def _read_cache(folder: Path) -> Any:
+    return digest(open_audio(read_manifest(folder / "m.jsonl"), DataConfig(work_dir=str(folder))))
+
+
+def _language_model() -> Any:
+    draw = random.Random(0)
+    return estimate([[draw.choice(WORDS_OF_LM) for _ in range(draw.randint(1, 6))] for _ in range(60)], 3).model
+
+
+def _read_lm(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        lm = load_ngram(folder / name)
+        scores = [score for words in (WORDS_OF_LM, ["none", "one", "one"], []) for score in lm.sentence(list(words))]
+        if not all(math.isfinite(score) and score <= 1e-3 for score in scores):
+            raise AssertionError(f"scores that are no log-probs: {scores}")
+        return digest(scores)
+
+    return read
+
+
+def _make_tuned(folder: Path) -> None:
+    options = replace(TINY.decode, method="beam", alpha=0.7, hot_words=["one"], confidence=[1.5, -0.5])
+    save_settings(options, tuned_file(folder / "best.safetensors"))
+
+
+def _read_tuned(folder: Path) -> Any:
+    options = decode_settings(folder / "best.safetensors", TINY)
+    make_decoder(replace(options, lm=""), Alphabet.from_config(TINY.alphabet), 0.02, CPU)
+    return options
+
+
+def _keys(section: type, prefix: str = "") -> Iterable[str]:
+    hints = get_type_hints(section)
+    for declared in fields(section):
+        kind = hints[declared.name]
+        if is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{declared.name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + declared.name
+
+
+KEYS = tuple(_keys(Config))
+
+
+def _override(draw: random.Random, content: bytes) -> bytes:
+    key = draw.choice(KEYS)
+    value = draw.choice((*NUMBERS, *WORDS, "[1,2]", "[nan]", "[-1,1]", "{a:1}", "100000", "-5", "1e9", "0.5"))
+    return f"{key}={value}".encode()
+
+
+def _read_override(folder: Path) -> Any:
+    """What `ds2 train` builds from its settings before it looks at data, without the memory of the weights."""
+    config = compose_config([(folder / "override").read_bytes().decode()])
+    alphabet = Alphabet.from_config(config.alphabet)
+    features = Features(config.features, config.data.sample_rate_hz)
+    with torch.device("meta"):
+        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+    make_optimizer(model, config.optim)
+    make_decoder(replace(config.decode, lm=""), alphabet, 0.02, CPU)
+    return None
+
+
+def _make_override(folder: Path) -> None:
+    (folder / "override").write_text("model.depth=2")
+
+
+def _texts(folder: Path) -> Any:
+    return [read_texts(folder / "m.jsonl", ids=ids, hypotheses=True) for ids in (False, True)]
+
+
+def _targets() -> Mapping[str, Target]:
+    sounds = (
+        "WAV/PCM_16 WAV/FLOAT FLAC/PCM_16 OGG/OPUS OGG/VORBIS CAF/ALAC_16 MP3/MPEG_LAYER_III NIST/PCM_16 AIFF/PCM_16"
+    )
+    rows = (
+        *(_audio(*sound.split("/")) for sound in f"{sounds} AU/PCM_16 W64/PCM_16".split()),
+        Target("manifest", _make_manifest, lambda f: read_manifest(f / "m.jsonl"), JSON_LINES, "m.jsonl"),
+        Target("texts to score", _make_manifest, _texts, JSON_LINES, "m.jsonl"),
+        _importer("kaldi", _make_kaldi, "[!w]*"),
+        _importer("an4", _make_an4, "etc/*"),
+        _importer("librispeech", _make_librispeech, "dev-clean/10/7/*.txt"),
+        _importer("csv", _make_csv, "table.csv", "table.csv"),
+        _importer("deepspeech_pytorch", _make_deepspeech, "m.json", "m.json"),
+        Target("model file", _make_model, _read_model, TENSORS, checked=True),
+        Target("trainer state", _make_state, _read_state, TENSORS, checked=True),
+        Target("audio cache", _make_cache, _read_cache, BYTES, "audio_cache/*", checked=True),
+        Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), _read_lm("lm"), TENSORS),
+        Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), _read_lm("lm.arpa"), TEXT),
+        Target("pieces", lambda f: _lines(f / "p.txt", ["on", "tw", "▁", "e", "n", "o"]),
+               lambda f: read_pieces(f / "p.txt"), TEXT),
+        Target("tuned settings", _make_tuned, _read_tuned, TEXT),
+        Target("overrides", _make_override, _read_override, (_override,)),
+    )  # fmt: skip
+    return {row.name: row for row in rows}
+
+
+TARGETS = _targets()

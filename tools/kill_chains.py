@@ -1,0 +1,287 @@
+"""Kill ds2 with -9 at random moments, start it again, and compare what it ends with to the unbroken run, bit for bit.
+
+    python tools/kill_chains.py --kills 4                   four kills of each work: some minutes
+    python tools/kill_chains.py --kills 40 --only train     the table is what recipes/reliability.md shows
+
+A chain starts one command again after each kill, until it ends by itself. On two ranks half of the kills take the whole
+job, half one rank: then the others must end by themselves within a minute. A fault is a chain that ends otherwise than
+the unbroken run, fails, or leaves temporary files; the exit status is 1 if there are any. Needs /proc (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ds2.data.manifest import Utterance, write_manifest
+from ds2.system.machine import git_commit
+
+RATE_HZ = 16000
+TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
+DS2 = (sys.executable, "-m", "ds2.cli")
+OTHERS_END_S = 60.0
+KILLS_A_CHAIN = 8
+CACHE = (
+    "import sys; from ds2.config.schema import DataConfig; from ds2.data.audio_cache import open_audio;"
+    "from ds2.data.manifest import read_manifest;"
+    "open_audio(read_manifest(sys.argv[1]), DataConfig(work_dir=sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A command that is killed: how it starts in a folder, and what it ends with."""
+
+    name: str
+    command: Callable[[Path], Sequence[str]]
+    result: Callable[[Path], object]
+    ranks: int = 1
+
+
+@dataclass
+class Count:
+    """What became of the chains of one work."""
+
+    kills: int = 0
+    chains: int = 0
+    equal: int = 0
+    faults: list[str] | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the chains and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=4, help="of each work (default 4)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", help="works whose names begin so")
+    given = parser.parse_args(arguments)
+    started, faults = time.monotonic(), []
+    rows = ["| work | kills -9 | chains | equal | faults |", "|---|---:|---:|---:|---:|"]
+    with tempfile.TemporaryDirectory(prefix="ds2-kills-") as name:
+        base = Path(name)
+        for work in works(base):
+            if given.only and not work.name.startswith(tuple(given.only)):
+                continue
+            draw = random.Random(f"{given.seed} {work.name}")
+            count = chains(work, base / work.name.replace(" ", "-"), given.kills, draw)
+            found = count.faults or []
+            rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(found)} |")
+            print(rows[-1], *found, sep="\n", file=sys.stderr)
+            faults += [f"{work.name}: {fault}" for fault in found]
+    print(f"seed {given.seed}, {time.monotonic() - started:.0f} s, commit {git_commit()}\n")
+    print("\n".join([*rows, "", *(f"- {fault}" for fault in faults)]))
+    return 1 if faults else 0
+
+
+def works(base: Path) -> list[Work]:
+    """What is killed, on a corpus that is made in `base`."""
+    manifest, text = _corpus(base / "corpus"), base / "text.txt"
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
+    text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(20_000)), encoding="utf-8")
+    settings = (
+        f"data.train=[{manifest}]", f"data.dev=[{manifest}]", "data.workers=0", "alphabet.symbols='abc '", "device=cpu",
+        "model=rnn_small", "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]", "model.hidden=48", "model.depth=2",
+        "model.skip=1", "model.row_convs=1", "model.row_conv_context=2", "model.dropout=0.1", "optim=adamw",
+        "optim.warmup_steps=0", "batching.utterances=4", "train.epochs=4", "train.log_every_steps=1",
+        "train.average_decay=0.9", "augment.speed=[0.9,1.1]", "checkpoint.every_steps=2",
+    )  # fmt: skip
+
+    def training(folder: Path) -> Sequence[str]:
+        return (*DS2, "train", *settings, f"data.work_dir={folder / 'work'}", f"run_dir={folder / 'run'}")
+
+    def two_ranks(folder: Path) -> Sequence[str]:
+        beside = Path(sys.executable).with_name("mpirun")
+        launcher = str(beside) if beside.is_file() else shutil.which("mpirun") or "mpirun"
+        return (launcher, "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
+
+    def evaluation(folder: Path) -> Sequence[str]:
+        model = base / "train" / "unbroken" / "run" / "best.safetensors"
+        if not model.is_file():
+            _run(training(base / "train" / "unbroken"), base / "train" / "unbroken")
+        return (*DS2, "evaluate", str(model), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
+
+    def model_of_text(folder: Path) -> Sequence[str]:
+        return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
+
+    def preparing(folder: Path) -> Sequence[str]:
+        return (*DS2, "data", "prepare", "recipe=synthetic", f"data.work_dir={folder / 'corpus'}")
+
+    def caching(folder: Path) -> Sequence[str]:
+        return (sys.executable, "-c", CACHE, str(manifest), str(folder / "work"))
+
+    return [
+        Work("train", training, _trained),
+        Work("train on 2 ranks", two_ranks, _trained, ranks=2),
+        Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
+        Work("lm build", model_of_text, _built),
+        Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
+        Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.pcm", order=False)),
+    ]
+
+
+def _corpus(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    rng, utterances = np.random.default_rng(0), []
+    for number in range(24):
+        samples = int(RATE_HZ * rng.uniform(0.5, 1.2))
+        path = folder / f"u{number}.flac"
+        soundfile.write(path, 0.1 * rng.standard_normal(samples).clip(-3, 3), RATE_HZ)
+        utterances.append(Utterance(path, samples / RATE_HZ, TEXTS[number % len(TEXTS)]))
+    write_manifest(folder / "m.jsonl", utterances)
+    return folder / "m.jsonl"
+
+
+def _trained(folder: Path) -> object:
+    """Every tensor of the trainer state, how far it is but for the clock, and the loss of each step, the last said."""
+    file = folder / "run" / "trainer.safetensors"
+    tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load_file(file).items()}
+    lines = map(json.loads, (folder / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    losses = {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+    models = [name for name in ("best.safetensors", "last.safetensors") if (folder / "run" / name).is_file()]
+    return tensors, losses, models
+
+
+def _built(folder: Path) -> object:
+    """A language model's header and tensors; safetensors writes the entries of a header in any order."""
+    with safe_open(str(folder / "text.lm"), framework="np") as file:
+        tensors = {name: hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest() for name in file.keys()}  # noqa: SIM118
+        return file.metadata(), tensors
+
+
+def _files(folder: Path, pattern: str, *, order: bool = True) -> object:
+    """Names and content of files, paths of the folder left out; or, where content may lie in any order, sizes."""
+    files = sorted(path for path in folder.glob(pattern) if path.is_file())
+    here = str(folder).encode()
+
+    def content(file: Path) -> str | int:
+        held = file.read_bytes()
+        return hashlib.sha256(held.replace(here, b"")).hexdigest() if order else len(held)
+
+    return [(str(file.relative_to(folder)), content(file)) for file in files]
+
+
+def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
+    """Kill the work so many times, over as many chains as that takes."""
+    count = Count(faults=[])
+    assert count.faults is not None
+    unbroken = folder / "unbroken"
+    started = time.monotonic()
+    status = _run(work.command(unbroken), unbroken)
+    whole_s = time.monotonic() - started
+    if status:
+        count.faults.append(f"the unbroken run ended with status {status}: {_said(unbroken)}")
+        return count
+    expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
+    while count.kills < kills:
+        chain = folder / f"chain{count.chains}"
+        count.chains += 1
+        for _ in range(min(KILLS_A_CHAIN, kills - count.kills)):
+            alone = work.ranks > 1 and draw.random() < 0.5
+            status = _run(work.command(chain), chain, draw.uniform(0.2, 1.05) * whole_s, draw if alone else None)
+            count.kills += status is None
+            if status is not None:
+                break
+        else:
+            status = _run(work.command(chain), chain)
+        if status:
+            count.faults.append(f"chain {count.chains} ended with status {status}: {_said(chain)}")
+        elif work.result(chain) != expected:
+            count.faults.append(f"chain {count.chains} ended otherwise than the unbroken run")
+        else:
+            count.equal += 1
+        left = [path for path in _temporary(chain) if path.name not in ordinary]
+        if left:
+            size = sum(path.stat().st_size for path in left if path.is_file()) / 1e6
+            count.faults.append(f"chain {count.chains} left {len(left)} temporary files, {size:.1f} MB: {left[0].name}")
+        shutil.rmtree(chain, ignore_errors=True)
+    return count
+
+
+def _temporary(folder: Path) -> list[Path]:
+    """Files that ds2 puts somewhere for a while; the folders of an mpirun that was killed are not its own."""
+    found = [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
+    return [path for path in found if not path.name.startswith(("ompi.", "prte.", "pmix"))]
+
+
+def _run(
+    command: Sequence[str], folder: Path, kill_after_s: float = 0.0, one_of: random.Random | None = None
+) -> int | None:
+    """Run a command in a folder: its status, or None where it was killed.
+
+    Args:
+        command: what to run.
+        folder: where it writes; `tmp` in it is its temporary folder.
+        kill_after_s: 0 does not kill.
+        one_of: draws the one process among ds2's that is killed; None kills all.
+    """
+    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "DS2_CACHE_DIR": str(folder / "cache"),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }  # fmt: skip
+    with (folder / "said.txt").open("ab") as said:
+        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True)
+        try:
+            return job.wait(kill_after_s or None)
+        except subprocess.TimeoutExpired:
+            family = [job.pid, *_descendants(job.pid)]
+            ranks = [pid for pid in family if _is_python(pid)] if one_of else []
+            if ranks and one_of:
+                _kill([one_of.choice(ranks)])
+                with suppress(subprocess.TimeoutExpired):
+                    job.wait(OTHERS_END_S)
+                    return None
+                said.write(b"ranks went on although one of them was killed\n")
+            _kill([job.pid, *_descendants(job.pid)])
+            job.wait()
+            return None
+
+
+def _descendants(process: int) -> list[int]:
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+def _is_python(process: int) -> bool:
+    with suppress(OSError):
+        return (
+            b"ds2.cli" in Path(f"/proc/{process}/cmdline").read_bytes()
+            and b"mpirun" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
+        )
+    return False
+
+
+def _kill(processes: Sequence[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, 9)
+
+
+def _said(folder: Path) -> str:
+    return (folder / "said.txt").read_text(errors="replace").strip()[-300:].replace("\n", " / ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
