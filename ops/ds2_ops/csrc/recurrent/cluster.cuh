@@ -25,7 +25,7 @@
 #pragma once
 
 #include "ptx/sync.cuh"
-#include "recurrent/cells.cuh"
+#include "recurrent/pointwise.cuh"
 #include "recurrent/pass.cuh"
 
 namespace ds2 {
@@ -83,7 +83,6 @@ struct ClusterShape {
 
     static_assert(UNITS <= 2, "two groups or two parts: registers for two finishing warpgroups, not more");
     static_assert(HEAD_CHUNKS <= CHUNKS && CHUNKS <= 2 * HEAD_CHUNKS, "the first part is not the smaller one");
-    static_assert(Cell::GATES == 1, "a block's rows are its units: cells with gates need their own pointwise end");
     static_assert(SOURCES == 1 || SOURCES == 2, "each warp's K slice is what one or two whole blocks produced");
     static_assert(WORDS % 4 == 0, "blocks exchange units of 16 bytes");
     static_assert(ROUND_SAMPLES >= 1, "the finishing threads cover one utterance's words of a part");
@@ -256,7 +255,6 @@ struct Multiplier {
 template <class Shape>
 struct Finisher {
     using Number = typename Shape::Number;
-    using Cell = typename Shape::Cell;
     static constexpr int PEERS = Shape::CLUSTER / 4;  // that one lane of a quad sends to
 
     const Pass& pass;
@@ -420,8 +418,7 @@ struct Finisher {
             if (Shape::BACKWARD && pass.state && t == frames - 1) Number::unpack(load_state(tile, s), last);
 #pragma unroll
             for (int e = 0; e < Shape::PER_WORD; e++)
-                value[e] = Shape::BACKWARD ? Cell::backward(value[e] + in[e] + last[e], y[e], pass.clip)
-                                           : Cell::forward(value[e] + in[e], pass.clip);
+                value[e] = apply_cell<Shape>(Shape::BACKWARD ? value[e] + in[e] + last[e] : value[e] + in[e], y[e], pass.clip);
             const unsigned result = t < frames ? Number::pack(value) : 0;
             if (i + 1 < tile.iterations()) send(result, stage ^ 1, s, mine);
             store_shared_4(input_at(i, r, 0), result);

@@ -22,7 +22,7 @@
 // phase that has passed unseen; one that owns none does not wait.
 #pragma once
 
-#include "recurrent/cells.cuh"
+#include "recurrent/pointwise.cuh"
 #include "recurrent/exchange.cuh"
 #include "recurrent/turns.cuh"
 
@@ -66,7 +66,6 @@ struct GridShape {
     static constexpr int WEIGHTS_AT = BARRIERS_AT + 2 * GROUPS * 8;
     static constexpr int SMEM_BYTES = WEIGHTS_AT + THREADS * K_PAIRS_SMEM * M_TILES * 32;
 
-    static_assert(Cell::GATES == 1, "a block's rows are its units: cells with gates need their own pointwise end");
     static_assert(CLUSTER > 1, "shared memory of a block without a cluster has no remote address");
 
     // Named barriers of partial sums, between multiplying and adding warps, and of finishing warps; 0 is __syncthreads. In
@@ -263,7 +262,6 @@ struct GridAdder {
 template <class Shape>
 struct GridFinisher {
     using Number = typename Shape::Number;
-    using Cell = typename Shape::Cell;
 
     const Pass& pass;
     const int thread = threadIdx.x - THREADS - Shape::ADDERS;
@@ -393,9 +391,7 @@ struct GridFinisher {
                 return;
             }
 #pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++)
-                value[e] = Shape::BACKWARD ? Cell::backward(value[e] + in[e], y[e], pass.clip)
-                                           : Cell::forward(value[e] + in[e], pass.clip);
+            for (int e = 0; e < Shape::PER_WORD; e++) value[e] = apply_cell<Shape>(value[e] + in[e], y[e], pass.clip);
             const unsigned result = t < length ? Number::pack(value) : 0;
             if (more) store_relaxed(to, publishable(Number::operand(result)));
             store_word<Number>(pass.result, element(tile, at.group, t), result, valid, pass.whole_words);

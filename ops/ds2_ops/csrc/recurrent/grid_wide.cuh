@@ -18,7 +18,7 @@
 // owns none gets none.
 #pragma once
 
-#include "recurrent/cells.cuh"
+#include "recurrent/pointwise.cuh"
 #include "recurrent/turns.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -78,7 +78,6 @@ struct WideShape {
     static __device__ int arrivals(int barrier) { return barrier < FULL ? 1 : barrier < READ ? PARTS : WARPS; }
     static __device__ int read(int turn) { return READ + turn % 2; }
 
-    static_assert(Cell::GATES == 1, "a cluster's rows are its units: cells with gates need their own pointwise end");
     static_assert(PER_WORD == 2, "two rows of a lane are one word: 16-bit numbers only");
 };
 
@@ -253,7 +252,6 @@ struct WideMultiplier : WideBlock<Shape> {
 template <class Shape>
 struct WideFinisher : WideBlock<Shape> {
     using Number = typename Shape::Number;
-    using Cell = typename Shape::Cell;
     using Block = WideBlock<Shape>;
     using Block::lane, Block::pass, Block::rank, Block::smem;
     using Tile = GridTile<Shape>;
@@ -409,9 +407,7 @@ struct WideFinisher : WideBlock<Shape> {
 #pragma unroll
         for (int n = 0; n < OWN; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-                sum[n][e] = Shape::BACKWARD ? Cell::backward(sum[n][e], y[n][e], pass.clip)
-                                            : Cell::forward(sum[n][e], pass.clip);
+            for (int e = 0; e < 2; e++) sum[n][e] = apply_cell<Shape>(sum[n][e], y[n][e], pass.clip);
     }
 
     // The pointwise end of one turn at frame t; t = -1 is the gradient of the first state. First everything that other
