@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ds2.config.schema import Config
+from ds2.training.inputs import Inputs
 from ds2.training.loop import train
-from ds2.training.trainer import Trainer, TrainingError
+from ds2.training.passes import Passes
+from ds2.training.trainer import TrainingError
 
 MakeConfig = Callable[..., Config]
 
@@ -20,13 +21,12 @@ MakeConfig = Callable[..., Config]
 def test_a_run_whose_every_step_was_skipped_fails(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    healthy = Trainer.losses
+    healthy = Passes.losses
 
-    def broken(self: Trainer, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, feasible = healthy(self, batch)
-        return losses * torch.nan, feasible
+    def broken(self: Passes, inputs: Inputs) -> torch.Tensor:
+        return healthy(self, inputs) * torch.nan
 
-    monkeypatch.setattr(Trainer, "losses", broken)
+    monkeypatch.setattr(Passes, "losses", broken)
     with pytest.raises(TrainingError, match=r"nothing was learned: 3 steps were tried, none .*ds2 data check"):
         train(tiny_config("train.epochs=1"), tmp_path / "run")
     monkeypatch.undo()
