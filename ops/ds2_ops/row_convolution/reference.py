@@ -1,4 +1,4 @@
-"""TODO: one sentence."""
+"""The equation of the row convolution, differentiable by autograd: what the fast implementations are checked by."""
 
 import torch
 from torch import Tensor
