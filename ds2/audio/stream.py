@@ -74,23 +74,25 @@ class FeatureStream:
         self.features, self.device, self.block_frames = features, device, block_frames
         self.samples = 0  # heard so far
         self._held = np.empty(0, np.float32)
+        self._lead_samples = features.lead_samples  # that the first window still lacks
         self._enough = (block_frames - 1) * features.step_samples + features.window_samples
 
     def accept(self, samples: NDArray[np.float32]) -> Iterator[Tensor]:
         """Take the next samples (N,) of the features' rate in [-1, 1]; yield the blocks (1, F, T) they complete."""
         self.samples += len(samples)
         self._held = np.concatenate([self._held, samples])
+        if 0 < self._lead_samples <= len(self._held):
+            self._held = np.concatenate([self._held[: self._lead_samples][::-1], self._held])
+            self._lead_samples = 0
         while len(self._held) >= self._enough:
             yield self._frames(self._held[: self._enough])
             self._held = self._held[self.block_frames * self.features.step_samples :]
 
     def finish(self) -> Iterator[Tensor]:
         """Yield what is left, where that is a frame or more."""
-        if self.features.frames(len(self._held)):
+        if not self._lead_samples and len(self._held) >= self.features.window_samples:
             yield self._frames(self._held)
         self._held = self._held[:0]
 
     def _frames(self, samples: NDArray[np.float32]) -> Tensor:
-        waveforms = torch.from_numpy(samples)[None].to(self.device)
-        found: Tensor = self.features(waveforms, torch.tensor([len(samples)]))[0]
-        return found
+        return self.features.of_windows(torch.from_numpy(samples)[None].to(self.device)).contiguous()
