@@ -1,7 +1,7 @@
 """Tiles of the narrow whole-chip design: groups of up to 8 utterances, any number type."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
@@ -41,7 +41,7 @@ def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choi
 def _choice(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Choice | None:
     """None where some warp would have no part of K or a thread more than one word to finish."""
     number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
+    cell = ALL[problem.nonlinearity]
     words = state_words(problem)
     splits = cluster * WARPS
     block_words = _block_words(words, cluster, clusters, per_word)
