@@ -32,6 +32,11 @@ def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.
     return np.random.default_rng([seed, epoch, index, zlib.crc32(purpose.encode())])
 
 
+def of_view(purpose: str, view: int) -> str:
+    """The purpose of draws for one of several views of an utterance; the first one's is `purpose` itself."""
+    return f"{purpose}, view {view}" if view else purpose
+
+
 def augment_waveform(
     waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, draws: Draws, noise: NoiseSource
 ) -> Waveform:

@@ -70,6 +70,15 @@ def check(config: Config) -> None:
         f"data.min_duration_s={config.data.min_duration_s} must be below "
         f"data.max_duration_s={config.data.max_duration_s}",
     )
+    _require(
+        config.optim.schedule != "timed_cosine" or config.train.max_minutes > 0,
+        "optim.schedule=timed_cosine falls to zero when train.max_minutes are up: set them above 0, or take cosine",
+    )
+    _require(
+        config.train.consistency == 0 or config.augment.time_masks + config.augment.frequency_masks > 0,
+        f"train.consistency={config.train.consistency} compares two views of an utterance that differ in their masks: "
+        "set augment.time_masks or augment.frequency_masks above 0",
+    )
     symbols = config.alphabet.symbols
     _require(len(symbols) > 0, "alphabet.symbols is empty: list every character that transcripts may hold")
     repeated = sorted({s for s in symbols if symbols.count(s) > 1})
