@@ -99,7 +99,10 @@ class Reproduction:
         run_dir = self._train(row, gpu, rate, self.given.epochs)
         tests = self._evaluate(run_dir, gpu, "greedy", ["decode=greedy"])
         if self.given.decode:
-            tests |= self._evaluate(run_dir, gpu, "with LM", self.given.decode)
+            try:
+                tests |= self._evaluate(run_dir, gpu, "with LM", self.given.decode)
+            except RowFailed as error:
+                self._say(f"{row.name}, with LM: {error}")
         curve = events(run_dir, "dev")
         best = min(curve, key=lambda event: (event["wer"], event["cer"]))
         passed = events(run_dir, "train")

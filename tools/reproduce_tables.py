@@ -100,6 +100,14 @@ def _figure_8(narrow: float, epochs: int) -> Table:
 _MASKS = ("augment.time_masks=10", "augment.time_fraction=0.2")
 _TWO_VIEWS = ("train.consistency=0.2", *_MASKS)
 
+_DEGRADED = (
+    "augment.room_probability=0.3",
+    "augment.noise_probability=0.4",
+    "augment.noise_colours=[0,1,2]",
+    "augment.babble_share=0.3",
+    "augment.codec_probability=0.2",
+)
+
 
 def _ablation(narrow: float, epochs: int) -> Table:
     base = ("recipe=librispeech_5h", "optim.schedule=timed_cosine", "train.epochs=1000")
@@ -112,6 +120,7 @@ def _ablation(narrow: float, epochs: int) -> Table:
         Row("stochastic depth 0.2", ("model.stochastic_depth=0.2",)),
         Row("log-mel features", ("features=log_mel", "augment.frequency_width=15")),
         Row("dropout 0.3", ("model.dropout=0.3",)),
+        Row("rooms, coloured noise, voices, codecs", _DEGRADED),
     )
     return Table("Ablation: each row the same minutes", rows, (*base, "train.evaluate_every_epochs=1000"))
 

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ds2.config.allowed import KEY, Range
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import CODECS, Config, ConfigError
 
 
 def check_allowed(section: Any, key: str = "") -> None:
@@ -55,12 +55,17 @@ def check(config: Config) -> None:
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
         "and the other to 0: batches hold either a fixed count or a budget of audio",
     )
-    for key, pair in (("augment.gain_db", augment.gain_db), ("augment.noise_snr_db", augment.noise_snr_db)):
+    pairs = {"gain_db": augment.gain_db, "noise_snr_db": augment.noise_snr_db, "room_rt60_s": augment.room_rt60_s}
+    for key, pair in ((f"augment.{name}", pair) for name, pair in pairs.items()):
         _require(not pair or pair[0] <= pair[1], f"{key}={pair} must be [low, high]")
     _require(
         augment.noise_probability == 0 or bool(augment.noise_snr_db),
         "augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too",
     )
+    unknown = [codec for codec in augment.codecs if codec not in CODECS]
+    _require(not unknown, f"augment.codecs has {unknown}, allowed are {', '.join(CODECS)}")
+    for key, values in (("augment.codecs", augment.codecs), ("augment.noise_colours", augment.noise_colours)):
+        _require(bool(values), f"{key} is empty: name at least one, or set the probability to 0")
     _require(
         features.step_s <= features.window_s,
         f"features.step_s={features.step_s} above features.window_s={features.window_s} would skip audio",

@@ -9,6 +9,8 @@ from omegaconf import MISSING
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name
 from ds2.system.errors import UserError
 
+CODECS = ("mulaw", "alaw", "gsm", "adpcm", "mp3")
+
 
 class ConfigError(UserError):
     """A configuration that composes but cannot work; the message names the key, what is allowed and the way out."""
@@ -70,7 +72,14 @@ class AugmentConfig:
     gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # [low, high]
     noise_probability: float = number(0.0, 0, 1)  # the papers add noise to 40 % of utterances
     noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # [low, high]
-    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated pink noise
+    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated noise
+    noise_colours: list[float] = numbers([1.0], -2, 4)  # of generated noise, drawn evenly: 0 white, 1 pink, 2 brown
+    babble_share: float = number(0.0, 0, 1)  # how often noise is that of other utterances' voices instead
+    babble_voices: int = number(4, 1, 100)
+    room_probability: float = number(0.0, 0, 1)  # generated rooms
+    room_rt60_s: list[float] = numbers([0.1, 0.6], 0.01, 10, lengths=(2,))  # [low, high], until echoes fell by 60 dB
+    codec_probability: float = number(0.0, 0, 1)
+    codecs: list[str] = field(default_factory=lambda: list(CODECS))  # drawn evenly
     frequency_masks: int = number(0, 0, 1000)  # SpecAugment
     frequency_width: int = number(27, 0, 100_000)  # bins
     time_masks: int = number(0, 0, 1000)
