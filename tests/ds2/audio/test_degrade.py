@@ -45,9 +45,8 @@ def test_convolution_block_by_block_is_that_of_numpy(samples: int, taps: int) ->
     assert found.dtype == np.float32 and len(found) == samples
     if samples:
         size = 1 << (samples + taps).bit_length()
-        exact = np.fft.irfft(np.fft.rfft(waveform, size) * np.fft.rfft(response.astype(np.float64), size), size)[
-            :samples
-        ]
+        spectra = [np.fft.rfft(part.astype(np.float64), size) for part in (waveform, response)]
+        exact = np.fft.irfft(spectra[0] * spectra[1], size)[:samples]
         # rounding of transforms of 2^n: about n times the unit roundoff of the norm, Higham 2002, theorem 24.2
         bound = 16 * 6e-8 * np.linalg.norm(waveform) * np.linalg.norm(response)
         assert np.abs(found - exact).max() <= bound
