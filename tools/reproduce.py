@@ -24,7 +24,6 @@ from typing import Any
 from reproduce_report import report, write_plot
 from reproduce_tables import TABLES, Row, Table
 
-from ds2.model.checkpoint import find_model, load_model
 from ds2.system.files import write_text
 from ds2.system.machine import git_commit
 
@@ -113,7 +112,7 @@ class Reproduction:
             "tests": tests,
             "dev_loss": best["loss"],
             "train_loss": sum(last) / len(last) if last else None,
-            "parameters": load_model(find_model(run_dir)).model.parameter_count,
+            "parameters": _parameters(run_dir),
             "rate": rate,
             "rates": tried,
             "epochs": passed[-1]["epoch"],
@@ -215,6 +214,12 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
         if event["event"] == kind:
             found[event["step"]] = {"epoch": epoch, **event}
     return [found[step] for step in sorted(found)]
+
+
+def _parameters(run_dir: Path) -> int:
+    from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
+
+    return load_model(find_model(run_dir)).model.parameter_count
 
 
 def _so_far(run_dir: Path) -> str:
