@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduce_report import report, write_plot
-from reproduce_tables import TABLES, Row, Table
+from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.system.files import write_text
 from ds2.system.machine import git_commit
@@ -241,6 +241,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by name, in this order")
     parser.add_argument("--narrow", type=float, default=1, help="widths of the paper over this")
     parser.add_argument("--epochs", type=int, default=20, help="of a row of the paper's tables; 0: as its settings say")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of the paper's tables; theirs is sgd")
     parser.add_argument("--rates", type=float, nargs="*", help="learning rates to try; one: no search")
     parser.add_argument("--search-epochs", type=int, default=2, help="that each learning rate is tried for")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="numbers of GPUs, or cpu")
@@ -251,7 +252,7 @@ def main() -> int:
     )
     parser.add_argument("--stop-after-minutes", type=float, default=0, help="stop runs then, to go on another day")
     given = parser.parse_intermixed_args()
-    table = TABLES[given.table](given.narrow, given.epochs or 1)
+    table = TABLES[given.table](Shape(given.narrow, given.epochs, given.optimizer))
     unknown = set(given.rows) - {row.name for row in table.rows}
     if unknown:
         parser.error(f"{given.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")

@@ -62,9 +62,9 @@ def test_a_killed_table_goes_on_and_a_row_that_fails_is_named(command: list[str]
 def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from reproduce import Reproduction, RowFailed
-    from reproduce_tables import TABLES
+    from reproduce_tables import TABLES, Shape
 
-    table = TABLES["table1"](4, 20)
+    table = TABLES["table1"](Shape(narrow=4))
     given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2)
     reproduction = Reproduction(table, tmp_path, given)
     costs = {0.1: 80.0, 0.2: 70.0}
