@@ -39,6 +39,7 @@ from ds2.training.graphs import GraphedPasses, Update
 from ds2.training.graphs import wanted as graphs_wanted
 from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
+from ds2.training.noise_scale import NoiseScale
 from ds2.training.optim import gradient_norm, make_optimizer
 from ds2.training.passes import Passes
 from ds2.training.start import begin, freeze
@@ -114,8 +115,9 @@ class Trainer:
         no_loss = why_no_loss(longest, len(self.alphabet), self.device)
         graphed = graphs_wanted(config, self.comm, no_loss, self.model.why_torch(self.precision))
         kind = GraphedPasses if graphed else Passes
-        self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
+        self.passes = kind(self.model, self.features, self.gradients, config.train, autocast=self.precision == "bf16")
         self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
+        self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
         self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
 
     def describe(self) -> str:
@@ -173,6 +175,8 @@ class Trainer:
             if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
                 self._skip([name for report in reports for name in report.bad], loss)
                 return None
+            if self.noise is not None:
+                self.noise.add(self.grad_norm, utterances)
             self._apply(norm)
         return loss
 
