@@ -21,6 +21,7 @@ POWER_FLOOR = 1e-9
 # Smallest deviation (natural log of power) that a bin is divided by: a bin that is empty in the whole training set, as
 # the upper ones of upsampled telephone speech are, must not be blown up when it is not empty later.
 MIN_STD = 0.1
+_MOST_WEIGHTS = 50_000_000  # of all mel filters together, zeros too
 
 
 class Features(nn.Module):
@@ -56,6 +57,11 @@ class Features(nn.Module):
         window /= window.square().sum().sqrt()
         self.bins = self.window_samples // 2 + 1
         mel_weights = None
+        if config.kind != "log_spectrogram" and config.mels * self.bins > _MOST_WEIGHTS:
+            raise ConfigError(
+                f"features.mels={config.mels} filters of {self.bins} bins are more than {_MOST_WEIGHTS:,} weights: set "
+                "fewer mels or a shorter features.window_s"
+            )
         if config.kind == "log_mel":
             mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
             self.bins = config.mels
@@ -196,13 +202,8 @@ def mel_filters(mels: int, window_samples: int, sample_rate_hz: int) -> Tensor:
     bin_hz = torch.arange(window_samples // 2 + 1, dtype=torch.float64)[:, None] * (sample_rate_hz / window_samples)
     low, centre, high = corner_hz[:-2], corner_hz[1:-1], corner_hz[2:]
     weights = torch.minimum((bin_hz - low) / (centre - low), (high - bin_hz) / (high - centre)).clamp(min=0.0)
-    sums = weights.sum(0)
-    if bool((sums <= 0).any()):
-        raise ConfigError(
-            f"features.mels={mels}: {int((sums <= 0).sum())} filters lie between the bins of a {window_samples}-sample "
-            f"window at {sample_rate_hz} Hz; set fewer mels or a longer features.window_s"
-        )
-    return weights / sums
+    kaldi.check_filters(weights, window_samples, sample_rate_hz)
+    return weights / weights.sum(0)
 
 
 _LINEAR_HZ_PER_MEL = 200.0 / 3.0

@@ -58,13 +58,18 @@ def mel_banks(mels: int, points: int, sample_rate_hz: int) -> Tensor:
     mel = bins[:, None]
     weights = torch.minimum((mel - low) / (centre - low), (high - mel) / (high - centre)).clamp(min=0.0)
     weights[-1] = 0.0  # half the rate itself is left out
-    empty = int((weights.sum(0) <= 0).sum())
+    check_filters(weights, points, sample_rate_hz)
+    return weights
+
+
+def check_filters(weights: Tensor, points: int, sample_rate_hz: int) -> None:
+    """Raise ConfigError where a filter of (bins, mels) covers no bin; of tensors without values nothing is known."""
+    empty = 0 if weights.is_meta else int((weights.sum(0) <= 0).sum())
     if empty:
         raise ConfigError(
-            f"features.mels={mels}: {empty} filters lie between the bins of a {points}-point transform at "
+            f"features.mels={weights.shape[1]}: {empty} filters lie between the bins of {points} samples at "
             f"{sample_rate_hz} Hz; set fewer mels or a longer features.window_s"
         )
-    return weights
 
 
 def _mel(hz: float) -> float:
