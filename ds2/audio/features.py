@@ -131,17 +131,24 @@ class Features(nn.Module):
         Returns:
             features as in `forward`, T being `frames(N)`.
         """
-        features = self.of_windows(self.led(waveforms))
-        valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
-        return torch.where(valid[:, None, :], features, 0.0).contiguous()
+        return self.of_windows(self.led(waveforms), lengths)
 
     def led(self, waveforms: Tensor) -> Tensor:
         """Return (B, N), N at least `lead_samples`, with what frame 0 sees before the first sample: a mirror image."""
         return torch.cat([waveforms[:, : self.lead_samples].flip(1), waveforms], 1) if self.lead_samples else waveforms
 
-    def of_windows(self, waveforms: Tensor) -> Tensor:
-        """Return normalised features (B, F, T) of the windows that begin at sample 0, step, 2 step, ... of (B, N)."""
-        return ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
+    def of_windows(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
+        """Return features (B, F, T) of the windows that begin at sample 0, step, 2 step, ... of (B, N), 0 past lengths.
+
+        What `padded` does where the first window is led already, and what a block in the middle of a stream needs.
+        """
+        features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
+        valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
+        return torch.where(valid[:, None, :], features, 0.0).contiguous()
+
+    def windows(self, samples: int) -> int:
+        """Return the number of whole windows in `samples` samples that are led already."""
+        return max(0, (samples - self.window_samples) // self.step_samples + 1)
 
     @torch.no_grad()
     def estimate(self, waveforms: Iterable[Tensor | np.ndarray]) -> int:

@@ -9,7 +9,7 @@ import torch
 from support.spectra import rounding
 
 from ds2.audio.features import Features
-from ds2.audio.stream import FeatureStream
+from ds2.audio.stream import SampleBlocks
 from ds2.config.schema import ConfigError, FeaturesConfig
 from ds2.training.start import _same_features
 
@@ -64,10 +64,16 @@ def test_a_stream_in_pieces_has_the_features_of_the_whole(cuts: list[int]) -> No
     features, waveform = Features(CONFIG, RATE), speech_like(sum(cuts))
     features.estimate([waveform])
     whole, _ = features(torch.from_numpy(waveform)[None], torch.tensor([len(waveform)]))
-    stream, found = FeatureStream(features, torch.device("cpu"), 8), []
+    stream, heard = SampleBlocks(features, 8), list[np.ndarray]()
     for piece in np.split(waveform, np.cumsum(cuts)[:-1]):
-        found += stream.accept(piece)
-    found += stream.finish()
+        heard += stream.accept(piece)
+    heard.append(stream.finish())
+    windows = [torch.tensor([features.windows(len(samples))]) for samples in heard]
+    found = [
+        features.of_windows(torch.from_numpy(samples)[None], count)
+        for samples, count in zip(heard, windows, strict=True)
+        if count > 0
+    ]
     assert {block.shape[2] for block in found[:-1]} <= {8} and stream.samples == len(waveform)
     raw = features.std[:, None] * whole[0] + features.mean[:, None]
     allowed = rounding(features, waveform, raw) / features.std[:, None]

@@ -14,6 +14,7 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
+    Work,
 )
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
@@ -28,13 +29,20 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         rows = cluster_rows(problem.hidden, problem.dtype, cluster)
         if clusters == 0 or rows is None:
             continue
-        for groups, parts in ((1, 1), (2, 1), (1, 2)):
-            if parts == 2 and rows <= MMA_ROWS:
-                continue  # one row tile cannot be shared out
-            choice = _choice(problem, cluster, clusters, rows, groups, parts)
-            if choice.launch.smem_bytes <= device.smem_bytes_per_block:
-                found.append(choice)
+        m_tiles = -(-rows // MMA_ROWS)
+        heads = range(-(-m_tiles // 2), m_tiles)  # row tiles of the first of two parts, which is not the smaller one
+        for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
+            for samples in _sample_counts(problem.batch, clusters, groups):
+                choice = _choice(problem, cluster, clusters, rows, groups, head_tiles, samples)
+                if choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                    found.append(choice)
     return found
+
+
+def _sample_counts(batch: int, clusters: int, groups: int) -> list[int]:
+    """How many utterances a group may have: spread over all clusters, or more, which takes fewer clusters or tiles."""
+    spread = min(MMA_SAMPLES, -(-batch // (clusters * groups)))
+    return [spread, *(samples for samples in (2, 4, 8) if spread < samples <= -(-batch // groups))]
 
 
 def cluster_rows(hidden: int, dtype: str, cluster: int) -> int | None:
@@ -56,14 +64,15 @@ def largest_cluster_hidden(dtype: str) -> int:
     return hidden
 
 
-def _choice(problem: Problem, cluster: int, clusters: int, rows: int, groups: int, parts: int) -> Choice:
+def _choice(
+    problem: Problem, cluster: int, clusters: int, rows: int, groups: int, head_tiles: int, samples: int
+) -> Choice:
     number, per_word = NUMBERS[problem.dtype]
     cell = CELLS[problem.nonlinearity]
     words = rows // per_word
     m_tiles = -(-rows // MMA_ROWS)
-    samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
     tiles = -(-problem.batch // (samples * groups))
-    head_tiles = -(-m_tiles // parts)  # row tiles of the first part
+    parts = 1 if head_tiles == m_tiles else 2
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
     units = groups * parts
     smem_bytes = _smem_bytes(problem.backward, cluster, words, m_tiles, head_words, groups, units)
@@ -84,6 +93,19 @@ def _choice(problem: Problem, cluster: int, clusters: int, rows: int, groups: in
         groups=groups,
         parts=parts,
         step_cycles=-(-tiles // clusters) * _step_cycles(m_tiles, words, cluster, samples, groups, head_words),
+        work=Work(
+            layout=f"cluster{cluster}",
+            backward=problem.backward,
+            tiles=-(-tiles // clusters),
+            m_tiles=m_tiles,
+            k_tiles=cluster * words // (MMA_WORDS * WARPS),
+            words=words,
+            head_words=head_words,
+            samples=samples,
+            groups=groups,
+            cluster=cluster,
+            blocks=cluster * min(tiles, clusters),
+        ),
     )
 
 
