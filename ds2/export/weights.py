@@ -120,20 +120,20 @@ def _affine(norm: SequenceBatchNorm) -> tuple[Tensor, Tensor]:
 
 
 def _spectrum(features: Features) -> Spectrum:
-    """The transform as a product: what Kaldi does to a window before it, removal of the mean and all, is linear too."""
-    window, is_kaldi = features.window_samples, features.kind == "kaldi_fbank"
+    """The transform as a product: what Kaldi does to a window before it, the mean taken off too, is linear."""
+    window, style = features.window_samples, features.style
     samples = torch.arange(window, dtype=torch.float64)
     bins = torch.arange(features.fft_samples // 2 + 1, dtype=torch.float64)
     phase = 2 * math.pi / features.fft_samples * torch.outer(bins, samples)
     transform = torch.cat([phase.cos(), phase.sin()]) * features.window.double().cpu()
-    if is_kaldi:
-        transform = transform @ kaldi.emphasised(torch.eye(window, dtype=torch.float64)).t()
+    if style is not None:
+        transform = transform @ kaldi.emphasised(torch.eye(window, dtype=torch.float64), style).t()
     mel = features.mel_weights
     return Spectrum(
         _kept(transform[:, None, None, :]),
         None if mel is None else _kept(mel.t()[:, :, None, None]),
-        kaldi.LEAST_ENERGY if is_kaldi else POWER_FLOOR,
-        not is_kaldi,
+        POWER_FLOOR if style is None else kaldi.LEAST_ENERGY,
+        style is None,
         features.lead_samples,
         window,
         features.step_samples,

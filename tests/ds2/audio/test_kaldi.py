@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kaldi_native_fbank
 import numpy as np
 import pytest
@@ -27,20 +29,24 @@ def speech_like(samples: int, seed: int = 0) -> np.ndarray:
     return (np.round(sound * 32768) / 32768).astype(np.float32)
 
 
-def kaldi(waveform: np.ndarray, mels: int = 80) -> torch.Tensor:
-    """(F, T) as sherpa-onnx computes them (its features.h), of all frames whose samples are there."""
+def kaldi(waveform: np.ndarray, kind: str = "kaldi_fbank") -> torch.Tensor:
+    """(F, T) as sherpa-onnx computes them up to 2.0.0, and from 2.0.1 on; of all frames whose samples are there."""
     options = kaldi_native_fbank.FbankOptions()
     options.frame_opts.dither, options.frame_opts.snip_edges, options.frame_opts.samp_freq = 0.0, False, RATE
-    options.mel_opts.num_bins, options.mel_opts.low_freq, options.mel_opts.high_freq = mels, 20.0, -400.0
+    options.mel_opts.num_bins, options.mel_opts.low_freq, options.mel_opts.high_freq = 80, 20.0, -400.0
+    if kind == "nemo_fbank":
+        options.frame_opts.window_type, options.frame_opts.remove_dc_offset = "hann", False
+        options.mel_opts.is_librosa, options.mel_opts.low_freq, options.mel_opts.high_freq = True, 0.0, RATE / 2
     bank = kaldi_native_fbank.OnlineFbank(options)
     bank.accept_waveform(RATE, waveform.tolist())
     return torch.tensor(np.stack([bank.get_frame(t) for t in range(bank.num_frames_ready)], 1))
 
 
-def test_equals_kaldi_native_fbank() -> None:
-    features, waveform = Features(CONFIG, RATE), speech_like(24000)
+@pytest.mark.parametrize("kind", ["kaldi_fbank", "nemo_fbank"])
+def test_equals_kaldi_native_fbank(kind: str) -> None:
+    features, waveform = Features(replace(CONFIG, kind=kind), RATE), speech_like(24000)
     got, lengths = features(torch.from_numpy(waveform)[None], torch.tensor([24000]))
-    wanted = kaldi(waveform)
+    wanted = kaldi(waveform, kind)
     assert lengths.tolist() == [wanted.shape[1]] == [149] and got.shape == (1, 80, 149)
     allowed = rounding(features, waveform, wanted)
     assert ((got[0] - wanted).abs() <= allowed).all()

@@ -34,7 +34,7 @@ def random_model() -> Callable[..., LoadedModel]:
             "row_convs": 3,
             "row_conv_context": 2,
         }
-        features_config = FeaturesConfig(kind=kind, window_s=0.025 if kind == "kaldi_fbank" else 0.02)
+        features_config = FeaturesConfig(kind=kind, window_s=0.025 if "fbank" in kind else 0.02)
         config = Config(features=features_config, model=ModelConfig(**(shape | settings)), run_dir="runs/random")
         features, alphabet = Features(config.features, RATE_HZ), Alphabet.from_config(AlphabetConfig())
         features.estimate([0.1 * torch.randn(RATE_HZ)])
@@ -71,7 +71,7 @@ def tone_run(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         f"data.work_dir={folder / 'work'}",
         "data.workers=0",
         "alphabet.symbols='abc '",
-        "features=kaldi_fbank",
+        "features=nemo_fbank",
         "model=rnn_small",
         "model.convs=[{kernel:[11,5],stride:[4,2],channels:4},{kernel:[5,5],stride:[2,2],channels:8}]",
         "model.hidden=48",

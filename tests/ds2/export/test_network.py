@@ -48,7 +48,7 @@ def test_chunks_give_the_log_probs_of_the_whole(random_model: Make, settings: di
         assert found.shape == wanted.shape and (found - wanted).abs().max() < EXACT
 
 
-@pytest.mark.parametrize("kind", ["kaldi_fbank", "log_spectrogram", "log_mel"])
+@pytest.mark.parametrize("kind", ["kaldi_fbank", "nemo_fbank", "log_spectrogram", "log_mel"])
 def test_energies_are_those_of_the_features(random_model: Make, kind: str) -> None:
     loaded, samples = random_model(kind), sound(9000)
     network = Network(TorchOperations(nn.Module(), torch.float64), collect(loaded.model, loaded.features), None, None)

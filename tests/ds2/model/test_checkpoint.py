@@ -56,7 +56,7 @@ def set_key(*place: str, value: object) -> Callable[[dict[str, Any], Any], None]
     return change
 
 
-@pytest.mark.parametrize("kind", ["log_mel", "kaldi_fbank"])
+@pytest.mark.parametrize("kind", ["log_mel", "kaldi_fbank", "nemo_fbank"])
 def test_models_that_hear_filters_load(make_model: Callable[..., Path], kind: str) -> None:
     overrides = f"features.kind={kind}", "features.window_s=0.025", "features.mels=40"
     assert load_model(make_model(*overrides)).features.bins == 40
