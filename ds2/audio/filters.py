@@ -24,13 +24,15 @@ def mel_filters(mels: int, window_samples: int, sample_rate_hz: int) -> Tensor:
 
 
 def nemo_filters(mels: int, points: int, sample_rate_hz: int) -> Tensor:
-    """Return the same filters (bins, mels) with an area of 1 over Hz, as librosa and NeMo have them; raises as those."""
+    """Return the same filters (bins, mels), but each of area 1 over Hz, as librosa and NeMo have them; raises too."""
     weights, widths_hz = _slaney(mels, points, sample_rate_hz)
     return weights * (2.0 / widths_hz)
 
 
 def kaldi_filters(mels: int, points: int, sample_rate_hz: int) -> Tensor:
-    """Return Kaldi's filters (bins, mels): straight over HTK's mel scale, 1 at their centres, 20 Hz to rate / 2 - 400 Hz.
+    """Return Kaldi's filters (bins, mels): straight over HTK's mel scale, 1 at their centres.
+
+    They reach from 20 Hz to 400 Hz below half the rate.
 
     Raises:
         ConfigError: a filter would cover no bin, or the rate leaves no room for filters.
@@ -41,9 +43,8 @@ def kaldi_filters(mels: int, points: int, sample_rate_hz: int) -> Tensor:
             f"features.kind=kaldi_fbank at data.sample_rate_hz={sample_rate_hz}: its filters reach from {low_hz:g} Hz "
             "to 400 Hz below half the rate; take a higher rate"
         )
-    corners = torch.linspace(
-        *(1127.0 * math.log1p(hz / 700.0) for hz in (low_hz, high_hz)), mels + 2, dtype=torch.float64
-    )
+    low, high = (1127.0 * math.log1p(hz / 700.0) for hz in (low_hz, high_hz))
+    corners = torch.linspace(low, high, mels + 2, dtype=torch.float64)
     bin_hz = torch.arange(points // 2 + 1, dtype=torch.float64) * (sample_rate_hz / points)
     weights = _triangles(1127.0 * torch.log1p(bin_hz / 700.0), corners)
     weights[-1] = 0.0  # half the rate itself is left out

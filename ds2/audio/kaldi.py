@@ -52,7 +52,7 @@ def lead_samples(window_samples: int, step_samples: int) -> int:
 
 
 def emphasised(windows: Tensor, style: Style) -> Tensor:
-    """Windows (..., W), of some styles without their mean; each sample less 0.97 of the one before, the first of itself."""
+    """Windows (..., W), centred where the style is; each sample less 0.97 of the one before, the first of itself."""
     x = windows - windows.mean(-1, keepdim=True) if style.centred else windows
     return x - PREEMPHASIS * torch.cat([x[..., :1], x[..., :-1]], -1)
 

@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     _tell(path, loaded, described)
     if for_sherpa:
         print(
-            f"Send {described['tail_s']:.2f} s of silence after the last word. To try it:\n"
+            f"{described['runs']}; send {described['tail_s']:.2f} s of silence after the last word. To try it:\n"
             f"  sherpa-onnx --nemo-ctc-model={path} --tokens={path.with_name('tokens.txt')} FILE.wav"
         )
     return 0
@@ -69,6 +69,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         choices=["sherpa", "plain"],
         help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
     )
-    parser.add_argument("--chunk-ms", type=float, default=320.0, help="audio of a chunk, at most (default: 320)")
+    parser.add_argument("--chunk-ms", type=float, default=160.0, help="audio of a chunk, at most (default: 160)")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
     return parser.parse_args(arguments)

@@ -23,7 +23,7 @@ TOKENS = "tokens.txt"
 
 
 def export_onnx(
-    loaded: LoadedModel, path: Path, *, for_sherpa: bool = True, chunk_s: float = 0.32, int8: bool = False
+    loaded: LoadedModel, path: Path, *, for_sherpa: bool = True, chunk_s: float = 0.16, int8: bool = False
 ) -> dict[str, Any]:
     """Write a model as ONNX, and its tokens.txt beside it.
 
@@ -73,7 +73,7 @@ def export_onnx(
     return described
 
 
-def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.32) -> dict[str, Any]:
+def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> dict[str, Any]:
     """Write a model that hears samples as an exported program of torch, its tokens.txt beside it.
 
     Arguments, result and errors as `export_onnx`; the description is its extra file.
@@ -113,6 +113,7 @@ def _describe(loaded: LoadedModel, exported: Exported, lag: int) -> dict[str, An
         "symbols": ["<blk>", *loaded.alphabet.symbols[1:]],
     }
     if not exported.from_samples:
+        described["runs"] = sherpa.VERSIONS[loaded.features.kind]
         described["tail_s"] = sherpa.tail_s(loaded, exported.chunk, lag)
     return described
 
@@ -139,10 +140,10 @@ def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without onnxruntime's advice to optimise the graph first, which it gives to the root logger."""
+    """Without onnxruntime's advice to optimise the graph first, and what it lacks for ends that it does not need."""
 
     def wanted(record: logging.LogRecord) -> bool:
-        return "pre-processing" not in record.getMessage()
+        return not any(known in record.getMessage() for known in ("pre-processing", "Quantization parameters"))
 
     root = logging.getLogger()
     root.addFilter(wanted)

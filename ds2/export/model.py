@@ -120,8 +120,16 @@ class TorchModel(nn.Module):
         self._exported, self._dtype = exported, dtype
         _, self.lag = exported.write(TorchOperations(self, dtype), exported.example(1, dtype))
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        signal: Tensor,
+        length: Tensor,
+        cache_last_channel: Tensor | None = None,
+        cache_last_time: Tensor | None = None,
+        cache_last_channel_len: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Inputs and outputs in the order of `Exported`."""
-        names = ("signal", "length", *STATES)
-        outputs, _ = self._exported.write(TorchOperations(self, self._dtype), dict(zip(names, inputs, strict=False)))
+        states = (cache_last_channel, cache_last_time, cache_last_channel_len)
+        inputs = {"signal": signal, "length": length, **dict(zip(STATES, states, strict=True))}
+        outputs, _ = self._exported.write(TorchOperations(self, self._dtype), inputs)
         return tuple(outputs.values())

@@ -1,6 +1,7 @@
 """What sherpa-onnx asks of an online model of type `nemo_ctc`: its inputs, metadata and tokens.txt.
 
-After online-nemo-ctc-model.cc, online-recognizer-ctc-impl.h, features.h and symbol-table.cc of sherpa-onnx 2.0.1.
+After online-nemo-ctc-model.cc, online-recognizer-ctc-impl.h, features.h and symbol-table.cc of sherpa-onnx 1.13.4; its
+features changed in 2.0.1, from those of Kaldi to those of NeMo.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from ds2.export.model import STATES, ExportError
 from ds2.model.checkpoint import LoadedModel
 from ds2.text.alphabet import BLANK, Alphabet
 
+VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
+"""Which of them computes which features, by `features.kind`; nothing in a file can say what it wants."""
 FRAME_S = 0.04  # of output, which its times and endpoints take for granted
 _WAY_OUT = "or export for another runtime with --interface plain"
 
@@ -25,16 +28,17 @@ def require(loaded: LoadedModel) -> None:
             "sherpa-onnx hears streams, and model.bidirectional=true needs the end of an utterance first: export a "
             f"model trained with model.bidirectional=false, {_WAY_OUT}"
         )
-    if config.features.kind != "kaldi_fbank":
+    if config.features.kind not in VERSIONS:
         raise ExportError(
-            f"sherpa-onnx computes Kaldi's filter banks, and this model hears features.kind={config.features.kind}: "
-            f"train with features=kaldi_fbank, {_WAY_OUT}"
+            f"sherpa-onnx computes filter banks, and this model hears features.kind={config.features.kind}: "
+            f"train with features=nemo_fbank ({VERSIONS['nemo_fbank']}) or features=kaldi_fbank "
+            f"({VERSIONS['kaldi_fbank']}), {_WAY_OUT}"
         )
     if (config.features.window_s, config.features.step_s) != (0.025, 0.01):
         raise ExportError(
             f"sherpa-onnx hears windows of 25 ms every 10 ms, this model has features.window_s="
             f"{config.features.window_s} and features.step_s={config.features.step_s}: train with "
-            f"features=kaldi_fbank as it is, {_WAY_OUT}"
+            f"features={config.features.kind} as it is, {_WAY_OUT}"
         )
     if abs(loaded.frame_s - FRAME_S) > 1e-9:
         raise ExportError(

@@ -33,8 +33,7 @@ EXACT = 1e-9
 
 
 def in_float64(exported: Exported) -> Callable[..., Sequence[Tensor]]:
-    model = TorchModel(exported, torch.float64).eval()
-    return torch.inference_mode()(lambda *inputs: model(*inputs))
+    return torch.inference_mode()(TorchModel(exported, torch.float64).eval().forward)
 
 
 @pytest.mark.parametrize("settings", SHAPES, ids=str)

@@ -60,7 +60,7 @@ def set_key(*place: str, value: object) -> Callable[[dict[str, Any], Any], None]
 def test_models_that_hear_filters_load(make_model: Callable[..., Path], kind: str) -> None:
     overrides = f"features.kind={kind}", "features.window_s=0.025", "features.mels=40"
     assert load_model(make_model(*overrides)).features.bins == 40
-    with pytest.raises(ConfigError, match="features.mels=9000 filters of 192001 bins"):
+    with pytest.raises(ConfigError, match=r"features\.mels=9000 filters of 192001 bins"):
         Features(FeaturesConfig(kind=kind, window_s=0.5, mels=9000), 768_000)
 
 
