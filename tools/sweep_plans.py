@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.device import device_facts
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
 from torch import Tensor
@@ -201,7 +201,7 @@ def _build_one(text: str) -> str:
 
 def measure_all(options: argparse.Namespace, journal: Path) -> None:
     """Check and time all that the journal does not hold yet, and add it there."""
-    facts = persistent.device_facts(0)
+    facts = device_facts(0)
     done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     finished = {tuple(entry["key"]) for entry in done if "times" in entry or entry.get("hung") == "timing"}
     hung = {(*entry["key"], entry["hung"]) for entry in done if "hung" in entry}
@@ -330,7 +330,7 @@ def _smi(what: str) -> str:
 def _facts_of_gpu() -> DeviceFacts:
     """Ask in a process of its own: this one will fork compilers, which a CUDA context does not survive."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(persistent.device_facts, (0,))
+        return pool.apply(device_facts, (0,))
 
 
 def parse() -> argparse.Namespace:

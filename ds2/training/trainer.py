@@ -43,6 +43,7 @@ from ds2.training.optim import gradient_norm, make_optimizer
 from ds2.training.passes import Passes
 from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
+from ds2.training.tiles import settle_tiles
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Trainer:
         )
         share(self.state, parts, progress, config.train.average_decay, self.comm)
         self.progress, self.average = self.state.progress, self.state.average
+        settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = GradientReducer(
             self.model,

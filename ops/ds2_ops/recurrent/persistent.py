@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import device_index, run
 from ds2_ops.recurrent.options import Options
-from ds2_ops.recurrent.plan.choose import choose
-from ds2_ops.recurrent.plan.problem import THREADS, Choice, DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
+from ds2_ops.recurrent.planned import plan_for
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,30 +107,6 @@ def backward_data(
     return _launch("backward_data", grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths, options)
 
 
-@functools.cache
-def device_facts(index: int) -> DeviceFacts:
-    """Ask the driver what CUDA device ``index`` can hold."""
-    properties = torch.cuda.get_device_properties(index)
-    facts = DeviceFacts(
-        name=properties.name,
-        capability=(properties.major, properties.minor),
-        sms=properties.multi_processor_count,
-        smem_bytes_per_block=runtime.smem_bytes_per_block(index),
-        active_clusters={},
-    )
-    if facts.capability != DeviceFacts().capability:
-        return facts
-    with torch.cuda.device(index):
-        probe = runtime.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
-        active = {
-            cluster: runtime.max_active_clusters(
-                probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
-            )
-            for cluster in (2, 4, 5, 6, 8, 16)
-        }
-    return DeviceFacts(facts.name, facts.capability, facts.sms, facts.smem_bytes_per_block, active)
-
-
 def _check_rows(frames: int, batch: int) -> None:
     if frames * batch >= 2**31:
         raise DoesNotFit(
@@ -190,9 +165,3 @@ def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
 def _common(pointers: list[int]) -> int:
     """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
     return functools.reduce(operator.or_, pointers[:4] + pointers[5:])
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_for(problem: Problem, index: int, max_sms: int | None) -> Choice:
-    """The planner's choice for CUDA device ``index``."""
-    return choose(problem, device_facts(index), max_sms)

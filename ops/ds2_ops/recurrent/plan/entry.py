@@ -1,7 +1,12 @@
 """The kernels' entry, the same for every design: struct Pass of csrc/recurrent/pass.cuh, spread out."""
 
-from ds2_ops.jit.source import Source, names, parameters, translation_unit
+import functools
+import operator
+from collections.abc import Sequence
+
+from ds2_ops.jit.source import Argument, Source, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import Cell
+from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, Choice, Problem
 
 _PASS = parameters(
     """const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths,
@@ -23,3 +28,28 @@ def kernel(header: str, function: str, shape: str, cell: Cell, smem_bytes: int, 
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
+
+
+def pass_arguments(
+    choice: Choice, problem: Problem, frames: int, addresses: Sequence[int], clip: float, exchange: Argument
+) -> list[Argument]:
+    """Write the arguments of a launch, by the names of struct Pass of csrc/recurrent/pass.cuh.
+
+    Args:
+        choice: the kernel.
+        problem: what it runs.
+        frames: T.
+        addresses: of the arrays from input to last_state, 0 for none; multiples of 4.
+        clip: of clipped_relu.
+        exchange: ``choice.exchange_words`` words, all bits set, where the kernel takes them.
+    """
+    row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
+    wide_rows = (row_bytes | common(addresses)) % 16 == 0
+    sizes = (frames, problem.batch, problem.hidden, choice.samples)
+    arguments: list[Argument] = [*addresses, *sizes, row_bytes % 4 == 0, wide_rows, clip]
+    return [*arguments, exchange] if choice.exchange_words else arguments
+
+
+def common(addresses: Sequence[int]) -> int:
+    """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
+    return functools.reduce(operator.or_, (*addresses[:4], *addresses[5:]))

@@ -14,6 +14,7 @@ FINISHERS = 128  # and 4 warps for each group, or for each part of the only grou
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
 
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
 
 
@@ -31,6 +32,7 @@ class DeviceFacts:
         sms: streaming multiprocessors.
         smem_bytes_per_block: largest dynamic shared memory of a block.
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
+        clock_mhz: of the multiprocessors, as the driver says it; under matrix instructions it may fall below.
     """
 
     name: str = "NVIDIA H200"
@@ -38,6 +40,7 @@ class DeviceFacts:
     sms: int = 132
     smem_bytes_per_block: int = 232_448
     active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 5: 22, 6: 17, 8: 15, 16: 7})
+    clock_mhz: int = 1980
 
 
 @dataclass(frozen=True)
