@@ -54,10 +54,10 @@ class AlphabetConfig:
 class FeaturesConfig:
     """Waveform to normalised log spectrogram."""
 
-    kind: str = choice("log_spectrogram", "log_mel")
+    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank")  # the last as sherpa-onnx has it
     window_s: float = number(0.02, 0, 1, above=True)
     step_s: float = number(0.01, 0, 1, above=True)
-    mels: int = number(80, 1, 10_000)  # log_mel only
+    mels: int = number(80, 1, 10_000)  # of log_mel and kaldi_fbank
     normalise: str = choice("corpus", "none")  # per-bin mean and deviation of the training set, stored with the model
     statistics_utterances: int = number(1000, 1, COUNT)  # utterances drawn by seed to estimate them
 

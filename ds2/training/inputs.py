@@ -135,7 +135,7 @@ class InputMaker:
         kept = min(columns, labels.shape[1])
         table[:, _FIXED : _FIXED + kept] = labels[:, :kept]
         table[:, _FIXED + columns :] = drawn
-        samples = (longest - 1) * self.features.step_samples + self.features.window_samples
+        samples = self.features.samples(longest)
         waveforms = batch.waveforms.to(self.device, non_blocking=True)
         if samples != waveforms.shape[1]:
             waveforms = F.pad(waveforms, (0, samples - waveforms.shape[1]))

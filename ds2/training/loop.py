@@ -14,6 +14,7 @@ from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
 from ds2.system.stops import Stopped, end_children
 from ds2.training.interrupts import Interrupts
+from ds2.training.lost_device import lost_device_is_told
 from ds2.training.metrics import RunLog, Window, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.position import settle
@@ -35,12 +36,12 @@ def train(config: Config, run_dir: Path) -> int:
         0 when training ended by itself; 128 + n when signal n stopped it, in a step after a save.
 
     Raises:
-        ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
+        UserError: of config, corpus, audio, checkpoint, training or device, with the reason and the way out.
     """
     try:
         with Interrupts() as interrupts, connect(config.comm, config.device) as comm:
             probe_run_dir(run_dir)
-            with sole_use(run_dir, comm), rank_log(comm, run_dir):
+            with sole_use(run_dir, comm), rank_log(comm, run_dir), lost_device_is_told(comm):
                 return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
         end_children()
