@@ -11,6 +11,7 @@ batch, H hidden.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Iterable
@@ -92,7 +93,7 @@ def cliffs(points: Iterable[Point]) -> list[str]:
     points = list(points)
     return [
         f"H {a.hidden} -> {b.hidden}: {a.us:.2f} -> {b.us:.2f} us ({a.name} -> {b.name})"
-        for a, b in zip(points, points[1:], strict=False)
+        for a, b in itertools.pairwise(points)
         if b.us > CLIFF * a.us
     ]
 

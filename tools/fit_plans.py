@@ -68,10 +68,8 @@ def errors(problems: list[Measured], constants: Constants | None = None) -> None
         for choice, us in measured.times:
             kinds[kind(choice.work)].append(step_us(choice.work, constants) / us - 1)
     for name, relative in sorted(kinds.items()):
-        low, high = min(relative), max(relative)
-        print(
-            f"  {name:26} {len(relative):5} tiles, error rms {statistics.pstdev(relative, 0):.3f}, {low:+.2f} {high:+.2f}"
-        )
+        rms, low, high = statistics.pstdev(relative, 0), min(relative), max(relative)
+        print(f"  {name:26} {len(relative):5} tiles, error rms {rms:.3f}, {low:+.2f} to {high:+.2f}")
 
 
 def worst(problems: list[Measured], constants: Constants | None, count: int) -> None:

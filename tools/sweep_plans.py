@@ -5,7 +5,7 @@
     python tools/sweep_plans.py judge ops/figures/plans_h200.json          how far from the fastest its choices are
 
 A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
-T 512 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
+T 256 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
 that hangs is killed, noted and left out. Shape letters: T frames, B batch, H hidden.
 """
 
@@ -33,7 +33,7 @@ from torch import Tensor
 HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
-FRAMES, FEW_FRAMES, CHECKED_FRAMES = 512, 64, 5
+FRAMES, FEW_FRAMES, CHECKED_FRAMES = 256, 64, 5
 ROUNDS, LAUNCHES = 2, 2
 CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
 STALL_S = 25.0
@@ -286,11 +286,11 @@ def record(options: argparse.Namespace) -> int:
             print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
             with journal.open("a") as file:
                 file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
-    write(journal, options.out, facts)
+    write(journal, options.out, facts, options)
     return 0
 
 
-def write(journal: Path, out: Path, facts: DeviceFacts) -> None:
+def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
     """Turn a journal into the record: names once, one problem a line."""
     entries = [json.loads(line) for line in journal.read_text().splitlines()]
     numbers: dict[str, int] = {}
@@ -303,6 +303,8 @@ def write(journal: Path, out: Path, facts: DeviceFacts) -> None:
     bad = ((entry, entry.get("wrong") or entry.get("failed") or entry.get("hung")) for entry in entries)
     failed = [[*entry["key"], name] for entry, name in bad if name]
     head = {
+        "max_sms": options.max_sms,
+        "dtype": options.dtype,
         "gpu": facts.name,
         "sms": facts.sms,
         "active_clusters": dict(facts.active_clusters),

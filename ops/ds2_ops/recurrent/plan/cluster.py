@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
@@ -105,6 +105,8 @@ def _choice(
             groups=groups,
             cluster=cluster,
             blocks=cluster * min(tiles, clusters),
+            rounds=-(-samples // (FINISHERS // head_words)),
+            state_words=cluster * words,
         ),
     )
 

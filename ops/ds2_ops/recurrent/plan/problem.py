@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds2_ops.jit.launch import Launch
+from ds2_ops.recurrent.plan.work import Work
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
 FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
@@ -52,41 +53,6 @@ class Problem:
     dtype: str
     nonlinearity: str
     backward: bool
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one multiprocessor does in one time step of a tile: the facts from which the cost is estimated.
-
-    Attributes:
-        layout: which constants: design, and what else makes its steps another kind.
-        backward: the pass.
-        tiles: that run one after the other, so that the batch takes as many times as long.
-        m_tiles, k_tiles: matrix instructions of a multiplying warp: rows, and along K.
-        words: 32-bit words of one utterance's state that a block makes.
-        head_words: of these, in the first of two parts; all where there is one.
-        samples, groups: utterances of a group, and groups that take turns.
-        cluster: blocks a cluster.
-        blocks: at work together on the chip.
-        state_words: of one utterance's state that a block reads; 0 where it is the whole one.
-        smem_k_tiles: of `k_tiles`, with weights in shared memory.
-        gates: rows of the matrix a unit.
-    """
-
-    layout: str
-    backward: bool
-    tiles: int
-    m_tiles: int
-    k_tiles: int
-    words: int
-    head_words: int
-    samples: int
-    groups: int
-    cluster: int
-    blocks: int
-    state_words: int = 0
-    smem_k_tiles: int = 0
-    gates: int = 1
 
 
 @dataclass(frozen=True)
