@@ -113,7 +113,8 @@ class Trainer:
         )
         longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
         longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
-        graphed = graphs_wanted(config, self.comm, why_no_loss(longest, len(self.alphabet), self.device))
+        no_loss = why_no_loss(longest, len(self.alphabet), self.device)
+        graphed = graphs_wanted(config, self.comm, no_loss, self.model.why_torch(self.precision))
         kind = GraphedPasses if graphed else Passes
         self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
         self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)

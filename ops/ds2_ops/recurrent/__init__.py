@@ -11,5 +11,7 @@ planned     the choice that runs
 primitives  arrays of any framework, or none -> launch
 persistent  tensors -> launch
 backends    which of these runs
+weights     the gradient of a recurrent matrix
 rnn         the operator: checks, autograd, the public function and module
+gated       LSTM and GRU: their own reference, gemm, persistent and op
 """

@@ -24,8 +24,8 @@ from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.jit.launch import launch_on
 from ds2_ops.recurrent.device import device_facts
 from ds2_ops.recurrent.plan.choose import rank, usable_sms
-from ds2_ops.recurrent.plan.entry import pass_arguments
-from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, Choice, Problem
+from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
+from ds2_ops.recurrent.plan.problem import Choice, Problem
 
 FRAMES, ROUNDS = 96, 5
 
@@ -99,11 +99,8 @@ def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[flo
             runtime.call("cuMemsetD8Async", address, 0, max(size, 4), stream)
             return int(address)
 
-        row = problem.batch * problem.hidden * ELEMENT_BYTES[problem.dtype]
-        matrix = room(problem.hidden**2 * ELEMENT_BYTES[problem.dtype])
-        source, saved, result = (room(FRAMES * row) for _ in range(3))
+        addresses = [room(size) if size else 0 for size in array_bytes(problem, FRAMES)]
         exchange = room(4 * max(choice.exchange_words for choice in choices))
-        addresses = [source, saved if problem.backward else 0, matrix, 0, 0, result, room(row)]
         spans: list[list[float]] = [[] for _ in choices]
         for turn in range(ROUNDS + 1):
             for choice, span in zip(choices, spans, strict=True):

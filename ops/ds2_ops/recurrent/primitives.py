@@ -22,23 +22,14 @@ from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, launch_on
 from ds2_ops.jit.source import Argument, Source, names, parameters, translation_unit
 from ds2_ops.recurrent.plan.entry import pass_arguments
-from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, NUMBERS, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, NUMBERS, DoesNotFit, Problem, check_rows
 from ds2_ops.recurrent.planned import plan_for
 
 _ALIGNMENT = 256  # bytes, of each part of a workspace
-_MOST_ROWS = 2**31  # T x B, which the kernels count in 32 bits
 _MOVE = parameters(
     """const void* source, long long s0, long long s1, long long s2, void* target, long long t0, long long t1,
     long long t2, int count_0, int count_1, int count_2, float beta"""
 )
-
-
-def check_rows(frames: int, batch: int) -> None:
-    """Raise DoesNotFit where the kernels cannot count the rows."""
-    if frames * batch >= _MOST_ROWS:
-        raise DoesNotFit(
-            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
-        )
 
 
 @dataclass(frozen=True)

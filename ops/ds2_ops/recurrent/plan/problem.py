@@ -23,6 +23,14 @@ class DoesNotFit(ValueError):
     """No persistent kernel can run this problem on this device; the message says why and what to use instead."""
 
 
+def check_rows(frames: int, batch: int) -> None:
+    """Raise DoesNotFit where the kernels cannot count the rows."""
+    if frames * batch >= 2**31:
+        raise DoesNotFit(
+            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
+        )
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """What a kernel may use on one GPU; the defaults are an H200's.
