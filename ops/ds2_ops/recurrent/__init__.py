@@ -8,7 +8,8 @@ plan        which persistent kernel runs a problem, and with which tile
 device      what a GPU of this machine can hold
 calibrate   the fastest of the planner's best, measured on this machine
 planned     the choice that runs
-primitives  arrays of any framework, or none -> launch
+arrays      where arrays of any framework lie
+primitives  such arrays -> launch
 persistent  tensors -> launch
 backends    which of these runs
 weights     the gradient of a recurrent matrix

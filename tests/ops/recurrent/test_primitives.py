@@ -5,16 +5,18 @@ import sys
 
 import pytest
 import torch
-from ds2_ops.recurrent import persistent, primitives
+from ds2_ops.recurrent import arrays, persistent, primitives
+from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.gated import persistent as gated
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import choose
 from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
 from ds2_ops.recurrent.primitives import BackwardData, Forward
-from support.op_cases import CUDA, nan_filled_memory, ragged_lengths
+from support.op_cases import CUDA, draw, nan_filled_memory, ragged_lengths
 from support.persistent_cases import CLIP, inputs
 from torch import Tensor
 
-SIZES = {"frames": 9, "batch": 3, "hidden": 130, "dtype": "bfloat16", "nonlinearity": "tanh", "clip": CLIP}
+SIZES = {"frames": 9, "batch": 3, "hidden": 130, "dtype": "bfloat16", "cell": "tanh", "clip": CLIP}
 
 
 @pytest.fixture
@@ -65,25 +67,25 @@ def test_streams_of_all_frameworks() -> None:
     class Torch:
         cuda_stream = 9
 
-    read = primitives._stream
+    read = arrays.stream_handle
     assert [read(5), read(Protocol()), read(CuPy()), read(Torch())] == [5, 7, 8, 9]
     with pytest.raises(TypeError, match="stream is 'default', expected a handle"):
         read("default")
 
 
 def test_arrays_that_the_kernels_take_as_they_are() -> None:
-    plain = primitives._Array(64, (4, 1, 6), (6, 99, 1))
+    plain = arrays.Array(64, (4, 1, 6), (6, 99, 1))
     assert plain.plain  # no second frame is reached by the stride of one
-    assert not primitives._Array(66, (4, 1, 6), (6, 6, 1)).plain
-    assert not primitives._Array(64, (4, 2, 6), (6, 24, 1)).plain
+    assert not arrays.Array(66, (4, 1, 6), (6, 6, 1)).plain
+    assert not arrays.Array(64, (4, 2, 6), (6, 24, 1)).plain
 
 
 def test_arrays_on_the_cpu_are_refused() -> None:
     pytest.importorskip("cuda.core")
     with pytest.raises(ValueError, match="x is on the CPU"):
-        primitives._view("x", torch.zeros(3))
+        arrays.view("x", torch.zeros(3))
     with pytest.raises(TypeError, match="x is list, expected an array with __dlpack__"):
-        primitives._view("x", [1.0])
+        arrays.view("x", [1.0])
 
 
 def both_passes(given: list[Tensor], lengths: Tensor | None, any_layout: bool, beta: float = 0.0) -> list[Tensor]:
@@ -149,6 +151,36 @@ def test_any_strides_and_accumulated_gradients(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
+def test_cells_with_gates(cell: str) -> None:
+    (frames, batch, hidden), row, dtype = (9, 5, 130), GATED[cell], torch.bfloat16
+    state, stream = (batch, hidden), torch.cuda.current_stream()
+
+    def made(seed: int, *shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
+        return draw(seed, *shape, device=CUDA, dtype=dtype, scale=scale)
+
+    x, weight_hh = made(1, frames, batch, row.gates * hidden), made(2, row.gates * hidden, hidden, scale=0.05)
+    h0, grad_h_n, grad_y = made(3, *state), made(4, *state), made(5, frames, *state)
+    bias = made(6, hidden) if row.last_apart else None
+    c0, grad_c_n = (made(seed, *state, dtype=torch.float32) if row.carries_c else None for seed in (7, 8))
+    lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
+    expected = list(gated.forward(cell, x, weight_hh, bias, h0, c0, lengths, save=True))
+    expected += gated.backward_data(cell, grad_y, grad_h_n, grad_c_n, expected[3], weight_hh, lengths)
+    ours = [torch.full_like(tensor, torch.nan) for tensor in expected]
+    y, h_n, c_n, saved, grad_x, grad_last, grad_h0, grad_c0 = ours
+    sizes = SIZES | {"frames": frames, "batch": batch, "hidden": hidden, "cell": cell}
+    forward, backward = Forward(**sizes), BackwardData(**sizes)
+    room = torch.empty(max(forward.workspace_bytes, backward.workspace_bytes), dtype=torch.uint8, device=CUDA)
+    common = {"stream": stream, "lengths": lengths}
+    forward(x, weight_hh, y, h_n, room, h0=h0, saved=saved, bias=bias, c0=c0, c_n=c_n, **common)
+    of_gates = {"saved": saved, "grad_c_n": grad_c_n, "grad_c0": grad_c0, "grad_last": grad_last}
+    backward(grad_y, None, weight_hh, grad_x, grad_h0, room, grad_h_n=grad_h_n, **of_gates, **common)
+    names = ("y", "h_n", "c_n", "saved", "grad_x", "grad_last", "grad_h0", "grad_c0")
+    for name, one, other in zip(names, ours, expected, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num()), name  # what is saved of padding is nobody's
+
+
+@pytest.mark.gpu
 def test_wrong_arrays_are_refused() -> None:
     x, weight_hh, h0, *_ = inputs((9, 3, 130), torch.bfloat16)
     op, stream = Forward(**SIZES, any_layout=True), torch.cuda.current_stream()
@@ -186,7 +218,7 @@ from ds2_ops.recurrent.primitives import BackwardData, Forward
 
 def run(package, dtype, arrays, stream, empty, as_numpy):
     x, w, h0, grad_y, grad_h_n = arrays
-    sizes = dict(frames=9, batch=3, hidden=130, dtype=dtype, nonlinearity="tanh", clip=1.0)
+    sizes = dict(frames=9, batch=3, hidden=130, dtype=dtype, cell="tanh", clip=1.0)
     forward, backward = Forward(**sizes), BackwardData(**sizes)
     y, grad_x, h_n, grad_h0 = empty(x), empty(x), empty(h0), empty(h0)
     forward(x, w, y, h_n, empty(forward.workspace_bytes), stream=stream, h0=h0)
