@@ -57,10 +57,11 @@ def recurrent_problems(config: Config, precision: str, batches: Iterable[int]) -
     """What a model's recurrent layers ask of the persistent kernels in steps of these batches, if anything."""
     model, dtype = config.model, {"bf16": "bfloat16", "fp32": "float32"}[precision]
     unasked = why_not_unasked(getattr(torch, dtype), torch.get_float32_matmul_precision())
-    if model.cell != "rnn" or model.backend not in ("auto", "persistent") or (model.backend == "auto" and unasked):
+    if model.backend not in ("auto", "persistent") or (model.backend == "auto" and unasked):
         return []
+    cell = {"rnn": model.nonlinearity, "lstm": "lstm", "gru": "gru_after"}[model.cell]
     return [
-        Problem(batch, model.hidden, dtype, model.nonlinearity, backward)
+        Problem(batch, model.hidden, dtype, cell, backward)
         for batch in batches
         for backward in (False, True)
     ]

@@ -80,6 +80,8 @@ def test_only_layers_that_persistent_kernels_run_are_measured() -> None:
         (4, 1152, "bfloat16", False),
         (4, 1152, "bfloat16", True),
     ]
+    config.model.cell = "gru"
+    assert {p.nonlinearity for p in tiles.recurrent_problems(config, "bf16", [4])} == {"gru_after"}
     assert tiles.recurrent_problems(config, "fp32", [4]) == []  # products of float32 stay float32's unless asked for
     config.model.backend = "persistent"
     assert len(tiles.recurrent_problems(config, "fp32", [4])) == 2
