@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
@@ -30,9 +30,9 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates)
         if clusters == 0 or owned is None:
             continue
-        sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
-        m_tiles, _ = _tiles(owned, NUMBERS[problem.dtype][1], cluster, sums, sent)
-        # Row tiles of the first of two parts, which is not the smaller one; a unit's gates cannot be shared out.
+        sums = 1 if problem.backward else cell.gates
+        m_tiles = -(-sums * owned // MMA_ROWS)
+        # Row tiles of the first of two parts, which is not the smaller one; a unit's gates stay together.
         heads = range(-(-m_tiles // 2), m_tiles) if cell.gates == 1 else ()
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
             for samples in _sample_counts(problem.batch, clusters, groups):
@@ -111,13 +111,16 @@ def _choice(
             tiles=-(-tiles // clusters),
             m_tiles=m_tiles,
             k_tiles=k_tiles,
-            words=sent * words,
-            head_words=sent * head_words,
+            words=words,
+            head_words=head_words,
             samples=samples,
             groups=groups,
             cluster=cluster,
             blocks=cluster * min(tiles, clusters),
-            gates=cell.gates,
+            rounds=-(-samples // (FINISHERS // head_words)),
+            state_words=cluster * sent * words,
+            sums=sums,
+            sent=sent,
         ),
     )
 

@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 PAIR_WORDS = 16  # words of K in two matrix instructions
 MOST_WAVE = 6  # 16-byte loads that a lane has under way together
@@ -110,10 +110,16 @@ def _choice(
             groups=groups,
             cluster=cluster,
             blocks=blocks,
+            rounds=-(-m_tiles * MMA_ROWS * _pairs(samples) // FINISHERS),
             state_words=-(-words // cluster),
             smem_k_tiles=2 * smem_pairs,
         ),
     )
+
+
+def _pairs(samples: int) -> int:
+    """Pairs of utterances that sums have room for."""
+    return 4 if samples > 4 else 2 if samples > 2 else 1
 
 
 def _smem_bytes(

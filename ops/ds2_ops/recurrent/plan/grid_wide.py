@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 CLUSTERS = (8, 6, 5, 4)  # more blocks, less for each to read and multiply
 WORDS = 64  # of a cluster
@@ -82,6 +82,7 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) ->
             groups=groups,
             cluster=cluster,
             blocks=used * cluster,
+            rounds=1,
             state_words=k_tiles * MMA_WORDS,
         ),
     )
