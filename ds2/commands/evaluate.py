@@ -7,8 +7,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import add_where
+from ds2.commands.common import add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, ConfigError, DataConfig
 from ds2.data.splits import scored_utterances
 from ds2.distributed.launch import connect
@@ -86,17 +87,21 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--robustness",
-        type=float,
+        type=real(-100, 100),
         nargs="*",
         metavar="SNR_DB",
         help="instead: WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms, through codecs",
     )
     add_where(parser)
-    parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")
-    parser.add_argument("--workers", type=int, default=-1, help="processes that read audio; -1 chooses, 0 none")
+    parser.add_argument(
+        "--batch-audio-s",
+        type=real(0, UNLIMITED, above=True),
+        help="padded audio a batch; lower it where memory runs out",
+    )
+    parser.add_argument(
+        "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
+    )
     given = parser.parse_args(arguments)
     if given.robustness is not None and launched().world > 1:
         parser.error("--robustness runs in one process: start it without a launcher")
-    if given.batch_audio_s is not None and not given.batch_audio_s > 0:
-        parser.error(f"--batch-audio-s {given.batch_audio_s} must be above 0")
     return given

@@ -51,7 +51,7 @@ def check(config: Config) -> None:
     check_allowed(config)
     batching, augment, features = config.batching, config.augment, config.features
     _require(
-        (batching.utterances > 0) != (batching.audio_s > 0),
+        batching.auto or (batching.utterances > 0) != (batching.audio_s > 0),
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
         "and the other to 0: batches hold either a fixed count or a budget of audio",
     )

@@ -30,7 +30,9 @@ class DataConfig:
     min_duration_s: float = number(0.1, 0, 604_800)
     max_duration_s: float = number(40.0, 0, UNLIMITED, above=True)
     on_bad_utterance: str = choice("stop", "skip")  # what training does with utterances that `ds2 data check` refuses
-    cache: str = choice("disk", "none")  # decoded audio kept as 16-bit samples with checksums
+    # decoded audio kept as 16-bit samples with checksums; auto: but for what is cheap to read, lossless at this rate
+    cache: str = choice("auto", "disk", "none")
+    cache_gb: float = number(50.0, 0, UNLIMITED)  # the most that work_dir/audio_cache may hold; 0: no limit
     workers: int = number(
         -1, -1, 256
     )  # loader processes, of train and dev each; -1: on a GPU one a core, at most 8; on a CPU 0: none
@@ -93,6 +95,7 @@ class BatchingConfig:
 
     utterances: int = number(32, 0, COUNT)  # a fixed count, over all ranks together; 0: use audio_s
     audio_s: float = number(0.0, 0, COUNT)  # budget of padded audio a batch, over all ranks together; 0: use utterances
+    auto: bool = False  # `batching=auto`: the largest audio_s that fits the GPU, by trial; the two above rest then
     sortagrad: bool = True  # epoch one in order of duration
     buckets: int = number(10, 1, COUNT)  # duration buckets shuffled from epoch two on
     longest_first: bool = False  # the longest batch opens every epoch, so that out-of-memory shows at once

@@ -14,7 +14,7 @@ from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.norm import Count, SequenceBatchNorm
 from ds2.model.ragged import Ragged
-from ds2.model.recurrent import make_recurrent_layer
+from ds2.model.recurrent import make_recurrent_layer, why_torch
 from ds2.model.stream_state import ModuleState, StreamState
 from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
 
@@ -164,6 +164,14 @@ class AcousticModel(nn.Module):
         ]
         kept = {parameter for module in apart for parameter in module.parameters()}
         return [p for p in self.parameters() if p.ndim >= 2 and p not in kept]
+
+    def why_torch(self, precision: str) -> str | None:
+        """Why recurrent layers run through torch's kernels, which a CUDA graph cannot hold; None if they do not."""
+        config = self.config
+        if config.cell == "rnn" or config.backend != "auto":
+            return None
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return why_torch(config.cell, config.hidden, dtype, self.classifier.weight.device)
 
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
