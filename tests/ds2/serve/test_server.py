@@ -141,7 +141,9 @@ BAD_MESSAGES = {
     "no object": ("[1]", "objects"),
     "config": ('{"config": 3}', "config is an object"),
     "rate": ('{"config": {"sample_rate": "fast"}}', "no number"),
-    "phrases": ('{"config": {"phrase_list": ["one"]}}', "phrase_list"),
+    "alternatives": ('{"config": {"max_alternatives": 3}}', "max_alternatives"),
+    "phrases": ('{"config": {"phrase_list": 7}}', "list of phrases"),
+    "weights": ('{"config": {"hot_words": {"one": "much"}}}', "object of phrases and weights"),
 }
 
 
