@@ -4,7 +4,7 @@
 
 Some clients speak without end, some come and go, some vanish, upload, send rubbish or hot words. Every so often the
 server's resident memory, open files and threads are printed; after the first third they may not grow by more than a
-tenth and a few. Those that behave must get answers, and one recording the same words every time. Exit status 1 otherwise.
+tenth and a few. Those that behave must get answers, and a recording the same words every time. Exit status 1 otherwise.
 """
 
 from __future__ import annotations

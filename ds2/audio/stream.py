@@ -71,12 +71,16 @@ class SampleBlocks:
         self.features, self.block_frames = features, block_frames
         self.samples = 0  # heard so far
         self._held = np.empty(0, np.float32)
+        self._lead_samples = features.lead_samples  # that the first window still lacks
         self._enough = (block_frames - 1) * features.step_samples + features.window_samples
 
     def accept(self, samples: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-        """Take the next samples (N,) of the features' rate in [-1, 1]; yield those of the blocks they complete."""
+        """Take the next samples (N,) of the features' rate in [-1, 1]; yield those of the windows they complete."""
         self.samples += len(samples)
         self._held = np.concatenate([self._held, samples])
+        if 0 < self._lead_samples <= len(self._held):
+            self._held = np.concatenate([self._held[: self._lead_samples][::-1], self._held])
+            self._lead_samples = 0
         while len(self._held) >= self._enough:
             yield self._held[: self._enough]
             self._held = self._held[self.block_frames * self.features.step_samples :]
@@ -84,4 +88,4 @@ class SampleBlocks:
     def finish(self) -> NDArray[np.float32]:
         """Return what is left; it may be too short for a frame."""
         rest, self._held = self._held, self._held[:0]
-        return rest
+        return rest[:0] if self._lead_samples else rest

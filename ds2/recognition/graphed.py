@@ -112,7 +112,7 @@ class GraphedBlocks:
 
     def finish(self, stream: Stream, rest: NDArray[np.float32]) -> Iterator[Said]:
         """See `Hearing`."""
-        stream.ends = stream.blocks * self.model.block_frames + self.features.frames(len(rest))
+        stream.ends = stream.blocks * self.model.block_frames + self.features.windows(len(rest))
         left = self.model.output_frames(stream.ends) - (stream.blocks * self.model.frames - self.model.delay)
         for _ in range(-(-left // self.model.frames)):
             yield from self.step([stream], [rest])
@@ -127,7 +127,7 @@ class GraphedBlocks:
         begun = self.model.delay / self.model.frames  # blocks after which all frames given are a stream's
         edges = any(stream.blocks < begun or stream.ends < FOR_EVER for stream in streams)
         run = batch.run.get(edges) or self._record(batch, edges)
-        frames = [self.features.frames(len(samples)) for samples in blocks]
+        frames = [self.features.windows(len(samples)) for samples in blocks]
         columns = [(s.place, s.blocks, s.ends, n) for s, n in zip(streams, frames, strict=True)]
         batch.fill(columns, blocks)
         said = run()
@@ -159,7 +159,7 @@ class GraphedBlocks:
         numbers, waveforms = batch.parts(batch.there)
 
         def run() -> Tensor:
-            features = self.features.padded(waveforms, numbers[_FRAMES])
+            features = self.features.of_windows(waveforms, numbers[_FRAMES])
             place, block, ends, _ = numbers
             return self.model.run(features, self._carried, place, block, ends, edges=edges)
 

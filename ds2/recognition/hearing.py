@@ -82,7 +82,7 @@ class Chunks:
     @torch.inference_mode()
     def finish(self, stream: Stream, rest: NDArray[np.float32]) -> Iterator[Said]:
         """See `Hearing`."""
-        if self.parts.features.frames(len(rest)):
+        if self.parts.features.windows(len(rest)):
             yield from self.step([stream], [rest])
         with self.parts.running():
             logits = self.parts.model.finish(stream.state)

@@ -39,10 +39,12 @@ class Parts:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def heard(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
-        """Features (B, F, T) on the device of samples (N,) each, all of one length."""
+        """Features (B, F, T) on the device of the windows of samples (N,) each, all of one length."""
         waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
-        found: Tensor = self.features(waveforms, torch.full((len(blocks),), waveforms.shape[1]))[0]
-        return found
+        windows = self.features.windows(waveforms.shape[1])
+        if windows == 0:
+            return waveforms.new_zeros((len(blocks), self.features.bins, 0))
+        return self.features.of_windows(waveforms, torch.full((len(blocks),), windows, device=self.device))
 
 
 @dataclass(frozen=True)

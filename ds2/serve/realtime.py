@@ -23,6 +23,7 @@ from ds2.system.errors import UserError
 
 RATE_HZ = 24000
 _SILENCE_MS = 500  # the protocol's default
+_MOST_SILENCE_MS = 3_600_000
 
 
 class Realtime(Client):
@@ -95,11 +96,11 @@ class Realtime(Client):
     def _update(self, session: Any) -> None:
         if not isinstance(session, dict) or session.get("type") != "transcription":
             raise _EventError("session.type must be transcription: this server does nothing else")
-        given = session.get("audio", {}).get("input", {}) if isinstance(session.get("audio", {}), dict) else {}
-        form = given.get("format") or {}
+        given = _inner(_inner(session, "audio"), "input")
+        form = _inner(given, "format")
         if form.get("type", "audio/pcm") != "audio/pcm" or form.get("rate", RATE_HZ) != RATE_HZ:
             raise _EventError(f"session.audio.input.format={form!r}: audio/pcm at {RATE_HZ} is taken")
-        hints = given.get("transcription") or {}
+        hints = _inner(given, "transcription")
         if self.source is not None and ("turn_detection" in given or hints.get("hot_words") or hints.get("prompt")):
             raise _EventError(
                 "turn_detection and what to expect are set before the first audio, or after input_audio_buffer.clear"
@@ -107,13 +108,17 @@ class Realtime(Client):
         self._expect(hints)
         if "turn_detection" not in given:
             return
-        detection = given["turn_detection"]
-        if detection is None:
+        if given["turn_detection"] is None:
             self.silence_ms = None
             return
+        detection = _inner(given, "turn_detection")
         silence_ms = detection.get("silence_duration_ms", _SILENCE_MS)
-        if detection.get("type") != "server_vad" or not isinstance(silence_ms, int | float) or not silence_ms > 0:
-            raise _EventError("turn_detection is null, or of type server_vad with silence_duration_ms above 0")
+        known = detection.get("type") == "server_vad" and isinstance(silence_ms, int | float)
+        if not known or isinstance(silence_ms, bool) or not 0 < silence_ms <= _MOST_SILENCE_MS:
+            raise _EventError(
+                "turn_detection is null, or of type server_vad with silence_duration_ms above 0, at most "
+                f"{_MOST_SILENCE_MS}"
+            )
         self.silence_ms = silence_ms
 
     def _expect(self, hints: dict[str, Any]) -> None:
@@ -137,6 +142,14 @@ class _EventError(LimitError):
         super().__init__(message, 400, BAD_DATA)
 
 
+def _inner(outer: dict[str, Any], name: str) -> dict[str, Any]:
+    """What an object holds under a name, which is an object too; an empty one where there is none."""
+    found = outer.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise _EventError(f"{name} is {found!r}, it must be an object")
+    return found or {}
+
+
 def _decoded(audio: Any) -> bytes:
     try:
         return base64.b64decode(audio, validate=True)
@@ -149,4 +162,5 @@ def _event(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def _error(message: str, event_id: Any) -> dict[str, Any]:
+    event_id = event_id if isinstance(event_id, str) else None
     return {"type": "invalid_request_error", "code": None, "message": message, "param": None, "event_id": event_id}

@@ -17,6 +17,7 @@ from ds2.serve.limits import LimitError, Limits
 from ds2.system.errors import UserError
 
 TRY_LATER, BAD_DATA, RESTART = 1013, 1007, 1012  # close codes
+_REASON_BYTES = 100  # of a close; the protocol allows 123
 _REFUSAL_S = 2.0
 
 
@@ -38,7 +39,7 @@ class Client:
         Raises:
             TimeoutError: the client has taken nothing for as long as the limits allow.
         """
-        await asyncio.wait_for(socket.send_json(message), self.limits.idle_s)
+        await asyncio.wait_for(_send(socket, message), self.limits.idle_s)
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -120,18 +121,27 @@ class Socket:
         self.batcher.metrics.refused.labels(str(code)).inc()
         try:
             async with asyncio.timeout(_REFUSAL_S):
-                await socket.send_json(client.refusal(message))
-                await socket.close(code, message[:100])
+                await _send(socket, client.refusal(message))
+                await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
             return  # it has gone meanwhile
+
+
+async def _send(socket: WebSocket, answer: dict[str, Any]) -> None:
+    """Send JSON that any client can read: whatever of a client's own message is in it, of characters none breaks it."""
+    await socket.send_text(json.dumps(answer, allow_nan=False))
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Read a text message; LimitError where it is no JSON object."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise LimitError(f"text messages are JSON: {error}", 400, BAD_DATA) from error
     if not isinstance(found, dict):
         raise LimitError("text messages are JSON objects", 400, BAD_DATA)
     return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of its numbers")

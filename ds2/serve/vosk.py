@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
+from ds2.audio.read import RATES_HZ
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
 from ds2.serve.batcher import Heard
@@ -62,8 +63,9 @@ class Vosk(Client):
             if config.get(key):
                 self.hot_words = given(config[key], f"config.{key}", self.batcher.recogniser.alphabet)
         rate_hz = config.get("sample_rate", self.rate_hz)
-        if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool):
-            raise LimitError(f"config.sample_rate={rate_hz!r} is no number", 400, BAD_DATA)
+        low, high = RATES_HZ
+        if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool) or not low <= rate_hz <= high:
+            raise LimitError(f"config.sample_rate={rate_hz!r} is no number from {low} to {high}", 400, BAD_DATA)
         self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
 
     def _result(self, heard: Heard) -> dict[str, Any]:

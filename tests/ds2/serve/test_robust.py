@@ -138,7 +138,7 @@ def test_a_client_that_never_reads_is_slowed_down(serve: Callable[..., Running])
 
 def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
     class Stuck:
-        async def send_json(self, message: dict[str, str]) -> None:
+        async def send_text(self, message: str) -> None:
             await asyncio.sleep(60)
 
     client: Any = Vosk(None, Limits(idle_s=0.01))  # type: ignore[arg-type]
