@@ -5,6 +5,7 @@ Launch by launch, hundreds of small kernels a block take the host milliseconds, 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,7 @@ class GraphedBlocks:
         self.features, self.device = parts.features, parts.device
         self.model = BlockModel(parts.model, block_frames, dtype)
         self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
+        self._lock = threading.Lock()
         self._free, self._places = list[int](), 1  # place 0 is for the rows of a batch that are empty
         self._carried = self.model.start(_PLACES)
         self._batches: dict[int, _Batch] = {}
@@ -92,10 +94,11 @@ class GraphedBlocks:
 
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""
-        if self._free:
-            place = self._free.pop()
-        else:
-            place, self._places = self._places, self._places + 1
+        with self._lock:
+            if self._free:
+                place = self._free.pop()
+            else:
+                place, self._places = self._places, self._places + 1
         stream = Stream(place)
         weakref.finalize(stream, self._free.append, place)
         return stream
