@@ -29,6 +29,7 @@ usage: ds2 COMMAND [...]
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
   data split MANIFEST --out FOLDER   train, dev and test by speaker; also stats and filter
+  data shards MANIFEST... FOLDER     tar files with indices (WebDataset), for corpora larger than a cache
   data alphabet MANIFEST...          the characters of transcripts as an alphabet
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
