@@ -32,12 +32,13 @@ usage: ds2 COMMAND [...]
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
+  cache [--clear KIND]               what is kept on this disk to save time: decoded audio, kernels, ARPA
   doctor                             what this machine has: versions, devices, backends
 
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
-COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "align", "data", "lm", "doctor")
+COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "align", "data", "lm", "cache", "doctor")
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
 

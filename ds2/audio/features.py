@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ds2.audio import kaldi
 from ds2.config.schema import ConfigError, FeaturesConfig
 
 # Mean-square power added before the logarithm, full scale = 1. It lies 10 dB above the rounding noise of 16-bit samples
@@ -25,10 +26,12 @@ MIN_STD = 0.1
 class Features(nn.Module):
     """Log power spectrogram or log-mel energies, normalised by statistics of the training set that live in its buffers.
 
-    Frame t covers samples [t * step, t * step + window): nothing is padded or centred and no statistics of the
-    utterance enter, so a frame depends on its own samples alone, whatever the batch, the padding or the chunk.
+    Frame t covers samples [t * step - lead, t * step - lead + window): only whole windows are frames and no statistics
+    of the utterance enter, so a frame depends on its own samples alone, whatever the batch, the padding or the chunk.
     The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
     paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
+    `lead` is 0 but for kaldi_fbank, whose first windows begin before the first sample, where the waveform is mirrored;
+    of what Kaldi computes the last one or two frames are missing, whose windows would end past the last sample.
 
     Args:
         config: kind, window, step, mel bands.
@@ -47,17 +50,24 @@ class Features(nn.Module):
         self.window_samples = _whole_samples("features.window_s", config.window_s, sample_rate_hz)
         self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
         self.sample_rate_hz = sample_rate_hz
-        self.step_s = config.step_s
+        self.step_s, self.kind = config.step_s, config.kind
+        self.lead_samples, self.fft_samples = 0, self.window_samples
         window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
         window /= window.square().sum().sqrt()
-        self.register_buffer("window", window.float(), persistent=False)
         self.bins = self.window_samples // 2 + 1
         mel_weights = None
         if config.kind == "log_mel":
             mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
             self.bins = config.mels
+        elif config.kind == "kaldi_fbank":
+            self.lead_samples = kaldi.lead_samples(self.window_samples, self.step_samples)
+            self.fft_samples = kaldi.fft_samples(self.window_samples)
+            window = kaldi.povey_window(self.window_samples)
+            mel_weights = kaldi.mel_banks(config.mels, self.fft_samples, sample_rate_hz).float()
+            self.bins = config.mels
         elif config.kind != "log_spectrogram":
-            raise ConfigError(f"features.kind={config.kind!r}: log_spectrogram and log_mel exist")
+            raise ConfigError(f"features.kind={config.kind!r}: log_spectrogram, log_mel and kaldi_fbank exist")
+        self.register_buffer("window", window.float(), persistent=False)
         self.register_buffer("mel_weights", mel_weights, persistent=False)
         self.register_buffer("mean", torch.zeros(self.bins))
         self.register_buffer("std", torch.ones(self.bins))
@@ -69,9 +79,13 @@ class Features(nn.Module):
     def frames(self, samples: int | Tensor) -> int | Tensor:
         """Return the number of whole frames in `samples` samples, an int or an int64 tensor of any shape."""
         if isinstance(samples, Tensor):
-            steps = torch.div(samples - self.window_samples, self.step_samples, rounding_mode="floor")
-            return (steps + 1).clamp(min=0)
-        return max(0, (samples - self.window_samples) // self.step_samples + 1)
+            past_first = samples + self.lead_samples - self.window_samples
+            return (torch.div(past_first, self.step_samples, rounding_mode="floor") + 1).clamp(min=0)
+        return max(0, (samples + self.lead_samples - self.window_samples) // self.step_samples + 1)
+
+    def samples(self, frames: int) -> int:
+        """Return the fewest samples that hold `frames` frames, at least one."""
+        return (frames - 1) * self.step_samples + self.window_samples - self.lead_samples
 
     def forward(self, waveforms: Tensor, sample_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised features and their lengths.
@@ -99,7 +113,7 @@ class Features(nn.Module):
         frames = int(lengths.max()) if batch else 0
         if frames == 0:
             return waveforms.new_zeros((batch, self.bins, 0), dtype=torch.float32), lengths
-        cut = waveforms[:, : (frames - 1) * self.step_samples + self.window_samples]
+        cut = waveforms[:, : self.samples(frames)]
         return self.padded(cut, lengths.to(waveforms.device, non_blocking=True)), lengths
 
     def padded(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
@@ -111,9 +125,24 @@ class Features(nn.Module):
         Returns:
             features as in `forward`, T being `frames(N)`.
         """
+        return self.of_windows(self.led(waveforms), lengths)
+
+    def led(self, waveforms: Tensor) -> Tensor:
+        """Return (B, N), N at least `lead_samples`, with what frame 0 sees before the first sample: a mirror image."""
+        return torch.cat([waveforms[:, : self.lead_samples].flip(1), waveforms], 1) if self.lead_samples else waveforms
+
+    def of_windows(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
+        """Return features (B, F, T) of the windows that begin at sample 0, step, 2 step, ... of (B, N), 0 past lengths.
+
+        What `padded` does where the first window is led already, and what a block in the middle of a stream needs.
+        """
         features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
         valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
         return torch.where(valid[:, None, :], features, 0.0).contiguous()
+
+    def windows(self, samples: int) -> int:
+        """Return the number of whole windows in `samples` samples that are led already."""
+        return max(0, (samples - self.window_samples) // self.step_samples + 1)
 
     @torch.no_grad()
     def estimate(self, waveforms: Iterable[Tensor | np.ndarray]) -> int:
@@ -133,7 +162,7 @@ class Features(nn.Module):
             samples = torch.as_tensor(waveform).to(self.mean.device)
             if self.frames(samples.numel()) == 0:
                 continue
-            log_power = self._log_power(samples[None])[0].double()
+            log_power = self._log_power(self.led(samples[None]))[0].double()
             frame_sum = log_power.sum(0)
             if not bool(torch.isfinite(frame_sum).all()):
                 raise ValueError(f"waveform {position} of the feature statistics holds NaN or infinite samples")
@@ -150,10 +179,14 @@ class Features(nn.Module):
     def _log_power(self, waveforms: Tensor) -> Tensor:
         """Return log power (B, T, F) float32, T >= 1, of waveforms (B, N)."""
         with torch.autocast(waveforms.device.type, enabled=False):
-            windows = waveforms.float().unfold(1, self.window_samples, self.step_samples) * self.window
-            power = torch.view_as_real(torch.fft.rfft(windows)).square().sum(-1)
+            windows = waveforms.float().unfold(1, self.window_samples, self.step_samples)
+            if self.kind == "kaldi_fbank":
+                windows = kaldi.emphasised(windows)
+            power = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square().sum(-1)
             if self.mel_weights is not None:
                 power = power @ self.mel_weights
+            if self.kind == "kaldi_fbank":
+                return power.clamp(min=kaldi.LEAST_ENERGY).log()
             return (power + POWER_FLOOR).log()
 
 

@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ds2.commands.common import with_search_path
+from ds2.commands.common import real, whole, with_search_path
 from ds2.commands.compose import compose_config, given_keys
+from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import ConfigError
 from ds2.data.manifest import read_manifests, write_manifest
 from ds2.data.split import TOGETHER, split
@@ -31,7 +32,7 @@ def add_split(commands: Any) -> None:
         "--shares", nargs="+", default=["train=0.9", "dev=0.1"], metavar="PART=SHARE", help="default train=0.9 dev=0.1"
     )
     parser.add_argument("--by", choices=TOGETHER, default="speaker", help="what stays in one part (default speaker)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=whole(0, SEED), default=1)
     parser.set_defaults(run=_split)
 
 
@@ -85,8 +86,8 @@ def add_filter(commands: Any) -> None:
     parser.add_argument("manifest", type=Path)
     parser.add_argument("output", type=Path)
     for name, what in (("s", "seconds"), ("pace", "characters a second")):
-        parser.add_argument(f"--min-{name}", type=float, metavar="X", help=f"at least so many {what}")
-        parser.add_argument(f"--max-{name}", type=float, metavar="X", help=f"at most so many {what}")
+        parser.add_argument(f"--min-{name}", type=real(0, UNLIMITED), metavar="X", help=f"at least so many {what}")
+        parser.add_argument(f"--max-{name}", type=real(0, UNLIMITED), metavar="X", help=f"at most so many {what}")
     parser.add_argument("--speakers", nargs="+", default=[], help="only these")
     parser.add_argument("--without-speakers", nargs="+", default=[], metavar="SPEAKER", help="all but these")
     parser.add_argument("--text", default="", metavar="REGEX", help="found in the transcript")
@@ -119,7 +120,7 @@ def add_alphabet(commands: Any) -> None:
     parser.add_argument("arguments", nargs="+", metavar="MANIFEST", help="manifests; alphabet.KEY=VALUE normalises")
     parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
     parser.add_argument(
-        "--least", type=int, default=1, metavar="N", help="characters that occur less often are left out"
+        "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
     )
     parser.set_defaults(run=_alphabet)
 

@@ -28,7 +28,8 @@ class RecurrentLayer(nn.Module):
     Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
 
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
-    frames back and the state stays far below the clip (tried beside others: recipes/initialisation.md).
+    frames back and the state stays far below the clip (tried beside others: recipes/initialisation.md). With
+    ``config.start`` plain it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
 
     Args:
         width_in: D.
@@ -44,8 +45,8 @@ class RecurrentLayer(nn.Module):
         nn.init.kaiming_normal_(self.weight_ih, nonlinearity="relu")
         self.norm = SequenceBatchNorm(hidden, config.batch_norm_momentum) if config.batch_norm else None
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(hidden))
-        self.weight_hh = nn.Parameter(_RECURRENT_GAIN * torch.eye(hidden))
-        self.weight_hh_reverse = nn.Parameter(_RECURRENT_GAIN * torch.eye(hidden)) if config.bidirectional else None
+        self.weight_hh = nn.Parameter(_recurrent_start(config))
+        self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
 
     def forward(self, x: Tensor, ragged: Ragged, state: State = None) -> tuple[Tensor, State]:
         """Run the layer over whole utterances, or over the next chunk of streams.
@@ -169,6 +170,13 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
 def _cut(y: Tensor, ragged: Ragged) -> Tensor:
     # torch runs on into the padding: frames before it never see that, and its output ends here
     return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
+
+
+def _recurrent_start(config: ModelConfig) -> Tensor:
+    if config.start == "damped":
+        return _RECURRENT_GAIN * torch.eye(config.hidden)
+    reach: float = config.hidden**-0.5
+    return torch.empty(config.hidden, config.hidden).uniform_(-reach, reach)
 
 
 def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:

@@ -18,6 +18,8 @@ import numpy as np
 from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
+MOST_CELLS = 10**11  # of the table of one utterance: a minute or two
+_CELLS_KEPT = 10**8  # 25 MB
 Key = TypeVar("Key", str, int)
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper ends of the rows of the table by length; the last row is open
 
@@ -57,7 +59,7 @@ class ErrorCounts:
         return math.inf if self.errors else 0.0
 
 
-def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> str:
+def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: str = "an utterance") -> str:
     """Align two sequences with the fewest edits (Levenshtein distance).
 
     The table's columns are kept as bits of integers, one bit a reference token (Myers 1999, Hyyrö 2003), so a token
@@ -67,31 +69,71 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> str:
     Args:
         reference: tokens (words of a list, characters of a string).
         hypothesis: tokens.
+        name: of the utterance, for an error.
 
     Returns:
         One letter an edit, in order: C correct, S substituted, D deleted (reference only), I inserted (hypothesis
         only).
+
+    Raises:
+        ScoringError: the table between what is equal at both ends would have over `MOST_CELLS`.
     """
+    if reference == hypothesis:
+        return CORRECT * len(reference)
     shorter = min(len(reference), len(hypothesis))
     head = next((i for i in range(shorter) if reference[i] != hypothesis[i]), shorter)
     shorter -= head
     tail = next((i for i in range(shorter) if reference[-1 - i] != hypothesis[-1 - i]), shorter)
-    middle = _align_bits(reference[head : len(reference) - tail], hypothesis[head : len(hypothesis) - tail])
+    middle = _align_bits(reference[head : len(reference) - tail], hypothesis[head : len(hypothesis) - tail], name)
     return CORRECT * head + middle + CORRECT * tail
 
 
-def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> str:
-    """Let D[i][j] be the distance of the first i reference and j hypothesis tokens. Bit i - 1 of `rises[j]` says
-    D[i][j] = D[i-1][j] + 1, of `falls[j]` D[i][j] = D[i-1][j] - 1."""
-    if not reference or not hypothesis:
+def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: str) -> str:
+    """Let D[i][j] be the distance of the first i reference and j hypothesis tokens. Bit i - 1 of the j-th rise says
+    D[i][j] = D[i-1][j] + 1, of the j-th fall D[i][j] = D[i-1][j] - 1. Of a large table every so many columns are kept,
+    and those between computed again on the way back."""
+    cells = len(reference) * len(hypothesis)
+    if not cells:
         return DELETION * len(reference) + INSERTION * len(hypothesis)
+    if cells > MOST_CELLS:
+        raise ScoringError(
+            f"{name}: {len(reference)} and {len(hypothesis)} words or characters between those that are equal at its "
+            f"ends take too long to align: the product may be {MOST_CELLS:.0e} at most; cut it into utterances"
+        )
     places: dict[Hashable, int] = {}
     for i, token in enumerate(reference):
         places[token] = places.get(token, 0) | 1 << i
     full = (1 << len(reference)) - 1
-    rise, fall = full, 0
-    rises, falls = [rise], [fall]
-    for token in hypothesis:
+    block = len(hypothesis) if cells <= _CELLS_KEPT else math.isqrt(len(hypothesis)) + 1
+    firsts = range(0, len(hypothesis), block)
+    kept = [(full, 0)]
+    for first in firsts[:-1]:
+        kept.append(_columns(hypothesis[first : first + block], places, full, kept[-1])[-1])
+    edits = []
+    i, j = len(reference), len(hypothesis)
+    for first in reversed(firsts):
+        columns = _columns(hypothesis[first : first + block], places, full, kept.pop())
+        while i and j > first:
+            if columns[j - first][0] >> (i - 1) & 1:
+                i -= 1
+                edits.append(DELETION)
+            elif columns[j - first - 1][1] >> (i - 1) & 1:
+                j -= 1
+                edits.append(INSERTION)
+            else:
+                i, j = i - 1, j - 1
+                edits.append(CORRECT if reference[i] == hypothesis[j] else SUBSTITUTION)
+    edits.append(DELETION * i + INSERTION * j)
+    return "".join(reversed(edits))
+
+
+def _columns(
+    tokens: Sequence[Hashable], places: dict[Hashable, int], full: int, column: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """A column of the table, as its rise and fall, and the one after each token."""
+    rise, fall = column
+    columns = [column]
+    for token in tokens:
         equal = places.get(token, 0)
         diagonal_equal = (((equal & rise) + rise) ^ rise) | equal | fall
         across_rise = fall | (full & ~(diagonal_equal | rise))
@@ -99,22 +141,8 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -
         across_rise = across_rise << 1 | 1
         rise = (across_fall << 1 | ~(diagonal_equal | across_rise)) & full
         fall = across_rise & diagonal_equal & full
-        rises.append(rise)
-        falls.append(fall)
-    edits = []
-    i, j = len(reference), len(hypothesis)
-    while i and j:
-        if rises[j] >> (i - 1) & 1:
-            i -= 1
-            edits.append(DELETION)
-        elif falls[j - 1] >> (i - 1) & 1:
-            j -= 1
-            edits.append(INSERTION)
-        else:
-            i, j = i - 1, j - 1
-            edits.append(CORRECT if reference[i] == hypothesis[j] else SUBSTITUTION)
-    edits.append(DELETION * i + INSERTION * j)
-    return "".join(reversed(edits))
+        columns.append((rise, fall))
+    return columns
 
 
 def count_edits(edits: str) -> ErrorCounts:
@@ -127,9 +155,9 @@ def word_errors(reference: str, hypothesis: str) -> ErrorCounts:
     return count_edits(align(reference.split(), hypothesis.split()))
 
 
-def character_errors(reference: str, hypothesis: str) -> ErrorCounts:
+def character_errors(reference: str, hypothesis: str, name: str = "an utterance") -> ErrorCounts:
     """Count the character errors between two texts; a run of white space counts as one character, none at the ends."""
-    return count_edits(align(" ".join(reference.split()), " ".join(hypothesis.split())))
+    return count_edits(align(" ".join(reference.split()), " ".join(hypothesis.split()), name))
 
 
 @dataclass(frozen=True)
@@ -173,7 +201,7 @@ class Report:
     @cached_property
     def characters(self) -> ErrorCounts:
         """Character errors of the whole corpus."""
-        counts = (character_errors(" ".join(u.reference), " ".join(u.hypothesis)) for u in self.utterances)
+        counts = (character_errors(" ".join(u.reference), " ".join(u.hypothesis), u.name) for u in self.utterances)
         return sum(counts, ErrorCounts())
 
     @property
@@ -233,7 +261,7 @@ def corpus_report(
         speakers: of the utterances; '' where unknown.
 
     Raises:
-        ScoringError: the sequences differ in length.
+        ScoringError: the sequences differ in length, or an utterance is too long to align.
     """
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
@@ -245,7 +273,7 @@ def corpus_report(
     utterances = []
     for reference, hypothesis, name, speaker in zip(references, hypotheses, names, speakers, strict=True):
         reference_words, hypothesis_words = reference.split(), hypothesis.split()
-        edits = align(reference_words, hypothesis_words)
+        edits = align(reference_words, hypothesis_words, name)
         utterances.append(AlignedUtterance(name, speaker, reference_words, hypothesis_words, edits, count_edits(edits)))
     return Report(utterances)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
@@ -23,8 +25,11 @@ from ds2.serve.batcher import Batcher, FullError, Source
 from ds2.serve.limits import LimitError, Limits
 from ds2.system.errors import UserError
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _PIECE = 1 << 20  # bytes copied at a time
+_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # by which formats are known that nothing else tells
 
 
 class Transcriptions:
@@ -44,6 +49,9 @@ class Transcriptions:
             return self._refused(429, str(error))
         except UserError as error:
             return self._refused(400, str(error))
+        except OSError as error:  # a full disk
+            log.error("an upload cannot be kept: %s", error)
+            return self._refused(507, f"this server cannot keep the upload: {error.strerror}")
         except HTTPException as error:
             return self._refused(error.status_code, str(error.detail))
 
@@ -64,6 +72,7 @@ class Transcriptions:
             grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
             suffix = Path(upload.filename or "").suffix
+            suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
             copy = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (_segments closes it)
             try:
                 while piece := await upload.read(_PIECE):

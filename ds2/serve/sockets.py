@@ -16,6 +16,7 @@ from ds2.serve.limits import LimitError, Limits
 from ds2.system.errors import UserError
 
 TRY_LATER, BAD_DATA = 1013, 1007  # close codes
+_REASON_BYTES = 100  # of a close; the protocol allows 123
 
 
 class Client:
@@ -87,18 +88,27 @@ class Socket:
     async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
         self.batcher.metrics.refused.labels(str(code)).inc()
         try:
-            await socket.send_json(client.refusal(message))
-            await socket.close(code, message[:100])
+            await send(socket, client.refusal(message))
+            await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError):
             return  # it has gone meanwhile
+
+
+async def send(socket: WebSocket, answer: dict[str, Any]) -> None:
+    """Send JSON that any client can read: whatever of a client's own message is in it, of characters none breaks it."""
+    await socket.send_text(json.dumps(answer, allow_nan=False))
 
 
 def json_object(text: str) -> dict[str, Any]:
     """Read a text message; LimitError where it is no JSON object."""
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise LimitError(f"text messages are JSON: {error}", 400, BAD_DATA) from error
     if not isinstance(found, dict):
         raise LimitError("text messages are JSON objects", 400, BAD_DATA)
     return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of its numbers")

@@ -11,10 +11,11 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
+from ds2.audio.read import RATES_HZ
 from ds2.recognition.live import Endpoints
 from ds2.serve.batcher import Heard
 from ds2.serve.limits import LimitError
-from ds2.serve.sockets import BAD_DATA, Client, json_object
+from ds2.serve.sockets import BAD_DATA, Client, json_object, send
 
 _DEFAULT_RATE_HZ = 8000
 
@@ -32,14 +33,14 @@ class Vosk(Client):
         """Answer until eof or the end of the connection."""
         while (message := await self.next(socket)) is not None:
             if message.get("bytes") is not None:
-                await socket.send_json(self._reply(await self.hear(message["bytes"], self.rate_hz, Endpoints())))
+                await send(socket, self._reply(await self.hear(message["bytes"], self.rate_hz, Endpoints())))
                 continue
             command = json_object(message.get("text") or "")
             if "config" in command:
                 self._configure(command["config"])
             if command.get("reset") or command.get("eof"):
                 last = await self.source.flush() if self.source is not None else Heard([], "")
-                await socket.send_json(self._result(last))
+                await send(socket, self._result(last))
             if command.get("eof"):
                 await socket.close()
                 return
@@ -51,8 +52,9 @@ class Vosk(Client):
             if config.get(key):
                 raise LimitError(f"config.{key} is not offered by this server: leave it out", 400, BAD_DATA)
         rate_hz = config.get("sample_rate", self.rate_hz)
-        if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool):
-            raise LimitError(f"config.sample_rate={rate_hz!r} is no number", 400, BAD_DATA)
+        low, high = RATES_HZ
+        if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool) or not low <= rate_hz <= high:
+            raise LimitError(f"config.sample_rate={rate_hz!r} is no number from {low} to {high}", 400, BAD_DATA)
         self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
 
     def _reply(self, heard: Heard) -> dict[str, Any]:

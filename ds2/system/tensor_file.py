@@ -72,6 +72,10 @@ def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor],
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
+        path.open("rb").close()  # safetensors takes whatever cannot be opened for missing
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             header = opened.metadata() or {}
             metadata = read_header(header, FORMAT_VERSION)

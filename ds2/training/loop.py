@@ -14,6 +14,7 @@ from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
 from ds2.system.stops import Stopped, end_children
 from ds2.training.interrupts import Interrupts
+from ds2.training.lost_device import lost_device_is_told
 from ds2.training.metrics import RunLog, Window, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.position import settle
@@ -35,12 +36,12 @@ def train(config: Config, run_dir: Path) -> int:
         0 when training ended by itself; 128 + n when signal n stopped it, in a step after a save.
 
     Raises:
-        ConfigError, CorpusError, AudioError, CheckpointError, TrainingError: with the reason and the way out.
+        UserError: of config, corpus, audio, checkpoint, training or device, with the reason and the way out.
     """
     try:
         with Interrupts() as interrupts, connect(config.comm, config.device) as comm:
             probe_run_dir(run_dir)
-            with sole_use(run_dir, comm), rank_log(comm, run_dir):
+            with sole_use(run_dir, comm), rank_log(comm, run_dir), lost_device_is_told(comm):
                 return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
         end_children()
@@ -106,7 +107,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     ) as bar:
         while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
-            done = (progress.epoch - 1 + progress.batch / len(plan)) / config.train.epochs
+            done = planned_part(config, progress, len(plan))
             rate = learning_rate(config.optim, progress.step, progress.epoch, done)
             set_learning_rate(trainer.optimizer, rate)
             loss = trainer.step(batches, group)
@@ -118,6 +119,8 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
                 values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
+                if trainer.noise is not None:
+                    values["noise_scale"] = trainer.noise.end_window()
                 board.scalars("train", progress.step, values)
                 left_s = progress.elapsed_s * (1 - done) / max(done, 1e-9)
                 bar.set_postfix_str(
@@ -143,6 +146,16 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
     last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
     return bool(trainer.dev) and (regular or last)
+
+
+def planned_part(config: Config, progress: Progress, batches: int) -> float:
+    """The part of the planned training that is behind a run: of the epochs, where the schedule goes by the clock at
+    least of the minutes; an epoch has so many batches."""
+    limits = config.train
+    done = (progress.epoch - 1 + progress.batch / batches) / limits.epochs
+    if config.optim.schedule == "timed_cosine":
+        return max(done, min(1.0, progress.elapsed_s / (60 * limits.max_minutes)))
+    return done
 
 
 def finished(config: Config, progress: Progress) -> str:

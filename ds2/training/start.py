@@ -119,7 +119,5 @@ def freeze(model: AcousticModel, prefixes: Sequence[str]) -> None:
 
 def _same_features(mine: Features, theirs: Features) -> bool:
     """Whether statistics of one describe what the other computes."""
-    computed = [
-        (f.window_samples, f.step_samples, f.sample_rate_hz, f.bins, f.mel_weights is None) for f in (mine, theirs)
-    ]
+    computed = [(f.window_samples, f.step_samples, f.sample_rate_hz, f.bins, f.kind) for f in (mine, theirs)]
     return computed[0] == computed[1]

@@ -103,6 +103,7 @@ def test_sigterm_at_one_rank_saves_and_another_number_of_ranks_goes_on(
     [
         ("kill", 1, r"rank 1 .*exited on\s+signal 9[\s\S]*|got SIGTERM while it waited; last heard: .*step 5"),
         ("throw", 0, r"ds2: rank 0 on \S+ failed at step 5, between steps: RuntimeError: thrown on purpose"),
+        ("lose", 1, r"ds2: rank 1 on \S+ failed at step 5, .* was lost at step 5, .*: CUDA error: .*\. What was saved"),
         ("hang", 1, r"ds2: rank 1 on \S+ hangs: no progress for \d+ s at step 5, .*comm.timeout_s=6"),
         ("freeze", 0, r"ds2: rank 0 on \S+ has been silent for \d+ s, last heard at step \d, .*comm.timeout_s=6"),
     ],

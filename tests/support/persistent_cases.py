@@ -1,6 +1,7 @@
 """What the tests of the persistent kernels share: inputs, both passes through them, and their equations as loops."""
 
 import torch
+from ds2_ops.jit.source import Source
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
@@ -27,6 +28,14 @@ def grid_choices_of(
 ) -> list[Choice]:
     """Tiles of the whole-chip designs on an H200, for a problem given by its parts."""
     return grid_choices(Problem(batch, hidden, dtype, cell, backward), H200, sms)
+
+
+def one_a_kernel(choices: list[Choice]) -> list[Choice]:
+    """Of the choices that differ only in how they cut the batch, the first."""
+    kernels: dict[Source, Choice] = {}
+    for choice in choices:
+        kernels.setdefault(choice.launch.source, choice)
+    return list(kernels.values())
 
 
 def slope(y: Tensor, nonlinearity: str) -> Tensor:

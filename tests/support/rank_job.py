@@ -1,7 +1,8 @@
 """One rank of `ds2 train`, which may go wrong on purpose, for the tests that start it under mpirun or torchrun.
 
 python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
-FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), signal (SIGTERM to this rank alone),
+FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), lose (the device fails every call from now on),
+signal (SIGTERM to this rank alone),
 launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin)
 A fault before a step strikes the first time only, not after torchrun has started its ranks again.
 """
@@ -20,7 +21,7 @@ from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.distributed.launcher import launched
 from ds2.recognition.recogniser import Recogniser
-from ds2.training import trainer
+from ds2.training import lost_device, trainer
 from ds2.training.trainer import Trainer
 
 
@@ -38,16 +39,29 @@ def strike(fault: str, trainer: Trainer) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     elif fault == "launcher":
         os.kill(os.getppid(), signal.SIGTERM)
+    elif fault == "lose":
+        lose(trainer.device)
     elif fault == "poison":
         passes = trainer.passes
         healthy = passes.losses
 
         def poisoned(inputs: Any) -> Any:
             passes.losses = healthy  # type: ignore[method-assign]
-            losses = healthy(inputs)
-            return losses + torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
+            losses, objective = healthy(inputs)
+            poison = torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
+            return losses + poison, objective + poison
 
         passes.losses = poisoned  # type: ignore[method-assign]
+
+
+def lose(device: torch.device) -> None:
+    """Let a kernel of a GPU fail, after which every call fails; of a CPU let it look so."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)[torch.ones(1, dtype=torch.long, device=device)]  # found out later
+        return
+    reason = "CUDA error: unspecified launch failure"
+    lost_device.why_lost = lambda device: reason
+    raise torch.AcceleratorError(reason)
 
 
 def run(fault: str, rank: str, step: str, *overrides: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import jiwer
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds2.scoring.statistics import bootstrap_interval, paired_test
+from ds2.scoring import wer
+from ds2.scoring.statistics import ScoringError, bootstrap_interval, paired_test
 from ds2.scoring.wer import ErrorCounts, align, character_errors, corpus_report, count_edits, word_errors
 
 WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=12)
@@ -51,6 +53,36 @@ def test_alignment_spells_both_texts_with_the_fewest_edits(reference: list[str],
     assert [h for edit, _, h in pairs if edit != "D"] == hypothesis
     assert all((r == h) == (edit == "C") for edit, r, h in pairs)
     assert report.words.errors == _distance(reference, hypothesis)
+
+
+@given(WORDS, WORDS)
+def test_a_large_table_of_which_few_columns_are_kept_gives_the_same_alignment(
+    reference: list[str], hypothesis: list[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wer, "_CELLS_KEPT", 0)
+        in_parts = align(reference, hypothesis)
+    assert in_parts == align(reference, hypothesis)
+
+
+def test_of_a_large_table_few_columns_are_held() -> None:
+    rng = np.random.default_rng(4)
+    texts = [rng.integers(2000, size=20_000).tolist() for _ in range(2)]  # 100 MB, were every column kept
+    tracemalloc.start()
+    try:
+        edits = align(*texts)
+        assert tracemalloc.get_traced_memory()[1] < 30e6
+    finally:
+        tracemalloc.stop()
+    assert len(edits) - edits.count("I") == len(edits) - edits.count("D") == 20_000
+
+
+def test_an_utterance_that_would_take_hours_is_refused_by_name_unless_its_ends_are_equal() -> None:
+    words = [str(number) for number in range(1_000_000)]
+    other = ["x", *words[1:-1], "x"]
+    with pytest.raises(ScoringError, match=r"talk: 1000000 and 1000000 words .* 1e\+11 at most; cut it"):
+        corpus_report([" ".join(words)], [" ".join(other)], names=["talk"])
+    assert corpus_report([" ".join(words)], [" ".join(words[:500] + words[501:])]).words.deletions == 1
 
 
 @given(st.lists(st.tuples(WORDS.filter(bool), WORDS), min_size=1, max_size=5))

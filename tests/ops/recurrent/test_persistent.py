@@ -13,7 +13,7 @@ from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
-from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, run
+from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, one_a_kernel, run
 from support.rounding import Arithmetic, allowed_beside_stock, variances
 from torch._subclasses import FakeTensorMode
 
@@ -25,7 +25,7 @@ NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
 def choices_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Choice]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
     facts = persistent.device_facts(torch.cuda.current_device())
-    return cluster_choices(problem, facts, facts.sms)
+    return one_a_kernel(cluster_choices(problem, facts, facts.sms))
 
 
 @pytest.mark.gpu

@@ -13,15 +13,20 @@ from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNot
 
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
-    """Pick the design and the tile with the lowest estimated time.
+    """Pick the tile with the lowest estimated time of :func:`space`, whose arguments and errors these are."""
+    return min(space(problem, device, max_sms), key=lambda choice: choice.step_cycles)
+
+
+def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
+    """Every tile of every design that can run a problem, whether it would be fast or not.
+
+    The number of frames is no part of a problem: a sequence cut in T must meet the same tile, as another one rounds
+    differently.
 
     Args:
         problem: what to run.
         device: where.
         max_sms: use at most this many multiprocessors; None for all.
-
-    Returns:
-        The cluster design where it fits: it is faster and its blocks need not all run at once. Else the whole chip.
 
     Raises:
         DoesNotFit: no design can; the message gives the reason and the way out.
@@ -38,10 +43,10 @@ def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) ->
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
     sms = device.sms if max_sms is None else min(max_sms, device.sms)
-    choices = cluster_choices(problem, device, sms) or grid_choices(problem, device, sms)
+    choices = cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
-    return min(choices, key=lambda choice: choice.step_cycles)
+    return choices
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:

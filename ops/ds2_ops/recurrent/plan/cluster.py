@@ -14,6 +14,7 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
+    Work,
 )
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
@@ -29,13 +30,22 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates)
         if clusters == 0 or owned is None:
             continue
-        for groups, parts in ((1, 1), (2, 1), (1, 2)):
-            if parts == 2 and (owned <= MMA_ROWS or cell.gates > 1):
-                continue  # one row tile cannot be shared out, nor can a unit's gates
-            choice = _choice(problem, cluster, clusters, owned, groups, parts)
-            if choice.launch.smem_bytes <= device.smem_bytes_per_block:
-                found.append(choice)
+        sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+        m_tiles, _ = _tiles(owned, NUMBERS[problem.dtype][1], cluster, sums, sent)
+        # Row tiles of the first of two parts, which is not the smaller one; a unit's gates cannot be shared out.
+        heads = range(-(-m_tiles // 2), m_tiles) if cell.gates == 1 else ()
+        for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
+            for samples in _sample_counts(problem.batch, clusters, groups):
+                choice = _choice(problem, cluster, clusters, owned, groups, head_tiles, samples)
+                if choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                    found.append(choice)
     return found
+
+
+def _sample_counts(batch: int, clusters: int, groups: int) -> list[int]:
+    """How many utterances a group may have: spread over all clusters, or more, which takes fewer clusters or tiles."""
+    spread = min(MMA_SAMPLES, -(-batch // (clusters * groups)))
+    return [spread, *(samples for samples in (2, 4, 8) if spread < samples <= -(-batch // groups))]
 
 
 def cluster_units(hidden: int, dtype: str, cluster: int, gates: int = 1) -> int | None:
@@ -71,15 +81,16 @@ def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
     return next(split for split in (4, 2, 1) if m_tiles % split == 0)
 
 
-def _choice(problem: Problem, cluster: int, clusters: int, owned: int, groups: int, parts: int) -> Choice:
+def _choice(
+    problem: Problem, cluster: int, clusters: int, owned: int, groups: int, head_tiles: int, samples: int
+) -> Choice:
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     words = owned // per_word
     m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
-    samples = min(MMA_SAMPLES, -(-problem.batch // (clusters * groups)))
     tiles = -(-problem.batch // (samples * groups))
-    head_tiles = -(-m_tiles // parts)  # row tiles of the first part
+    parts = 1 if head_tiles == m_tiles else 2
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
     units = groups * parts
     k_split = WARPS // _rows_split(sums, m_tiles, k_tiles)
@@ -102,6 +113,20 @@ def _choice(problem: Problem, cluster: int, clusters: int, owned: int, groups: i
         groups=groups,
         parts=parts,
         step_cycles=-(-tiles // clusters) * cycles,
+        work=Work(
+            layout=f"cluster{cluster}",
+            backward=problem.backward,
+            tiles=-(-tiles // clusters),
+            m_tiles=m_tiles,
+            k_tiles=k_tiles,
+            words=sent * words,
+            head_words=sent * head_words,
+            samples=samples,
+            groups=groups,
+            cluster=cluster,
+            blocks=cluster * min(tiles, clusters),
+            gates=cell.gates,
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
+    Work,
 )
 
 PAIR_WORDS = 16  # words of K in two matrix instructions
@@ -21,46 +22,78 @@ MOST_WAVE = 6  # 16-byte loads that a lane has under way together
 REGISTERS = 208  # of a multiplying thread
 OTHER_REGISTERS = 28  # of these, neither weights nor sums nor chunks of the state
 PASSING_REGISTERS = 16  # and more where weights or chunks come in turns
-CLUSTERS = (2, 4)  # blocks that split K between them
+CLUSTERS = (2, 4, 6, 8)  # blocks that split K between them
 MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 
 
 def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     found = []
+    words, cell = state_words(problem), ALL[problem.nonlinearity]
+    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     for cluster in CLUSTERS:
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        for most_groups in MOST_GROUPS if clusters else ():
-            choice = _choice(problem, cluster, clusters, most_groups)
-            if choice is not None and choice.launch.smem_bytes <= device.smem_bytes_per_block:
-                found.append(choice)
-                break  # fewer groups are never faster
+        if clusters == 0 or sent * words <= (cluster * WARPS - 1) * PAIR_WORDS:
+            continue  # each warp needs a part of K
+        for block_words in _block_words(words, cluster, clusters, sums * NUMBERS[problem.dtype][1]):
+            for most_groups in MOST_GROUPS:
+                choices = [
+                    _choice(problem, words, cluster, block_words, most_groups, most_samples)
+                    for most_samples in _sample_limits(problem.batch, block_words)
+                ]
+                if choices[0] is not None and choices[0].launch.smem_bytes <= device.smem_bytes_per_block:
+                    found += [choice for choice in choices if choice is not None]
+                    break  # a kernel for fewer groups is never faster
     return found
 
 
-def _choice(problem: Problem, cluster: int, clusters: int, most_groups: int) -> Choice | None:
-    """None where some warp would have no part of K or a thread more than one word to finish."""
+def _block_words(words: int, cluster: int, clusters: int, rows_per_word: int) -> list[int]:
+    """Words of each utterance's h that a block may own, so that there are clusters enough.
+
+    Its share or, at the same price, whole units of 16 bytes: then fewer lines of the exchange have two writers. Or as
+    many as fill one or two row tiles more, so that fewer blocks take part.
+    """
+    share = -(-words // (clusters * cluster))
+    m_tiles = -(-share * cluster * rows_per_word // MMA_ROWS)
+    whole_units = -(-share // 4) * 4
+    fuller = {(m_tiles + more) * MMA_ROWS // (cluster * rows_per_word) for more in range(3)}
+    options = {share, *fuller} | (
+        {whole_units} if whole_units * cluster * rows_per_word <= m_tiles * MMA_ROWS else set()
+    )
+    return sorted(option for option in options if share <= option <= min(FINISHERS, words))
+
+
+def _sample_limits(batch: int, block_words: int) -> list[int]:
+    """The most utterances of a group: as many as can be, or half or a quarter of them, in more turns."""
+    most = min(MMA_SAMPLES, FINISHERS // block_words)
+    return [most, *(limit for limit in (most // 2, most // 4) if 0 < limit < batch)]
+
+
+def _choice(
+    problem: Problem, words: int, cluster: int, block_words: int, most_groups: int, most_samples: int
+) -> Choice | None:
+    """None where registers hold no weights."""
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
-    words = state_words(problem)  # of h, or of each of the gates
-    splits = cluster * WARPS
-    block_words = _block_words(words, cluster, clusters, sums * per_word)
-    if sent * words <= (splits - 1) * PAIR_WORDS or block_words > FINISHERS:
-        return None
     m_tiles = -(-block_words * cluster * sums * per_word // MMA_ROWS)
-    k_pairs = -(-sent * words // (splits * PAIR_WORDS))
-    smem_pairs = k_pairs - _register_pairs(m_tiles, k_pairs, REGISTERS - (16 if cell.gates > 1 else 0))
-    samples, groups, tiles = turns(problem.batch, min(MMA_SAMPLES, FINISHERS // block_words), most_groups)
+    k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
+    register_pairs = _register_pairs(m_tiles, k_pairs, REGISTERS - (16 if cell.gates > 1 else 0))
+    if register_pairs < 1:
+        return None
+    smem_pairs = k_pairs - register_pairs
+    samples, groups, tiles = turns(problem.batch, most_samples, most_groups)
     smem_bytes = _smem_bytes(problem, cell, cluster, block_words, m_tiles, smem_pairs, most_groups)
     numbers = (cluster, block_words, k_pairs, smem_pairs, most_groups, str(problem.backward).lower())
     shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    blocks = -(-words // (block_words * cluster)) * cluster
+    read_bytes = sent * words * samples * 4 / cluster
     return Choice(
         design="grid",
         launch=Launch(
             kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, exchange=True),
             threads=THREADS + 2 * FINISHERS,  # the others add
-            grid=-(-words // (block_words * cluster)) * cluster,
+            grid=blocks,
             cluster=cluster,
             smem_bytes=smem_bytes,
             cooperative=True,
@@ -68,19 +101,25 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_groups: int) -> 
         rows=sums * block_words * per_word,
         samples=samples,
         groups=groups,
-        step_cycles=tiles
-        * _tile_us(cluster, m_tiles * k_pairs, groups, sent * words * samples * 4 / cluster)
-        * CYCLES_A_US,
+        step_cycles=tiles * _tile_us(cluster, m_tiles * k_pairs, groups, read_bytes) * CYCLES_A_US,
         exchange_words=SLOTS * groups * sent * words * samples,
+        work=Work(
+            layout=f"narrow{cluster}",
+            backward=problem.backward,
+            tiles=tiles,
+            m_tiles=m_tiles,
+            k_tiles=2 * k_pairs,
+            words=block_words,
+            head_words=block_words,
+            samples=samples,
+            groups=groups,
+            cluster=cluster,
+            blocks=blocks,
+            state_words=-(-sent * words // cluster),
+            smem_k_tiles=2 * smem_pairs,
+            gates=cell.gates,
+        ),
     )
-
-
-def _block_words(words: int, cluster: int, clusters: int, rows_per_word: int) -> int:
-    """Words of each utterance's state that a block owns: its share, or whole units of 16 bytes at the same price."""
-    block_words = -(-words // (clusters * cluster))
-    m_tiles = -(-block_words * cluster * rows_per_word // MMA_ROWS)
-    whole_units = -(-block_words // 4) * 4  # then fewer lines of the exchange have two writers
-    return whole_units if whole_units * cluster * rows_per_word <= m_tiles * MMA_ROWS else block_words
 
 
 def _smem_bytes(

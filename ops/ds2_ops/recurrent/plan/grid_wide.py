@@ -4,9 +4,20 @@ from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
-from ds2_ops.recurrent.plan.problem import FINISHERS, MMA_WORDS, NUMBERS, THREADS, WARPS, Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.problem import (
+    FINISHERS,
+    MMA_ROWS,
+    MMA_WORDS,
+    NUMBERS,
+    THREADS,
+    WARPS,
+    Choice,
+    DeviceFacts,
+    Problem,
+    Work,
+)
 
-CLUSTERS = (8, 6, 5)  # more blocks, less for each to read and multiply
+CLUSTERS = (8, 6, 5, 4)  # more blocks, less for each to read and multiply
 WORDS = 64  # of a cluster
 SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
 MOST_GROUPS = 2
@@ -17,15 +28,20 @@ PARCEL_BYTES = 512  # of sums: 8 words of 8 utterances
 
 
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """The tile of this design that can run this problem on ``sms`` multiprocessors, one block on each, if any can."""
+    """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
+    found: list[Choice] = []
     for cluster in CLUSTERS:
-        choice = _choice(problem, cluster, min(device.active_clusters.get(cluster, 0), sms // cluster))
-        if choice is not None and choice.launch.smem_bytes <= device.smem_bytes_per_block:
-            return [choice]
-    return []
+        clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
+        for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
+            choice = _choice(problem, cluster, clusters, most_samples)
+            if choice is None or choice.launch.smem_bytes > device.smem_bytes_per_block:
+                break
+            if not found or choice.work != found[-1].work:  # smaller groups, in more turns
+                found.append(choice)
+    return found
 
 
-def _choice(problem: Problem, cluster: int, clusters: int) -> Choice | None:
+def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
@@ -40,7 +56,7 @@ def _choice(problem: Problem, cluster: int, clusters: int) -> Choice | None:
         or words <= (cluster - 1) * k_tiles * MMA_WORDS
     ):
         return None
-    samples, groups, tiles = turns(problem.batch, SAMPLES, MOST_GROUPS)
+    samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
     smem_bytes = _smem_bytes(problem.backward, cluster, k_tiles)
     shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {k_tiles}, {str(problem.backward).lower()}>"
     # Fitted to H 1760 to 2560, B 32 and 64 (ops/notes/grid_wide.md): a chain of latencies; a second group fits into it.
@@ -60,6 +76,20 @@ def _choice(problem: Problem, cluster: int, clusters: int) -> Choice | None:
         groups=groups,
         step_cycles=tiles * tile_us * CYCLES_A_US,
         exchange_words=SLOTS * groups * words * SAMPLES,
+        work=Work(
+            layout=f"wide{cluster}",
+            backward=problem.backward,
+            tiles=tiles,
+            m_tiles=WORDS * per_word // MMA_ROWS,
+            k_tiles=k_tiles,
+            words=-(-WORDS // cluster),
+            head_words=-(-WORDS // cluster),
+            samples=samples,
+            groups=groups,
+            cluster=cluster,
+            blocks=used * cluster,
+            state_words=k_tiles * MMA_WORDS,
+        ),
     )
 
 

@@ -52,6 +52,41 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What one multiprocessor does in one time step of a tile: the facts from which the cost is estimated.
+
+    Attributes:
+        layout: which constants: design, and what else makes its steps another kind.
+        backward: the pass.
+        tiles: that run one after the other, so that the batch takes as many times as long.
+        m_tiles, k_tiles: matrix instructions of a multiplying warp: rows, and along K.
+        words: 32-bit words of one utterance's state that a block makes.
+        head_words: of these, in the first of two parts; all where there is one.
+        samples, groups: utterances of a group, and groups that take turns.
+        cluster: blocks a cluster.
+        blocks: at work together on the chip.
+        state_words: of one utterance's state that a block reads; 0 where it is the whole one.
+        smem_k_tiles: of `k_tiles`, with weights in shared memory.
+        gates: rows of the matrix a unit.
+    """
+
+    layout: str
+    backward: bool
+    tiles: int
+    m_tiles: int
+    k_tiles: int
+    words: int
+    head_words: int
+    samples: int
+    groups: int
+    cluster: int
+    blocks: int
+    state_words: int = 0
+    smem_k_tiles: int = 0
+    gates: int = 1
+
+
+@dataclass(frozen=True)
 class Choice:
     """A kernel that can run a problem, and what the planner knows of it.
 
@@ -63,6 +98,7 @@ class Choice:
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
         parts: of a block's rows, finished and sent one after the other, to the same end.
         step_cycles: the cost model's estimate of one time step of the whole batch.
+        work: what that estimate is made of.
         exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
 
@@ -72,8 +108,16 @@ class Choice:
     samples: int
     groups: int
     step_cycles: float
+    work: Work
     parts: int = 1
     exchange_words: int = 0
+
+    @property
+    def name(self) -> str:
+        """What tells this choice from the others for the same problem, for records of measurements."""
+        work = self.work
+        head = f"-{work.head_words}" if work.head_words < work.words else ""
+        return f"{work.layout} w{work.words}{head} b{work.blocks} {work.groups}x{work.samples}"
 
     def explain(self) -> str:
         """One line for logs and error messages."""

@@ -1,0 +1,363 @@
+"""Measure every tile that the planner could choose, fit its model on one half of that, and judge it on the other.
+
+    python tools/sweep_plans.py record --out ops/figures/plans_h200.json   on a GPU: compile, check, time
+    python tools/sweep_plans.py fit ops/figures/plans_h200.json            the constants of plan/model.py
+    python tools/sweep_plans.py judge ops/figures/plans_h200.json          how far from the fastest its choices are
+
+A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
+T 512 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
+that hangs is killed, noted and left out. Shape letters: T frames, B batch, H hidden.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds2_ops.jit import runtime
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
+from torch import Tensor
+
+HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
+HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
+BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
+FRAMES, FEW_FRAMES, CHECKED_FRAMES = 512, 64, 5
+ROUNDS, LAUNCHES = 2, 2
+CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
+STALL_S = 25.0
+_CLOCK = "if (threadIdx.x == 0 && blockIdx.x == 0) { clocks[%d] = clock64(); clocks[%d] = ds2::now_ns(); }"
+Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
+
+
+def problems(options: argparse.Namespace) -> list[Problem]:
+    """Return what is measured, one after the other."""
+    return [
+        Problem(batch, hidden, options.dtype, cell, backward)
+        for cell in options.cells
+        for hidden in options.hidden
+        for backward in (False, True)
+        for batch in options.batch
+    ]
+
+
+def key_of(problem: Problem) -> Key:
+    """What tells problems of one record apart."""
+    return problem.nonlinearity, problem.backward, problem.hidden, problem.batch
+
+
+def tiles(problem: Problem, facts: DeviceFacts, max_sms: int | None) -> list[Choice]:
+    """All tiles of a problem; none where it does not fit."""
+    try:
+        return space(problem, facts, max_sms)
+    except DoesNotFit:
+        return []
+
+
+def clocked_text(choice: Choice) -> str:
+    """Write the kernel so that it notes cycles and nanoseconds at its beginning and end."""
+    head, _, body = choice.launch.source.text.partition("ds2_kernel(")
+    signature, _, statements = body.partition(") {\n")
+    end = statements.rindex("}")
+    begin, finish = _CLOCK % (0, 1), _CLOCK % (2, 3)
+    return (
+        f"{head}ds2_kernel({signature}, unsigned long long* clocks) {{\n    {begin}\n"
+        f"{statements[:end]}    __syncthreads();\n    {finish}\n}}\n"
+    )
+
+
+class Bench:
+    """Tensors of one problem, and what is done to them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.device = problem, torch.device("cuda")
+        self.index = torch.cuda.current_device()
+        torch.manual_seed(problem.hidden + problem.batch)
+        dtype = getattr(torch, problem.dtype)
+        shape = (FRAMES, problem.batch, problem.hidden)
+        self.x = torch.randn(shape, dtype=dtype, device=self.device)
+        self.y = torch.randn(shape, dtype=dtype, device=self.device).clamp_min_(0)
+        self.matrix = torch.randn(2 * (problem.hidden,), dtype=dtype, device=self.device) * 0.9 * problem.hidden**-0.5
+        self.state = torch.randn(shape[1:], dtype=dtype, device=self.device)
+        self.result, self.last = torch.empty_like(self.x), torch.empty_like(self.state)
+        self.exchange: Tensor | None = None
+        self.truth = self._truth()
+
+    def _truth(self) -> Tensor:
+        """Few frames in float64."""
+        double, outputs = self.matrix.double(), []
+        state = self.state.double()
+        for t in range(CHECKED_FRAMES):
+            if self.problem.backward:
+                frame = CHECKED_FRAMES - 1 - t
+                carried = self.x[frame].double() + (state if t == 0 else state @ double.t())
+                state = carried * (self.y[frame] > 0)
+            else:
+                state = (self.x[t].double() + state @ double.t()).clamp_min(0)
+            outputs.append(state)
+        return torch.stack(outputs[::-1] if self.problem.backward else outputs)
+
+    def launcher(self, choice: Choice, frames: int, clocks: Tensor | None = None) -> Callable[[], None]:
+        """Make ready all that a launch takes."""
+        problem, launch = self.problem, choice.launch
+        row_bytes = problem.hidden * self.x.element_size()
+        arguments: list[Any] = [self.x, self.y if problem.backward else None, self.matrix, self.state, None]
+        arguments += [self.result, self.last, frames, problem.batch, problem.hidden, choice.samples]
+        arguments += [row_bytes % 4 == 0, row_bytes % 16 == 0, 1.0]
+        if choice.exchange_words:
+            if self.exchange is None or self.exchange.numel() < choice.exchange_words:
+                self.exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=self.device)
+            arguments.append(self.exchange)
+        packed = launch.source.pack(arguments)
+        text = launch.source.text
+        if clocks is not None:
+            packed.append(clocks.data_ptr())
+            text = clocked_text(choice)
+        kernel, stream = runtime.load(text, self.index), torch.cuda.current_stream().cuda_stream
+
+        def call() -> None:
+            runtime.launch(
+                kernel,
+                packed,
+                grid=launch.grid,
+                block=launch.threads,
+                cluster=launch.cluster,
+                smem_bytes=launch.smem_bytes,
+                cooperative=launch.cooperative,
+                stream=stream,
+            )
+
+        return call
+
+    def empty_exchange(self, choice: Choice) -> None:
+        """Make the exchange what a whole-chip kernel must find."""
+        if choice.exchange_words and self.exchange is not None:
+            self.exchange.fill_(-1)
+
+    def error(self, choice: Choice) -> float:
+        """Relative error of a few frames."""
+        call = self.launcher(choice, CHECKED_FRAMES)
+        self.empty_exchange(choice)
+        self.result.fill_(torch.nan)
+        call()
+        result = self.result[:CHECKED_FRAMES].double()
+        return float((result - self.truth).norm() / self.truth.norm())
+
+    def times_us(self, choices: list[Choice], frames: int, rounds: int) -> list[float]:
+        """Median time of a launch of each, in turns, so that a drift of the clock meets all."""
+        calls = [self.launcher(choice, frames) for choice in choices]
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in choices]
+        for turn in range(rounds):
+            for choice, call, span in zip(choices, calls, spans, strict=True):
+                for launch in range(-1 if turn == 0 else 0, LAUNCHES):
+                    self.empty_exchange(choice)
+                    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    start.record()
+                    call()
+                    stop.record()
+                    if launch >= 0:  # the others warm up
+                        span.append((start, stop))
+        torch.cuda.synchronize()
+        return [statistics.median(start.elapsed_time(stop) for start, stop in span) * 1e3 for span in spans]
+
+    def clock_mhz(self, choice: Choice) -> float:
+        """Cycles over time of a kernel that has been running for a while."""
+        clocks = torch.zeros(4, dtype=torch.int64, device=self.device)
+        call = self.launcher(choice, FRAMES, clocks)
+        for _ in range(8):
+            self.empty_exchange(choice)
+            call()
+        cycles_0, ns_0, cycles_1, ns_1 = clocks.tolist()
+        return (cycles_1 - cycles_0) * 1e3 / (ns_1 - ns_0)
+
+
+def build_all(sources: Iterable[str], workers: int) -> dict[str, str]:
+    """Compile in parallel into the cache of kernels; return what failed or spilt."""
+    wanted, started = sorted(set(sources)), time.perf_counter()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        notes = dict(zip(wanted, pool.map(_build_one, wanted), strict=True))
+    print(f"{len(wanted)} kernels compiled in {time.perf_counter() - started:.0f} s by {workers} processes", flush=True)
+    return {text: note for text, note in notes.items() if note}
+
+
+def _build_one(text: str) -> str:
+    try:
+        binary = build(text)
+    except RuntimeError as error:
+        return str(error)[:2000]
+    return f"{binary.local_bytes} B local, {binary.loss}" if binary.local_bytes or binary.loss else ""
+
+
+def measure_all(options: argparse.Namespace, journal: Path) -> None:
+    """Check and time all that the journal does not hold yet, and add it there."""
+    facts = persistent.device_facts(0)
+    done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    finished = {tuple(entry["key"]) for entry in done if "times" in entry or entry.get("hung") == "timing"}
+    hung = {(*entry["key"], entry["hung"]) for entry in done if "hung" in entry}
+    with journal.open("a") as file:
+
+        def note(**entry: Any) -> None:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+
+        for problem in problems(options):
+            key = key_of(problem)
+            if key in finished:
+                continue
+            choices = [c for c in tiles(problem, facts, options.max_sms) if (*key, c.name) not in hung]
+            if not choices:
+                continue
+            bench, right = Bench(problem), []
+            for choice in choices:
+                note(key=key, trying=choice.name)
+                try:
+                    error = bench.error(choice)
+                except RuntimeError as failure:
+                    note(key=key, failed=choice.name, why=str(failure)[:500])
+                    torch.cuda.synchronize()  # raises where the context is lost: then another process goes on
+                    continue
+                if error <= 0.02:
+                    right.append(choice)
+                else:
+                    note(key=key, wrong=choice.name, error=error)
+            note(key=key, trying="timing")
+            long = bench.times_us(right, FRAMES, ROUNDS)
+            short = bench.times_us(right, FEW_FRAMES, 1)
+            rows = zip(right, long, short, strict=True)
+            note(key=key, times=[(choice.name, round(a, 2), round(b, 2)) for choice, a, b in rows])
+            if (problem.hidden, problem.batch) in CLOCKED and not options.max_sms:
+                seen: set[str] = set()
+                for choice in right:
+                    if choice.work.layout not in seen:
+                        seen.add(choice.work.layout)
+                        note(key=key, trying=choice.name)
+                        note(key=key, clock=choice.name, mhz=round(bench.clock_mhz(choice)))
+            best = min(long)
+            print(f"{key}: {len(right)} of {len(choices)} tiles, {best / FRAMES:.3f} us a step", flush=True)
+
+
+def record(options: argparse.Namespace) -> int:
+    """Compile, then measure in a process that may hang."""
+    deadline = time.monotonic() + options.budget_s
+    facts = _facts_of_gpu()
+    wanted, clocked = set(), set()
+    for problem in problems(options):
+        for choice in tiles(problem, facts, options.max_sms):
+            wanted.add(choice.launch.source.text)
+            if (problem.hidden, problem.batch) in CLOCKED:
+                clocked.add(clocked_text(choice))
+    bad = build_all(wanted | clocked, options.workers)
+    for text, why in bad.items():
+        print(f"COMPILED BADLY: {why}\n{text}", flush=True)
+    journal = options.out.with_suffix(".journal")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-u", __file__, "measure", *sys.argv[2:]]
+    while time.monotonic() < deadline:
+        child = subprocess.Popen(command)
+        size, changed = -1, time.monotonic()
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+            now = journal.stat().st_size if journal.exists() else 0
+            if now != size:
+                size, changed = now, time.monotonic()
+            if time.monotonic() - changed > STALL_S:
+                break
+        if child.poll() == 0:
+            break
+        child.kill()
+        child.wait()
+        if time.monotonic() < deadline:
+            last = json.loads(journal.read_text().splitlines()[-1]) if journal.exists() else {}
+            if "key" not in last:
+                print("the measuring process fails at its start", flush=True)
+                return 1
+            stuck = last.get("trying") or last.get("failed")
+            print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
+            with journal.open("a") as file:
+                file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
+    write(journal, options.out, facts)
+    return 0
+
+
+def write(journal: Path, out: Path, facts: DeviceFacts) -> None:
+    """Turn a journal into the record: names once, one problem a line."""
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    numbers: dict[str, int] = {}
+    lines = []
+    for entry in entries:
+        if "times" in entry:
+            times = [(numbers.setdefault(name, len(numbers)), a, b) for name, a, b in entry["times"]]
+            lines.append(json.dumps([*entry["key"], times], separators=(",", ":")))
+    clocks = [[*entry["key"], entry["clock"], entry["mhz"]] for entry in entries if "clock" in entry]
+    bad = ((entry, entry.get("wrong") or entry.get("failed") or entry.get("hung")) for entry in entries)
+    failed = [[*entry["key"], name] for entry, name in bad if name]
+    head = {
+        "gpu": facts.name,
+        "sms": facts.sms,
+        "active_clusters": dict(facts.active_clusters),
+        "driver": _smi("driver_version"),
+        "clock_max_mhz": _smi("clocks.max.sm"),
+        "clock_under_load_mhz": clocks,
+        "failed": failed,
+        "frames": [FRAMES, FEW_FRAMES],
+        "row": "cell, backward, hidden, batch, [name, us a launch of many frames, of few]",
+        "names": list(numbers),
+    }
+    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n"
+    out.write_text(text)
+    print(f"{len(lines)} problems, {sum(line.count('[') - 2 for line in lines)} tiles -> {out}", flush=True)
+
+
+def _smi(what: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _facts_of_gpu() -> DeviceFacts:
+    """Ask in a process of its own: this one will fork compilers, which a CUDA context does not survive."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(persistent.device_facts, (0,))
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("record", "measure"):
+        one = commands.add_parser(name)
+        one.add_argument("--out", type=Path, required=True)
+        one.add_argument("--cells", nargs="+", default=["relu"])
+        one.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
+        one.add_argument("--batch", type=int, nargs="+", default=BATCH)
+        one.add_argument("--dtype", default="bfloat16")
+        one.add_argument("--max-sms", type=int)
+        one.add_argument("--workers", type=int, default=os.cpu_count())
+        one.add_argument("--budget_s", type=float, default=1e9)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run one command."""
+    options = parse()
+    if options.command == "record":
+        return record(options)
+    measure_all(options, options.out.with_suffix(".journal"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
