@@ -22,6 +22,7 @@ usage: ds2 COMMAND [...]
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
   transcribe MODEL FILE...           audio files to text or JSON
   serve MODEL                        live recognition for clients of OpenAI's interfaces and of Vosk's
+  export MODEL --to onnx|torch       a streaming model in one file, for sherpa-onnx on phones, ONNX Runtime or torch
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
@@ -32,12 +33,13 @@ usage: ds2 COMMAND [...]
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
+  cache [--clear KIND]               what is kept on this disk to save time: decoded audio, kernels, ARPA
   doctor                             what this machine has: versions, devices, backends
 
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
-COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "align", "data", "lm", "doctor")
+COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "export", "align", "data", "lm", "cache", "doctor")
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
 

@@ -200,7 +200,7 @@ def _make_cache(folder: Path) -> None:
 
 
 def _read_cache(folder: Path) -> Any:
-    return digest(open_audio(read_manifest(folder / "m.jsonl"), DataConfig(work_dir=str(folder))))
+    return digest(open_audio(read_manifest(folder / "m.jsonl"), DataConfig(work_dir=str(folder), cache="disk")))
 
 
 def _language_model() -> Any:

@@ -41,7 +41,7 @@ KILLS_A_CHAIN = 8
 CACHE = (
     "import sys; from ds2.config.schema import DataConfig; from ds2.data.audio_cache import open_audio;"
     "from ds2.data.manifest import read_manifest;"
-    "open_audio(read_manifest(sys.argv[1]), DataConfig(work_dir=sys.argv[2]))"
+    "open_audio(read_manifest(sys.argv[1]), DataConfig(work_dir=sys.argv[2], cache='disk'))"
 )
 
 
@@ -133,7 +133,7 @@ def works(base: Path) -> list[Work]:
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
         Work("lm build", model_of_text, _built),
         Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
-        Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.pcm", order=False)),
+        Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.audio", order=False)),
     ]
 
 

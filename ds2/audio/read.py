@@ -30,6 +30,9 @@ AUDIO_SUFFIXES = (
     *FOREIGN_SUFFIXES,
 )  # fmt: skip
 """What files with audio are called; where one recording lies in several formats, the first of these is taken."""
+_COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FOREIGN_SUFFIXES)  # by name: opening them may decode them
+_CHEAP = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW")
+_CHEAP_SUBTYPES = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
 _BLOCK_FRAMES = 1 << 18
 RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
@@ -120,6 +123,26 @@ def audio_blocks(
             resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
             if len(resampled):
                 yield np.clip(resampled, -1.0, 1.0)
+
+
+def reads_cheaply(
+    path: str | Path, sample_rate_hz: int, offset_s: float = 0.0, duration_s: float | None = None
+) -> bool:
+    """Whether `read_audio` of a segment takes little longer than its samples do from a cache: lossless, at that rate.
+
+    MP3, Opus and m4a, and audio that must be resampled, cost five to twenty times as much: recipes/data.md.
+
+    Raises:
+        AudioError: as `read_audio`, where the header tells.
+    """
+    path = Path(path)
+    if path.suffix.lower() in _COSTLY_SUFFIXES:
+        return False
+    with _opened(path, sample_rate_hz) as file:
+        if file.samplerate != sample_rate_hz or file.format not in _CHEAP or file.subtype not in _CHEAP_SUBTYPES:
+            return False
+        _check_segment(file, path, offset_s, duration_s)
+        return True
 
 
 class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types

@@ -1,4 +1,4 @@
-"""Samples of any rate in, feature frames out: those of the whole recording, block by block."""
+"""Samples of any rate in, those of blocks of feature frames out: all of the recording's, block by block."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import soxr
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.audio.read import RATES_HZ, AudioError
@@ -61,38 +59,33 @@ class Pcm16:
         return samples
 
 
-class FeatureStream:
-    """Blocks of features of one source whose samples come piece by piece; every frame of the whole, once.
+class SampleBlocks:
+    """Samples of one source, that come piece by piece, as those of blocks of feature frames; every frame once.
 
     Args:
-        features: on `device`.
-        device: where the blocks are made.
+        features: which frames samples make.
         block_frames: frames T of every block but the last.
     """
 
-    def __init__(self, features: Features, device: torch.device, block_frames: int) -> None:
-        self.features, self.device, self.block_frames = features, device, block_frames
+    def __init__(self, features: Features, block_frames: int) -> None:
+        self.features, self.block_frames = features, block_frames
         self.samples = 0  # heard so far
         self._held = np.empty(0, np.float32)
         self._lead_samples = features.lead_samples  # that the first window still lacks
         self._enough = (block_frames - 1) * features.step_samples + features.window_samples
 
-    def accept(self, samples: NDArray[np.float32]) -> Iterator[Tensor]:
-        """Take the next samples (N,) of the features' rate in [-1, 1]; yield the blocks (1, F, T) they complete."""
+    def accept(self, samples: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+        """Take the next samples (N,) of the features' rate in [-1, 1]; yield those of the windows they complete."""
         self.samples += len(samples)
         self._held = np.concatenate([self._held, samples])
         if 0 < self._lead_samples <= len(self._held):
             self._held = np.concatenate([self._held[: self._lead_samples][::-1], self._held])
             self._lead_samples = 0
         while len(self._held) >= self._enough:
-            yield self._frames(self._held[: self._enough])
+            yield self._held[: self._enough]
             self._held = self._held[self.block_frames * self.features.step_samples :]
 
-    def finish(self) -> Iterator[Tensor]:
-        """Yield what is left, where that is a frame or more."""
-        if not self._lead_samples and len(self._held) >= self.features.window_samples:
-            yield self._frames(self._held)
-        self._held = self._held[:0]
-
-    def _frames(self, samples: NDArray[np.float32]) -> Tensor:
-        return self.features.of_windows(torch.from_numpy(samples)[None].to(self.device)).contiguous()
+    def finish(self) -> NDArray[np.float32]:
+        """Return what is left; it may be too short for a frame."""
+        rest, self._held = self._held, self._held[:0]
+        return rest[:0] if self._lead_samples else rest

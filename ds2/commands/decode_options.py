@@ -16,18 +16,19 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return mine, [a for a in arguments if a not in mine]
 
 
-def resolve_options(overrides: Sequence[str], model_file: Path, config: Config) -> DecodeConfig:
+def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, *, tuned: bool = True) -> DecodeConfig:
     """Return the settings that apply.
 
     `decode=NAME` starts from conf/decode/NAME.yaml; without it the file that `ds2 lm tune` wrote beside the model is
-    the start, or without that the model's own config. `decode.KEY=VALUE` changes single values.
+    the start, unless `tuned` is False, or without that the model's own config. `decode.KEY=VALUE` changes single
+    values.
 
     Raises:
         ConfigError: an unknown name, key, type or value, or a tuned file that does not fit.
     """
     if any(override.startswith("decode=") for override in overrides):
         return compose_config([_quoted(override) for override in overrides]).decode
-    return decode_settings(model_file, config, overrides)
+    return decode_settings(model_file, config, overrides, tuned=tuned)
 
 
 def _quoted(override: str) -> str:

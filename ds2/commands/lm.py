@@ -9,7 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from ds2.commands.common import whole
+from ds2.commands.decode_options import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
+from ds2.commands.lm_tune import run as run_tune
 from ds2.config.allowed import COUNT
 from ds2.config.schema import AlphabetConfig
 from ds2.lm.arpa import write_arpa
@@ -176,8 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="alpha, beta and beam of a model on a dev set",
-        description="Find alpha, beta and the beam on a dev set; decode.prune, decode.label_min_log_prob and "
-        "decode.unknown_score stay as the model's config has them.",
+        usage="%(prog)s MODEL LM [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
+        description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
+        "decode.label_min_log_prob and decode.unknown_score stay as the model's config or the command line has them.",
     )
     add_tune_arguments(tune)
     return parser
@@ -189,6 +192,10 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         LanguageModelError: a mistake that the user can mend.
     """
-    parsed = _parser().parse_args(arguments)
+    overrides, others = split_overrides(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(others, argparse.Namespace(overrides=overrides))
+    if overrides and parsed.run != run_tune:
+        parser.error(f"{overrides[0]}: only `ds2 lm tune` takes settings of decoders")
     status: int = parsed.run(parsed)
     return status

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ds2.commands.common import whole
+from ds2.commands.decode_options import resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
 from ds2.data.splits import scored_utterances
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `ds2 lm tune`."""
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("lm", type=Path, help="binary or ARPA")
-    parser.add_argument("manifests", type=Path, nargs="*", help="default: data.dev of the model's config")
+    parser.add_argument("manifests", nargs="*", help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, default="0:1.6:5", help="LOW:HIGH:COUNT (default 0:1.6:5)")
     parser.add_argument("--betas", type=_range, default="0:3:4", help="LOW:HIGH:COUNT (default 0:3:4)")
     parser.add_argument(
@@ -53,9 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Tune, show each trial, draw the surface and write the winner beside the model."""
     file, device = find_model(arguments.model), resolve_device(arguments.device)
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)
-    options = replace(loaded.config.decode, method="beam", lm=str(arguments.lm.resolve()), beam=arguments.beam)
+    options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
+    if options.method == "greedy":
+        if any(override.split("=")[0] in ("decode", "decode.method") for override in arguments.overrides):
+            raise DecodeError("decode.method=greedy has no weights to tune: take decode=beam or decode=native")
+        options = replace(options, method="beam")
+    options = replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
     make_decoder(options, loaded.alphabet, 1.0, device, lm)  # a mistake shows before the model is run
-    manifests = [str(path) for path in arguments.manifests] or loaded.config.data.dev
+    manifests = arguments.manifests or loaded.config.data.dev
     if not manifests:
         raise DecodeError(f"{file} names no dev manifest (data.dev is empty): give manifests to tune on")
     utterances = scored_utterances(manifests, loaded.alphabet)

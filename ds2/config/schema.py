@@ -9,6 +9,8 @@ from omegaconf import MISSING
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name
 from ds2.system.errors import UserError
 
+CODECS = ("mulaw", "alaw", "gsm", "adpcm", "mp3")
+
 
 class ConfigError(UserError):
     """A configuration that composes but cannot work; the message names the key, what is allowed and the way out."""
@@ -28,7 +30,9 @@ class DataConfig:
     min_duration_s: float = number(0.1, 0, 604_800)
     max_duration_s: float = number(40.0, 0, UNLIMITED, above=True)
     on_bad_utterance: str = choice("stop", "skip")  # what training does with utterances that `ds2 data check` refuses
-    cache: str = choice("disk", "none")  # decoded audio kept as 16-bit samples with checksums
+    # decoded audio kept as 16-bit samples with checksums; auto: but for what is cheap to read, lossless at this rate
+    cache: str = choice("auto", "disk", "none")
+    cache_gb: float = number(50.0, 0, UNLIMITED)  # the most that work_dir/audio_cache may hold; 0: no limit
     workers: int = number(
         -1, -1, 256
     )  # loader processes, of train and dev each; -1: on a GPU one a core, at most 8; on a CPU 0: none
@@ -54,10 +58,10 @@ class AlphabetConfig:
 class FeaturesConfig:
     """Waveform to normalised log spectrogram."""
 
-    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank")  # the last as sherpa-onnx has it
+    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank", "nemo_fbank")  # the last two: see `ds2 export`
     window_s: float = number(0.02, 0, 1, above=True)
     step_s: float = number(0.01, 0, 1, above=True)
-    mels: int = number(80, 1, 10_000)  # of log_mel and kaldi_fbank
+    mels: int = number(80, 1, 10_000)  # of all but log_spectrogram
     normalise: str = choice("corpus", "none")  # per-bin mean and deviation of the training set, stored with the model
     statistics_utterances: int = number(1000, 1, COUNT)  # utterances drawn by seed to estimate them
 
@@ -70,7 +74,14 @@ class AugmentConfig:
     gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # [low, high]
     noise_probability: float = number(0.0, 0, 1)  # the papers add noise to 40 % of utterances
     noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # [low, high]
-    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated pink noise
+    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated noise
+    noise_colours: list[float] = numbers([1.0], -2, 4)  # of generated noise, drawn evenly: 0 white, 1 pink, 2 brown
+    babble_share: float = number(0.0, 0, 1)  # how often noise is that of other utterances' voices instead
+    babble_voices: int = number(4, 1, 100)
+    room_probability: float = number(0.0, 0, 1)  # generated rooms
+    room_rt60_s: list[float] = numbers([0.1, 0.6], 0.01, 10, lengths=(2,))  # [low, high], until echoes fell by 60 dB
+    codec_probability: float = number(0.0, 0, 1)
+    codecs: list[str] = field(default_factory=lambda: list(CODECS))  # drawn evenly
     frequency_masks: int = number(0, 0, 1000)  # SpecAugment
     frequency_width: int = number(27, 0, 100_000)  # bins
     time_masks: int = number(0, 0, 1000)
@@ -84,6 +95,7 @@ class BatchingConfig:
 
     utterances: int = number(32, 0, COUNT)  # a fixed count, over all ranks together; 0: use audio_s
     audio_s: float = number(0.0, 0, COUNT)  # budget of padded audio a batch, over all ranks together; 0: use utterances
+    auto: bool = False  # `batching=auto`: the largest audio_s that fits the GPU, by trial; the two above rest then
     sortagrad: bool = True  # epoch one in order of duration
     buckets: int = number(10, 1, COUNT)  # duration buckets shuffled from epoch two on
     longest_first: bool = False  # the longest batch opens every epoch, so that out-of-memory shows at once
@@ -118,6 +130,10 @@ class ModelConfig:
     batch_norm: bool = True  # of the input projections and convolutions
     batch_norm_momentum: float = number(0.1, 0, 1)
     dropout: float = number(0.0, 0, 1, below=True)  # on the input of each recurrent layer
+    # how recurrent layers and residual branches start; plain: as torch.nn and at 1, damped: 0.5 I and at 1 / sqrt(M)
+    start: str = choice("damped", "plain")  # of the cell rnn
+    stochastic_depth: float = number(0.0, 0, 1, below=True)  # how often training leaves the last residual branch out
+    intermediate: list[int] = numbers([], 1, 1000)  # modules behind which training has a classifier of its own
     max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # a config above it is refused; 0: unlimited (bidirectional)
     backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of ds2_ops
 
@@ -131,8 +147,9 @@ class OptimConfig:
     momentum: float = number(0.99, 0, 1, below=True)  # sgd
     betas: list[float] = numbers([0.9, 0.98], 0, 1, below=True, lengths=(2,))  # adamw
     weight_decay: float = number(0.0, 0, 1e6)
-    # anneal: divided by `anneal` each epoch; cosine: to zero at the last epoch
-    schedule: str = choice("anneal", "cosine", "constant")
+    # anneal: divided by `anneal` each epoch; cosine: to zero at the last epoch; timed_cosine: also when
+    # train.max_minutes are up, whichever comes first, by the clock: no two runs are the same
+    schedule: str = choice("anneal", "cosine", "timed_cosine", "constant")
     anneal: float = number(1.2, 0, 1e6, above=True)
     warmup_steps: int = number(0, 0, COUNT)
     clip_norm: float = number(400.0, 0, UNLIMITED)  # 0: off
@@ -150,6 +167,9 @@ class TrainConfig:
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
     graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on one GPU
+    consistency: float = number(0.0, 0, 1e6)  # weight of the divergence of two augmented views (CR-CTC); 0: one view
+    intermediate_weight: float = number(0.3, 0, 1)  # of the loss at model.intermediate, the last one's is 1 less it
+    noise_scale: bool = False  # log the gradient noise scale: about the largest batch that pays, in utterances
     accumulate: int = number(1, 1, COUNT)  # batches a step
     average_decay: float = number(0.0, 0, 1, below=True)  # of a moving average of the weights, kept as best; 0: off
     early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev WER; 0: off

@@ -1,7 +1,7 @@
-"""The file of the audio cache: where each utterance's samples lie, and the checksums that they are what was written.
+"""A file of the audio cache: decoded utterances by key, where they lie, and checksums that they are what was written.
 
 Layout, little-endian: a header; the samples of all utterances, int16; padding to 8 bytes; an index of (first sample,
-samples, CRC-32 of them) for each utterance, int64.
+samples, CRC-32 of them, two halves of the key) for each utterance, int64.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import threading
 import weakref
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds2.system.errors import UserError
 
-VERSION = 2  # 1 had neither header nor checksums
+VERSION = 3  # 1 had neither header nor checksums, 2 no keys: a file was of one list of utterances
+KEY_BYTES = 16
 _MAGIC = b"ds2audio"
-_HEADER = struct.Struct("<8sIIQQ32s")  # magic, version, CRC-32 of the index, utterances, samples, key
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, CRC-32 of the index, utterances, samples
 _CHECKSUM = struct.Struct("<II")  # CRC-32 of the header, zero
 _SAMPLES_AT = _HEADER.size + _CHECKSUM.size
-_INDEX_COLUMNS = 3
+_INDEX_COLUMNS = 3 + KEY_BYTES // 8
 
 
 class CacheError(UserError):
-    """An audio cache that does not hold what was written; the message says what is wrong with it."""
+    """A file of the audio cache that does not hold what was written; the message says what is wrong with it."""
 
 
 def cache_bytes(samples: int, utterances: int) -> int:
@@ -42,33 +43,47 @@ def _index_at(samples: int) -> int:
 
 
 class CacheWriter:
-    """Writes a cache file from any number of threads, utterances in any order.
+    """Writes a new cache file from any number of threads, utterances in any order.
 
-    Args:
-        file: a new file, open for writing.
-        utterances: how many there are.
-        key: 32 bytes that say what the samples were made from.
+    What threads add after the end of its `with` block is dropped: nobody need wait for those that are stuck in a read.
     """
 
-    def __init__(self, file: BinaryIO, utterances: int, key: bytes) -> None:
-        self._descriptor, self._key, self._samples = file.fileno(), key, 0
-        self._index = np.zeros((utterances, _INDEX_COLUMNS), "<i8")
+    def __init__(self, path: Path) -> None:
+        self._file, self._closed = path.open("wb"), False
+        self._samples, self._rows = 0, list[tuple[int, ...]]()
         self._lock = threading.Lock()
 
-    def add(self, position: int, pcm: NDArray[np.int16]) -> None:
-        """Write the samples (N,) of one utterance; raises OSError where the disk does not take them."""
-        with self._lock:
-            first, self._samples = self._samples, self._samples + len(pcm)
-        content = pcm.astype("<i2", copy=False).tobytes()
-        self._index[position] = first, len(pcm), zlib.crc32(content)
-        _write_at(self._descriptor, content, _SAMPLES_AT + 2 * first)
+    def __enter__(self) -> CacheWriter:
+        return self
 
-    def finish(self) -> None:
-        """Write index and header, once all utterances are added."""
-        index = self._index.tobytes()
-        header = _HEADER.pack(_MAGIC, VERSION, zlib.crc32(index), len(self._index), self._samples, self._key)
-        _write_at(self._descriptor, index, _index_at(self._samples))
-        _write_at(self._descriptor, header + _CHECKSUM.pack(zlib.crc32(header), 0), 0)
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write index and header, unless an error ended the block, and close the file."""
+        with self._lock:
+            self._closed = True
+            with self._file:
+                if kind is None:
+                    self._finish()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, key: bytes, pcm: NDArray[np.int16]) -> None:
+        """Write the samples (N,) of one utterance; raises OSError where the disk does not take them."""
+        content = pcm.astype("<i2", copy=False).tobytes()
+        row = len(pcm), zlib.crc32(content), *np.frombuffer(key, "<i8").tolist()
+        with self._lock:
+            if not self._closed:
+                _write_at(self._file.fileno(), content, _SAMPLES_AT + 2 * self._samples)
+                self._rows.append((self._samples, *row))
+                self._samples += len(pcm)
+
+    def _finish(self) -> None:
+        index = np.array(self._rows, "<i8").reshape(-1, _INDEX_COLUMNS).tobytes()
+        header = _HEADER.pack(_MAGIC, VERSION, zlib.crc32(index), len(self._rows), self._samples)
+        _write_at(self._file.fileno(), index, _index_at(self._samples))
+        _write_at(self._file.fileno(), header + _CHECKSUM.pack(zlib.crc32(header), 0), 0)
 
 
 class CacheFile:
@@ -78,43 +93,51 @@ class CacheFile:
 
     Args:
         path: what a `CacheWriter` wrote.
-        utterances: how many it must hold.
-        key: what it must have been made from.
     Raises:
-        CacheError: it is damaged, or another one.
+        CacheError: it is damaged, or of another version.
     """
 
-    def __init__(self, path: Path, utterances: int, key: bytes) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file = path.open("rb", buffering=0)
             weakref.finalize(self, self._file.close)
-            self._index = self._checked_index(utterances, key)
+            self._index = self._checked_index()
         except OSError as error:
             raise CacheError(error.strerror or str(error)) from error
 
-    def _checked_index(self, utterances: int, key: bytes) -> NDArray[np.int64]:
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """(U, 2): the halves of each utterance's key."""
+        return self._index[:, 3:]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """(U,): how many samples it has of each utterance; 0 of those that are cheap to read."""
+        return self._index[:, 1]
+
+    def _checked_index(self) -> NDArray[np.int64]:
         start = self._read(_SAMPLES_AT, 0)
         header = start[: _HEADER.size]
-        magic, version, index_sum, listed, samples, made_from = _HEADER.unpack(header)
+        magic, version, index_sum, listed, samples = _HEADER.unpack(header)
         if magic != _MAGIC or _CHECKSUM.unpack(start[_HEADER.size :]) != (zlib.crc32(header), 0):
             raise CacheError("its header is not what was written")
-        if (version, listed, made_from) != (VERSION, utterances, key):
-            raise CacheError("it is of other audio or another version")
+        if version != VERSION:
+            raise CacheError("it is of another version of ds2")
         size = os.fstat(self._file.fileno()).st_size
         if size != cache_bytes(samples, listed):
             raise CacheError(f"it has {size} bytes, its header promises {cache_bytes(samples, listed)}")
         content = self._read(size - _index_at(samples), _index_at(samples))
         index = np.frombuffer(content, "<i8").reshape(-1, _INDEX_COLUMNS)
         first, count = index[:, 0], index[:, 1]
-        inside = (first >= 0) & (first <= samples) & (count > 0) & (count <= samples - first)
+        inside = (first >= 0) & (first <= samples) & (count >= 0) & (count <= samples - first)
         if zlib.crc32(content) != index_sum or not inside.all():
             raise CacheError("its index is not what was written")
         return index
 
-    def samples(self, position: int) -> NDArray[np.int16]:
+    def samples(self, row: int) -> NDArray[np.int16]:
         """Return the samples (N,) of an utterance; raises CacheError where they are not those that were written."""
-        first, count, checksum = self._index[position].tolist()
+        first, count, checksum = self._index[row, :3].tolist()
         try:
             content = self._read(2 * count, _SAMPLES_AT + 2 * first)
         except OSError as error:

@@ -43,8 +43,8 @@ class Timeline:
         self._numbers: list[Tensor] = []  # (T,) which frames of the source they are
 
     def hear(self, log_probs: Tensor) -> None:
-        """Take the next frames (T, V)."""
-        self._frames.append(log_probs.clone())
+        """Take the next frames (T, V), which must stay as they are."""
+        self._frames.append(log_probs)
         self._numbers.append(torch.arange(self.heard, self.heard + len(log_probs)))
         self.heard += len(log_probs)
 

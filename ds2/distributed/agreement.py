@@ -18,7 +18,7 @@ from ds2.config.schema import Config
 
 _A_HOSTS_OWN = {
     "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
-    "data.cache", "augment.noise",
+    "data.cache", "data.cache_gb", "augment.noise",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Features to log-probs.
 
 acoustic: the network of the paper's Figure 7. convolution, recurrent, norm: its layers. ragged: sequences of several
-lengths. stream_state: what it carries between chunks. structure: facts of a config, such as lookahead. checkpoint:
+lengths. stream_state: what it carries between chunks. blocks: streams in blocks of one shape, with layers
+that are folded. structure: facts of a config, such as lookahead. checkpoint:
 model files. summary: `ds2 info`. dropout: masks that belong to utterances.
 """

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.decoding.decoder import Decoder
@@ -22,6 +27,7 @@ class Parts:
     decoder: Decoder
     device: torch.device
     precision: str = "fp32"
+    hearings: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)  # see `ds2.recognition.hearing`
 
     @property
     def frame_s(self) -> float:
@@ -31,3 +37,20 @@ class Parts:
     def running(self) -> torch.autocast:
         """The context in which the model runs in this precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def heard(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
+        """Features (B, F, T) on the device of the windows of samples (N,) each, all of one length."""
+        waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
+        windows = self.features.windows(waveforms.shape[1])
+        if windows == 0:
+            return waveforms.new_zeros((len(blocks), self.features.bins, 0))
+        return self.features.of_windows(waveforms, torch.full((len(blocks),), windows, device=self.device))
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a model says of the next frames of some streams."""
+
+    rows: list[int]  # which of the streams
+    logits: Tensor  # (T', B, V), B as many as rows; good until the next are asked for
+    lengths: list[int]  # frames of each

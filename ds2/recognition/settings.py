@@ -23,13 +23,16 @@ def tuned_file(model_file: Path) -> Path:
     return model_file.with_name(f"{model_file.stem}-decode.yaml")
 
 
-def decode_settings(model_file: Path, config: Config, changes: Sequence[str] = ()) -> DecodeConfig:
+def decode_settings(
+    model_file: Path, config: Config, changes: Sequence[str] = (), *, tuned: bool = True
+) -> DecodeConfig:
     """Return the settings that apply to a model.
 
     Args:
         model_file: beside which `ds2 lm tune` may have written tuned settings; without them the model's own are used.
         config: of the model.
         changes: single values on top, `decode.KEY=VALUE`.
+        tuned: whether tuned settings count.
 
     Raises:
         ConfigError: an unknown key, a wrong type or value, or a tuned file that does not fit.
@@ -38,7 +41,7 @@ def decode_settings(model_file: Path, config: Config, changes: Sequence[str] = (
     _refuse_interpolation(model_file, repr(config.decode))
     try:
         base = OmegaConf.structured(Config(decode=config.decode, run_dir=""))
-        if file.is_file():
+        if tuned and file.is_file():
             base = OmegaConf.merge(base, {"decode": _read(file)})
         texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
         others = [change for change in changes if change.partition("=")[0] not in _TEXTS]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.stream import FeatureStream, Resampler
+from ds2.audio.stream import Resampler, SampleBlocks
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import HotWords
 from ds2.model.acoustic import AcousticModel
-from ds2.model.stream_state import join, split
+from ds2.recognition.hearing import hearing
 from ds2.recognition.parts import Parts
 
 BLOCK_S = 0.2  # audio that the model hears at once: what a result is late beside the model's lookahead
@@ -31,8 +31,10 @@ class Session:
         block_s: audio that the model hears at once, seconds.
         sample_rate_hz: of the samples; None is the model's own. Others are resampled as a stream.
         decoder: another than that of `parts`.
+        hot_words: words and phrases that are likelier here, and what each is worth (natural log; 10 is much).
 
     Raises:
+        LexiconError: hot words that the network cannot write, or a decoder that takes none.
         ConfigError: a bidirectional model, which needs the end of a source first.
         AudioError: a rate that is no audio's.
         ValueError: blocks of less than one output frame.
@@ -45,27 +47,29 @@ class Session:
         *,
         sample_rate_hz: int | None = None,
         decoder: Decoder | None = None,
+        hot_words: HotWords | None = None,
     ) -> None:
-        self.parts, self.decoder = parts, decoder or parts.decoder
+        self.parts, self.decoder, self.hot_words = parts, decoder or parts.decoder, hot_words
         self.sample_rate_hz = sample_rate_hz or parts.features.sample_rate_hz
         self._frames = parts.model.time_stride * round(block_s / parts.frame_s)
         if self._frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {parts.frame_s:g} s")
-        self.decoding = self.decoder.start()
-        self.blocks: deque[Tensor] = deque()  # (1, F, T) features that the model has not heard
+        self.decoding = self.decoder.start(1, hot_words)
+        self.blocks: deque[NDArray[np.float32]] = deque()  # samples that the model has not heard
+        self.hearing = hearing(parts, self._frames)
         self._begin()
 
     def _begin(self) -> None:
         """Let samples, features and model begin anew."""
         features = self.parts.features
-        self.state = self.parts.model.start()
+        self.stream = self.hearing.start()
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
-        self._features = FeatureStream(features, self.parts.device, self._frames)
+        self._samples = SampleBlocks(features, self._frames)
 
     @property
     def duration_s(self) -> float:
         """Audio heard so far, seconds; of a source that is resampled, all of it only after `finish`."""
-        return self._features.samples / self.parts.features.sample_rate_hz
+        return self._samples.samples / self.parts.features.sample_rate_hz
 
     def accept(self, samples: NDArray[np.float32]) -> None:
         """Take the next samples (N,) in [-1, 1], any number; what is over full scale is clipped.
@@ -73,7 +77,7 @@ class Session:
         Raises:
             AudioError: NaN or infinite samples; none of them are taken.
         """
-        self.blocks.extend(self._features.accept(self._resampler.accept(samples)))
+        self.blocks.extend(self._samples.accept(self._resampler.accept(samples)))
 
     def ready(self) -> bool:
         """Whether `step` has something to do for this session."""
@@ -83,8 +87,12 @@ class Session:
         """The best hypothesis of what was heard so far, of a search without words: see `Decoding.best`."""
         return self.decoding.best()[0]
 
-    def notice(self, quiet: NDArray[np.bool_]) -> None:
-        """What a kind of session does after the next frames were decoded, of which (T',) are `quiet`."""
+    def notice(self, quiet: NDArray[np.bool_]) -> bool:
+        """Whether the hypothesis is to end after the next frames, of which (T',) are `quiet`."""
+        return False
+
+    def end(self, found: Hypothesis) -> None:
+        """Take the hypothesis that `notice` wanted to end."""
 
     def finish(self) -> Hypothesis:
         """Hear what is left and end: the best hypothesis of the whole source.
@@ -95,56 +103,65 @@ class Session:
         self._hear_rest()
         return self.decoding.finish()[0][0]
 
-    @torch.inference_mode()
     def _hear_rest(self) -> None:
         """Hear all that was accepted, to the last frame that waits for its future."""
-        self.blocks.extend(self._features.accept(self._resampler.finish()))
-        self.blocks.extend(self._features.finish())
+        self.blocks.extend(self._samples.accept(self._resampler.finish()))
         while self.ready():
             step([self])
-        with self.parts.running():
-            hear([self], self.parts.model.finish(self.state))
+        for said in self.hearing.finish(self.stream, self._samples.finish()):
+            hear([self], said.logits, said.lengths)
+
+
+def step(sessions: Sequence[Session]) -> None:
+    """Let sessions of one recogniser hear their next block, those that are ready and hear alike in one batch."""
+    alike: dict[int, list[Session]] = {}
+    for session in sessions:
+        if session.ready():
+            alike.setdefault(id(session.hearing), []).append(session)
+    for group in alike.values():
+        blocks = [session.blocks.popleft() for session in group]
+        for said in group[0].hearing.step([session.stream for session in group], blocks):
+            hear([group[row] for row in said.rows], said.logits, said.lengths)
 
 
 @torch.inference_mode()
-def step(sessions: Sequence[Session]) -> None:
-    """Let sessions of one recogniser hear their next block, those that are ready and alike in one batch."""
-    ready = [session for session in sessions if session.ready()]
-
-    def shape(session: Session) -> str:
-        return str((session.blocks[0].shape[2], session.state.signature()))
-
-    for _, alike in groupby(sorted(ready, key=shape), key=shape):
-        group = list(alike)
-        state = join([session.state for session in group])
-        model = group[0].parts.model
-        with group[0].parts.running():
-            logits = model.step(torch.cat([session.blocks.popleft() for session in group]), state)
-        for session, own in zip(group, split(state), strict=True):
-            session.state = own
-        hear(group, logits)
-
-
-def hear(sessions: Sequence[Session], logits: Tensor) -> None:
+def hear(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) -> None:
     """Decode what the model says of sessions' next frames, logits (T', B, V), those of one decoder in one batch.
 
     A frame is quiet whose likeliest label is the blank or white space.
     """
     if not len(logits):
         return
-    log_probs = logits.float().log_softmax(2)
+    log_probs, frames = logits.float().log_softmax(2), torch.tensor(lengths)
     of_decoder: dict[int, list[int]] = {}
     for row, session in enumerate(sessions):
         of_decoder.setdefault(id(session.decoder), []).append(row)
     for rows in of_decoder.values():
         some = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
-        decodings = [sessions[row].decoding for row in rows]
-        sessions[rows[0]].decoder.step(decodings, some, torch.full((len(rows),), len(logits)))
+        sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], some, frames[rows])
     symbols = sessions[0].parts.alphabet.symbols
     pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
     quiet = pauses[logits.argmax(2)].cpu().numpy()
-    for row, session in enumerate(sessions):
-        session.notice(quiet[:, row])
+    ended = [session for row, session in enumerate(sessions) if session.notice(quiet[: lengths[row], row])]
+    for alike in _by_decoder(ended):
+        for session, [[best, *_]] in zip(alike, alike[0].decoder.finish([s.decoding for s in alike]), strict=True):
+            session.end(best)
+
+
+def best(sessions: Sequence[Session]) -> list[Hypothesis]:
+    """`Session.best` of each, in one batch."""
+    found: dict[int, Hypothesis] = {}
+    for alike in _by_decoder(sessions):
+        for session, [hypothesis] in zip(alike, alike[0].decoder.best([s.decoding for s in alike]), strict=True):
+            found[id(session)] = hypothesis
+    return [found[id(session)] for session in sessions]
+
+
+def _by_decoder(sessions: Sequence[Session]) -> list[list[Session]]:
+    groups: dict[int, list[Session]] = {}
+    for session in sessions:
+        groups.setdefault(id(session.decoder), []).append(session)
+    return list(groups.values())
 
 
 def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds2.audio.read import audio_blocks
-from ds2.audio.stream import FeatureStream
+from ds2.audio.stream import SampleBlocks
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
 from ds2.recognition.parts import Parts
 from ds2.recognition.stream import Session, step, windowed
@@ -83,15 +83,18 @@ def _hear_stream(parts: Parts, path: Path, block_frames: int, context_frames: in
 
 
 def _hear_windows(parts: Parts, path: Path, block_frames: int, context_frames: int) -> Transcript:
-    features = FeatureStream(parts.features, parts.device, block_frames)
+    cut = SampleBlocks(parts.features, block_frames)
 
     def blocks() -> Iterator[Tensor]:
         for samples in audio_blocks(path, parts.features.sample_rate_hz):
-            yield from features.accept(samples)
-        yield from features.finish()
+            for block in cut.accept(samples):
+                yield parts.heard([block])
+        rest = parts.heard([cut.finish()])
+        if rest.shape[2]:
+            yield rest
 
     decoding = parts.decoder.start()
     with parts.running():
         for logits in windowed(parts.model, blocks(), context_frames):
             decoding.step(logits.float().log_softmax(2), torch.tensor([len(logits)]))
-    return Transcript(features.samples / parts.features.sample_rate_hz, decoding.finish()[0][0])
+    return Transcript(cut.samples / parts.features.sample_rate_hz, decoding.finish()[0][0])

@@ -64,7 +64,7 @@ def search(
 ) -> Iterator[Trial]:
     """Yield trials: the grid of alpha and beta, finer grids around the best, and then beams of other widths there.
 
-    Each is a whole decoding with `options`, but for what is tried; the best is what `choose` picks.
+    Each is a whole decoding with `options`, method and all, but for what is tried; the best is what `choose` picks.
     """
     done: dict[tuple[float, float, int], Trial] = {}
 
@@ -105,7 +105,7 @@ def _try(
     device: torch.device,
 ) -> Trial:
     alpha, beta, beam = point
-    settings = replace(options, method="beam", alpha=alpha, beta=beta, beam=beam, nbest=1, times=False)
+    settings = replace(options, alpha=alpha, beta=beta, beam=beam, nbest=1, times=False)
     decoder = make_decoder(settings, alphabet, 1.0, device, lm)
     errors = ErrorCounts()
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
@@ -118,7 +118,7 @@ def tune_confidence(
     dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
 ) -> tuple[float, float]:
     """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
-    plain = replace(options, method="beam", nbest=1, times=True, confidence=list(AS_IT_IS))
+    plain = replace(options, nbest=1, times=True, confidence=list(AS_IT_IS))
     decoder = make_decoder(plain, alphabet, 1.0, device, lm)
     confidences: list[float] = []
     right: list[bool] = []

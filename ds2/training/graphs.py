@@ -28,13 +28,14 @@ MOST_GRAPHS = 32
 _REMEMBERED_SHAPES = 1024
 
 
-def wanted(config: Config, comm: Communicator, no_loss: str | None) -> bool:
+def wanted(config: Config, comm: Communicator, no_loss: str | None, why_torch: str | None = None) -> bool:
     """Whether steps run as CUDA graphs (`train.graphs`).
 
     Args:
         config: of the run.
         comm: the ranks, with their device.
         no_loss: why the CTC loss cannot be captured there; None if it can.
+        why_torch: why recurrent layers run through torch's kernels; None if they do not.
 
     Raises:
         ConfigError: they are asked for and cannot be had.
@@ -42,7 +43,10 @@ def wanted(config: Config, comm: Communicator, no_loss: str | None) -> bool:
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
         (comm.world > 1, f"{comm.world} ranks exchange gradients within a step"),
-        (config.model.cell != "rnn", f"model.cell={config.model.cell} is torch's, which uses streams of its own"),
+        (
+            why_torch is not None,
+            f"torch's kernels of model.cell={config.model.cell} use streams of their own: {why_torch}",
+        ),
         (no_loss is not None, f"the CTC loss: {no_loss}"),
     )
     reason = next((text for applies, text in reasons if applies), None)

@@ -165,7 +165,7 @@ class RunLog:
         from torch.utils.tensorboard.summary import hparams
 
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
-        finite = {f"best/{name}": value for name, value in scores.items() if math.isfinite(value)}
+        finite = {f"score/best_{name}": value for name, value in scores.items() if math.isfinite(value)}
         writer = self._board._get_file_writer()  # type: ignore[no-untyped-call]  # add_hparams makes a run of its own
         for summary in hparams(plain, finite):  # type: ignore[no-untyped-call]
             writer.add_summary(summary)

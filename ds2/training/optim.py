@@ -65,7 +65,7 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -
     rate = config.learning_rate
     if config.schedule == "anneal":
         rate /= config.anneal ** (epoch - 1)
-    elif config.schedule == "cosine":
+    elif config.schedule in ("cosine", "timed_cosine"):
         rate *= 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
     if step < config.warmup_steps:
         rate *= (step + 1) / config.warmup_steps

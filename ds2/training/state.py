@@ -50,6 +50,7 @@ class Progress:
     best_epoch: int = 0
     elapsed_s: float = 0.0
     audio_s: float = 0.0
+    budget_s: float = 0.0  # of a batch, as `batching.auto` found it; 0: not looked for
 
 
 @dataclass

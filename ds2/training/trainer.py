@@ -34,15 +34,18 @@ from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
+from ds2.training.budget import check_device, out_of_memory, settle_batching
 from ds2.training.dev_watch import DevWatch
 from ds2.training.graphs import GraphedPasses, Update
 from ds2.training.graphs import wanted as graphs_wanted
 from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
+from ds2.training.noise_scale import NoiseScale
 from ds2.training.optim import gradient_norm, make_optimizer
 from ds2.training.passes import Passes
 from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
+from ds2.training.trial import Trial
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Trainer:
         self.device = self.comm.device
         self.precision = resolve_precision(config.train.precision, self.device)
         check_backend(config.model, self.device)
+        check_device(config.batching, self.device)
         self.comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
         torch.manual_seed(config.train.seed)
         torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit
@@ -111,11 +115,21 @@ class Trainer:
         )
         longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
         longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
-        graphed = graphs_wanted(config, self.comm, why_no_loss(longest, len(self.alphabet), self.device))
+        no_loss = why_no_loss(longest, len(self.alphabet), self.device)
+        graphed = graphs_wanted(config, self.comm, no_loss, self.model.why_torch(self.precision))
         kind = GraphedPasses if graphed else Passes
-        self.passes = kind(self.model, self.features, self.gradients, autocast=self.precision == "bf16")
+        self.passes = kind(self.model, self.features, self.gradients, config.train, autocast=self.precision == "bf16")
         self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
+        self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
         self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
+        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
+        self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
+
+    def _trial(self) -> tuple[Trial, float]:
+        """What measures the memory of batches, and what there is of it."""
+        parts = self.config, self.utterances, self.alphabet, self.features
+        trial = Trial(*parts, autocast=self.precision == "bf16", padded=self.inputs.padded)
+        return trial, trial.room
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -132,8 +146,7 @@ class Trainer:
 
     def plan(self) -> list[list[int]]:
         """The batches of the running epoch, as utterance indices."""
-        durations = padded_durations_s([u.duration_s for u in self.utterances], self.config.augment.speed)
-        return plan_epoch(durations, self.config.batching, self.progress.epoch, self.config.train.seed)
+        return plan_epoch(self.durations_s, self.batching, self.progress.epoch, self.config.train.seed)
 
     def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
         """This rank's parts of the batches that are left of the running epoch."""
@@ -172,6 +185,8 @@ class Trainer:
             if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
                 self._skip([name for report in reports for name in report.bad], loss)
                 return None
+            if self.noise is not None:
+                self.noise.add(self.grad_norm, utterances)
             self._apply(norm)
         return loss
 
@@ -195,7 +210,11 @@ class Trainer:
                     with self.timer.phase("data"):
                         batches.look()
             except torch.OutOfMemoryError as error:
-                raise TrainingError(self._out_of_memory(batch)) from error
+                lengths_s = batch.sample_lengths / config.data.sample_rate_hz
+                where = f"{self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}"
+                raise TrainingError(
+                    out_of_memory(where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded)
+                ) from error
             if not idle:
                 seen.append((batch, losses))
                 done.infeasible += inputs.infeasible
@@ -242,17 +261,6 @@ class Trainer:
                 f"{names}. "
                 "Lower optim.learning_rate or optim.clip_norm, or run `ds2 data check` on the manifest"
             )
-
-    def _out_of_memory(self, batch: Batch) -> str:
-        longest = float(batch.sample_lengths.max()) / self.config.data.sample_rate_hz
-        graphs = "train.graphs=off keeps no memory for CUDA graphs; " if self.inputs.padded else ""
-        return (
-            f"out of memory on {self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}: "
-            f"{len(batch.indices)} utterances, the longest {longest:.1f} s. Lower batching.utterances="
-            f"{self.config.batching.utterances} or batching.audio_s={self.config.batching.audio_s} (and raise "
-            f"train.accumulate to keep the step's size), or lower data.max_duration_s; {graphs}"
-            "batching.longest_first=true shows the need in the first step"
-        )
 
     def evaluate(self, board: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""

@@ -17,7 +17,7 @@ from support.launch import mpirun
 
 from ds2.audio.features import Features
 from ds2.config.schema import Config
-from ds2.data import audio_cache, splits
+from ds2.data import cache_build, splits
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.tensor_file import load
 from ds2.training import trainer
@@ -50,7 +50,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: in
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(splits, "read_manifests"), (audio_cache, "_decode"), (Features, "estimate"), (trainer, "make_optimizer")],
+    [(splits, "read_manifests"), (cache_build, "reads_cheaply"), (Features, "estimate"), (trainer, "make_optimizer")],
     ids=["manifests", "audio-cache", "statistics", "model"],
 )
 def test_preparation_ends_at_once(
@@ -130,7 +130,7 @@ def test_workers_end_with_their_process_whatever_they_are_doing(tone_manifest: P
         "from ds2.data.loader import SpeechLoader\n"
         "from ds2.data.manifest import read_manifest\n"
         "def stuck(*_):\n    print('reading', flush=True)\n    time.sleep(3600)\n"
-        "audio_cache._decode = stuck\n"
+        "audio_cache.decode = stuck\n"
         "def work(arguments):\n"
         "    data = DataConfig(cache='none', workers=1)\n"
         "    loader = SpeechLoader(read_manifest(sys.argv[1]), data, torch.device('cpu'))\n"

@@ -47,8 +47,9 @@ def strike(fault: str, trainer: Trainer) -> None:
 
         def poisoned(inputs: Any) -> Any:
             passes.losses = healthy  # type: ignore[method-assign]
-            losses = healthy(inputs)
-            return losses + torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
+            losses, objective = healthy(inputs)
+            poison = torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
+            return losses + poison, objective + poison
 
         passes.losses = poisoned  # type: ignore[method-assign]
 

@@ -7,5 +7,7 @@ gemm        a loop of matrix products: the CPU path and the honest baseline
 plan        which persistent kernel runs a problem, and with which tile
 persistent  tensors -> launch
 backends    which of these runs
+weights     the gradient of a recurrent matrix
 rnn         the operator: checks, autograd, the public function and module
+gated       LSTM and GRU: their own reference, gemm, persistent and op
 """

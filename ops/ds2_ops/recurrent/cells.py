@@ -1,4 +1,4 @@
-"""The nonlinearities of the recurrence: one row each, which all backends, the planner and the checks read."""
+"""The cells: one row each, which all backends, the planner and the checks read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +28,33 @@ class Cell:
     backward_: Callable[[Tensor, Tensor, float], object]
     takes_clip: bool = False
     gates: int = 1
+    saved: int = 0
+    carries_c: bool = False
+    last_apart: bool = False
+    kernels: bool = True
+
+
+@dataclass(frozen=True)
+class GatedCell:
+    """A cell with gates, whose equations stand in ``gated/reference.py``.
+
+    Attributes:
+        name: as ``cell`` of :func:`ds2_ops.recurrent.gated.op.gated`.
+        cuda: the struct of csrc/recurrent/cells.cuh, where `kernels`.
+        gates: rows of the recurrent matrix a unit, in the order of torch.nn.
+        saved: numbers a unit and frame that forward keeps for backward.
+        carries_c: whether a state beside h goes from frame to frame.
+        last_apart: whether the last gate's product has a gradient, and may have a bias, of its own.
+        kernels: whether the persistent kernels know it.
+    """
+
+    name: str
+    cuda: str
+    gates: int
+    saved: int = 5
+    carries_c: bool = False
+    last_apart: bool = False
+    kernels: bool = True
 
 
 def _relu_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
@@ -55,3 +82,11 @@ _ROWS = (
     Cell("tanh", "Tanh", lambda pre, clip: torch.tanh(pre), lambda pre, clip: pre.tanh_(), _tanh_backward_),
 )
 CELLS = {cell.name: cell for cell in _ROWS}
+
+_GATED_ROWS = (
+    GatedCell("lstm", "Lstm", gates=4, carries_c=True),
+    GatedCell("gru_after", "GruAfter", gates=3, last_apart=True),
+    GatedCell("gru_before", "GruBefore", gates=3, kernels=False),
+)
+GATED = {cell.name: cell for cell in _GATED_ROWS}
+ALL: dict[str, Cell | GatedCell] = {**CELLS, **GATED}

@@ -148,39 +148,67 @@ def _launch(
     lengths: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Plan, build and launch one pass, by the names of struct Pass of csrc/recurrent/pass.cuh.
+    """Launch one pass of a cell without gates.
 
     Returns:
         result (T, B, H) and last_state (B, H).
     """
     frames, batch, hidden = inputs.shape
-    _check_rows(frames, batch)
-    dtype, device = inputs.dtype, inputs.device
-    problem = Problem(
-        batch, hidden, str(dtype).removeprefix("torch."), options.nonlinearity, backward=output_y is not None
-    )
-    choice = plan_for(problem, device_index(device), options.max_sms)
     result, last_state = torch.empty_like(inputs), inputs.new_empty((batch, hidden))
-    tensors: tuple[Tensor | None, ...] = (inputs, output_y, matrix, state, lengths, result, last_state)
-    pointers = _pointers(tensors)
+    problem = Problem(batch, hidden, dtype_name(inputs), options.nonlinearity, backward=output_y is not None)
+    tensors = (inputs, output_y, matrix, state, lengths, result, last_state)
+    launch_pass(f"recurrence {op}", problem, frames, tensors, options)
+    return result, last_state
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Name the dtype as `Problem` does."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def launch_pass(
+    op: str,
+    problem: Problem,
+    frames: int,
+    tensors: Sequence[Tensor | None],
+    options: Options,
+    of_gates: Sequence[Tensor | None] = (),
+) -> None:
+    """Plan, build and launch one pass, by the names of struct Pass of csrc/recurrent/pass.cuh.
+
+    Args:
+        op: for messages.
+        problem: what is run.
+        frames: T.
+        tensors: its pointers from input to last_state.
+        options: clip and the most multiprocessors to use.
+        of_gates: its pointers from saved on, where the cell has gates.
+    """
+    _check_rows(frames, problem.batch)
+    inputs = tensors[0]
+    assert inputs is not None
+    choice = plan_for(problem, device_index(inputs.device), options.max_sms)
+    given = (*tensors, *of_gates)
+    pointers = _pointers(given)
     starts = _common(pointers)
     if starts % 4:
         # A view of 16-bit numbers may start inside a word, and the kernels read words. Copies live until the launch.
-        tensors = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in tensors)
-        pointers = _pointers(tensors)
+        given = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in given)
+        pointers = _pointers(given)
         starts = _common(pointers)
-    row_bytes = hidden * inputs.element_size()
+    row_bytes = problem.hidden * inputs.element_size()
     wide_rows = (row_bytes | starts) % 16 == 0
-    numbers = (frames, batch, hidden, choice.samples, row_bytes % 4 == 0, wide_rows, options.clip)
-    arguments: list[Tensor | float | None] = [*pointers, *numbers]
+    sizes = (frames, problem.batch, problem.hidden, choice.samples)
+    arguments: list[Tensor | float | None] = [*pointers[:7], *sizes, row_bytes % 4 == 0, wide_rows, options.clip]
+    arguments += pointers[7:]
     if choice.exchange_words:
-        arguments.append(torch.full((choice.exchange_words,), -1, dtype=torch.int32, device=device))
+        arguments.append(torch.full((choice.exchange_words,), -1, dtype=torch.int32, device=inputs.device))
 
     def what() -> str:
-        return f"persistent recurrence {op} of (T, B, H) = {(frames, batch, hidden)}, {dtype}, {choice.explain()}"
+        shape = (frames, problem.batch, problem.hidden)
+        return f"persistent {op} of (T, B, H) = {shape}, {inputs.dtype}, {choice.explain()}"
 
-    run(choice.launch, arguments, what, device)
-    return result, last_state
+    run(choice.launch, arguments, what, inputs.device)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -38,7 +38,8 @@ def logits_of(text: str, alphabet: tuple[str, ...]) -> Tensor:
 def say(live: Live, text: str, cut: int = 10) -> list[Segment]:
     logits = logits_of(text, live.parts.alphabet.symbols)
     for start in range(0, len(logits), cut):
-        hear([live], logits[start : start + cut])
+        piece = logits[start : start + cut]
+        hear([live], piece, [len(piece)])
     found = list(live.final)
     live.final.clear()
     return found

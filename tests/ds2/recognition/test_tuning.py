@@ -40,12 +40,14 @@ def misheard(texts: list[str]) -> DevSet:
     return DevSet.of([(list(range(len(texts))), logits, lengths)], texts)
 
 
-def test_the_search_finds_weights_that_mend_errors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["beam", "native", "native with lexicon"])
+def test_the_search_finds_weights_that_mend_errors(method: str, tmp_path: Path) -> None:
     dev, lm = misheard(TEXTS), model_of(TEXTS, tmp_path)
-    options = DecodeConfig(method="beam", beam=32, unknown_score=-0.1)
+    lexicon = method.endswith("lexicon")
+    options = DecodeConfig(method=method.split(maxsplit=1)[0], beam=32, unknown_score=-0.1, lexicon=lexicon, threads=1)
     trials = list(search(dev, ALPHABET, lm, options, [0.0, 1.0], [0.0, 1.0], torch.device("cpu"), beams=(4, 32)))
     points = {(t.alpha, t.beta): t.errors for t in trials}
-    assert points[0.0, 0.0].errors == len(TEXTS)
+    assert points[0.0, 0.0].errors == (0 if lexicon else len(TEXTS))  # what is misheard is no word
     assert points[1.0, 0.0].errors == 0
     assert len({(t.alpha, t.beta, t.beam) for t in trials}) == len(trials) > 9
     assert choose(trials).errors.errors == 0

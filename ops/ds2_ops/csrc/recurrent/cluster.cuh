@@ -8,6 +8,10 @@
 //   2. 4 finishing warps a unit, which hold no weights. When all 8 partial sums of their unit are there, a quad of lanes
 //      takes 16 bytes of one utterance's new state: adds up, applies the cell, sends them to all blocks; then stores y
 //      and fetches x.
+// A cell with G gates has G rows a hidden unit, all in one block; forward a block sends one vector of its hidden units, h, and
+// backward G, the gradients of its gates, whose chunks one quad finishes together. What a hidden unit carries from step to
+// step besides stays with the thread that finishes it.
+//
 // A unit is a group, or one of two parts of the only group's rows. With two groups, the second one's arithmetic runs while
 // the first one's state is finished and travels. With two parts, so does the second part's arithmetic, and the product with
 // what the first part sends begins before the second part arrives.
@@ -24,119 +28,9 @@
 //   (e) What is sent is always received: nothing is sent in the last iteration, so no block leaves with stores under way.
 #pragma once
 
-#include "ptx/sync.cuh"
-#include "recurrent/pointwise.cuh"
-#include "recurrent/pass.cuh"
+#include "recurrent/cluster_shape.cuh"
 
 namespace ds2 {
-
-template <class Number_, class Cell_, int CLUSTER_, int ROWS_, int GROUPS_, int HEAD_TILES_, bool BACKWARD_,
-          bool WHOLE_WORDS_>
-struct ClusterShape {
-    using Number = Number_;
-    using Cell = Cell_;
-    static constexpr int CLUSTER = CLUSTER_, ROWS = ROWS_, GROUPS = GROUPS_;
-    static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool WHOLE_WORDS = WHOLE_WORDS_;  // every row of H elements starts on a word boundary
-
-    static constexpr int PER_WORD = Number::PER_WORD;
-    static constexpr int WORDS = ROWS / PER_WORD;   // of one utterance's state that a block produces
-    static constexpr int CHUNKS = WORDS / 4;        // of 16 bytes, the unit of exchange
-    static constexpr int K_WORDS = CLUSTER * WORDS; // of one utterance's whole state
-    static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
-    static constexpr int K_TILES = K_WORDS / MMA_WORDS / WARPS;
-    static constexpr int SOURCES = CLUSTER / WARPS; // blocks that feed one warp
-    // The first part: as many of the rows, of the chunks that a block sends, and of a warp's K that consists of such chunks.
-    static constexpr int HEAD_TILES = HEAD_TILES_, PARTS = HEAD_TILES < M_TILES ? 2 : 1;
-    static constexpr int HEAD_CHUNKS = PARTS == 1 ? CHUNKS : HEAD_TILES * MMA_ROWS / PER_WORD / 4;
-    static constexpr int HEAD_K_TILES = PARTS == 1 ? K_TILES : HEAD_CHUNKS * SOURCES / 4 * 2;
-    static constexpr int UNITS = GROUPS * PARTS;
-    static constexpr int FINISHERS = 128;  // threads of one unit: a warpgroup, which registers are reallocated by
-    static constexpr int ALL_THREADS = THREADS + UNITS * FINISHERS;
-    // Registers a thread: as many at launch for all, then moved from finishing to multiplying warps, which hold the weights.
-    static constexpr int MULTIPLY_REGISTERS = UNITS == 1 ? 224 : 216, FINISH_REGISTERS = UNITS == 1 ? 56 : 40;
-    static constexpr int LAUNCH_REGISTERS = 65536 / ALL_THREADS / 8 * 8;
-    static_assert(THREADS * MULTIPLY_REGISTERS + UNITS * FINISHERS * FINISH_REGISTERS <= LAUNCH_REGISTERS * ALL_THREADS,
-                  "what some warps gain, others have given");
-    static constexpr int QUADS = FINISHERS / 4;
-    static constexpr int ROUND_SAMPLES = QUADS / HEAD_CHUNKS; // whose chunks the quads finish at the same time
-    static constexpr int ROUNDS = (MMA_SAMPLES + ROUND_SAMPLES - 1) / ROUND_SAMPLES;
-
-    // State: [source block][sample][words], so that what a block sends is nearly contiguous (the network carries 32-byte
-    // sectors and likes few, long, aligned pieces). The paddings keep the 8 lanes of a quarter warp's 16-byte loads, two
-    // samples of one source or of two alternating sources, in different banks.
-    static constexpr int SAMPLE_PITCH = SOURCES == 2 ? (4 * WORDS + 31) / 64 * 64 + 32 : (4 * WORDS + 63) / 128 * 128 + 64;
-    static constexpr int SOURCE_PITCH = MMA_SAMPLES * SAMPLE_PITCH + 64;
-    // The four sample pairs of a fragment's store fall 8 banks apart.
-    static constexpr int PARTIAL_STRIDE = MMA_ROWS * M_TILES + 4;
-
-    static constexpr int STATE_BYTES = CLUSTER * SOURCE_PITCH;                      // one group, one stage, like the next
-    static constexpr int PARTIAL_BYTES = WARPS * MMA_SAMPLES * PARTIAL_STRIDE * 4;
-    static constexpr int INPUTS = BACKWARD ? 2 : 1;                                 // arrays read every step
-    static constexpr int AHEAD = 4;                                                 // steps that inputs are fetched early
-    // One unit: a word a thread and round for each step and array, and one for the utterance's frames.
-    static constexpr int INPUT_BYTES = (AHEAD * INPUTS + 1) * ROUNDS * FINISHERS * 4;
-    static constexpr int PARTIAL_AT = 2 * GROUPS * STATE_BYTES;
-    static constexpr int INPUT_AT = PARTIAL_AT + 2 * GROUPS * PARTIAL_BYTES;
-    static constexpr int BARRIER_AT = INPUT_AT + UNITS * INPUT_BYTES;
-    static constexpr int SMEM_BYTES = BARRIER_AT + 2 * UNITS * WARPS * 8;
-
-    static_assert(UNITS <= 2, "two groups or two parts: registers for two finishing warpgroups, not more");
-    static_assert(HEAD_CHUNKS <= CHUNKS && CHUNKS <= 2 * HEAD_CHUNKS, "the first part is not the smaller one");
-    static_assert(SOURCES == 1 || SOURCES == 2, "each warp's K slice is what one or two whole blocks produced");
-    static_assert(WORDS % 4 == 0, "blocks exchange units of 16 bytes");
-    static_assert(ROUND_SAMPLES >= 1, "the finishing threads cover one utterance's words of a part");
-    static_assert(K_WORDS % (MMA_WORDS * WARPS) == 0, "each warp's K slice is whole matrix instructions");
-    static_assert(SAMPLE_PITCH >= 4 * WORDS, "a sample's words fit its pitch");
-
-    static __device__ int state_at(int stage, int g) { return (stage * GROUPS + g) * STATE_BYTES; }
-    static __device__ int partial_at(int stage, int g) { return PARTIAL_AT + (stage * GROUPS + g) * PARTIAL_BYTES; }
-    static __device__ int barrier_at(int stage, int unit, int warp) {
-        return BARRIER_AT + 8 * ((stage * UNITS + unit) * WARPS + warp);
-    }
-    // Named barrier of a unit's finishers and all multipliers; 0 is __syncthreads. In debug builds everybody waits at all of
-    // them: race checkers do not look into other blocks, where what (c) rests on lies, and follow no barrier of a part of a
-    // block, but see then that partial sums are read after they were written and before they are overwritten.
-    static __device__ int partials_ready(int stage, int unit) { return 1 + stage * UNITS + unit; }
-    // The finishers of a group without utterances rest: nothing would hold the multiplying warps at their pace.
-    static __device__ bool takes_part(int live) { return GROUPS == 1 || DEBUG_WAITS || live > 0; }
-    static constexpr int PARTIALS_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + FINISHERS;
-};
-
-// One tile: the utterances that a cluster runs together, in groups.
-template <class Shape>
-struct Tile {
-    using Number = typename Shape::Number;
-    const Pass& pass;
-    int first;  // utterance of the thread's own group: of the one that it finishes, or of group 0 if it multiplies
-    int steps;  // frames of the longest
-
-    static __device__ int own_unit() {
-        return Shape::UNITS == 1 || threadIdx.x < THREADS ? 0 : (threadIdx.x - THREADS) / Shape::FINISHERS;
-    }
-    static __device__ int own_group() { return Shape::GROUPS == 1 ? 0 : own_unit(); }
-    __device__ int begin(int g) const { return first + (g - own_group()) * pass.samples; }
-    __device__ int live(int g) const { return max(0, min(pass.samples, pass.batch - begin(g))); }
-    __device__ int length(int utterance) const {
-        return pass.lengths ? max(0, min(pass.frames, __ldg(pass.lengths + utterance))) : pass.frames;
-    }
-    __device__ int iterations() const { return Shape::BACKWARD ? steps + 1 : steps; }
-
-    __device__ explicit Tile(const Pass& pass)
-        : pass(pass), first((blockIdx.x / Shape::CLUSTER * Shape::GROUPS + own_group()) * pass.samples), steps(0) {}
-    __device__ bool exists() const { return begin(0) < pass.batch; }
-    __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
-
-    // All threads of the cluster: waits until no block uses the previous tile.
-    __device__ void open() {
-        cluster_barrier();
-        steps = 0;
-#pragma unroll 1
-        for (int g = 0; g < Shape::GROUPS; g++)
-#pragma unroll 1
-            for (int s = 0; s < live(g); s++) steps = max(steps, length(begin(g) + s));
-    }
-};
 
 template <class Shape>
 struct Multiplier {
@@ -149,9 +43,23 @@ struct Multiplier {
 
     __device__ void load_weights(const Pass& pass) {
         const int rank = cluster_rank(), warp = threadIdx.x / 32;
-        weights.load_permuted(pass, rank * Shape::ROWS, (rank + 1) * Shape::ROWS, [=](int k, int q, int words) {
+        const auto word = [=](int k, int q, int words) {
             return Shape::SOURCES == 2 ? (2 * warp + q % 2) * Shape::WORDS + 4 * k + words * (q / 2)
                                        : warp * Shape::WORDS + MMA_WORDS * k + words * q;
+        };
+        weights.load_permuted(pass, word, [=, hidden = pass.hidden](int row, int word) -> Place {
+            if constexpr (!Shape::GATED) {
+                return weights.place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+            } else if constexpr (Shape::BACKWARD) {  // a row holds all gates, and so does what a block sends
+                const int source = word / Shape::WORDS, sent = word % Shape::WORDS, unit = rank * Shape::OWNED + row;
+                const int column = source * Shape::OWNED + sent % Shape::OWN_WORDS * Shape::PER_WORD;
+                return {(size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
+                        column, row < Shape::ROWS && unit < hidden};
+            } else {
+                const int column = word * Shape::PER_WORD, unit = rank * Shape::OWNED + row % Shape::OWNED;
+                return {(size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
+                        column, row < Shape::ROWS && unit < hidden};
+            }
         });
     }
 
@@ -269,12 +177,12 @@ struct Finisher {
         // Neighbours stay together: one instruction sends 128 bytes to each of 4 peers.
         const int unit = Tile<Shape>::own_unit(), group = unit / Shape::PARTS, part = unit % Shape::PARTS;
         const int rank = cluster_rank(), thread = threadIdx.x % Shape::FINISHERS, quad = thread / 4, lane = thread % 4;
-        const int part_chunk = quad % Shape::HEAD_CHUNKS, own_chunk = part * Shape::HEAD_CHUNKS + part_chunk;
+        const int part_chunk = quad % Shape::QUAD_CHUNKS, own_chunk = part * Shape::QUAD_CHUNKS + part_chunk;
         // A quad too many never has an utterance; each block begins to send to another one, so that none is flooded.
-        const bool needed = quad / Shape::HEAD_CHUNKS < Shape::ROUND_SAMPLES && own_chunk < Shape::CHUNKS;
-        const int sample = needed ? quad / Shape::HEAD_CHUNKS : MMA_SAMPLES;
+        const bool needed = quad / Shape::QUAD_CHUNKS < Shape::ROUND_SAMPLES && own_chunk < Shape::OWN_WORDS / 4;
+        const int sample = needed ? quad / Shape::QUAD_CHUNKS : MMA_SAMPLES;
         const int word = 4 * (needed ? own_chunk : 0) + lane;
-        place = pinned(rank * Shape::ROWS + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
+        place = pinned(rank * Shape::OWNED + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
         chunk = pinned(smem_address(smem) + Shape::state_at(0, group) + rank * Shape::SOURCE_PITCH + 16 * own_chunk);
         barrier = pinned(smem_address(smem + Shape::barrier_at(0, unit, rank / Shape::SOURCES)));
         partial = pinned(smem_address(smem + Shape::partial_at(0, group)) + 4 * word * Shape::PER_WORD);
@@ -287,15 +195,21 @@ struct Finisher {
     __device__ int valid() const { return min(Shape::PER_WORD, pass.hidden - row()); }  // elements of the word that exist
     // This thread's own place for its word of round r of array a of iteration i.
     __device__ unsigned input_at(int i, int r, int a) const {
-        return input + ((i % Shape::AHEAD * Shape::INPUTS + a) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+        return input + ((i % Shape::AHEAD * Shape::SLOTS + a) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
     // And for the frames of its utterance of round r.
     __device__ unsigned length_at(int r) const {
-        return input + (Shape::AHEAD * Shape::INPUTS * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+        return input + (Shape::AHEAD * Shape::SLOTS * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
-    // This thread's word of sample s in a (T, B, H) array, and with t = 0 in a (B, H) array.
-    __device__ size_t element(const Tile<Shape>& tile, int s, int t) const {
-        return size_t(unsigned(t * pass.batch + tile.first + s)) * unsigned(pass.hidden) + unsigned(row());  // T B < 2^31
+    // And for what is carried of element e of the word.
+    __device__ unsigned carry_at(int r, int e) const {
+        return input + ((Shape::AHEAD * Shape::SLOTS + 1 + e) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+    }
+    // This thread's word of sample s in a (T, B, H) array, and with t = 0 in a (B, H) array. Or in a plane of (T, B, PLANES, H).
+    template <int PLANES = 1>
+    __device__ size_t element(const Tile<Shape>& tile, int s, int t, int plane = 0) const {
+        return size_t(unsigned(t * pass.batch + tile.first + s)) * unsigned(PLANES * pass.hidden) +
+               unsigned(plane * pass.hidden + row());  // T B < 2^31
     }
     __device__ unsigned load_state(const Tile<Shape>& tile, int s) const {
         return pass.state ? load_word<Number>(pass.state, element(tile, s, 0), valid(), Shape::WHOLE_WORDS) : 0;
@@ -312,7 +226,10 @@ struct Finisher {
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const int frames = tile.length(tile.first + s);
             store_shared_4(length_at(r), frames);
+            if constexpr (Shape::GATED) load_carry(tile, s, r);
             if (!Shape::BACKWARD && frames == 0) store_state(tile, s, load_state(tile, s));
+            if constexpr (Shape::GATED && !Shape::BACKWARD)
+                if (frames == 0) store_carry(tile, s, r);
         }
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(tile, i, live);
@@ -325,7 +242,51 @@ struct Finisher {
         for (int s = sample(); s < live; s += Shape::ROUND_SAMPLES)
 #pragma unroll 1
             for (int t = tile.steps; t < pass.frames; t++)
-                store_word<Number>(pass.result, element(tile, s, t), 0, valid(), Shape::WHOLE_WORDS);
+#pragma unroll
+                for (int a = 0; a < (Shape::BACKWARD ? Shape::OUTPUTS : 1); a++) store_output(tile, s, t, a, 0);
+    }
+
+    __device__ void load_carry(const Tile<Shape>& tile, int s, int r) const {
+        float carry[Shape::PER_WORD] = {};
+        if constexpr (Shape::Cell::CARRIES_H) {
+            if (!Shape::BACKWARD) Number::unpack(load_state(tile, s), carry);
+        } else {
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++)
+                if (pass.carry && e < valid()) carry[e] = __ldg(pass.carry + element(tile, s, 0) + e);
+        }
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++) store_shared_4(carry_at(r, e), __float_as_uint(carry[e]));
+    }
+    __device__ void store_carry(const Tile<Shape>& tile, int s, int r) const {
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++)
+            if (!Shape::Cell::CARRIES_H && e < valid())
+                pass.last_carry[element(tile, s, 0) + e] = __uint_as_float(load_shared_4(carry_at(r, e)));
+    }
+
+    // Words read and written of frame t, as apply_cell and apply_gates number them.
+    __device__ const void* input_array(int a) const {
+        return Shape::GATED ? (Shape::BACKWARD && a > 0 ? pass.saved : pass.input) : a == 0 ? pass.input : pass.output_y;
+    }
+    __device__ size_t input_element(const Tile<Shape>& tile, int s, int t, int a) const {
+        if constexpr (!Shape::GATED) return element(tile, s, t);
+        if constexpr (Shape::GATED && !Shape::BACKWARD) return element<Shape::Cell::GATES>(tile, s, t, a);
+        if constexpr (Shape::GATED && Shape::BACKWARD)
+            return a == 0 ? element(tile, s, t) : element<Shape::Cell::SAVED>(tile, s, t, a - 1);
+    }
+    __device__ void store_output(const Tile<Shape>& tile, int s, int t, int a, unsigned word) const {
+        if constexpr (!Shape::BACKWARD) {
+            if (a == 0) store_word<Number>(pass.result, element(tile, s, t), word, valid(), Shape::WHOLE_WORDS);
+            if constexpr (Shape::GATED)
+                if (a > 0 && pass.saved)
+                    store_word<Number>(pass.saved, element<Shape::Cell::SAVED>(tile, s, t, a - 1), word, valid(),
+                                       Shape::WHOLE_WORDS);
+        } else if (a < Shape::Cell::GATES) {
+            store_word<Number>(pass.result, element<Shape::Cell::GATES>(tile, s, t, a), word, valid(), Shape::WHOLE_WORDS);
+        } else {
+            store_word<Number>(pass.result_last, element(tile, s, t), word, valid(), Shape::WHOLE_WORDS);
+        }
     }
 
     // Asks for what iteration i consumes. Each thread reads only what itself has fetched.
@@ -334,10 +295,10 @@ struct Finisher {
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const bool wanted = t >= 0 && t < int(load_shared_4(length_at(r))) && valid() > 0;
-            const size_t from = wanted ? element(tile, s, t) : 0;
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
-                const void* array = a == 0 ? pass.input : pass.output_y;
+                const void* array = input_array(a);
+                const size_t from = wanted ? input_element(tile, s, t, a) : 0;
                 const unsigned to = input_at(i, r, a);
                 if constexpr (Shape::WHOLE_WORDS)
                     copy_async(to, static_cast<const typename Number::Storage*>(array) + from, wanted);
@@ -364,12 +325,15 @@ struct Finisher {
     }
     static __device__ void load_floats(float (&v)[1], unsigned from) { v[0] = __uint_as_float(load_shared_4(from)); }
 
-    // A quad holds 16 bytes of the new state: each of its lanes sends them to a quarter of the blocks.
-    __device__ void send(unsigned value, int stage, int s, bool mine) {
-        const unsigned operand = Number::operand(value);
-        unsigned w[4];
+    // A quad holds 16 bytes of each vector of the new state: each of its lanes sends them to a quarter of the blocks.
+    __device__ void send(const unsigned (&value)[Shape::SENT], int stage, int s, bool mine) {
+        unsigned w[Shape::SENT][4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) w[j] = __shfl_sync(0xffffffffu, operand, j, 4);
+        for (int v = 0; v < Shape::SENT; v++) {
+            const unsigned operand = Number::operand(value[v]);
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[v][j] = __shfl_sync(0xffffffffu, operand, j, 4);
+        }
         if (!mine) return;
         const unsigned to = chunk + stage * Shape::GROUPS * Shape::STATE_BYTES + s * Shape::SAMPLE_PITCH;
         const unsigned to_barrier = barrier + stage * Shape::UNITS * 8 * WARPS;
@@ -382,7 +346,10 @@ struct Finisher {
             address[j][1] = pinned(remote_address(to_barrier, peer));
         }
 #pragma unroll
-        for (int j = 0; j < PEERS; j++) store_async(address[j][0], address[j][1], w[0], w[1], w[2], w[3]);
+        for (int v = 0; v < Shape::SENT; v++)
+#pragma unroll
+            for (int j = 0; j < PEERS; j++)
+                store_async(address[j][0] + 4 * v * Shape::OWN_WORDS, address[j][1], w[v][0], w[v][1], w[v][2], w[v][3]);
     }
 
     static __device__ void wait_with_units(int stage, int first_unit, int end_unit) {
@@ -401,36 +368,83 @@ struct Finisher {
             const int s = min(first + sample(), MMA_SAMPLES - 1), r = first / Shape::ROUND_SAMPLES;
             const unsigned from =
                 pinned(partial + stage * Shape::GROUPS * Shape::PARTIAL_BYTES + 4 * s * Shape::PARTIAL_STRIDE);
-            const unsigned input_word = load_shared_4(input_at(i, r, 0));
-            const unsigned saved_word = Shape::BACKWARD ? load_shared_4(input_at(i, r, 1)) : 0;
+            unsigned in[Shape::INPUTS], out[Shape::OUTPUTS], sent[Shape::SENT];
+#pragma unroll
+            for (int a = 0; a < Shape::INPUTS; a++) in[a] = load_shared_4(input_at(i, r, a));
             const int frames = mine ? int(load_shared_4(length_at(r))) : 0;
             if (DEBUG_WAITS && first == 0) wait_with_units(stage, 0, tile.own_unit());
             if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
             if (!__any_sync(0xffffffffu, mine)) continue;
-            float value[Shape::PER_WORD], in[Shape::PER_WORD], y[Shape::PER_WORD], last[Shape::PER_WORD] = {};
-            sum_partials(value, from);
-            if (Shape::BACKWARD && t < 0) {  // the gradient of the first state
-                if (mine) store_state(tile, s, frames ? Number::pack(value) : load_state(tile, s));
+            float sum[Shape::SUMS][Shape::PER_WORD], last[Shape::PER_WORD] = {};
+#pragma unroll
+            for (int k = 0; k < Shape::SUMS; k++) sum_partials(sum[k], from + 4 * k * Shape::OWNED);
+            if (Shape::BACKWARD && t < 0) {
+                if (mine) finish_first_state(tile, s, r, sum[0], frames);
                 continue;
             }
-            Number::unpack(input_word, in);
-            if (Shape::BACKWARD) Number::unpack(saved_word, y);
             if (Shape::BACKWARD && pass.state && t == frames - 1) Number::unpack(load_state(tile, s), last);
+            if constexpr (Shape::GATED)
+                take_gates(sum, in, last, r, t < frames, out);
+            else
+                out[0] = take_cell(sum[0], in, last, t < frames);
 #pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++)
-                value[e] = apply_cell<Shape>(Shape::BACKWARD ? value[e] + in[e] + last[e] : value[e] + in[e], y[e], pass.clip);
-            const unsigned result = t < frames ? Number::pack(value) : 0;
-            if (i + 1 < tile.iterations()) send(result, stage ^ 1, s, mine);
-            store_shared_4(input_at(i, r, 0), result);
+            for (int v = 0; v < Shape::SENT; v++) sent[v] = out[v == Shape::SENT - 1 ? Shape::LAST_SENT : v];
+            if (i + 1 < tile.iterations()) send(sent, stage ^ 1, s, mine);
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) store_shared_4(input_at(i, r, a), out[a]);
         }
         if (DEBUG_WAITS) wait_with_units(stage, tile.own_unit() + 1, Shape::UNITS);
         if (Shape::BACKWARD && t < 0) return;
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const unsigned result = load_shared_4(input_at(i, r, 0));
-            store_word<Number>(pass.result, element(tile, s, t), result, valid(), Shape::WHOLE_WORDS);
-            if (!Shape::BACKWARD && t == int(load_shared_4(length_at(r))) - 1) store_state(tile, s, result);
+            store_output(tile, s, t, 0, result);
+#pragma unroll
+            for (int a = 1; a < Shape::OUTPUTS; a++) store_output(tile, s, t, a, load_shared_4(input_at(i, r, a)));
+            if (!Shape::BACKWARD && t == int(load_shared_4(length_at(r))) - 1) {
+                store_state(tile, s, result);
+                if constexpr (Shape::GATED) store_carry(tile, s, r);
+            }
         }
+    }
+
+    // The gradient of the first state.
+    __device__ void finish_first_state(const Tile<Shape>& tile, int s, int r, float (&sum)[Shape::PER_WORD], int frames) const {
+        if constexpr (Shape::GATED) {
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++)
+                if (Shape::Cell::CARRIES_H) sum[e] += __uint_as_float(load_shared_4(carry_at(r, e)));
+            store_carry(tile, s, r);
+        }
+        store_state(tile, s, frames ? Number::pack(sum) : load_state(tile, s));
+    }
+
+    __device__ unsigned take_cell(const float (&sum)[Shape::PER_WORD], const unsigned (&in)[Shape::INPUTS],
+                                  const float (&last)[Shape::PER_WORD], bool valid_frame) const {
+        float value[Shape::PER_WORD], x[Shape::PER_WORD], y[Shape::PER_WORD];
+        Number::unpack(in[0], x);
+        if (Shape::BACKWARD) Number::unpack(in[Shape::INPUTS - 1], y);
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++)
+            value[e] = apply_cell<Shape>(Shape::BACKWARD ? sum[e] + x[e] + last[e] : sum[e] + x[e], y[e], pass.clip);
+        return valid_frame ? Number::pack(value) : 0;
+    }
+
+    __device__ void take_gates(const float (&sum)[Shape::SUMS][Shape::PER_WORD], const unsigned (&in)[Shape::INPUTS],
+                               const float (&last)[Shape::PER_WORD], int r, bool valid_frame,
+                               unsigned (&out)[Shape::OUTPUTS]) const {
+        float bias[Shape::PER_WORD] = {}, carry[Shape::PER_WORD];
+        if constexpr (Shape::Cell::LAST_APART && !Shape::BACKWARD)
+            if (pass.bias) Number::unpack(load_word<Number>(pass.bias, row(), valid(), Shape::WHOLE_WORDS), bias);
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++) carry[e] = __uint_as_float(load_shared_4(carry_at(r, e)));
+        apply_gates<Shape>(sum, in, bias, last, carry, out);
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++)
+            if (valid_frame) store_shared_4(carry_at(r, e), __float_as_uint(carry[e]));
+        if (!valid_frame)
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) out[a] = 0;
     }
 };
 

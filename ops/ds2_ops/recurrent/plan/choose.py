@@ -3,7 +3,7 @@
 Shape letters: B batch, H hidden.
 """
 
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
 from ds2_ops.recurrent.plan.grid_wide import wide_choices
@@ -31,8 +31,9 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
     """
     if problem.dtype not in NUMBERS:
         raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
-    if problem.nonlinearity not in CELLS:
-        raise DoesNotFit(f"nonlinearity {problem.nonlinearity!r} is not one of {', '.join(CELLS)}")
+    if problem.nonlinearity not in ALL or not ALL[problem.nonlinearity].kernels:
+        known = ", ".join(cell.name for cell in ALL.values() if cell.kernels)
+        raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {known}: use backend='gemm'")
     if device.capability != (9, 0):
         major, minor = device.capability
         raise DoesNotFit(
@@ -40,14 +41,25 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
     sms = device.sms if max_sms is None else min(max_sms, device.sms)
-    choices = cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
+    gates = ALL[problem.nonlinearity].gates
+    choices = cluster_choices(problem, device, sms)
+    if gates == 1:  # the whole-chip designs know no gates
+        choices += grid_choices(problem, device, sms)
     if not choices:
-        raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem.dtype, device, sms)))
+        largest_grid = largest_grid_hidden(problem.dtype, device, sms) if gates == 1 else 0
+        raise DoesNotFit(_reason(problem, device, sms, largest_grid))
     return choices
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
-    largest_cluster = largest_cluster_hidden(problem.dtype)
+    gates = ALL[problem.nonlinearity].gates
+    largest_cluster = largest_cluster_hidden(problem.dtype, gates)
+    if problem.hidden > largest_cluster and gates > 1:
+        return (
+            f"hidden size {problem.hidden} of {problem.nonlinearity} in {problem.dtype} does not fit: a cluster of 16 "
+            f"multiprocessors keeps the weights of at most {largest_cluster} units; "
+            "use a smaller size, or backend='gemm'"
+        )
     if problem.hidden > largest_cluster:
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "

@@ -1,7 +1,7 @@
 """Tiles of the narrow whole-chip design: groups of up to 8 utterances, any number type."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
@@ -71,7 +71,7 @@ def _choice(
 ) -> Choice | None:
     """None where registers hold no weights."""
     number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
+    cell = ALL[problem.nonlinearity]
     m_tiles = -(-block_words * cluster * per_word // MMA_ROWS)
     k_pairs = -(-words // (cluster * WARPS * PAIR_WORDS))
     register_pairs = _register_pairs(m_tiles, k_pairs)

@@ -1,7 +1,7 @@
 """Tiles of the wide whole-chip design: groups of up to 32 utterances of 16-bit numbers."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
@@ -44,7 +44,7 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
 def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
+    cell = ALL[problem.nonlinearity]
     words = state_words(problem)
     k_tiles = -(-words // (cluster * MMA_WORDS))
     used = -(-words // WORDS)

@@ -56,7 +56,12 @@ def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
             None,
             "dtype float64 is not one of bfloat16, float16, float32.*reference",
         ),
-        (replace(problem(512), nonlinearity="gelu"), H200, None, "'gelu' is not one of relu, clipped_relu, tanh"),
+        (
+            replace(problem(512), nonlinearity="gelu"),
+            H200,
+            None,
+            "'gelu' is not one of relu, clipped_relu, tanh, lstm",
+        ),
         (problem(512), replace(H200, active_clusters={}), 8, "needs a cluster of 8 or 16"),
     ],
 )

@@ -1,0 +1,76 @@
+"""`ds2 cache`: what ds2 keeps on this disk to save time, by kind, and its removal."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds2_ops.jit.build import cache_dir as kernel_dir
+
+from ds2.commands.common import with_search_path
+from ds2.commands.compose import compose_config
+from ds2.system.files import cache_dir, sweep
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Files of one kind: where they lie, how their names end, and what becomes of them."""
+
+    name: str
+    folder: Path
+    suffixes: tuple[str, ...]
+    about: str
+
+    def files(self) -> list[Path]:
+        """Return those that are there."""
+        return [path for path in self.folder.glob("*") if path.suffix in self.suffixes]
+
+
+def kinds(work_dir: Path) -> list[Kind]:
+    """Return the kinds of files that are kept, with the audio of a `data.work_dir`."""
+    return [
+        Kind("audio", work_dir / "audio_cache", (".audio", ".pcm"), "decoded audio; data.cache_gb bounds it"),
+        Kind("kernels", kernel_dir(), (".cubin",), "compiled kernels; $DS2_OPS_CACHE_DIR"),
+        Kind("arpa", cache_dir() / "arpa", (".arpa",), "language models as decode=native reads them; $DS2_CACHE_DIR"),
+    ]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 cache [--clear KIND] [OVERRIDE ...]`: 0."""
+    names = [kind.name for kind in kinds(Path())]
+    parser = argparse.ArgumentParser(
+        prog="ds2 cache", description="what is kept on this disk to save time; all of it is made again when needed"
+    )
+    parser.add_argument(
+        "--clear", action="append", choices=[*names, "all"], default=[], help="remove this kind; may be repeated"
+    )
+    parser.add_argument("overrides", nargs="*", help="data.work_dir=... or recipe=...: whose audio (default corpora)")
+    given = parser.parse_args(with_search_path(arguments))
+    total = 0
+    for kind in kinds(Path(compose_config([*given.overrides, "run_dir=unused"]).data.work_dir)):
+        files = kind.files()
+        if kind.name in given.clear or "all" in given.clear:
+            freed = sum(_remove(path) for path in files)
+            sweep(kind.folder)
+            print(f"{kind.name:<8} {freed / 1e6:10.1f} MB removed, {len(files)} files of {kind.folder}")
+            continue
+        stats = [path.stat() for path in files]
+        size = sum(stat.st_size for stat in stats)
+        total += size
+        used = time.strftime(", last used %F", time.localtime(max(stat.st_mtime for stat in stats))) if stats else ""
+        print(f"{kind.name:<8} {size / 1e6:10.1f} MB {len(files):6d} files{used}  {kind.folder}\n{'':9}{kind.about}")
+    print(f"{'kept':<8} {total / 1e6:10.1f} MB")
+    return 0
+
+
+def _remove(path: Path) -> int:
+    """Remove a file, which those who have it open may go on to read, and return its size."""
+    with suppress(FileNotFoundError):  # another process was faster
+        size = path.stat().st_size
+        path.unlink()
+        return size
+    return 0

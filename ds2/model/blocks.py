@@ -1,0 +1,232 @@
+"""The model for many streams in blocks of one length: what a stream carries has one shape from first block to last.
+
+`AcousticModel.step` holds back what has no future yet, so its first chunks give less, and so does what it carries. Here
+a stream starts with zeros in place of what it would have carried, and every block gives as many frames as any other:
+those before the stream's start, and after its end, mean nothing, and are kept from the others by masks. So one CUDA
+graph of a batch size serves all streams at all times; what they carry lies in tables that it reads and writes itself.
+
+Block k of a level with T frames a block and a delay of d gives its frames k T - d .. (k + 1) T - d - 1.
+Shapes: N streams with a place, B in a batch, C channels, F bins, H hidden, T frames, R rows that a stream carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from ds2_ops import lookahead, recurrence
+from torch import Tensor, nn
+
+from ds2.config.schema import ConfigError
+from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
+from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model.folded import FoldedConv, FoldedRecurrence, before
+from ds2.model.structure import frames_after
+
+FOR_EVER = 2**62  # feature frames of a stream whose end is not known
+
+
+@dataclass(frozen=True)
+class ConvLevel:
+    """What a convolution gives in a block."""
+
+    conv: FoldedConv
+    frames: int  # T of the output
+    delay: int
+    tail: int  # input frames that are carried
+    needed: int  # of the carried and the new ones together
+
+
+@dataclass(frozen=True)
+class ModuleLevel:
+    """A recurrent module; its row convolutions delay its output by `ahead`."""
+
+    layers: list[FoldedRecurrence]
+    taps: list[Tensor]  # (H, tau + 1) of each row convolution
+    projection: Tensor | None  # (H, D) of the skip
+    residual: bool
+    delay: int  # of the input
+    ahead: int
+
+
+@dataclass
+class Carried:
+    """What streams carry from block to block."""
+
+    convs: list[Tensor]  # (N, C, F, T) a convolution
+    rows: Tensor  # (R, N, H): states, tails of row convolutions and frames that wait for them, module by module
+
+
+class BlockModel:
+    """A model that hears streams in blocks of `block_frames` feature frames.
+
+    Args:
+        model: unidirectional, with recurrent layers of our own, in evaluation mode; what it learns later is not seen.
+        block_frames: a multiple of the model's stride in time.
+        dtype: of weights and activations; the classifier's are float32 at least.
+
+    Raises:
+        ConfigError: a model that cannot be heard so.
+        ValueError: blocks that are no multiple of the stride.
+    """
+
+    def __init__(self, model: AcousticModel, block_frames: int, dtype: torch.dtype) -> None:
+        if reason := why_not(model):
+            raise ConfigError(reason)
+        if block_frames < 1 or block_frames % model.time_stride:
+            raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
+        self.block_frames, self.dtype, self.bins, self.hidden = block_frames, dtype, model.bins, model.config.hidden
+        self.strides = [conv.stride[1] for conv in model.config.convs]
+        self.device = model.classifier.weight.device
+        self.convs: list[ConvLevel] = []
+        self._conv_shapes: list[tuple[int, int, int]] = []
+        frames, delay, channels, bins = block_frames, 0, 1, model.bins
+        for conv in cast(Iterable[MaskedConv], model.convs):
+            kernel, stride = conv.kernel[1], conv.stride[1]
+            reach, before_it = (kernel - 1) // 2, delay
+            delay = -(-(reach + before_it + 1) // stride) - 1
+            tail = delay * stride + reach - before_it
+            self._conv_shapes.append((channels, bins, tail))
+            frames //= stride
+            level = ConvLevel(FoldedConv(conv, dtype), frames, delay, tail, (frames - 1) * stride + kernel)
+            self.convs.append(level)
+            channels, bins = conv.weight.shape[0], conv.output_bins(bins)
+        self.frames = frames
+        self.modules: list[ModuleLevel] = []
+        for module in cast(Iterable[RecurrentModule], model.recurrent_modules):
+            self.modules.append(_module(module, delay, dtype))
+            delay += self.modules[-1].ahead
+        self.delay = delay
+        self._rows = sum(_rows(module) for module in self.modules)
+        weight, bias = before(model.classifier, model.norm)
+        wide = torch.promote_types(dtype, torch.float32)
+        self._classifier = weight.to(wide), bias.to(wide)
+
+    def start(self, places: int) -> Carried:
+        """Places for streams; what is in them does not matter before a stream's first block."""
+        convs = [torch.zeros(places, *shape, dtype=self.dtype, device=self.device) for shape in self._conv_shapes]
+        return Carried(convs, torch.zeros(self._rows, places, self.hidden, dtype=self.dtype, device=self.device))
+
+    def output_frames(self, frames: int) -> int:
+        """Output frames of a stream of so many feature frames."""
+        for stride in self.strides:
+            frames = frames_after(frames, stride)
+        return frames
+
+    def given(self, block: int, ends: int = FOR_EVER) -> tuple[int, int]:
+        """The first and one past the last frame of a block's output that belong to the stream."""
+        at = block * self.frames - self.delay
+        return min(self.frames, max(0, -at)), max(0, min(self.frames, self.output_frames(ends) - at))
+
+    @torch.no_grad()
+    def run(
+        self, features: Tensor, carried: Carried, places: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
+    ) -> Tensor:
+        """Hear the next block of a batch of streams; what they carry is updated in its places.
+
+        Args:
+            features: (B, F, T), 0 past a stream's end.
+            carried: of all streams.
+            places: (B,) int64 which of them, all different.
+            blocks: (B,) int64 blocks that each has heard.
+            ends: (B,) int64 feature frames of each, FOR_EVER while that is not known.
+            edges: whether a stream may be within its first blocks or past its end; else all are taken to be amid.
+
+        Returns:
+            Logits (T', B, V), of which `given` says what belongs to a stream.
+        """
+        x = features[:, None].to(self.dtype)
+        for level, table, stride in zip(self.convs, carried.convs, self.strides, strict=True):
+            tail = table.index_select(0, places)
+            if edges:
+                tail = tail * (blocks > 0).view(-1, 1, 1, 1)
+            held = torch.cat([tail, x], 3)
+            table.index_copy_(0, places, held[..., held.shape[3] - level.tail :])
+            x = level.conv(held[..., : level.needed])
+            if edges:
+                ends = frames_after(ends, stride)
+                x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, None, :]
+        rows = carried.rows.index_select(1, places)
+        if edges:
+            rows = rows * (blocks > 0)[:, None]
+        x, kept, first = time_major(x), list[Tensor](), 0
+        for module in self.modules:
+            x = self._module(module, x, rows[first:], kept, blocks, ends, edges)
+            first += _rows(module)
+        carried.rows.index_copy_(1, places, torch.cat(kept))
+        weight, bias = self._classifier
+        return nn.functional.linear(x.to(weight.dtype), weight, bias)
+
+    def _module(
+        self,
+        module: ModuleLevel,
+        x: Tensor,
+        rows: Tensor,
+        kept: list[Tensor],
+        blocks: Tensor,
+        ends: Tensor,
+        edges: bool,
+    ) -> Tensor:
+        y, frames, at = x, self.frames, 0
+        begun = lengths = None
+        if edges:  # a state stays 0 until its stream begins, and nothing is heard past the end
+            first = blocks * frames - module.delay
+            begun = (first + torch.arange(frames, device=x.device)[:, None] >= 0)[..., None]
+            lengths = (ends - first).clamp(0, frames).int()
+        for layer in module.layers:
+            z = nn.functional.linear(y, layer.weight, layer.bias)
+            if begun is not None:
+                z = z * begun
+            y, state = recurrence(
+                z,
+                layer.weight_hh,
+                rows[at],
+                lengths,
+                nonlinearity=layer.nonlinearity,
+                clip=layer.clip,
+                backend=layer.backend,
+            )
+            kept.append(state[None])
+            at += 1
+        for taps in module.taps:
+            tau = taps.shape[1] - 1
+            held = torch.cat([rows[at : at + tau], y])
+            kept.append(held[frames:])
+            y = lookahead(held, taps)[:frames]
+            at += tau
+        if not module.residual:
+            return y
+        skip = x if module.projection is None else nn.functional.linear(x, module.projection)
+        waiting = torch.cat([rows[at : at + module.ahead], skip])
+        kept.append(waiting[frames:])
+        return y + waiting[:frames]
+
+
+def why_not(model: AcousticModel) -> str | None:
+    """Why a model cannot be heard in blocks of one shape; None if it can."""
+    if model.config.bidirectional:
+        return "model.bidirectional=true hears an utterance from its end too"
+    if model.config.cell != "rnn":
+        return f"model.cell={model.config.cell} is torch's, which is heard chunk by chunk"
+    return None
+
+
+def _module(module: RecurrentModule, delay: int, dtype: torch.dtype) -> ModuleLevel:
+    layers = [FoldedRecurrence(layer, dtype) for layer in module.recurrent]  # type: ignore[arg-type]
+    taps = [row_conv.weight.detach().to(dtype) for row_conv in cast(Iterable[RowConvolution], module.row_convs)]
+    projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
+    ahead = sum(weight.shape[1] - 1 for weight in taps)
+    return ModuleLevel(layers, taps, projection, module.residual, delay, ahead)
+
+
+def _rows(module: ModuleLevel) -> int:
+    """Rows that a stream carries for a module."""
+    return len(module.layers) + module.ahead * (1 + module.residual)
+
+
+def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:
+    """(B, T) bool: frames of a block that lie within their stream."""
+    at = (blocks * frames - delay)[:, None] + torch.arange(frames, device=blocks.device)
+    return (at >= 0) & (at < ends[:, None])

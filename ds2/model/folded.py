@@ -1,0 +1,65 @@
+"""Layers for hearing only: weights of one type with the batch norm behind or before them folded in.
+
+In evaluation y = (W x - mean) / sqrt(var + eps) * g + b is s W x + b - s mean, s = g / sqrt(var + eps).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ds2.model.convolution import MaskedConv
+from ds2.model.norm import SequenceBatchNorm
+from ds2.model.recurrent import RecurrentLayer
+
+
+def scale_and_shift(norm: SequenceBatchNorm) -> tuple[Tensor, Tensor]:
+    """What a batch norm multiplies by and then adds in evaluation, float64 (C,) each."""
+    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+    return scale, norm.bias.double() - norm.running_mean.double() * scale
+
+
+def after(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
+    """Weight (C, ...) and bias (C,) that give what the norm makes of their product, float64."""
+    wide = weight.double()
+    shift = wide.new_zeros(len(wide)) if bias is None else bias.double()
+    if norm is None:
+        return wide, shift
+    scale, offset = scale_and_shift(norm)
+    return wide * scale.view(-1, *[1] * (wide.dim() - 1)), shift * scale + offset
+
+
+def before(linear: nn.Linear, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
+    """Weight (V, H) and bias (V,) of a linear layer that takes what the norm would have been given, float64."""
+    weight, bias = linear.weight.double(), linear.bias.double()
+    if norm is None:
+        return weight, bias
+    scale, shift = scale_and_shift(norm)
+    return weight * scale, bias + weight @ shift
+
+
+class FoldedConv:
+    """A convolution with its norm in its weights."""
+
+    def __init__(self, conv: MaskedConv, dtype: torch.dtype) -> None:
+        weight, bias = after(conv.weight, conv.bias, conv.norm)
+        self.weight, self.bias = weight.to(dtype), bias.to(dtype)
+        if self.weight.is_cuda:
+            self.weight = self.weight.contiguous(memory_format=torch.channels_last)
+        self.kernel, self.stride, self.clip = conv.kernel, conv.stride, conv.clip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map (B, C, F, T) to the frames (B, C', F', T') of which all of the kernel lies in T."""
+        if x.is_cuda:
+            x = x.contiguous(memory_format=torch.channels_last)
+        z = nn.functional.conv2d(x, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+        return nn.functional.hardtanh_(z, 0.0, self.clip)
+
+
+class FoldedRecurrence:
+    """A recurrent layer's projection with its norm in its weights, and its recurrent matrix."""
+
+    def __init__(self, layer: RecurrentLayer, dtype: torch.dtype) -> None:
+        weight, bias = after(layer.weight_ih, layer.bias, layer.norm)
+        self.weight, self.bias, self.weight_hh = weight.to(dtype), bias.to(dtype), layer.weight_hh.to(dtype)
+        self.nonlinearity, self.clip, self.backend = layer.nonlinearity, layer.clip, layer.backend

@@ -1,0 +1,184 @@
+"""Blocks of any streams in batches of a few sizes: on a GPU features and model of a size are one CUDA graph.
+
+Launch by launch, hundreds of small kernels a block take the host milliseconds, for one stream as for sixty.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.model.blocks import FOR_EVER, BlockModel, why_not
+from ds2.recognition.parts import Parts, Said
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
+_PLACES = 64  # at first; doubled when they are taken
+_LONGEST_S = 1.0  # a longer block fills the GPU by itself
+_FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
+
+
+@dataclass(eq=False)
+class Stream:
+    """Where a stream has its place and how far it was heard."""
+
+    place: int
+    blocks: int = 0
+    ends: int = FOR_EVER
+    __weakref__: object = field(init=False, repr=False)
+
+
+class _Batch:
+    """What is heard of a size: samples and numbers in one buffer here and one on the device."""
+
+    def __init__(self, size: int, samples: int, device: torch.device) -> None:
+        self.size = size
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._here = torch.zeros(8 * size + size * samples, pin_memory=self._copied is not None)
+        self.there = torch.zeros_like(self._here, device=device)
+        self.run: dict[bool, Callable[[], Tensor]] = {}  # by whether a stream may be at its edges; gives (T', B, V)
+
+    def parts(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """(4, B) int64 numbers and (B, N) samples."""
+        return buffer[: 8 * self.size].view(torch.int64).view(4, self.size), buffer[8 * self.size :].view(self.size, -1)
+
+    def fill(self, columns: Sequence[Sequence[int]], blocks: Sequence[NDArray[np.float32]]) -> None:
+        """Bring the numbers and samples of some streams to the device; the other rows are empty."""
+        if self._copied is not None:
+            self._copied.synchronize()  # what was there before is read
+        numbers, waveforms = (part.numpy() for part in self.parts(self._here))
+        numbers[:] = ((0,), (0,), (FOR_EVER,), (0,))
+        numbers[:, : len(columns)] = np.array(columns).T
+        for row, samples in zip(waveforms, blocks, strict=False):
+            row[: len(samples)] = samples
+            row[len(samples) :] = 0.0
+        self.there.copy_(self._here, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class GraphedBlocks:
+    """A model that hears blocks of `block_frames` as `ds2.recognition.hearing.Hearing` says.
+
+    One thread hears; others may `start` streams.
+
+    Args:
+        parts: on a GPU.
+        block_frames: feature frames.
+    """
+
+    def __init__(self, parts: Parts, block_frames: int) -> None:
+        dtype = torch.bfloat16 if parts.precision == "bf16" else torch.float32
+        self.features, self.device = parts.features, parts.device
+        self.model = BlockModel(parts.model, block_frames, dtype)
+        self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
+        self._lock = threading.Lock()
+        self._free, self._places = list[int](), 1  # place 0 is for the rows of a batch that are empty
+        self._carried = self.model.start(_PLACES)
+        self._batches: dict[int, _Batch] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    @staticmethod
+    def why_not(parts: Parts, block_frames: int) -> str | None:
+        """Why blocks are not heard so; None if they are."""
+        if block_frames * parts.features.step_s > _LONGEST_S:
+            return f"blocks of more than {_LONGEST_S:g} s are heard as they come"
+        return why_not(parts.model)
+
+    def start(self) -> Stream:
+        """See `Hearing`; the place is free again when the stream is gone."""
+        with self._lock:
+            if self._free:
+                place = self._free.pop()
+            else:
+                place, self._places = self._places, self._places + 1
+        stream = Stream(place)
+        weakref.finalize(stream, self._free.append, place)
+        return stream
+
+    @torch.inference_mode()
+    def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
+        """See `Hearing`."""
+        for first in range(0, len(streams), SIZES[-1]):
+            rows = range(first, min(first + SIZES[-1], len(streams)))
+            yield from self._step([streams[row] for row in rows], [blocks[row] for row in rows], first)
+
+    def finish(self, stream: Stream, rest: NDArray[np.float32]) -> Iterator[Said]:
+        """See `Hearing`."""
+        stream.ends = stream.blocks * self.model.block_frames + self.features.windows(len(rest))
+        left = self.model.output_frames(stream.ends) - (stream.blocks * self.model.frames - self.model.delay)
+        for _ in range(-(-left // self.model.frames)):
+            yield from self.step([stream], [rest])
+            rest = rest[:0]
+
+    def _step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]], first_row: int) -> Iterator[Said]:
+        count = len(streams)
+        size = next(size for size in SIZES if size >= count) if self.device.type == "cuda" else count
+        if self._places > self._carried.rows.shape[1]:
+            self._grow()
+        batch = self._batches.get(size) or self._batches.setdefault(size, _Batch(size, self.samples, self.device))
+        begun = self.model.delay / self.model.frames  # blocks after which all frames given are a stream's
+        edges = any(stream.blocks < begun or stream.ends < FOR_EVER for stream in streams)
+        run = batch.run.get(edges) or self._record(batch, edges)
+        frames = [self.features.windows(len(samples)) for samples in blocks]
+        columns = [(s.place, s.blocks, s.ends, n) for s, n in zip(streams, frames, strict=True)]
+        batch.fill(columns, blocks)
+        said = run()
+        of_first: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, stream in enumerate(streams):
+            first, last = self.model.given(stream.blocks, stream.ends)
+            stream.blocks += 1
+            if last > first:
+                of_first[first].append((row, last - first))
+        for first, found in of_first.items():
+            rows, lengths = map(list, zip(*found, strict=True))
+            logits = said[first : first + max(lengths)]
+            logits = logits[:, :count] if len(rows) == count else logits[:, rows]
+            yield Said([first_row + row for row in rows], logits, lengths)
+
+    def _grow(self) -> None:
+        """Make more places; graphs know the old ones, so they go."""
+        before, most = self._carried, self._carried.rows.shape[1]
+        while most < self._places:
+            most *= 2
+        self._carried = self.model.start(most)
+        for old, new in zip(before.convs, self._carried.convs, strict=True):
+            new[: len(old)] = old
+        self._carried.rows[:, : before.rows.shape[1]] = before.rows
+        self._batches.clear()
+        self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def _record(self, batch: _Batch, edges: bool) -> Callable[[], Tensor]:
+        numbers, waveforms = batch.parts(batch.there)
+
+        def run() -> Tensor:
+            features = self.features.of_windows(waveforms, numbers[_FRAMES])
+            place, block, ends, _ = numbers
+            return self.model.run(features, self._carried, place, block, ends, edges=edges)
+
+        found = run if self.device.type != "cuda" else self._graph(run, batch.there)
+        return batch.run.setdefault(edges, found)
+
+    def _graph(self, run: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):  # libraries make their plans, kernels are built: all rows at the empty place
+            inputs.zero_()
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            logits = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay

@@ -1,0 +1,180 @@
+"""`batching.auto`: the largest budget of audio a batch whose worst batches fit the GPU, found by running them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.config.schema import BatchingConfig, Config, ConfigError
+from ds2.data.batching import deal, plan_epoch
+from ds2.distributed.communicator import Communicator
+from ds2.training.state import Progress
+
+log = logging.getLogger(__name__)
+
+_TRIALS = 10
+_CLOSE = 0.97  # of the room: nearer is not worth another trial
+_BACK_OFF = 0.93  # of a budget that did not fit
+_FEW_BATCHES = 50
+Measure = Callable[[list[int]], float | None]
+
+
+def check_device(batching: BatchingConfig, device: torch.device) -> None:
+    """Raise ConfigError where `batching.auto` has no GPU memory to measure."""
+    if batching.auto and device.type != "cuda":
+        raise ConfigError(
+            f"batching=auto fills a GPU's memory, and the device is {device}: give batching.utterances, or "
+            "batching.utterances=0 batching.audio_s=SECONDS"
+        )
+
+
+def largest_budget(
+    durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int, measure: Measure, room: float
+) -> float:
+    """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
+
+    What a batch needs is nearly a line over its padded audio (activations), above what is always there (weights,
+    workspaces): two trials give the line, the line proposes a budget, the next trial corrects the line.
+
+    Args:
+        durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
+        batching: whose buckets and order count.
+        seed: of the run.
+        world: ranks that a batch is dealt to.
+        measure: bytes that both passes over utterances (indices) need at their peak; None where they do not fit.
+        room: bytes that they may need.
+    Raises:
+        ConfigError: the longest utterance alone does not fit.
+    """
+    longest_s = float(durations_s.max())
+    most_s = longest_s * len(durations_s)  # all in one batch
+
+    def need(budget_s: float) -> float:
+        config = replace(batching, utterances=0, audio_s=budget_s)
+        sizes = [0.0]
+        for part in worst_parts(durations_s, config, seed, world):
+            size = measure(part)
+            padded_s = world * float(durations_s[part[0]]) * len(part)
+            # A later epoch may have a batch that is nearer to the budget than any of those looked at.
+            sizes.append(float("inf") if size is None else size * max(1.0, budget_s / padded_s))
+        return max(sizes)
+
+    fitting: list[tuple[float, float]] = []
+    too_much_s, budget_s = float("inf"), min(most_s, longest_s * world)
+    for _ in range(_TRIALS):
+        size = need(budget_s)
+        log.debug("batching=auto: %.1f s need %.2f GB of %.2f", budget_s, size / 1e9, room / 1e9)
+        if size <= room:
+            fitting.append((budget_s, size))
+            if size > _CLOSE * room or budget_s >= most_s:
+                break
+        else:
+            too_much_s = min(too_much_s, budget_s)
+        if not fitting:
+            raise ConfigError(
+                f"batching=auto: not even one utterance of {longest_s:.1f} s a rank fits the GPU's memory: "
+                "lower data.max_duration_s, or choose a smaller model"
+            )
+        proposed_s = min(_proposal(fitting, room), _BACK_OFF * too_much_s, most_s)
+        if proposed_s <= fitting[-1][0] * 1.02:
+            break
+        budget_s = proposed_s
+    return float(f"{_down(max(budget for budget, _ in fitting)):g}")
+
+
+def _proposal(fitting: Sequence[tuple[float, float]], room: float) -> float:
+    """Where the line through the last two trials that fit reaches the room; after one trial four times as much."""
+    if len(fitting) < 2:
+        return 4 * fitting[0][0]
+    (low_s, low), (high_s, high) = sorted(fitting)[-2:]
+    slope = (high - low) / (high_s - low_s)
+    return high_s + (room - high) / slope if slope > 0 else 4 * high_s
+
+
+def _down(value: float) -> float:
+    """Round down to three digits."""
+    unit = 10.0 ** (np.floor(np.log10(value)) - 2)
+    return float(np.floor(value / unit) * unit)
+
+
+def worst_parts(durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int) -> list[list[int]]:
+    """Return one rank's parts of the batches that need most: of most padded audio, and of most utterances.
+
+    Looked for in the first two epochs: in order of duration, and shuffled in buckets.
+    """
+    parts = [deal(batch, 0, world) for epoch in (1, 2) for batch in plan_epoch(durations_s, batching, epoch, seed)]
+    padded = max(parts, key=lambda part: durations_s[part[0]] * len(part))
+    return [padded] if len(padded) == max(map(len, parts)) else [padded, max(parts, key=len)]
+
+
+def settle_batching(
+    config: Config,
+    progress: Progress,
+    comm: Communicator,
+    durations_s: NDArray[np.float64],
+    trial: Callable[[], tuple[Measure, float]],
+) -> BatchingConfig:
+    """Return how the run's batches are made: as the config says, or, with `batching.auto`, by the budget found.
+
+    All ranks call this together. What was found is noted in `progress`, and a resumed run keeps it.
+
+    Args:
+        config: of the run.
+        progress: of the run.
+        comm: the ranks, of which the one with the least memory counts.
+        durations_s: (U,) as long as the utterances can get.
+        trial: gives `measure` and `room` of `largest_budget`; called only where there is something to find.
+    Raises:
+        ConfigError: nothing fits.
+    """
+    batching = config.batching
+    if not batching.auto:
+        return batching
+    if not progress.budget_s:
+        started = time.monotonic()
+        measure, room = trial()
+        found_s = largest_budget(durations_s, batching, config.train.seed, comm.world, measure, room)
+        found_s = min(comm.allgather(found_s))
+        log.info("batching=auto: %g s of audio a batch, found in %.0f s", found_s, time.monotonic() - started)
+        _warn_of_few_batches(durations_s, found_s)
+        progress.budget_s = found_s
+    return replace(batching, utterances=0, audio_s=progress.budget_s)
+
+
+def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> None:
+    """Say so where a budget makes epochs of few steps: what fits is not always what learns."""
+    batches = len(plan_epoch(durations_s, BatchingConfig(utterances=0, audio_s=budget_s), 2, 0))
+    if batches < _FEW_BATCHES:
+        log.warning(
+            "batching=auto: %g s of audio make an epoch of %d batches; a model may learn faster from more and smaller "
+            "ones: batching=fixed batching.utterances=0 batching.audio_s=%g",
+            budget_s,
+            batches,
+            _down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES)),
+        )
+
+
+def out_of_memory(
+    where: str, lengths_s: Tensor, given: BatchingConfig, batching: BatchingConfig, *, graphs: bool
+) -> str:
+    """What to say of a batch (lengths (B,) in seconds) that did not fit, and what to lower, by the settings in use."""
+    return (
+        f"out of memory on {where}: {len(lengths_s)} utterances, the longest {float(lengths_s.max()):.1f} s. "
+        + (
+            f"batching=auto found {batching.audio_s:g} s, on more GPUs or with more memory free: go on with "
+            "batching=fixed batching.utterances=0 batching.audio_s=LESS "
+            if given.auto
+            else f"Lower batching.utterances={batching.utterances} or batching.audio_s={batching.audio_s}, or let "
+            "batching=auto find what fits "
+        )
+        + "(and raise train.accumulate to keep the step's size), or lower data.max_duration_s; "
+        + ("train.graphs=off keeps no memory for CUDA graphs; " if graphs else "")
+        + "batching.longest_first=true shows the need in the first step"
+    )

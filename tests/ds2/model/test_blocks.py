@@ -1,0 +1,113 @@
+"""Blocks of one shape: what they say of streams is what the model says of the whole, whoever shares their batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
+from ds2.model.acoustic import AcousticModel
+from ds2.model.blocks import FOR_EVER, BlockModel, Carried
+from ds2.model.norm import SequenceBatchNorm
+
+BINS, LABELS = 9, 5
+CONVS = {
+    "none": [],
+    "one": [ConvConfig(kernel=[5, 11], stride=[2, 2], channels=3)],
+    "two": [
+        ConvConfig(kernel=[5, 11], stride=[2, 2], channels=3),
+        ConvConfig(kernel=[3, 7], stride=[1, 1], channels=2),
+    ],
+    "narrow": [
+        ConvConfig(kernel=[3, 5], stride=[2, 3], channels=2),
+        ConvConfig(kernel=[3, 3], stride=[1, 2], channels=2),
+    ],
+}
+
+
+def make(convs: str = "two", **options: object) -> AcousticModel:
+    torch.manual_seed(7)
+    settings = {"hidden": 16, "depth": 5, "skip": 2, "row_convs": 4, "row_conv_context": 3, "max_lookahead_ms": 0}
+    config = ModelConfig(convs=CONVS[convs], **(settings | options))  # type: ignore[arg-type]
+    model = AcousticModel(config, BINS, LABELS).double().eval()
+    for module in model.modules():  # statistics as after training
+        if isinstance(module, SequenceBatchNorm):
+            for tensor in (module.running_mean, module.bias):
+                torch.nn.init.normal_(tensor, std=0.3)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+    return model
+
+
+def whole(model: AcousticModel, features: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(features[None], torch.tensor([features.shape[1]]))[0][:, 0]
+
+
+def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: int) -> list[Tensor]:
+    """Hear sources that join and leave at random, in batches of any of them, at random places."""
+    draw = random.Random(seed)
+    free = list(range(carried.rows.shape[1]))
+    draw.shuffle(free)
+    waiting, found = list(range(len(sources))), [torch.empty(0, LABELS, dtype=torch.float64) for _ in sources]
+    here: dict[int, tuple[int, int]] = {}  # source: place, blocks
+    while waiting or here:
+        if waiting and free and draw.random() < 0.7:
+            here[waiting.pop(0)] = (free.pop(), 0)
+        batch = [source for source in here if draw.random() < 0.7]
+        if not batch:
+            continue
+        frames, block_frames = [sources[s].shape[1] for s in batch], heard.block_frames
+        blocks = [here[s][1] for s in batch]
+        ends = [
+            n if n <= (k + 1) * block_frames or draw.random() < 0.2 else FOR_EVER
+            for n, k in zip(frames, blocks, strict=True)
+        ]
+        features = torch.zeros(len(batch), BINS, block_frames, dtype=torch.float64)
+        for row, source in enumerate(batch):
+            piece = sources[source][:, blocks[row] * block_frames : (blocks[row] + 1) * block_frames]
+            features[row, :, : piece.shape[1]] = piece
+        spans = [heard.given(k, e) for k, e in zip(blocks, ends, strict=True)]
+        amid = all(k * heard.frames >= heard.delay for k in blocks) and set(ends) == {FOR_EVER}
+        places = torch.tensor([here[s][0] for s in batch])
+        logits = heard.run(
+            features, carried, places, torch.tensor(blocks), torch.tensor(ends), edges=not amid or draw.random() < 0.5
+        )
+        for row, source in enumerate(batch):
+            first, last = spans[row]
+            found[source] = torch.cat([found[source], logits[first:last, row]])
+            here[source] = (here[source][0], blocks[row] + 1)
+            if len(found[source]) == heard.output_frames(sources[source].shape[1]):
+                free.append(here.pop(source)[0])
+    return found
+
+
+@pytest.mark.parametrize("convs", CONVS)
+@pytest.mark.parametrize(
+    "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}]
+)
+def test_streams_that_come_and_go_get_the_logits_of_their_whole(convs: str, options: dict[str, object]) -> None:
+    model = make(convs, **options)
+    heard = BlockModel(model, 12, torch.float64)
+    draw = torch.Generator().manual_seed(1)
+    sources = [
+        torch.randn(BINS, frames, generator=draw, dtype=torch.float64)
+        for frames in (1, 11, 12, 13, 100, 37, 24, 155, 6)
+    ]
+    found = hear_all(heard, heard.start(4), sources, seed=3)
+    for source, logits in zip(sources, found, strict=True):
+        wanted = whole(model, source)
+        assert logits.shape == wanted.shape
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-11 * float(wanted.abs().max()))
+
+
+def test_what_cannot_be_heard_in_blocks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bidirectional"):
+        BlockModel(make(bidirectional=True, row_convs=0), 12, torch.float64)
+    with pytest.raises(ConfigError, match="cell=gru"):
+        BlockModel(make(cell="gru"), 12, torch.float64)
+    with pytest.raises(ValueError, match="stride, 2"):
+        BlockModel(make(), 13, torch.float64)

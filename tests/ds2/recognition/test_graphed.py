@@ -1,0 +1,117 @@
+"""Blocks of one shape for any sessions: the words of the model as it is, whoever shares a batch, on a CPU and a GPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from ds2.audio.read import read_audio
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.model.blocks import BlockModel
+from ds2.model.checkpoint import load_model
+from ds2.recognition.graphed import GraphedBlocks
+from ds2.recognition.hearing import Chunks
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.stream import Session, step
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK_FRAMES = 20  # of features, in the default block
+
+
+def load(model: Path, device: str, way: type, method: str = "greedy", precision: str = "fp32") -> Recogniser:
+    chosen = torch.device(device)
+    found = Recogniser.of(load_model(model, chosen), DecodeConfig(method=method, beam=16), chosen, precision)
+    found.hearings[BLOCK_FRAMES] = GraphedBlocks(found, BLOCK_FRAMES) if way is GraphedBlocks else Chunks(found)
+    return found
+
+
+def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) -> Hypothesis:
+    start = 0
+    while start < len(samples):
+        end = start + round(draw.uniform(0.01, 3.0) * session.sample_rate_hz)
+        session.accept(samples[start:end])
+        start = end
+        while session.ready():
+            step([session])
+    return session.finish()
+
+
+def spoken(hypothesis: Hypothesis) -> list[tuple[str, float, float]]:
+    return [(word.text, word.start_s, word.end_s) for word in hypothesis.words]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_words_are_those_of_the_model_as_it_is(
+    make_model: Callable[..., Path], recording: Path, device: str, method: str
+) -> None:
+    model, samples = make_model(), read_audio(recording)
+    plain, blocks = (load(model, device, way, method) for way in (Chunks, GraphedBlocks))
+    for length in (len(samples), 30_000, 4000, 3360, 3359, 321, 10):
+        wanted = hear(plain.session(), samples[:length], random.Random(1))
+        found = [hear(blocks.session(), samples[:length], random.Random(seed)) for seed in range(2)]
+        assert found[0] == found[1]  # to the bit
+        assert spoken(found[0]) == spoken(wanted)
+        assert found[0].score == pytest.approx(wanted.score, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_streams_than_places_come_and_go(
+    make_model: Callable[..., Path], recording: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.recognition.graphed._PLACES", 2)
+    monkeypatch.setattr("ds2.recognition.graphed.SIZES", (1, 2, 8))
+    recogniser, draw, samples = load(make_model(), device, GraphedBlocks), random.Random(3), read_audio(recording)
+    sources = [samples[draw.randrange(20_000) :][: draw.randrange(2000, 28_000)] for _ in range(24)]
+    alone = [spoken(hear(recogniser.session(), source, draw)) for source in sources]
+    here, at, waiting, found = (
+        dict[int, Session](),
+        [0] * len(sources),
+        list(range(len(sources))),
+        dict[int, Hypothesis](),
+    )
+    while waiting or here:
+        for _ in range(draw.randint(0, 3)):
+            if waiting:
+                here[waiting.pop()] = recogniser.session()
+        for index in here:
+            end = at[index] + draw.randrange(8000)
+            here[index].accept(sources[index][at[index] : end])
+            at[index] = end
+        step(list(here.values()))
+        for index in [index for index in here if at[index] >= len(sources[index])]:
+            found[index] = here.pop(index).finish()
+    assert [spoken(found[index]) for index in range(len(sources))] == alone
+    gc.collect()
+    hearing = recogniser.hearings[BLOCK_FRAMES]
+    assert len(set(hearing._free)) == len(hearing._free) == hearing._places - 1 <= 24
+
+
+@pytest.mark.gpu
+def test_bf16_blocks_are_as_near_as_the_model_as_it_is(make_model: Callable[..., Path], recording: Path) -> None:
+    model, samples = make_model(), read_audio(recording)
+    parts = load(model, "cuda", GraphedBlocks, precision="bf16")
+    features = parts.heard([samples])
+    with torch.no_grad():
+        exact = load_model(model, torch.device("cuda")).model.double()(
+            features.double(), torch.tensor([features.shape[2]])
+        )
+        with parts.running():
+            stock = parts.model(features, torch.tensor([features.shape[2]]))[0]
+    block = BlockModel(parts.model, features.shape[2] // 2 * 2, torch.bfloat16)
+    numbers = torch.zeros(1, dtype=torch.int64, device="cuda")
+    carried = block.start(1)
+    first = block.run(
+        features[:, :, : block.block_frames], carried, numbers, numbers, numbers + block.block_frames, edges=True
+    )
+    wanted = exact[0][: block.frames - block.delay]
+    errors = [float((y.double() - wanted).norm() / wanted.norm()) for y in (stock[: len(wanted)], first[block.delay :])]
+    assert errors[1] <= 2 * errors[0]
