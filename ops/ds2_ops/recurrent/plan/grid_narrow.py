@@ -118,7 +118,6 @@ def _choice(
             rounds=-(-m_tiles * MMA_ROWS * _pairs(samples) // FINISHERS),
             state_words=-(-sent * words // cluster),
             smem_k_tiles=2 * smem_pairs,
-            gates=cell.gates,
         ),
     )
 
