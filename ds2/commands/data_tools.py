@@ -117,8 +117,8 @@ def add_shards(commands: Any) -> None:
     parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
-    parser.add_argument("--rate", type=int, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
-    parser.add_argument("--shard-mb", type=float, default=1000, help="of samples in one; FLAC takes half (1000)")
+    parser.add_argument("--rate", type=whole(1000, 768_000), default=16000, help="of the FLAC, Hz (16000)")
+    parser.add_argument("--shard-mb", type=real(1, 1_000_000), default=1000, help="of samples each; FLAC takes half")
     parser.add_argument("--skip-bad", action="store_true", help="name, count and leave out what cannot be read")
     parser.set_defaults(run=_shards)
 

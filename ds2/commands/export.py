@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds2.commands.common import real
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 
@@ -16,8 +17,6 @@ _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("to
 def run(arguments: Sequence[str]) -> int:
     """`ds2 export MODEL --to TARGET`; 0."""
     given = _parse(arguments)
-    if not 0 < given.chunk_ms <= 60_000:
-        raise ConfigError(f"--chunk-ms {given.chunk_ms:g}: allowed are lengths up to 60000 ms")
     for_sherpa = given.to == "onnx" and given.interface != "plain"
     if given.to == "torch" and given.interface == "sherpa":
         raise ConfigError("sherpa-onnx reads ONNX: --to onnx; --to torch has --interface plain alone")
@@ -69,6 +68,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         choices=["sherpa", "plain"],
         help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
     )
-    parser.add_argument("--chunk-ms", type=float, default=160.0, help="audio of a chunk, at most (default: 160)")
+    parser.add_argument("--chunk-ms", type=real(1, 60_000), default=160.0, help="audio of a chunk at most; 160")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
     return parser.parse_args(arguments)
