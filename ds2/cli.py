@@ -39,7 +39,20 @@ usage: ds2 COMMAND [...]
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
-COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "export", "align", "data", "lm", "cache", "doctor")
+COMMANDS = (
+    "train",
+    "info",
+    "evaluate",
+    "wer",
+    "transcribe",
+    "serve",
+    "export",
+    "align",
+    "data",
+    "lm",
+    "cache",
+    "doctor",
+)
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
 
