@@ -22,12 +22,14 @@ usage: ds2 COMMAND [...]
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
   transcribe MODEL FILE...           audio files to text or JSON
   serve MODEL                        live recognition for clients of OpenAI's interfaces and of Vosk's
+  listen MODEL                       the same from a microphone
   export MODEL --to onnx|torch       a streaming model in one file, for sherpa-onnx on phones, ONNX Runtime or torch
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
   data split MANIFEST --out FOLDER   train, dev and test by speaker; also stats and filter
+  data shards MANIFEST... FOLDER     tar files with indices (WebDataset), for corpora larger than a cache
   data alphabet MANIFEST...          the characters of transcripts as an alphabet
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
@@ -46,6 +48,7 @@ COMMANDS = (
     "wer",
     "transcribe",
     "serve",
+    "listen",
     "export",
     "align",
     "data",

@@ -166,7 +166,8 @@ class TrainConfig:
     max_minutes: float = number(0.0, 0, UNLIMITED)  # of steps; preparation and evaluations do not count; 0: no limit
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
-    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on one GPU
+    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on the GPUs of one host
+    calibrate: int = number(0, 0, 1000)  # recurrent kernels' tiles to time before the first step; 0: the planner's word
     consistency: float = number(0.0, 0, 1e6)  # weight of the divergence of two augmented views (CR-CTC); 0: one view
     intermediate_weight: float = number(0.3, 0, 1)  # of the loss at model.intermediate, the last one's is 1 less it
     noise_scale: bool = False  # log the gradient noise scale: about the largest batch that pays, in utterances

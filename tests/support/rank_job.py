@@ -3,7 +3,8 @@
 python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
 FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), lose (the device fails every call from now on),
 signal (SIGTERM to this rank alone),
-launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin)
+launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin),
+unrecorded (none, but what CUDA graphs would be is launched one by one)
 A fault before a step strikes the first time only, not after torchrun has started its ranks again.
 """
 
@@ -24,6 +25,8 @@ from ds2.distributed.launcher import launched
 from ds2.distributed.watchdog import Watchdog
 from ds2.recognition.recogniser import Recogniser
 from ds2.training import lost_device, trainer
+from ds2.training.graphs import GraphedPasses
+from ds2.training.passes import Passes
 from ds2.training.trainer import Trainer
 
 
@@ -87,6 +90,8 @@ def run(fault: str, rank: str, step: str, *overrides: str) -> int:
         return HEALTHY_STEP(self, *arguments)
 
     Trainer.step = faulty_step  # type: ignore[method-assign]
+    if fault == "unrecorded":
+        GraphedPasses.forward, GraphedPasses.backward = Passes.forward, Passes.backward  # type: ignore[method-assign]
     if fault.startswith("signal:") and launched().rank == int(rank):
         _signal_in(*PHASES[fault.partition(":")[2]])
     return main(["train", *overrides])
