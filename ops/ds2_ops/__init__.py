@@ -2,7 +2,10 @@
 
 recurrent        h_t = f(x_t + W_hh h_(t-1)), LSTM and GRU, their backends, and the planner of the persistent kernels
 row_convolution  r_t = sum_j w_j h_(t+j), on any device
-ctc              decoding kernels: prefix beam search and forced alignment
+ctc              decoding kernels: prefix beam search and forced alignment; the loss
+batch_norm       batch norm of ragged batches, with the clip behind it
+convolution      the front end's second convolution on Hopper's matrix unit
+optimizer        clipping and update of all parameters in one launch
 lengths, checks  what the ops say of frames per utterance, and of wrong arguments
 jit              from a translation unit to a launch
 csrc             the kernels

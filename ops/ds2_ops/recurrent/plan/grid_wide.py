@@ -50,7 +50,13 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, mo
     words = state_words(problem)
     k_tiles = -(-words // (cluster * MMA_WORDS))
     used = -(-words // WORDS)
-    if per_word != 2 or used > clusters or k_tiles > most_k_tiles or words <= (cluster - 1) * k_tiles * MMA_WORDS:
+    if (
+        cell.gates > 1
+        or per_word != 2
+        or used > clusters
+        or k_tiles > most_k_tiles
+        or words <= (cluster - 1) * k_tiles * MMA_WORDS
+    ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
     smem_bytes = _smem_bytes(problem.backward, cluster, k_tiles)

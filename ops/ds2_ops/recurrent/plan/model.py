@@ -52,7 +52,8 @@ def terms(work: Work) -> dict[str, float]:
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
-    mine = (constants or fitted())[kind(work)]
+    known = constants or fitted()
+    mine = known.get(kind(work)) or known[kind(work).removesuffix(" gates")]
     chain = sum(mine.get(name, 0.0) * count for name, count in terms(work).items())
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
     return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
