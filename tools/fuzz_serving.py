@@ -30,7 +30,14 @@ from ds2.system.errors import UserError
 
 BOUNDARY = "0123456789abcdef"
 LIMITS = Limits(sessions=2, upload_bytes=1 << 20, message_bytes=1 << 20, duration_s=30, idle_s=5)
-_FORM = {"model": "ds2", "response_format": "verbose_json", "language": "en", "timestamp_granularities[]": "word"}
+_FORM = {
+    "model": "ds2",
+    "response_format": "verbose_json",
+    "language": "en",
+    "prompt": "ab, c",
+    "hot_words": '{"ab": 5}',
+    "timestamp_granularities[]": "word",
+}
 _MESSAGES = (*JSON_LINES, *[damage for damage in JSON_LINES if damage not in TEXT] * 9)
 _CLOSE_REASON_BYTES = 123  # of the protocol: a longer one breaks the connection
 
@@ -41,7 +48,7 @@ class Refused(UserError):
 
 @functools.cache
 def _recogniser(folder: Path) -> Recogniser:
-    return Recogniser.of(load_model(folder / "best.safetensors"), DecodeConfig(), CPU)
+    return Recogniser.of(load_model(folder / "best.safetensors"), DecodeConfig(method="beam", beam=4), CPU)
 
 
 def _ask(folder: Path, questions: Callable[[TestClient], Any]) -> Any:
@@ -88,14 +95,18 @@ def _upload(folder: Path) -> Any:
 def _make_messages(path: str) -> Callable[[Path], None]:
     sound = [base64.b64encode(_pcm(0.3)[start : start + 4000]).decode() for start in range(0, 9600, 4000)]
     vosk = [
-        *[{"config": {"sample_rate": RATE_HZ, "words": True}}] * 6,
+        *[{"config": {"sample_rate": RATE_HZ, "words": True, "hot_words": {"ab": 5, "c": 1.5}}}] * 6,
         *({"binary": part} for part in sound),
         {"reset": 1},
         {"binary": sound[0]},
         {"eof": 1},
     ]
+    hints = {"prompt": "ab, one two", "hot_words": {"ab": 5, "c": 1.5}}
     form, silence = {"type": "audio/pcm", "rate": 24000}, {"type": "server_vad", "silence_duration_ms": 300}
-    given = {"type": "transcription", "audio": {"input": {"format": form, "turn_detection": silence}}}
+    given = {
+        "type": "transcription",
+        "audio": {"input": {"format": form, "turn_detection": silence, "transcription": hints}},
+    }
     realtime = [
         *[{"type": "session.update", "event_id": "e1", "session": given}] * 6,
         *({"type": "input_audio_buffer.append", "audio": part} for part in sound),

@@ -131,7 +131,7 @@ def _ablation(shape: Shape) -> Table:
     base = ("recipe=librispeech_5h", "optim.schedule=timed_cosine", "train.epochs=1000")
     rows = (
         Row("as it was", ()),
-        Row("rate 2e-3", ("optim.learning_rate=2e-3",)),
+        Row("batches of 32, rate 2e-3", ("batching.utterances=32", "optim.learning_rate=2e-3")),
         Row("33 frames a second", (_THIRTY_MS,)),
         Row("two views", ("train.consistency=0.2",)),
         Row("two views, stronger masks (CR-CTC)", _TWO_VIEWS),

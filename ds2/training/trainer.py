@@ -45,6 +45,7 @@ from ds2.training.optim import make_optimizer
 from ds2.training.passes import Passes
 from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
+from ds2.training.tiles import settle_tiles
 from ds2.training.trial import Trial
 from ds2.training.update import Update
 
@@ -125,6 +126,7 @@ class Trainer:
         self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
+        settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
 
     def _trial(self) -> tuple[Trial, float]:
         """What measures the memory of batches, and what there is of it."""

@@ -11,8 +11,28 @@ jit              from a translation unit to a launch
 csrc             the kernels
 """
 
-from ds2_ops.recurrent.gated.op import gru, lstm
-from ds2_ops.recurrent.rnn import Recurrence, recurrence
-from ds2_ops.row_convolution.op import lookahead, lookahead_stream
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds2_ops.recurrent.gated.op import gru, lstm
+    from ds2_ops.recurrent.rnn import Recurrence, recurrence
+    from ds2_ops.row_convolution.op import lookahead, lookahead_stream
 
 __all__ = ["Recurrence", "gru", "lookahead", "lookahead_stream", "lstm", "recurrence"]
+
+_HOMES = {
+    "Recurrence": "recurrent.rnn",
+    "gru": "recurrent.gated.op",
+    "lookahead": "row_convolution.op",
+    "lookahead_stream": "row_convolution.op",
+    "lstm": "recurrent.gated.op",
+    "recurrence": "recurrent.rnn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the torch ops when they are asked for: primitives serve processes that have no torch."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,8 +44,6 @@ inline unsigned __float_as_uint(float f) {
     std::memcpy(&x, &f, 4);
     return x;
 }
-inline float __expf(float x) { return std::exp(x); }
-inline float __fdividef(float a, float b) { return a / b; }
 template <class T>
 T __ldg(const T* at) {
     return *at;
@@ -311,6 +309,9 @@ inline unsigned clock() {
 namespace ds2 {
 
 constexpr bool DEBUG_WAITS = false;
+
+inline float quick_exp2(float x) { return std::exp2(x); }
+inline float quick_reciprocal(float x) { return 1 / x; }
 
 inline void rest_at_random() {}
 inline unsigned pinned(unsigned value) { return value; }

@@ -4,7 +4,8 @@
 //
 // One step of one block, for one group of up to 8 utterances:
 //   1. 8 multiplying warps. Warp w owns K slice w, which 2 peers (cluster of 16) or 1 (cluster of 8) produced. It waits for
-//      these alone, multiplies all ROWS rows by its slice, leaves partial sums in shared memory and goes on.
+//      these alone, multiplies all ROWS rows by its slice, leaves partial sums in shared memory and goes on. Where a cell's
+//      gates make many rows, M_SPLIT warps share M_SPLIT slices, each for a part of the rows.
 //   2. 4 finishing warps a unit, which hold no weights. When all 8 partial sums of their unit are there, a quad of lanes
 //      takes 16 bytes of one utterance's new state: adds up, applies the cell, sends them to all blocks; then stores y
 //      and fetches x.
@@ -35,21 +36,29 @@ namespace ds2 {
 template <class Shape>
 struct Multiplier {
     using Number = typename Shape::Number;
-    Weights<Number, Shape::M_TILES, Shape::K_TILES> weights;
+    Weights<Number, Shape::WARP_TILES, Shape::M_SPLIT * Shape::K_TILES> weights;
     unsigned parity = 0;  // bit s: of the phase that stage s's mbarriers are in
 
     // Within the warp's K slice a lane takes 16-byte chunks k + q / 2 of source q % 2, or 2 k + q of its only source.
     static constexpr int PITCH = Shape::SOURCES == 2 ? 16 : 32;
 
+    // The first of the M_SPLIT portions of a warp's K, K_SPLIT apart, and of its rows. Portion w is one of warp w's own.
+    static __device__ int first_portion(int warp) { return Shape::M_SPLIT == 1 ? warp : warp % Shape::K_SPLIT; }
+    static __device__ int first_row(int warp) {
+        return Shape::M_SPLIT == 1 ? 0 : warp / Shape::K_SPLIT * (MMA_ROWS * Shape::WARP_TILES);
+    }
+
     __device__ void load_weights(const Pass& pass) {
         const int rank = cluster_rank(), warp = threadIdx.x / 32;
         const auto word = [=](int k, int q, int words) {
-            return Shape::SOURCES == 2 ? (2 * warp + q % 2) * Shape::WORDS + 4 * k + words * (q / 2)
-                                       : warp * Shape::WORDS + MMA_WORDS * k + words * q;
+            const int portion = first_portion(warp) + k / Shape::K_TILES * Shape::K_SPLIT, tile = k % Shape::K_TILES;
+            return Shape::SOURCES == 2 ? (2 * portion + q % 2) * Shape::WORDS + 4 * tile + words * (q / 2)
+                                       : portion * Shape::WORDS + MMA_WORDS * tile + words * q;
         };
-        weights.load_permuted(pass, word, [=, hidden = pass.hidden](int row, int word) -> Place {
+        weights.load_permuted(pass, word, [=, first = first_row(warp), hidden = pass.hidden](int row, int word) -> Place {
+            row += first;
             if constexpr (!Shape::GATED) {
-                return weights.place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+                return Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
             } else if constexpr (Shape::BACKWARD) {  // a row holds all gates, and so does what a block sends
                 const int source = word / Shape::WORDS, sent = word % Shape::WORDS, unit = rank * Shape::OWNED + row;
                 const int column = source * Shape::OWNED + sent % Shape::OWN_WORDS * Shape::PER_WORD;
@@ -63,7 +72,7 @@ struct Multiplier {
         });
     }
 
-    // The warp's own K slice of the first state, which no other warp reads.
+    // The warp's own K slice of the first state, which no other warp reads unless it shares it.
     static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {
         const Pass& pass = tile.pass;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -84,6 +93,7 @@ struct Multiplier {
                                    Number::operand(value));
                 }
         __syncwarp();
+        if constexpr (Shape::M_SPLIT > 1) block_wait(Shape::FIRST_STATE, THREADS);
     }
 
     __device__ void run(const Tile<Shape>& tile, char* smem) {
@@ -92,9 +102,12 @@ struct Multiplier {
         const int iterations = tile.iterations();
         // Addresses of stage 0, group 0.
         const unsigned barrier = pinned(smem_address(smem + Shape::barrier_at(0, 0, warp)));
-        const unsigned partial = pinned(smem_address(smem + Shape::partial_at(0, 0)) +
-                                        4 * ((warp * MMA_SAMPLES + 2 * quad_lane) * Shape::PARTIAL_STRIDE + column));
-        const int source = Shape::SOURCES * warp + quad_lane % Shape::SOURCES, chunk = quad_lane / Shape::SOURCES;
+        const int portion = first_portion(warp);
+        const unsigned partial =
+            pinned(smem_address(smem + Shape::partial_at(0, 0)) +
+                   4 * ((portion * MMA_SAMPLES + 2 * quad_lane) * Shape::PARTIAL_STRIDE + first_row(warp) + column));
+        const unsigned first_barrier = Shape::M_SPLIT == 1 ? barrier : pinned(barrier + 8 * (portion - warp));
+        const int source = Shape::SOURCES * portion + quad_lane % Shape::SOURCES, chunk = quad_lane / Shape::SOURCES;
         unsigned state[Shape::GROUPS];  // columns without utterance repeat the first
         unsigned columns = 0;           // how many of this lane's two columns of the result have one, a byte a group
 #pragma unroll
@@ -114,17 +127,24 @@ struct Multiplier {
                     barrier_expect(barrier + ((stage ^ 1) * Shape::UNITS + first_unit + lane) * 8 * WARPS,
                                    live * Shape::SOURCES * 16 *
                                        (lane == 0 ? Shape::HEAD_CHUNKS : Shape::CHUNKS - Shape::HEAD_CHUNKS));
-                const auto await = [&](int part) {
+                const auto await = [&](int part, int portion) {
                     if (i > 0)
-                        barrier_wait(barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS, parity >> stage & 1,
-                                     "its peers' state", i);
+                        barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS +
+                                         portion * 8 * Shape::K_SPLIT,
+                                     parity >> stage & 1, "its peers' state", i);
                 };
                 const unsigned from = state[g] + stage * Shape::GROUPS * Shape::STATE_BYTES;
+                if constexpr (Shape::M_SPLIT > 1) {
+                    float c[Shape::WARP_TILES][4] = {}, odd[Shape::WARP_TILES][4] = {};  // more sums, fewer waits for each
+                    multiply_portions<0>(c, odd, from, [&](int portion) { await(0, portion); });
+                    report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
+                    continue;
+                }
                 float c[Shape::HEAD_TILES][4] = {};
-                await(0);
+                await(0, 0);
                 multiply_add<PITCH, 0, 0, Shape::HEAD_K_TILES>(c, weights, from, from + tail);
                 if constexpr (Shape::PARTS == 2) {
-                    await(1);
+                    await(1, 0);
                     multiply_add<PITCH, 0, Shape::HEAD_K_TILES, Shape::K_TILES>(c, weights, from, from + tail);
                 }
                 report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
@@ -135,6 +155,24 @@ struct Multiplier {
                 }
             }
             if (i > 0) parity ^= 1u << stage;
+        }
+    }
+
+    // One portion after the other, as they come, with sums of their own for every second one.
+    template <int PORTION, class Await>
+    __device__ void multiply_portions(float (&c)[Shape::WARP_TILES][4], float (&odd)[Shape::WARP_TILES][4], unsigned from,
+                                      Await await) {
+        if constexpr (PORTION == Shape::M_SPLIT) {
+#pragma unroll
+            for (int m = 0; m < Shape::WARP_TILES; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[m][e] += odd[m][e];
+        } else {
+            constexpr int APART = Shape::K_SPLIT * Shape::SOURCES * Shape::SOURCE_PITCH - Shape::K_TILES * PITCH;
+            await(PORTION);
+            multiply_add<PITCH, 0, PORTION * Shape::K_TILES, (PORTION + 1) * Shape::K_TILES>(
+                PORTION % 2 ? odd : c, weights, from + PORTION * APART, 0);
+            multiply_portions<PORTION + 1>(c, odd, from, await);
         }
     }
 
@@ -152,7 +190,7 @@ struct Multiplier {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int row = MMA_ROWS * (PART * Shape::HEAD_TILES + m) + 8 * half;
-                    if (row < Shape::ROWS)
+                    if (Shape::M_SPLIT > 1 || row < Shape::ROWS)
                         store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + row), __float_as_uint(c[m][2 * half + n]));
                 }
         }
@@ -201,21 +239,19 @@ struct Finisher {
     __device__ unsigned length_at(int r) const {
         return input + (Shape::AHEAD * Shape::SLOTS * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
-    // And for what is carried of element e of the word.
-    __device__ unsigned carry_at(int r, int e) const {
-        return input + ((Shape::AHEAD * Shape::SLOTS + 1 + e) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+    // And for what is carried of it.
+    __device__ unsigned carry_at(int r) const {
+        return input + ((Shape::AHEAD * Shape::SLOTS + 1) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
-    // This thread's word of sample s in a (T, B, H) array, and with t = 0 in a (B, H) array. Or in a plane of (T, B, PLANES, H).
-    template <int PLANES = 1>
-    __device__ size_t element(const Tile<Shape>& tile, int s, int t, int plane = 0) const {
-        return size_t(unsigned(t * pass.batch + tile.first + s)) * unsigned(PLANES * pass.hidden) +
-               unsigned(plane * pass.hidden + row());  // T B < 2^31
+    // This thread's word of sample s in frame t; with t = 0 also in (B, H) arrays.
+    __device__ Frame<Shape> at(const Tile<Shape>& tile, int s, int t) const {
+        return {pass, unsigned(t * pass.batch + tile.first + s), row()};  // T B < 2^31
     }
     __device__ unsigned load_state(const Tile<Shape>& tile, int s) const {
-        return pass.state ? load_word<Number>(pass.state, element(tile, s, 0), valid(), Shape::WHOLE_WORDS) : 0;
+        return pass.state ? load_word<Number>(pass.state, at(tile, s, 0).element(), valid(), Shape::WHOLE_WORDS) : 0;
     }
     __device__ void store_state(const Tile<Shape>& tile, int s, unsigned value) const {
-        store_word<Number>(pass.last_state, element(tile, s, 0), value, valid(), Shape::WHOLE_WORDS);
+        store_word<Number>(pass.last_state, at(tile, s, 0).element(), value, valid(), Shape::WHOLE_WORDS);
     }
     static __device__ int frame(const Tile<Shape>& tile, int i) { return Shape::BACKWARD ? tile.steps - 1 - i : i; }
 
@@ -241,52 +277,19 @@ struct Finisher {
 #pragma unroll 1
         for (int s = sample(); s < live; s += Shape::ROUND_SAMPLES)
 #pragma unroll 1
-            for (int t = tile.steps; t < pass.frames; t++)
-#pragma unroll
-                for (int a = 0; a < (Shape::BACKWARD ? Shape::OUTPUTS : 1); a++) store_output(tile, s, t, a, 0);
+            for (int t = tile.steps; t < pass.frames; t++) at(tile, s, t).store_padding(valid(), Shape::WHOLE_WORDS);
     }
 
+    using Floats = float[Shape::PER_WORD];
     __device__ void load_carry(const Tile<Shape>& tile, int s, int r) const {
-        float carry[Shape::PER_WORD] = {};
-        if constexpr (Shape::Cell::CARRIES_H) {
-            if (!Shape::BACKWARD) Number::unpack(load_state(tile, s), carry);
-        } else {
-#pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++)
-                if (pass.carry && e < valid()) carry[e] = __ldg(pass.carry + element(tile, s, 0) + e);
-        }
-#pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++) store_shared_4(carry_at(r, e), __float_as_uint(carry[e]));
+        Floats carry;
+        at(tile, s, 0).load_carry(load_state(tile, s), valid(), carry);
+        keep_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
     }
     __device__ void store_carry(const Tile<Shape>& tile, int s, int r) const {
-#pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++)
-            if (!Shape::Cell::CARRIES_H && e < valid())
-                pass.last_carry[element(tile, s, 0) + e] = __uint_as_float(load_shared_4(carry_at(r, e)));
-    }
-
-    // Words read and written of frame t, as apply_cell and apply_gates number them.
-    __device__ const void* input_array(int a) const {
-        return Shape::GATED ? (Shape::BACKWARD && a > 0 ? pass.saved : pass.input) : a == 0 ? pass.input : pass.output_y;
-    }
-    __device__ size_t input_element(const Tile<Shape>& tile, int s, int t, int a) const {
-        if constexpr (!Shape::GATED) return element(tile, s, t);
-        if constexpr (Shape::GATED && !Shape::BACKWARD) return element<Shape::Cell::GATES>(tile, s, t, a);
-        if constexpr (Shape::GATED && Shape::BACKWARD)
-            return a == 0 ? element(tile, s, t) : element<Shape::Cell::SAVED>(tile, s, t, a - 1);
-    }
-    __device__ void store_output(const Tile<Shape>& tile, int s, int t, int a, unsigned word) const {
-        if constexpr (!Shape::BACKWARD) {
-            if (a == 0) store_word<Number>(pass.result, element(tile, s, t), word, valid(), Shape::WHOLE_WORDS);
-            if constexpr (Shape::GATED)
-                if (a > 0 && pass.saved)
-                    store_word<Number>(pass.saved, element<Shape::Cell::SAVED>(tile, s, t, a - 1), word, valid(),
-                                       Shape::WHOLE_WORDS);
-        } else if (a < Shape::Cell::GATES) {
-            store_word<Number>(pass.result, element<Shape::Cell::GATES>(tile, s, t, a), word, valid(), Shape::WHOLE_WORDS);
-        } else {
-            store_word<Number>(pass.result_last, element(tile, s, t), word, valid(), Shape::WHOLE_WORDS);
-        }
+        Floats carry;
+        kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+        at(tile, s, 0).store_carry(valid(), carry);
     }
 
     // Asks for what iteration i consumes. Each thread reads only what itself has fetched.
@@ -295,10 +298,11 @@ struct Finisher {
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const bool wanted = t >= 0 && t < int(load_shared_4(length_at(r))) && valid() > 0;
+            const size_t plain = wanted ? at(tile, s, t).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
-                const void* array = input_array(a);
-                const size_t from = wanted ? input_element(tile, s, t, a) : 0;
+                const void* array = Frame<Shape>::input_array(pass, a);
+                const size_t from = !Shape::GATED ? plain : wanted ? at(tile, s, t).input_element(a) : 0;
                 const unsigned to = input_at(i, r, a);
                 if constexpr (Shape::WHOLE_WORDS)
                     copy_async(to, static_cast<const typename Number::Storage*>(array) + from, wanted);
@@ -311,13 +315,17 @@ struct Finisher {
 
     // The matrix times the state, for this thread's word. The order of the sum is fixed.
     static __device__ void sum_partials(float (&sum)[Shape::PER_WORD], unsigned from) {
-        float part[WARPS][Shape::PER_WORD];
+        float part[Shape::K_SPLIT][Shape::PER_WORD];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) load_floats(part[w], from + w * 4 * MMA_SAMPLES * Shape::PARTIAL_STRIDE);
+        for (int w = 0; w < Shape::K_SPLIT; w++) load_floats(part[w], from + w * 4 * MMA_SAMPLES * Shape::PARTIAL_STRIDE);
 #pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++)
-            sum[e] = ((part[0][e] + part[1][e]) + (part[2][e] + part[3][e])) +
-                     ((part[4][e] + part[5][e]) + (part[6][e] + part[7][e]));
+        for (int n = Shape::K_SPLIT / 2; n > 0; n /= 2)
+#pragma unroll
+            for (int w = 0; w < n; w++)
+#pragma unroll
+                for (int e = 0; e < Shape::PER_WORD; e++) part[w][e] = part[2 * w][e] + part[2 * w + 1][e];
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++) sum[e] = part[0][e];
     }
     static __device__ void load_floats(float (&v)[2], unsigned from) {
         const uint2 pair = load_shared_8(from);
@@ -372,6 +380,11 @@ struct Finisher {
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) in[a] = load_shared_4(input_at(i, r, a));
             const int frames = mine ? int(load_shared_4(length_at(r))) : 0;
+            float ready[Shape::READY][Shape::PER_WORD], carry[Shape::PER_WORD];
+            if constexpr (Shape::GATED) {
+                kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+                prepare(tile, in, s, t, frames, ready);
+            }
             if (DEBUG_WAITS && first == 0) wait_with_units(stage, 0, tile.own_unit());
             if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
             if (!__any_sync(0xffffffffu, mine)) continue;
@@ -382,14 +395,19 @@ struct Finisher {
                 if (mine) finish_first_state(tile, s, r, sum[0], frames);
                 continue;
             }
-            if (Shape::BACKWARD && pass.state && t == frames - 1) Number::unpack(load_state(tile, s), last);
-            if constexpr (Shape::GATED)
-                take_gates(sum, in, last, r, t < frames, out);
-            else
+            if (!Shape::GATED && Shape::BACKWARD && pass.state && t == frames - 1) Number::unpack(load_state(tile, s), last);
+            if constexpr (Shape::GATED) {
+                apply_gates<Shape>(sum, ready, carry, out);
+#pragma unroll
+                for (int a = 0; a < Shape::OUTPUTS; a++) out[a] = t < frames ? out[a] : 0;
+            } else {
                 out[0] = take_cell(sum[0], in, last, t < frames);
+            }
 #pragma unroll
             for (int v = 0; v < Shape::SENT; v++) sent[v] = out[v == Shape::SENT - 1 ? Shape::LAST_SENT : v];
             if (i + 1 < tile.iterations()) send(sent, stage ^ 1, s, mine);
+            if constexpr (Shape::GATED)
+                if (t < frames) keep_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
 #pragma unroll
             for (int a = 0; a < Shape::OUTPUTS; a++) store_shared_4(input_at(i, r, a), out[a]);
         }
@@ -398,9 +416,10 @@ struct Finisher {
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const unsigned result = load_shared_4(input_at(i, r, 0));
-            store_output(tile, s, t, 0, result);
+            at(tile, s, t).store_output(0, result, valid(), Shape::WHOLE_WORDS);
 #pragma unroll
-            for (int a = 1; a < Shape::OUTPUTS; a++) store_output(tile, s, t, a, load_shared_4(input_at(i, r, a)));
+            for (int a = 1; a < Shape::OUTPUTS; a++)
+                at(tile, s, t).store_output(a, load_shared_4(input_at(i, r, a)), valid(), Shape::WHOLE_WORDS);
             if (!Shape::BACKWARD && t == int(load_shared_4(length_at(r))) - 1) {
                 store_state(tile, s, result);
                 if constexpr (Shape::GATED) store_carry(tile, s, r);
@@ -411,10 +430,11 @@ struct Finisher {
     // The gradient of the first state.
     __device__ void finish_first_state(const Tile<Shape>& tile, int s, int r, float (&sum)[Shape::PER_WORD], int frames) const {
         if constexpr (Shape::GATED) {
+            Floats carry;
+            kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
 #pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++)
-                if (Shape::Cell::CARRIES_H) sum[e] += __uint_as_float(load_shared_4(carry_at(r, e)));
-            store_carry(tile, s, r);
+            for (int e = 0; e < Shape::PER_WORD; e++) sum[e] += Shape::Cell::CARRIES_H ? carry[e] : 0.f;
+            at(tile, s, 0).store_carry(valid(), carry);
         }
         store_state(tile, s, frames ? Number::pack(sum) : load_state(tile, s));
     }
@@ -430,21 +450,15 @@ struct Finisher {
         return valid_frame ? Number::pack(value) : 0;
     }
 
-    __device__ void take_gates(const float (&sum)[Shape::SUMS][Shape::PER_WORD], const unsigned (&in)[Shape::INPUTS],
-                               const float (&last)[Shape::PER_WORD], int r, bool valid_frame,
-                               unsigned (&out)[Shape::OUTPUTS]) const {
-        float bias[Shape::PER_WORD] = {}, carry[Shape::PER_WORD];
-        if constexpr (Shape::Cell::LAST_APART && !Shape::BACKWARD)
-            if (pass.bias) Number::unpack(load_word<Number>(pass.bias, row(), valid(), Shape::WHOLE_WORDS), bias);
-#pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++) carry[e] = __uint_as_float(load_shared_4(carry_at(r, e)));
-        apply_gates<Shape>(sum, in, bias, last, carry, out);
-#pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++)
-            if (valid_frame) store_shared_4(carry_at(r, e), __float_as_uint(carry[e]));
-        if (!valid_frame)
-#pragma unroll
-            for (int a = 0; a < Shape::OUTPUTS; a++) out[a] = 0;
+    // What a cell with gates has ready before the sums are there.
+    __device__ void prepare(const Tile<Shape>& tile, const unsigned (&in)[Shape::INPUTS], int s, int t, int frames,
+                            float (&ready)[Shape::READY][Shape::PER_WORD]) const {
+        Floats other = {};
+        if (!Shape::BACKWARD)
+            Frame<Shape>{pass, 0, row()}.load_bias(other, valid(), Shape::WHOLE_WORDS);
+        else if (pass.state && t >= 0 && t == frames - 1)
+            Number::unpack(load_state(tile, s), other);
+        prepare_gates<Shape>(in, other, ready);
     }
 };
 

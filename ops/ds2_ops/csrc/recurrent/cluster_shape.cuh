@@ -3,8 +3,7 @@
 #pragma once
 
 #include "ptx/sync.cuh"
-#include "recurrent/pass.cuh"
-#include "recurrent/pointwise.cuh"
+#include "recurrent/frame.cuh"
 
 namespace ds2 {
 
@@ -29,7 +28,10 @@ struct ClusterShape {
     static constexpr int K_WORDS = CLUSTER * WORDS; // of one utterance's whole state
     static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
     static constexpr int K_TILES = K_WORDS / MMA_WORDS / WARPS;
-    static constexpr int SOURCES = CLUSTER / WARPS; // blocks that feed one warp
+    static constexpr int SOURCES = CLUSTER / WARPS; // blocks that make one of the 8 portions of K
+    // Warps that share a portion of K, each with some of the rows: fewer partial sums of many rows. K_TILES: of a portion.
+    static constexpr int M_SPLIT = SUMS == 1 || K_TILES % 2 ? 1 : M_TILES % 4 == 0 ? 4 : M_TILES % 2 == 0 ? 2 : 1;
+    static constexpr int K_SPLIT = WARPS / M_SPLIT, WARP_TILES = M_TILES / M_SPLIT;
     // The first part: as many of the rows, of the chunks that a block sends, and of a warp's K that consists of such chunks.
     static constexpr int HEAD_TILES = HEAD_TILES_, PARTS = HEAD_TILES < M_TILES ? 2 : 1;
     static constexpr int HEAD_CHUNKS = PARTS == 1 ? CHUNKS : HEAD_TILES * MMA_ROWS / PER_WORD / 4;
@@ -57,10 +59,11 @@ struct ClusterShape {
     static constexpr int PARTIAL_STRIDE = MMA_ROWS * M_TILES + 4;
 
     static constexpr int STATE_BYTES = CLUSTER * SOURCE_PITCH;                      // one group, one stage, like the next
-    static constexpr int PARTIAL_BYTES = WARPS * MMA_SAMPLES * PARTIAL_STRIDE * 4;
+    static constexpr int PARTIAL_BYTES = K_SPLIT * MMA_SAMPLES * PARTIAL_STRIDE * 4;
     static constexpr int INPUTS = pass_inputs<Cell, BACKWARD>();    // words read every step
     static constexpr int OUTPUTS = pass_outputs<Cell, BACKWARD>();  // and written
     static constexpr int SLOTS = INPUTS > OUTPUTS ? INPUTS : OUTPUTS;
+    static constexpr int READY = pass_ready<Cell, BACKWARD>();
     static constexpr int LAST_SENT = OUTPUTS > SENT && BACKWARD ? SENT : SENT - 1;  // the last vector sent, among these
     static constexpr int AHEAD = 4;                                 // steps that inputs are fetched early
     // One unit: a word a thread and round for each step and slot, one for the utterance's frames, and what is carried.
@@ -84,6 +87,7 @@ struct ClusterShape {
     static __device__ int barrier_at(int stage, int unit, int warp) {
         return BARRIER_AT + 8 * ((stage * UNITS + unit) * WARPS + warp);
     }
+    static constexpr int FIRST_STATE = 1 + 2 * UNITS;  // the named barrier of multipliers that share portions
     // Named barrier of a unit's finishers and all multipliers; 0 is __syncthreads. In debug builds everybody waits at all of
     // them: race checkers do not look into other blocks, where what (c) rests on lies, and follow no barrier of a part of a
     // block, but see then that partial sums are read after they were written and before they are overwritten.

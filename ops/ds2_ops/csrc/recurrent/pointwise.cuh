@@ -25,32 +25,63 @@ __device__ constexpr int pass_outputs() {
     else return BACKWARD ? Cell::GATES + Cell::LAST_APART : 1 + Cell::SAVED;
 }
 
-// Cells with gates, for the units of one word. Words of in: forward x of each gate; backward dy, then what was saved. Words of
-// out: forward h, then what is saved; backward the gradients of x, then that of the last gate's W h if it is another one.
-template <class Shape, int SUMS, int INPUTS, int OUTPUTS, int N>
-__device__ void apply_gates(const float (&sum)[SUMS][N], const unsigned (&in)[INPUTS], const float (&bias)[N],
-                            const float (&last)[N], float (&carry)[N], unsigned (&out)[OUTPUTS]) {
+// Numbers of each hidden unit that a cell with gates has ready before the sums of a step are there: forward x of each gate and
+// the bias; backward the gradient of h and the slopes.
+template <class Cell, bool BACKWARD>
+__device__ constexpr int pass_ready() {
+    if constexpr (Cell::GATES == 1) return 1;
+    else return 1 + (BACKWARD ? Cell::SLOPES : Cell::GATES);
+}
+
+// For the units of one word. Words of in: forward x of each gate; backward dy, then what was saved. `other`: forward the bias;
+// backward the gradient of the last h, where this is it.
+template <class Shape, int INPUTS, int READY, int N>
+__device__ void prepare_gates(const unsigned (&in)[INPUTS], const float (&other)[N], float (&ready)[READY][N]) {
     using Number = typename Shape::Number;
     using Cell = typename Shape::Cell;
-    float given[INPUTS][N], made[OUTPUTS][N];
+    float given[INPUTS][N];
 #pragma unroll
     for (int a = 0; a < INPUTS; a++) Number::unpack(in[a], given[a]);
 #pragma unroll
     for (int e = 0; e < N; e++) {
-        float gates[Cell::GATES], saved[Cell::SAVED];
         if constexpr (Shape::BACKWARD) {
-            float apart;
+            float saved[Cell::SAVED], slope[Cell::SLOPES];
 #pragma unroll
             for (int a = 0; a < Cell::SAVED; a++) saved[a] = given[1 + a][e];
-            Cell::backward(sum[0][e] + given[0][e] + last[e], saved, carry[e], gates, apart);
+            Cell::slopes(saved, slope);
+            ready[0][e] = given[0][e] + other[e];
+#pragma unroll
+            for (int a = 0; a < Cell::SLOPES; a++) ready[1 + a][e] = slope[a];
+        } else {
+            ready[0][e] = other[e];
+#pragma unroll
+            for (int a = 0; a < INPUTS; a++) ready[1 + a][e] = given[a][e];
+        }
+    }
+}
+
+// Words of out: forward h, then what is saved; backward the gradients of x, then that of the last gate's W h if it is another.
+template <class Shape, int SUMS, int READY, int OUTPUTS, int N>
+__device__ void apply_gates(const float (&sum)[SUMS][N], const float (&ready)[READY][N], float (&carry)[N],
+                            unsigned (&out)[OUTPUTS]) {
+    using Number = typename Shape::Number;
+    using Cell = typename Shape::Cell;
+    float made[OUTPUTS][N];
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+        float gates[Cell::GATES], saved[Cell::SAVED], rest[READY - 1];
+#pragma unroll
+        for (int a = 0; a < READY - 1; a++) rest[a] = ready[1 + a][e];
+        if constexpr (Shape::BACKWARD) {
+            float apart;
+            Cell::backward(sum[0][e] + ready[0][e], rest, carry[e], gates, apart);
 #pragma unroll
             for (int a = 0; a < Cell::GATES; a++) made[a][e] = gates[a];
             if constexpr (Cell::LAST_APART) made[Cell::GATES][e] = apart;
         } else {
-            float x[Cell::GATES];
 #pragma unroll
-            for (int a = 0; a < Cell::GATES; a++) gates[a] = sum[a][e], x[a] = given[a][e];
-            made[0][e] = Cell::forward(gates, x, bias[e], carry[e], saved);
+            for (int a = 0; a < Cell::GATES; a++) gates[a] = sum[a][e];
+            made[0][e] = Cell::forward(gates, rest, ready[0][e], carry[e], saved);
 #pragma unroll
             for (int a = 0; a < Cell::SAVED; a++) made[1 + a][e] = saved[a];
         }

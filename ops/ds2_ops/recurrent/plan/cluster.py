@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
@@ -30,9 +30,9 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates)
         if clusters == 0 or owned is None:
             continue
-        sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
-        m_tiles, _ = _tiles(owned, NUMBERS[problem.dtype][1], cluster, sums, sent)
-        # Row tiles of the first of two parts, which is not the smaller one; a unit's gates cannot be shared out.
+        sums = 1 if problem.backward else cell.gates
+        m_tiles = -(-sums * owned // MMA_ROWS)
+        # Row tiles of the first of two parts, which is not the smaller one; a unit's gates stay together.
         heads = range(-(-m_tiles // 2), m_tiles) if cell.gates == 1 else ()
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
             for samples in _sample_counts(problem.batch, clusters, groups):
@@ -74,6 +74,13 @@ def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tup
     return -(-sums * owned // MMA_ROWS), cluster * sent * owned // per_word // (MMA_WORDS * WARPS)
 
 
+def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
+    """Warps that share portions of K, each for a part of the rows: as in cluster_shape.cuh."""
+    if sums == 1 or k_tiles % 2:
+        return 1
+    return next(split for split in (4, 2, 1) if m_tiles % split == 0)
+
+
 def _choice(
     problem: Problem, cluster: int, clusters: int, owned: int, groups: int, head_tiles: int, samples: int
 ) -> Choice:
@@ -86,7 +93,8 @@ def _choice(
     parts = 1 if head_tiles == m_tiles else 2
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
     units = groups * parts
-    smem_bytes = _smem_bytes(problem, cell, cluster, sent * words, m_tiles, head_words, groups, units)
+    k_split = WARPS // _rows_split(sums, m_tiles, k_tiles)
+    smem_bytes = _smem_bytes(problem, cell, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
     flags = (problem.backward, problem.hidden % per_word == 0)
     numbers = (cluster, owned, groups, head_tiles, *(str(flag).lower() for flag in flags))
     shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
@@ -111,13 +119,16 @@ def _choice(
             tiles=-(-tiles // clusters),
             m_tiles=m_tiles,
             k_tiles=k_tiles,
-            words=sent * words,
-            head_words=sent * head_words,
+            words=words,
+            head_words=head_words,
             samples=samples,
             groups=groups,
             cluster=cluster,
             blocks=cluster * min(tiles, clusters),
-            gates=cell.gates,
+            rounds=-(-samples // (FINISHERS // head_words)),
+            state_words=cluster * sent * words,
+            sums=sums,
+            sent=sent,
         ),
     )
 
@@ -128,6 +139,7 @@ def _smem_bytes(
     cluster: int,
     words: int,
     m_tiles: int,
+    k_split: int,
     head_words: int,
     groups: int,
     units: int,
@@ -135,7 +147,7 @@ def _smem_bytes(
     """Two stages of state and of partial sums, padded against bank conflicts, inputs, mbarriers: as in cluster.cuh."""
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
-    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
     rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
     slots, carried = 2 if problem.backward else 1, 0
     if cell.gates > 1:

@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 CLUSTERS = (8, 6, 5, 4)  # more blocks, less for each to read and multiply
 WORDS = 64  # of a cluster
@@ -48,7 +48,13 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) ->
     words = state_words(problem)
     k_tiles = -(-words // (cluster * MMA_WORDS))
     used = -(-words // WORDS)
-    if per_word != 2 or used > clusters or k_tiles > MOST_K_TILES or words <= (cluster - 1) * k_tiles * MMA_WORDS:
+    if (
+        cell.gates > 1
+        or per_word != 2
+        or used > clusters
+        or k_tiles > MOST_K_TILES
+        or words <= (cluster - 1) * k_tiles * MMA_WORDS
+    ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
     smem_bytes = _smem_bytes(problem.backward, cluster, k_tiles)
@@ -82,6 +88,7 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) ->
             groups=groups,
             cluster=cluster,
             blocks=used * cluster,
+            rounds=1,
             state_words=k_tiles * MMA_WORDS,
         ),
     )

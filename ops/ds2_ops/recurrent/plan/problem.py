@@ -8,17 +8,27 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds2_ops.jit.launch import Launch
+from ds2_ops.recurrent.plan.work import Work
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
 FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
 
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
 
 
 class DoesNotFit(ValueError):
     """No persistent kernel can run this problem on this device; the message says why and what to use instead."""
+
+
+def check_rows(frames: int, batch: int) -> None:
+    """Raise DoesNotFit where the kernels cannot count the rows."""
+    if frames * batch >= 2**31:
+        raise DoesNotFit(
+            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class DeviceFacts:
         sms: streaming multiprocessors.
         smem_bytes_per_block: largest dynamic shared memory of a block.
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
+        clock_mhz: of the multiprocessors, as the driver says it; under matrix instructions it may fall below.
     """
 
     name: str = "NVIDIA H200"
@@ -38,6 +49,7 @@ class DeviceFacts:
     sms: int = 132
     smem_bytes_per_block: int = 232_448
     active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 5: 22, 6: 17, 8: 15, 16: 7})
+    clock_mhz: int = 1980
 
 
 @dataclass(frozen=True)
@@ -49,41 +61,6 @@ class Problem:
     dtype: str
     nonlinearity: str
     backward: bool
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one multiprocessor does in one time step of a tile: the facts from which the cost is estimated.
-
-    Attributes:
-        layout: which constants: design, and what else makes its steps another kind.
-        backward: the pass.
-        tiles: that run one after the other, so that the batch takes as many times as long.
-        m_tiles, k_tiles: matrix instructions of a multiplying warp: rows, and along K.
-        words: 32-bit words of one utterance's state that a block makes.
-        head_words: of these, in the first of two parts; all where there is one.
-        samples, groups: utterances of a group, and groups that take turns.
-        cluster: blocks a cluster.
-        blocks: at work together on the chip.
-        state_words: of one utterance's state that a block reads; 0 where it is the whole one.
-        smem_k_tiles: of `k_tiles`, with weights in shared memory.
-        gates: rows of the matrix a unit.
-    """
-
-    layout: str
-    backward: bool
-    tiles: int
-    m_tiles: int
-    k_tiles: int
-    words: int
-    head_words: int
-    samples: int
-    groups: int
-    cluster: int
-    blocks: int
-    state_words: int = 0
-    smem_k_tiles: int = 0
-    gates: int = 1
 
 
 @dataclass(frozen=True)
