@@ -13,7 +13,7 @@ import numpy as np
 import soundfile
 import torch
 from fuzz_damage import BYTES, JSON_LINES, TEXT
-from fuzz_targets import CPU, RATE_HZ, TINY, Target, _lines, _make_manifest, _make_model, _speech, digest, noise
+from fuzz_targets import CPU, RATE_HZ, TINY, Target, digest, make_manifest, make_model, noise, speech, write_lines
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -71,7 +71,7 @@ def _pcm(seconds: float) -> bytes:
 
 
 def _make_upload(folder: Path) -> None:
-    _make_model(folder)
+    make_model(folder)
     soundfile.write(folder / "a.flac", noise(0.5), RATE_HZ)
     fields = "".join(
         f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
@@ -118,8 +118,8 @@ def _make_messages(path: str) -> Callable[[Path], None]:
     ]
 
     def make(folder: Path) -> None:
-        _make_model(folder)
-        _lines(folder / "messages.jsonl", map(json.dumps, vosk if path == "/" else realtime))
+        make_model(folder)
+        write_lines(folder / "messages.jsonl", map(json.dumps, vosk if path == "/" else realtime))
 
     return make
 
@@ -165,8 +165,8 @@ def _binary(line: str) -> bytes | None:
 
 
 def _make_aligned(folder: Path) -> None:
-    _make_model(folder)
-    _make_manifest(folder)
+    make_model(folder)
+    make_manifest(folder)
 
 
 def _aligned(folder: Path) -> Any:
@@ -190,7 +190,7 @@ def _sound(container: str, subtype: str) -> Callable[[Path], None]:
 
 
 def _make_shards(folder: Path) -> None:
-    write_shards(_speech(folder / "files"), folder / "shards", RATE_HZ, 10_000)
+    write_shards(speech(folder / "files"), folder / "shards", RATE_HZ, 10_000)
 
 
 def _read_shards(folder: Path) -> Any:
