@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +10,11 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.lexicon import LexiconError
 from ds2.serve.limits import LimitError
+from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet
 
 _BAD_DATA = 1007  # close code
+_MOST = 1e6  # as decode.hot_word_bonus may be
 _PROMPT_WORDS = 5  # of a phrase in a prompt; what is longer is a sentence, which is no phrase to look for
 _PARTS = re.compile(r"[,;.:!?\n]+")
 
@@ -30,16 +31,19 @@ def given(value: Any, field: str, alphabet: Alphabet) -> dict[str, float]:
         LimitError: anything else.
     """
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        value = parse_json(value) if isinstance(value, str) else value
     except ValueError:
         value = None
     if isinstance(value, list):
         value = dict.fromkeys(map(str, value), DecodeConfig().hot_word_bonus)
     numbers = isinstance(value, Mapping) and all(
-        isinstance(weight, int | float) and not isinstance(weight, bool) for weight in value.values()
+        isinstance(weight, int | float) and not isinstance(weight, bool) and abs(weight) <= _MOST
+        for weight in value.values()
     )
     if not isinstance(value, Mapping) or not numbers:
-        raise LimitError(f"{field} is a list of phrases, or an object of phrases and weights", 400, _BAD_DATA)
+        raise LimitError(
+            f"{field} is a list of phrases, or an object of phrases and weights up to {_MOST:g}", 400, _BAD_DATA
+        )
     return {" ".join(alphabet.normalise(str(phrase))[0].split()): float(weight) for phrase, weight in value.items()}
 
 

@@ -151,6 +151,8 @@ BAD_MESSAGES = {
         '{"config": {"sample_rate": "' + "日" * 200 + '"}}',
         "日",
     ),
+    "hot words nested without end": ('{"config": {"hot_words": "' + "[" * 100_000 + '"}}', "config.hot_words is"),
+    "infinite weight": ('{"config": {"hot_words": {"ab": 1e999}}}', "weights up to 1e+06"),
     "half a surrogate pair": (r'{"config": {"sample_rate": "\ud800"}}', "ud800"),
 }
 
