@@ -1,6 +1,8 @@
 """Time the recurrence beside nn.RNN and the CUDA-graphed GEMM loop, after checking it against float64.
 
     python tools/bench_rnn.py                              the standard table: bfloat16, T 512, on a GPU
+    python tools/bench_rnn.py --cell lstm                  the same for LSTM and GRU (gru_after, gru_before)
+    python tools/bench_rnn.py --grnn                       forward latency beside cuDNN's (GRNN, 2019, Table 1)
     python tools/bench_rnn.py --device cpu                 the CPU path beside nn.RNN
     python tools/bench_rnn.py --figure batch --out DIR     TFLOP/s against batch (Persistent RNNs, 2016, Figure 3)
     python tools/bench_rnn.py --figure frames --out DIR    TFLOP/s against time steps (its Figure 4)
@@ -16,18 +18,17 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from ds2_ops import recurrence
-from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.cells import ALL, GATED
+from rnn_work import Work, peer_of
 from timing import Timing, graphed, machine, measure
-from torch import Tensor, nn
 
 STANDARD = [(1152, 4), (1152, 16), (1152, 32), (1152, 64), (512, 4), (512, 32), (1760, 4), (2560, 4), (2560, 64)]
+STANDARD_GATED = [(256, 4), (512, 4), (512, 8), (512, 16), (512, 32), (512, 64), (1024, 16), (1024, 64)]
 STANDARD_CPU = list(itertools.product((256, 512, 1152), (4, 8, 32)))
 FIGURES = {
     "batch": [(1152, batch, 512) for batch in (1, 2, 4, 8, 16, 24, 32, 48, 64)],
@@ -36,84 +37,19 @@ FIGURES = {
 Result = dict[str, Any]
 
 
-class Work:
-    """Random tensors of one size, whose states neither die out nor explode, and what is run on them."""
-
-    def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, cell: str) -> None:
-        self.hidden, self.batch, self.frames = hidden, batch, frames = size
-        self.dtype, self.device, self.cell = dtype, device, cell
-        torch.manual_seed(hidden + batch)
-
-        def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, dtype=dtype, device=device) * scale).requires_grad_()
-
-        self.x, self.grad_y = draw(frames, batch, hidden), draw(frames, batch, hidden).detach()
-        self.weight_hh = draw(hidden, hidden, scale=0.9 * hidden**-0.5)
-        self.weight_ih, self.bias = draw(hidden, hidden, scale=hidden**-0.5), draw(hidden, scale=0.1)
-        nonlinearity = "tanh" if cell == "tanh" else "relu"
-        self.peer = nn.RNN(hidden, hidden, nonlinearity=nonlinearity, dtype=dtype, device=device)
-        with torch.no_grad():
-            for mine, theirs in ((self.weight_ih, "weight_ih_l0"), (self.weight_hh, "weight_hh_l0")):
-                self.peer.get_parameter(theirs).copy_(mine)
-        self.peer.flatten_parameters()
-
-    def op(self, backend: str, projection: bool, backward: bool) -> Callable[[], object]:
-        """Our op as a callable: forward alone, or with all gradients."""
-        leaves = [self.x, self.weight_hh, *([self.weight_ih, self.bias] if projection else [])]
-
-        def call() -> object:
-            with torch.set_grad_enabled(backward):
-                x = nn.functional.linear(self.x, self.weight_ih, self.bias) if projection else self.x
-                y, _ = recurrence(x, self.weight_hh, nonlinearity=self.cell, backend=backend)
-            return torch.autograd.grad(y, leaves, self.grad_y) if backward else y
-
-        return call
-
-    def torch_rnn(self, backward: bool) -> Callable[[], object]:
-        """nn.RNN as a callable; it knows no clipping, which is not where its time goes."""
-
-        def call() -> object:
-            with torch.set_grad_enabled(backward):
-                y, _ = self.peer(self.x)
-            return torch.autograd.grad(y, [self.x, *self.peer.parameters()], self.grad_y) if backward else y
-
-        return call
-
-    def errors(self, backend: str) -> dict[str, tuple[float, float]]:
-        """Relative RMS error against float64 of (ours, the stock loop in the same precision), ragged and with h0."""
-        lengths = torch.linspace(self.frames, self.frames // 2, self.batch, device=self.device).int()
-        h0 = torch.randn(self.batch, self.hidden, dtype=self.dtype, device=self.device)
-
-        def run(op: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, **options: str) -> Iterable[Tensor]:
-            leaves = [t.detach().to(dtype).requires_grad_() for t in (self.x, self.weight_hh, h0)]
-            y, h_n = op(*leaves, lengths, nonlinearity=self.cell, **options)
-            gradients = torch.autograd.grad((y, h_n), leaves, (self.grad_y.to(dtype), h0.to(dtype)))
-            return y.detach(), h_n.detach(), *gradients
-
-        def relative(value: Tensor, truth: Tensor) -> float:
-            return float((value.double() - truth).norm() / truth.norm())
-
-        truth = run(recurrence_reference, torch.float64)
-        torch.backends.cuda.matmul.allow_tf32 = backend == "persistent"  # as its kernels multiply float32
-        stock = run(recurrence_reference, self.dtype)
-        torch.backends.cuda.matmul.allow_tf32 = False
-        ours = run(recurrence, self.dtype, backend=backend)
-        names = ("y", "h_n", "grad_x", "grad_weight_hh", "grad_h0")
-        return {n: (relative(o, t), relative(s, t)) for n, o, s, t in zip(names, ours, stock, truth, strict=True)}
-
-
 def bench(work: Work, contenders: list[str]) -> list[Result]:
     """Check, then time every contender on one size; an op that is wrong or cannot run gives a row that says so."""
     rows: list[Result] = []
-    useful = 2.0 * work.hidden**2 * work.batch * work.frames
+    useful = 2.0 * work.gates * work.hidden**2 * work.batch * work.frames
     for contender in contenders:
         row: Result = {"hidden": work.hidden, "batch": work.batch, "frames": work.frames, "contender": contender}
         rows.append(row)
-        backend, _, graph = contender.partition(" ")
+        backend, _, graph = contender.partition(" ")  # of torch's modules, a dtype
         wrap = graphed if graph else lambda call: call
         try:
-            if contender == "nn.RNN":
-                calls = {"projected_forward": work.torch_rnn(False), "projected_both": work.torch_rnn(True)}
+            if contender.startswith("nn."):
+                other = work.in_dtype(getattr(torch, graph)) if graph else work
+                calls = {"projected_forward": other.torch_rnn(False), "projected_both": other.torch_rnn(True)}
             else:
                 row["errors"] = errors = work.errors(backend)
                 wrong = [
@@ -131,7 +67,7 @@ def bench(work: Work, contenders: list[str]) -> list[Result]:
         for name, call in calls.items():
             timing: Timing = measure(call, work.device)
             row[f"{name}_us"] = [round(t * 1e6 / work.frames, 4) for t in timing]
-        products = 2 if contender == "nn.RNN" else 1  # its time holds the input projection, so its work does too
+        products = 2 if contender.startswith("nn.") else 1  # its time holds the input projection, so its work does too
         for name, factor in (("forward", 1), ("both", 3)):  # the backward pass is two more products of this size
             time_us = (row.get(f"{name}_us") or row[f"projected_{name}_us"])[0]
             row[f"{name}_tflops"] = float(f"{products * factor * useful / (time_us * work.frames) * 1e-6:.4g}")
@@ -141,8 +77,8 @@ def bench(work: Work, contenders: list[str]) -> list[Result]:
 def add_ratios(rows: list[Result]) -> None:
     """How many times faster each row is than its size's nn.RNN (both with projection) and GEMM graph (both without)."""
     for row in rows:
-        for peer, prefix, key in (("nn.RNN", "projected_", "vs_rnn"), ("gemm graph", "", "vs_gemm_graph")):
-            twin = next((r for r in rows if r["contender"] == peer and size(r) == size(row)), {})
+        for peer, prefix, key in (("nn.", "projected_", "vs_rnn"), ("gemm graph", "", "vs_gemm_graph")):
+            twin = next((r for r in rows if r["contender"].startswith(peer) and size(r) == size(row)), {})
             for name in ("forward", "both"):
                 mine, theirs = row.get(f"{prefix}{name}_us"), twin.get(f"{prefix}{name}_us")
                 if mine and theirs and twin is not row:
@@ -152,6 +88,49 @@ def add_ratios(rows: list[Result]) -> None:
 def size(row: Result) -> tuple[int, int, int]:
     """What makes two rows comparable."""
     return row["hidden"], row["batch"], row["frames"]
+
+
+def grnn_table(out: Path | None, device: torch.device) -> int:
+    """Print GRNN's Table 1: ms of a forward pass of 100 frames in a CUDA graph, projection included, ours and cuDNN's.
+
+    "+copies" adds the input's way from the host and the last state's way back.
+    """
+    if device.type != "cuda":
+        raise SystemExit("--grnn needs a CUDA GPU: its figures are CUDA graphs")
+    rows: list[Result] = []
+    for cell, hidden, batch in itertools.product(GATED, (64, 256, 1024), (1, 10, 16, 20)):
+        row: Result = {"cell": cell, "hidden": hidden, "batch": batch}
+        rows.append(row)
+        for dtype in (torch.bfloat16, torch.float16):
+            work = Work((hidden, batch, 100), dtype, device, cell)
+            calls = {f"cudnn {str(dtype)[6:]}": work.torch_rnn(False)}
+            if dtype == torch.bfloat16:
+                calls["ours"] = work.op("auto", True, False)
+                calls["ours +copies"] = with_copies(work, calls["ours"])
+            for name, call in calls.items():
+                try:
+                    row[name] = round(measure(graphed(call), device).median_s * 1e3, 4)
+                except RuntimeError as error:
+                    row[name] = str(error).splitlines()[0]
+        print(json.dumps(row), flush=True)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "rnn_grnn.json").write_text(json.dumps({"title": machine(device), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def with_copies(work: Work, call: Callable[[], object]) -> Callable[[], object]:
+    """Bring the layer's input from pinned memory first and take the last frame back."""
+    given = work.inputs.detach().cpu().pin_memory()
+    taken = torch.empty(work.batch, work.hidden, dtype=work.dtype).pin_memory()
+
+    def copied() -> object:
+        work.inputs.detach().copy_(given, non_blocking=True)
+        y = call()
+        taken.copy_(y[-1], non_blocking=True)  # type: ignore[index]
+        return y
+
+    return copied
 
 
 def print_table(rows: list[Result]) -> None:
@@ -205,8 +184,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
     parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
-    parser.add_argument("--nonlinearity", choices=tuple(CELLS), default="relu")
-    parser.add_argument("--contenders", nargs="+", help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN")
+    parser.add_argument("--cell", "--nonlinearity", choices=tuple(ALL), default="relu")
+    parser.add_argument(
+        "--contenders", nargs="+", help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
+    )
+    parser.add_argument("--grnn", action="store_true", help="GRNN's Table 1 instead: LSTM and both GRUs, T 100")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
     parser.add_argument("--out", type=Path, help="folder for the data (JSON) and the plot (PNG)")
@@ -224,20 +206,26 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     frames = options.frames or (512 if gpu else 200)
     dtype = getattr(torch, options.dtype or ("bfloat16" if gpu else "float32"))
-    contenders = options.contenders or (["persistent", "gemm graph", "nn.RNN"] if gpu else ["cpu", "nn.RNN"])
+    peer, standard = peer_of(options.cell), STANDARD if gpu else STANDARD_CPU
+    if options.cell in GATED:
+        standard = STANDARD_GATED
+    others = [peer, f"{peer} float16"] if options.cell in GATED else ["gemm graph", peer]
+    contenders = options.contenders or (["persistent", *others] if gpu else ["cpu", peer])
+    if options.grnn:
+        return grnn_table(options.out, device)
     if options.figure:
         sizes = FIGURES[options.figure]
     elif options.hidden:
         sizes = [(hidden, batch, frames) for hidden in options.hidden for batch in options.batch]
     else:
-        sizes = [(hidden, batch, frames) for hidden, batch in (STANDARD if gpu else STANDARD_CPU)]
+        sizes = [(hidden, batch, frames) for hidden, batch in standard]
     # PyTorch packs the weights of a bfloat16 nn.RNN anew in every call, and says so; that is part of its time.
     warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-    title = f"{options.nonlinearity} {dtype} on {machine(device)}"
+    title = f"{options.cell} {dtype} on {machine(device)}"
     print(title)
     rows: list[Result] = []
     for hidden_batch_frames in sizes:
-        rows += bench(Work(hidden_batch_frames, dtype, device, options.nonlinearity), contenders)
+        rows += bench(Work(hidden_batch_frames, dtype, device, options.cell), contenders)
     add_ratios(rows)
     print_table(rows)
     data = {"benchmark": "rnn", "title": title, "dtype": str(dtype), "figure": options.figure, "rows": rows}

@@ -17,7 +17,8 @@ WORDS = (
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**400, 0.5, -0.5, 1e300, float("nan"), float("inf"), "", "x",
-    "nan", "\0", "${oc.env:HOME}", "/etc/passwd", [], [1], [[]], [1, 2, 3, 4, 5], {}, {"x": 1}, "a" * 70_000,
+    "nan", "\0", "\ud800", "日" * 200, "${oc.env:HOME}", "/etc/passwd", [], [1], [[]], [1, 2, 3, 4, 5], {}, {"x": 1},
+    "a" * 70_000,
 )  # fmt: skip
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 Damage = Callable[[random.Random, bytes], bytes]

@@ -1,4 +1,4 @@
-"""Seeded augmentation of waveforms, in the loader: speed, noise, gain.
+"""Seeded augmentation of waveforms, in the loader: speed, rooms, noise, codecs, gain.
 
 Every draw depends on the seed, the epoch, the utterance's index and the purpose alone, never on worker, rank or
 batch: a resumed run, or one on another number of ranks, hears what the unbroken one heard.
@@ -13,6 +13,7 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
+from ds2.audio.degrade import coded, coloured_noise, convolved, room_response
 from ds2.config.schema import AugmentConfig
 
 Waveform = NDArray[np.float32]
@@ -32,18 +33,23 @@ def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.
     return np.random.default_rng([seed, epoch, index, zlib.crc32(purpose.encode())])
 
 
+def of_view(purpose: str, view: int) -> str:
+    """The purpose of draws for one of several views of an utterance; the first one's is `purpose` itself."""
+    return f"{purpose}, view {view}" if view else purpose
+
+
 def augment_waveform(
     waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, draws: Draws, noise: NoiseSource
 ) -> Waveform:
-    """Return the waveform after speed, noise and gain, in this order.
+    """Return the waveform after speed, room, noise, codec and gain, in this order.
 
     Args:
         waveform: (N,) float32 in [-1, 1]; not written to.
         config: which of them, and their ranges.
         sample_rate_hz: of the waveform.
-        draws: the utterance's generators, by purpose. These three share one, whose four decisions are drawn whether
-            used or not, so switching one kind off leaves the others as they were; another kind takes a purpose of its
-            own, since what follows the four is the noise.
+        draws: the utterance's generators, by purpose. Speed, noise and gain share one, whose four decisions are drawn
+            whether used or not, so switching one kind off leaves the others as they were; another kind takes a purpose
+            of its own, since what follows the four is the noise.
         noise: source of noise, scaled here to the drawn ratio of mean powers over the whole utterance. Without speech
             or noise power (digital silence) no ratio exists and nothing is added.
     Returns:
@@ -55,6 +61,11 @@ def augment_waveform(
         factor = config.speed[int(speed_draw * len(config.speed))]
         if factor != 1.0:
             waveform = soxr.resample(waveform, sample_rate_hz * factor, sample_rate_hz)
+    if config.room_probability and len(waveform):
+        room = draws("room")
+        if room.random() < config.room_probability:
+            low, high = config.room_rt60_s
+            waveform = convolved(waveform, room_response(room, sample_rate_hz, (low, high)))
     if noise_draw < config.noise_probability and len(waveform):
         added = noise(rng, len(waveform))
         speech_power, noise_power = _mean_power(waveform), _mean_power(added)
@@ -62,6 +73,10 @@ def augment_waveform(
             low, high = config.noise_snr_db
             snr = 10.0 ** ((low + snr_draw * (high - low)) / 10.0)
             waveform = waveform + added * np.float32(np.sqrt(speech_power / (noise_power * snr)))
+    if config.codec_probability:
+        codec = draws("codec")
+        if codec.random() < config.codec_probability:
+            waveform = coded(waveform, config.codecs[int(codec.integers(len(config.codecs)))], sample_rate_hz)
     if config.gain_db:
         low, high = config.gain_db
         waveform = waveform * np.float32(10.0 ** ((low + gain_draw * (high - low)) / 20.0))
@@ -70,12 +85,7 @@ def augment_waveform(
 
 def pink_noise(rng: np.random.Generator, samples: int) -> Waveform:
     """Draw Gaussian noise (samples,) float32 whose power falls as 1 / frequency, about as that of rooms and crowds."""
-    length = 1 << max(samples - 1, 1).bit_length()  # a power of two: the transform is quick whatever `samples` is
-    bins = length // 2 + 1
-    spectrum = rng.standard_normal(2 * bins, dtype=np.float32).view(np.complex64)
-    spectrum[0] = 0.0
-    spectrum[1:] /= np.sqrt(np.arange(1, bins, dtype=np.float32))
-    return np.fft.irfft(spectrum, length)[:samples].astype(np.float32)
+    return coloured_noise(rng, samples, 1.0)
 
 
 def recorded_noise(recordings: Sequence[Waveform], rng: np.random.Generator, samples: int) -> Waveform:

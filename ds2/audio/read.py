@@ -222,9 +222,7 @@ def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:
     if missing is None:
         _log_unknown_length(file.format)
     elif missing:
-        raise AudioError(
-            f"{path}: truncated: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC"
-        )
+        raise AudioError(f"{path}: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC")
 
 
 def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | None) -> Iterator[NDArray[np.float32]]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.augment import utterance_rng
+from ds2.audio.augment import of_view, utterance_rng
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 
@@ -30,6 +30,7 @@ def spectrogram_masks(
     seed: int,
     epoch: int,
     indices: Sequence[int],
+    view: int = 0,
 ) -> SpectrogramMasks | None:
     """Draw the SpecAugment masks of a batch (Park et al. 2019, section 2, without time warping).
 
@@ -43,12 +44,13 @@ def spectrogram_masks(
         features: the step, in seconds.
         seed, epoch: of the run.
         indices: (B,) position of each utterance in the training set.
+        view: number of the view of each utterance: another has other masks.
     Returns:
         the masks, or None where the config has none.
     """
     if not augment.frequency_masks and not augment.time_masks:
         return None
-    draws = np.stack([_mask_draws(augment, seed, epoch, index) for index in indices])
+    draws = np.stack([_mask_draws(augment, seed, epoch, index, view) for index in indices])
     frames = lengths.numpy()[:, None]
     widest_time = np.minimum(round(augment.time_width_s / features.step_s), np.floor(augment.time_fraction * frames))
     frequency, time = np.split(draws, [augment.frequency_masks], axis=1)
@@ -75,8 +77,10 @@ def apply_masks(features: Tensor, masks: SpectrogramMasks | None) -> Tensor:
     return features.masked_fill(covered, 0.0)
 
 
-def _mask_draws(config: AugmentConfig, seed: int, epoch: int, index: int) -> NDArray[np.float64]:
-    return utterance_rng(seed, epoch, index, "masks").random((config.frequency_masks + config.time_masks, 2))
+def _mask_draws(config: AugmentConfig, seed: int, epoch: int, index: int, view: int) -> NDArray[np.float64]:
+    return utterance_rng(seed, epoch, index, of_view("masks", view)).random(
+        (config.frequency_masks + config.time_masks, 2)
+    )
 
 
 def _placed(draws: NDArray[np.float64], extent: NDArray[np.int64], widest: NDArray[np.float64]) -> Tensor:

@@ -7,14 +7,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+from ds2.config.allowed import Range
 from ds2.config.schema import ConfigError
 from ds2.system.errors import UserError
 from ds2.system.stops import Stopped, end_children, stoppable
 from ds2.system.terminal import visible
 
 USER_ERROR = 2
+_SHOWN = 60  # characters of what was given
+Number = TypeVar("Number", int, float)
 
 
 def own_folders(arguments: Sequence[str]) -> list[Path]:
@@ -59,6 +64,24 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         choices=["fp32", "bf16", "auto"],
         help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
     )
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """The `type` of an argument that is a whole number of a range, both ends among it."""
+    return lambda text: _within(int, text, Range(low, high))
+
+
+def real(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
+    """The `type` of an argument that is a number of a range; `above`: the low end is not among it."""
+    return lambda text: _within(float, text, Range(low, high, above))
+
+
+def _within(kind: Callable[[str], Number], text: str, allowed: Range) -> Number:
+    with suppress(ValueError):
+        value = kind(text)
+        if value in allowed:
+            return value
+    raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not allowed: {'whole ' * (kind is int)}{allowed}")
 
 
 def report_errors(action: Callable[[], int]) -> int:

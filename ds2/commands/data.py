@@ -11,7 +11,7 @@ import torch
 
 from ds2.audio.features import Features
 from ds2.commands import data_tools
-from ds2.commands.common import with_search_path
+from ds2.commands.common import whole, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.check import check
@@ -52,7 +52,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     pieces.add_argument("output", type=Path, help="text file to write, one piece a line")
     pieces.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
-    pieces.add_argument("--count", type=int, required=True, help="labels of the network without the blank")
+    pieces.add_argument(
+        "--count", type=whole(1, 1_000_000), required=True, help="labels of the network without the blank"
+    )
 
     exported = commands.add_parser("export-kaldi", help="manifest to Kaldi data folder")
     exported.add_argument("manifest", type=Path)

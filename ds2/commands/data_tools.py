@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import with_search_path
+from ds2.commands.common import real, whole, with_search_path
 from ds2.commands.compose import compose_config, given_keys
+from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import ConfigError
 from ds2.data.manifest import read_manifests, write_manifest
 from ds2.data.shards import MANIFEST, write_shards
@@ -33,7 +34,7 @@ def add_split(commands: Any) -> None:
         "--shares", nargs="+", default=["train=0.9", "dev=0.1"], metavar="PART=SHARE", help="default train=0.9 dev=0.1"
     )
     parser.add_argument("--by", choices=TOGETHER, default="speaker", help="what stays in one part (default speaker)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=whole(0, SEED), default=1)
     parser.set_defaults(run=_split)
 
 
@@ -87,8 +88,8 @@ def add_filter(commands: Any) -> None:
     parser.add_argument("manifest", type=Path)
     parser.add_argument("output", type=Path)
     for name, what in (("s", "seconds"), ("pace", "characters a second")):
-        parser.add_argument(f"--min-{name}", type=float, metavar="X", help=f"at least so many {what}")
-        parser.add_argument(f"--max-{name}", type=float, metavar="X", help=f"at most so many {what}")
+        parser.add_argument(f"--min-{name}", type=real(0, UNLIMITED), metavar="X", help=f"at least so many {what}")
+        parser.add_argument(f"--max-{name}", type=real(0, UNLIMITED), metavar="X", help=f"at most so many {what}")
     parser.add_argument("--speakers", nargs="+", default=[], help="only these")
     parser.add_argument("--without-speakers", nargs="+", default=[], metavar="SPEAKER", help="all but these")
     parser.add_argument("--text", default="", metavar="REGEX", help="found in the transcript")
@@ -116,17 +117,14 @@ def add_shards(commands: Any) -> None:
     parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
-    parser.add_argument("--rate", type=int, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
-    parser.add_argument("--shard-mb", type=float, default=1000, help="of samples in one; FLAC takes half (1000)")
+    rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
+    parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
+    parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half (1000)")
     parser.add_argument("--skip-bad", action="store_true", help="name, count and leave out what cannot be read")
     parser.set_defaults(run=_shards)
 
 
 def _shards(given: argparse.Namespace) -> int:
-    if not given.shard_mb > 0 or not RATES_HZ[0] <= given.rate <= RATES_HZ[1]:
-        raise ConfigError(
-            f"--shard-mb {given.shard_mb:g} must be above 0 and --rate {given.rate} from {RATES_HZ[0]} to {RATES_HZ[1]}"
-        )
     shard_bytes = int(1e6 * given.shard_mb)
     written = write_shards(read_manifests(given.manifests), given.out, given.rate, shard_bytes, skip_bad=given.skip_bad)
     for error in written.left_out:
@@ -150,7 +148,7 @@ def add_alphabet(commands: Any) -> None:
     parser.add_argument("arguments", nargs="+", metavar="MANIFEST", help="manifests; alphabet.KEY=VALUE normalises")
     parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
     parser.add_argument(
-        "--least", type=int, default=1, metavar="N", help="characters that occur less often are left out"
+        "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
     )
     parser.set_defaults(run=_alphabet)
 

@@ -7,14 +7,19 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import add_where
+from ds2.commands.common import add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
-from ds2.config.schema import CommConfig, ConfigError
+from ds2.config.allowed import UNLIMITED
+from ds2.config.schema import CommConfig, ConfigError, DataConfig
+from ds2.data.splits import scored_utterances
 from ds2.distributed.launch import connect
+from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.evaluate import evaluate
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.robustness import robustness, table
 from ds2.scoring.report import format_report, kaldi_line
+from ds2.system.files import write_text
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -32,6 +37,8 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"{file} names no test manifest (data.test is empty): give manifests to evaluate")
         options = resolve_options(decode, file, loaded.config)
         recogniser = Recogniser.of(loaded, options, comm.device, given.precision)
+        if given.robustness is not None:
+            return _robustness(recogniser, manifests, data, given, report_folder(given.model, file))
         how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers, "comm": comm}
         for evaluation in evaluate(recogniser, manifests, data, **how):
             if comm.rank == 0:
@@ -41,6 +48,21 @@ def run(arguments: Sequence[str]) -> int:
                 if evaluation.words_only is not None:
                     print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
                 print(f"report: {folder}")
+    return 0
+
+
+def _robustness(
+    recogniser: Recogniser, manifests: Sequence[Path], data: DataConfig, given: argparse.Namespace, folder: Path
+) -> int:
+    """Print a table of WER by condition for each manifest, and keep it in robustness.md."""
+    snrs_db = given.robustness or [20.0, 10.0, 5.0, 0.0]
+    for manifest in manifests:
+        utterances = scored_utterances([str(manifest)], recogniser.alphabet)
+        how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers}
+        text = table(list(robustness(recogniser, utterances, data, snrs_db, **how)))
+        path = (given.out or folder) / manifest.stem / "robustness.md"
+        write_text(path, f"{manifest}\n\n{text}")
+        print(f"{manifest}\n\n{text}\nreport: {path}")
     return 0
 
 
@@ -63,10 +85,23 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=Path,
         help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
     )
+    parser.add_argument(
+        "--robustness",
+        type=real(-100, 100),
+        nargs="*",
+        metavar="SNR_DB",
+        help="instead: WER in noise of several kinds at these ratios (default 20 10 5 0), in rooms, through codecs",
+    )
     add_where(parser)
-    parser.add_argument("--batch-audio-s", type=float, help="padded audio a batch; lower it where memory runs out")
-    parser.add_argument("--workers", type=int, default=-1, help="processes that read audio; -1 chooses, 0 none")
+    parser.add_argument(
+        "--batch-audio-s",
+        type=real(0, UNLIMITED, above=True),
+        help="padded audio a batch; lower it where memory runs out",
+    )
+    parser.add_argument(
+        "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
+    )
     given = parser.parse_args(arguments)
-    if given.batch_audio_s is not None and not given.batch_audio_s > 0:
-        parser.error(f"--batch-audio-s {given.batch_audio_s} must be above 0")
+    if given.robustness is not None and launched().world > 1:
+        parser.error("--robustness runs in one process: start it without a launcher")
     return given

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from ds2.commands.common import whole
 from ds2.commands.decode_options import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.commands.lm_tune import run as run_tune
+from ds2.config.allowed import COUNT
 from ds2.config.schema import AlphabetConfig
 from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
-from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, estimate
+from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.perplexity import perplexity
 from ds2.lm.sentences import SentenceReader, cut
@@ -45,12 +47,8 @@ def _build(arguments: argparse.Namespace) -> int:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters, not pieces")
     output = arguments.output
     missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
-    if missing or arguments.memory_mib < 1:
-        raise LanguageModelError(
-            f"there is no text {', '.join(missing)}"
-            if missing
-            else f"--memory-mib {arguments.memory_mib} must be at least 1"
-        )
+    if missing:
+        raise LanguageModelError(f"there is no text {', '.join(missing)}")
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
     result = estimate(
         reader,
@@ -121,8 +119,8 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
     build.add_argument("--arpa", type=Path, help="also write this ARPA file")
-    build.add_argument("--order", type=int, default=4, help="longest n-gram in tokens (default 4)")
-    build.add_argument("--prune", type=int, nargs="+", default=[], metavar="COUNT",
+    build.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens (default 4)")
+    build.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
                        help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
                             "seen once (default: keep all)")  # fmt: skip
     build.add_argument(
@@ -143,7 +141,7 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     build.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
     build.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
     build.add_argument(
-        "--memory-mib", type=int, default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays (default 512)"
+        "--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays (default 512)"
     )
     build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
     build.set_defaults(run=_build)

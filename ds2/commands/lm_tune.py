@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ds2.commands.common import whole
 from ds2.commands.decode_options import resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
@@ -21,11 +22,16 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
 from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence
 
+_FURTHEST, _MOST = 1e6, 1000  # as decode.alpha and decode.beta may be; values of each
+
 
 def _range(text: str) -> list[float]:
     low, high, count = (float(part) for part in text.split(":"))
-    if not (low <= high and count >= 1 and count == int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOW:HIGH:COUNT with LOW <= HIGH and a COUNT from 1")
+    if not (-_FURTHEST <= low <= high <= _FURTHEST and 1 <= count <= _MOST and count == int(count)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not LOW:HIGH:COUNT with -{_FURTHEST:g} <= LOW <= HIGH <= {_FURTHEST:g} and a COUNT from 1 to "
+            f"{_MOST}"
+        )
     return torch.linspace(low, high, int(count), dtype=torch.float64).tolist()
 
 
@@ -36,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("manifests", nargs="*", help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, default="0:1.6:5", help="LOW:HIGH:COUNT (default 0:1.6:5)")
     parser.add_argument("--betas", type=_range, default="0:3:4", help="LOW:HIGH:COUNT (default 0:3:4)")
-    parser.add_argument("--beam", type=int, default=64, help="while alpha and beta are tried (default 64)")
+    parser.add_argument(
+        "--beam", type=whole(1, 1_000_000), default=64, help="while alpha and beta are tried (default 64)"
+    )
     parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.set_defaults(run=run)

@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import add_where
+from ds2.commands.common import add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
+from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
@@ -50,9 +51,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
-    parser.add_argument("--port", type=int, default=2700)
-    parser.add_argument("--sessions", type=int, default=64, help="heard at once; more are told to come back")
-    parser.add_argument("--duration-s", type=float, default=4 * 3600.0, help="audio of a session at most")
-    parser.add_argument("--idle-s", type=float, default=60.0, help="silence of a client after which it is dropped")
+    parser.add_argument("--port", type=whole(1, 65_535), default=2700)
+    parser.add_argument(
+        "--sessions", type=whole(1, 1_000_000), default=64, help="heard at once; more are told to come back"
+    )
+    parser.add_argument(
+        "--duration-s", type=real(0, UNLIMITED, above=True), default=4 * 3600.0, help="audio of a session at most"
+    )
+    parser.add_argument(
+        "--idle-s", type=real(0, 1e9, above=True), default=60.0, help="silence of a client after which it is dropped"
+    )
     add_where(parser)
     return parser.parse_args(arguments)

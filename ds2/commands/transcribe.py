@@ -16,9 +16,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.audio.read import AUDIO_SUFFIXES, AudioError, audio_blocks
+from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import add_where
+from ds2.commands.common import add_where, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
@@ -175,7 +175,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="hear as if live: a line, or JSON object, for each segment as soon as its speaker pauses; - is then "
         "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
     )
-    parser.add_argument("--rate", type=int, help="samples a second of - with --stream; default: the model's")
+    parser.add_argument(
+        "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
+    )
     add_where(parser)
     given = parser.parse_args(arguments)
     if given.stream and given.format in _CAPTIONS:

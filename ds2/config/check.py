@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ds2.config.allowed import KEY, Range
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import CODECS, Config, ConfigError
 
 
 def check_allowed(section: Any, key: str = "") -> None:
@@ -55,12 +55,17 @@ def check(config: Config) -> None:
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
         "and the other to 0: batches hold either a fixed count or a budget of audio",
     )
-    for key, pair in (("augment.gain_db", augment.gain_db), ("augment.noise_snr_db", augment.noise_snr_db)):
+    pairs = {"gain_db": augment.gain_db, "noise_snr_db": augment.noise_snr_db, "room_rt60_s": augment.room_rt60_s}
+    for key, pair in ((f"augment.{name}", pair) for name, pair in pairs.items()):
         _require(not pair or pair[0] <= pair[1], f"{key}={pair} must be [low, high]")
     _require(
         augment.noise_probability == 0 or bool(augment.noise_snr_db),
         "augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too",
     )
+    unknown = [codec for codec in augment.codecs if codec not in CODECS]
+    _require(not unknown, f"augment.codecs has {unknown}, allowed are {', '.join(CODECS)}")
+    for key, values in (("augment.codecs", augment.codecs), ("augment.noise_colours", augment.noise_colours)):
+        _require(bool(values), f"{key} is empty: name at least one, or set the probability to 0")
     _require(
         features.step_s <= features.window_s,
         f"features.step_s={features.step_s} above features.window_s={features.window_s} would skip audio",
@@ -69,6 +74,15 @@ def check(config: Config) -> None:
         config.data.min_duration_s < config.data.max_duration_s,
         f"data.min_duration_s={config.data.min_duration_s} must be below "
         f"data.max_duration_s={config.data.max_duration_s}",
+    )
+    _require(
+        config.optim.schedule != "timed_cosine" or config.train.max_minutes > 0,
+        "optim.schedule=timed_cosine falls to zero when train.max_minutes are up: set them above 0, or take cosine",
+    )
+    _require(
+        config.train.consistency == 0 or config.augment.time_masks + config.augment.frequency_masks > 0,
+        f"train.consistency={config.train.consistency} compares two views of an utterance that differ in their masks: "
+        "set augment.time_masks or augment.frequency_masks above 0",
     )
     symbols = config.alphabet.symbols
     _require(len(symbols) > 0, "alphabet.symbols is empty: list every character that transcripts may hold")

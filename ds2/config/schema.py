@@ -9,6 +9,8 @@ from omegaconf import MISSING
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name
 from ds2.system.errors import UserError
 
+CODECS = ("mulaw", "alaw", "gsm", "adpcm", "mp3")
+
 
 class ConfigError(UserError):
     """A configuration that composes but cannot work; the message names the key, what is allowed and the way out."""
@@ -56,10 +58,10 @@ class AlphabetConfig:
 class FeaturesConfig:
     """Waveform to normalised log spectrogram."""
 
-    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank")  # the last as sherpa-onnx has it
+    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank", "nemo_fbank")  # the last two: see `ds2 export`
     window_s: float = number(0.02, 0, 1, above=True)
     step_s: float = number(0.01, 0, 1, above=True)
-    mels: int = number(80, 1, 10_000)  # of log_mel and kaldi_fbank
+    mels: int = number(80, 1, 10_000)  # of all but log_spectrogram
     normalise: str = choice("corpus", "none")  # per-bin mean and deviation of the training set, stored with the model
     statistics_utterances: int = number(1000, 1, COUNT)  # utterances drawn by seed to estimate them
 
@@ -72,7 +74,14 @@ class AugmentConfig:
     gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # [low, high]
     noise_probability: float = number(0.0, 0, 1)  # the papers add noise to 40 % of utterances
     noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # [low, high]
-    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated pink noise
+    noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated noise
+    noise_colours: list[float] = numbers([1.0], -2, 4)  # of generated noise, drawn evenly: 0 white, 1 pink, 2 brown
+    babble_share: float = number(0.0, 0, 1)  # how often noise is that of other utterances' voices instead
+    babble_voices: int = number(4, 1, 100)
+    room_probability: float = number(0.0, 0, 1)  # generated rooms
+    room_rt60_s: list[float] = numbers([0.1, 0.6], 0.01, 10, lengths=(2,))  # [low, high], until echoes fell by 60 dB
+    codec_probability: float = number(0.0, 0, 1)
+    codecs: list[str] = field(default_factory=lambda: list(CODECS))  # drawn evenly
     frequency_masks: int = number(0, 0, 1000)  # SpecAugment
     frequency_width: int = number(27, 0, 100_000)  # bins
     time_masks: int = number(0, 0, 1000)
@@ -121,6 +130,10 @@ class ModelConfig:
     batch_norm: bool = True  # of the input projections and convolutions
     batch_norm_momentum: float = number(0.1, 0, 1)
     dropout: float = number(0.0, 0, 1, below=True)  # on the input of each recurrent layer
+    # how recurrent layers and residual branches start; plain: as torch.nn and at 1, damped: 0.5 I and at 1 / sqrt(M)
+    start: str = choice("damped", "plain")  # of the cell rnn
+    stochastic_depth: float = number(0.0, 0, 1, below=True)  # how often training leaves the last residual branch out
+    intermediate: list[int] = numbers([], 1, 1000)  # modules behind which training has a classifier of its own
     max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # a config above it is refused; 0: unlimited (bidirectional)
     backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of ds2_ops
 
@@ -134,8 +147,9 @@ class OptimConfig:
     momentum: float = number(0.99, 0, 1, below=True)  # sgd
     betas: list[float] = numbers([0.9, 0.98], 0, 1, below=True, lengths=(2,))  # adamw
     weight_decay: float = number(0.0, 0, 1e6)
-    # anneal: divided by `anneal` each epoch; cosine: to zero at the last epoch
-    schedule: str = choice("anneal", "cosine", "constant")
+    # anneal: divided by `anneal` each epoch; cosine: to zero at the last epoch; timed_cosine: also when
+    # train.max_minutes are up, whichever comes first, by the clock: no two runs are the same
+    schedule: str = choice("anneal", "cosine", "timed_cosine", "constant")
     anneal: float = number(1.2, 0, 1e6, above=True)
     warmup_steps: int = number(0, 0, COUNT)
     clip_norm: float = number(400.0, 0, UNLIMITED)  # 0: off
@@ -152,7 +166,11 @@ class TrainConfig:
     max_minutes: float = number(0.0, 0, UNLIMITED)  # of steps; preparation and evaluations do not count; 0: no limit
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
-    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on one GPU
+    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on the GPUs of one host
+    calibrate: int = number(0, 0, 1000)  # recurrent kernels' tiles to time before the first step; 0: the planner's word
+    consistency: float = number(0.0, 0, 1e6)  # weight of the divergence of two augmented views (CR-CTC); 0: one view
+    intermediate_weight: float = number(0.3, 0, 1)  # of the loss at model.intermediate, the last one's is 1 less it
+    noise_scale: bool = False  # log the gradient noise scale: about the largest batch that pays, in utterances
     accumulate: int = number(1, 1, COUNT)  # batches a step
     average_decay: float = number(0.0, 0, 1, below=True)  # of a moving average of the weights, kept as best; 0: off
     early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev WER; 0: off

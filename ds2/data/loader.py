@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ds2.audio.augment import NoiseSource, augment_waveform, pink_noise, recorded_noise, utterance_rng
+from ds2.audio.augment import NoiseSource, augment_waveform, recorded_noise, utterance_rng
+from ds2.audio.degrade import babble, coloured_noise
 from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
 _PREFETCH_BATCHES = 2  # a worker
-_PINK_SAMPLES = 1 << 21  # two minutes at 16 kHz
+_NOISE_SAMPLES = 1 << 21  # two minutes at 16 kHz
 
 
 @dataclass
@@ -87,7 +88,7 @@ class SpeechLoader:
     ) -> None:
         self.utterances = utterances
         self.audio = open_audio(utterances, data)
-        augmentation = None if augment is None else _augmentation(augment, data)
+        augmentation = None if augment is None else _augmentation(augment, data, self.audio)
         dataset = _Batches(self.audio, utterances, alphabet, seed, augmentation)
         on_gpu = device.type == "cuda"
         workers = worker_count(data.workers, on_gpu=on_gpu)
@@ -144,15 +145,24 @@ class _Augmentation:
     noise: NoiseSource
 
 
-def _augmentation(augment: AugmentConfig, data: DataConfig) -> _Augmentation:
+def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) -> _Augmentation:
     recordings: Sequence[NDArray[np.float32]] = []
     if augment.noise_probability:
         if augment.noise:
             recordings = open_audio(read_manifests(augment.noise), data)
         else:
-            # Segments of one long recording: making new noise for each utterance would take most of a worker's time.
-            recordings = [pink_noise(np.random.default_rng(0), _PINK_SAMPLES)]
-    return _Augmentation(augment, partial(recorded_noise, recordings))
+            # Segments of one long recording a colour: new noise for each utterance would take most of a worker's time.
+            recordings = [coloured_noise(np.random.default_rng(0), _NOISE_SAMPLES, e) for e in augment.noise_colours]
+    recorded = partial(recorded_noise, recordings)
+    if not augment.babble_share:
+        return _Augmentation(augment, recorded)
+
+    def noise(rng: np.random.Generator, samples: int) -> NDArray[np.float32]:
+        if rng.random() < augment.babble_share:
+            return babble(voices, rng, samples, augment.babble_voices)
+        return recorded(rng, samples)
+
+    return _Augmentation(augment, noise)
 
 
 class _Batches(Dataset["Batch | AudioError"]):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError, ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
-from ds2.model.dropout import UtteranceDropout
+from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.norm import Count, SequenceBatchNorm
 from ds2.model.ragged import Ragged
-from ds2.model.recurrent import make_recurrent_layer
+from ds2.model.recurrent import make_recurrent_layer, why_torch
 from ds2.model.stream_state import ModuleState, StreamState
 from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
 
@@ -37,6 +37,7 @@ class RecurrentModule(nn.Module):
         self.recurrent = nn.ModuleList(make_recurrent_layer(width, config) for width in widths)
         self.row_convs = nn.ModuleList(RowConvolution(config.hidden, config.row_conv_context) for _ in range(row_convs))
         self.residual = residual
+        self.drop = BranchDropout(0.0)
         self.projection: nn.Linear | None = None
         if residual and width_in != config.hidden:
             self.projection = nn.Linear(width_in, config.hidden, bias=False)
@@ -48,7 +49,7 @@ class RecurrentModule(nn.Module):
             y, _ = layer(y, ragged)
         for row_conv in self.row_convs:
             y = row_conv(y, ragged)
-        return y + self._skip(x) if self.residual else y
+        return self.drop(y, ragged.keys) + self._skip(x) if self.residual else y
 
     def stream(self, x: Tensor, state: ModuleState, *, final: bool) -> Tensor:
         """Map the next (T, B, D) chunk to the frames whose future is known by now; update ``state`` in place."""
@@ -71,6 +72,15 @@ class RecurrentModule(nn.Module):
     def _skip(self, x: Tensor) -> Tensor:
         skip: Tensor = x if self.projection is None else self.projection(x)
         return skip
+
+
+class Head(nn.Module):
+    """Batch norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
+
+    def __init__(self, width: int, labels: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
+        self.classifier = nn.Linear(width, labels)
 
 
 class AcousticModel(nn.Module):
@@ -112,9 +122,13 @@ class AcousticModel(nn.Module):
             width = config.hidden
         for number, dropout in enumerate(m for m in self.modules() if isinstance(m, UtteranceDropout)):
             dropout.layer = number
+        for number, module in enumerate(cast(Iterable[RecurrentModule], self.recurrent_modules)):
+            rate = config.stochastic_depth * number / max(1, len(self.recurrent_modules) - 1)
+            module.drop = BranchDropout(rate, number)
         self._scale_branches()
         self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
         self.classifier = nn.Linear(width, labels)
+        self.heads = nn.ModuleDict({str(number): Head(width, labels, config) for number in config.intermediate})
 
     @property
     def time_stride(self) -> int:
@@ -142,9 +156,22 @@ class AcousticModel(nn.Module):
 
     def low_precision_parameters(self) -> list[nn.Parameter]:
         """What autocast rounds: kernels and matrices, but for the classifier's and those of torch's fused layers."""
-        apart = [self.classifier, *(module for module in self.modules() if isinstance(module, nn.RNNBase))]
+        classifiers = [head.classifier for head in cast(Iterable[Head], self.heads.values())]
+        apart = [
+            self.classifier,
+            *classifiers,
+            *(module for module in self.modules() if isinstance(module, nn.RNNBase)),
+        ]
         kept = {parameter for module in apart for parameter in module.parameters()}
         return [p for p in self.parameters() if p.ndim >= 2 and p not in kept]
+
+    def why_torch(self, precision: str) -> str | None:
+        """Why recurrent layers run through torch's kernels, which a CUDA graph cannot hold; None if they do not."""
+        config = self.config
+        if config.cell == "rnn" or config.backend != "auto":
+            return None
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        return why_torch(config.cell, config.hidden, dtype, self.classifier.weight.device)
 
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
@@ -167,18 +194,29 @@ class AcousticModel(nn.Module):
         Raises:
             ValueError: shapes or lengths that do not fit.
         """
+        *_, logits = self.every_logits(features, lengths, keys)
+        return logits, self.output_frames(lengths.long())
+
+    def every_logits(self, features: Tensor, lengths: Tensor, keys: Tensor | None = None) -> list[Tensor]:
+        """The logits of the intermediate heads, in training only, in their order, then those of the model.
+
+        Arguments, shapes and errors are those of :meth:`forward`.
+        """
         lengths = self._checked_lengths(features, lengths)
         if features.shape[2] == 0:  # all of it shorter than one window
-            return features.new_zeros(0, len(lengths), self.labels), lengths
+            return [features.new_zeros(0, len(lengths), self.labels)]
         ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
             x, ragged = conv(x, ragged)
         x = time_major(x)
-        for module in self.recurrent_modules:
+        every: list[Tensor] = []
+        for number, module in enumerate(self.recurrent_modules, 1):
             x = module(x, ragged)
-        logits = self._classify(x, ragged.count)
-        return torch.where(ragged.valid.t()[:, :, None], logits, 0.0), self.output_frames(lengths)
+            if self.training and str(number) in self.heads:
+                every.append(_classified(x, ragged.count, cast(Head, self.heads[str(number)])))
+        every.append(_classified(x, ragged.count, self))
+        return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
 
     def start(self, streams: int = 1) -> StreamState:
         """Make the state of a batch of streams that have heard nothing yet.
@@ -231,13 +269,7 @@ class AcousticModel(nn.Module):
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         for module, module_state in zip(modules, state.modules, strict=True):
             x = module.stream(x, module_state, final=final)
-        return self._classify(x, None)
-
-    def _classify(self, x: Tensor, count: Count | None) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(self.classifier.weight.dtype)
-            logits: Tensor = self.classifier(x if self.norm is None else self.norm(x, count))
-            return logits
+        return _classified(x, None, self)
 
     def _scale_branches(self) -> None:
         """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
@@ -246,7 +278,7 @@ class AcousticModel(nn.Module):
         """
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         norms = [module.recurrent[-1].norm for module in modules if module.residual]
-        if self.config.cell == "rnn" and self.config.batch_norm:
+        if self.config.cell == "rnn" and self.config.batch_norm and self.config.start == "damped":
             for norm in cast(list[SequenceBatchNorm], norms):
                 nn.init.constant_(norm.weight, len(norms) ** -0.5)
 
@@ -266,6 +298,14 @@ class AcousticModel(nn.Module):
         if on_cpu and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames:
             raise ValueError(f"lengths are {lengths.tolist()}, allowed are 0 to T = {frames} frames")
         return lengths.long()
+
+
+def _classified(x: Tensor, count: Count | None, head: "Head | AcousticModel") -> Tensor:
+    """(T, B, H) to logits (T, B, V) by the batch norm and the classifier of a head or of the model."""
+    with torch.autocast(x.device.type, enabled=False):
+        x = x.to(head.classifier.weight.dtype)
+        logits: Tensor = head.classifier(x if head.norm is None else head.norm(x, count))
+        return logits
 
 
 def time_major(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Dropout that belongs to utterances: the same masks whatever batch, rank, padding or device they are in."""
+"""Dropout that belongs to utterances, of inputs and of whole branches: the same in any batch, rank, padding, device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 _ODD = -7046029254386353131  # 2^64 over the golden ratio, as a signed integer: steps that fill 64 bits evenly
+_BRANCHES = 2**20  # numbers of branches begin behind those of layers
 _FIRST, _SECOND = -2048144789, -1028477387  # multipliers of MurmurHash3's 32-bit finalizer (Appleby), signed
 
 
@@ -47,6 +48,30 @@ class UtteranceDropout(nn.Module):
         bits ^= bits >> 15
         bits *= _SECOND
         return bits >= round(self.rate * 2**32) - 2**31
+
+
+class BranchDropout(nn.Module):
+    """Leaves a residual branch out with probability `rate` an utterance, and divides it by 1 - rate elsewhere.
+
+    Stochastic depth (Huang et al. 2016) by utterance; whether a branch stays is a hash of (key, branch).
+
+    Args:
+        rate: from 0 to below 1; 0 leaves the branch as it is.
+        branch: its number in the model.
+    """
+
+    def __init__(self, rate: float, branch: int = 0) -> None:
+        super().__init__()
+        self.rate, self.branch = rate, branch
+
+    def forward(self, y: Tensor, keys: Tensor | None) -> Tensor:
+        """Drop rows of a branch's output (T, B, H); keys as :meth:`UtteranceDropout.forward`."""
+        if not self.training or self.rate == 0:
+            return y
+        if keys is None:
+            keys = torch.randint(2**62, y.shape[1:2], device=y.device)
+        kept = _low(_mixed(keys + (_BRANCHES + self.branch) * 2**20)) >= round(self.rate * 2**32) - 2**31
+        return y * (kept / (1 - self.rate)).to(y.dtype)[:, None]
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The recurrent layers of the acoustic model: ours, and torch's cells with gates.
+"""The recurrent layers of the acoustic model: simple ones, LSTM and GRU.
 
 Every layer has one forward for whole utterances and for streams, so that both run the same arithmetic.
 Shape letters: T frames, B batch, H hidden, D width of a layer's input.
@@ -7,7 +7,9 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 """
 
 import torch
-from ds2_ops import recurrence
+from ds2_ops import gru, lstm, recurrence
+from ds2_ops.recurrent.backends import why_not_unasked
+from ds2_ops.recurrent.persistent import why_not
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,7 +28,8 @@ class RecurrentLayer(nn.Module):
     Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
 
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
-    frames back and the state stays far below the clip (tried beside others: recipes/initialisation.md).
+    frames back and the state stays far below the clip (tried beside others: recipes/initialisation.md). With
+    ``config.start`` plain it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
 
     Args:
         width_in: D.
@@ -42,8 +45,8 @@ class RecurrentLayer(nn.Module):
         nn.init.kaiming_normal_(self.weight_ih, nonlinearity="relu")
         self.norm = SequenceBatchNorm(hidden, config.batch_norm_momentum) if config.batch_norm else None
         self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(hidden))
-        self.weight_hh = nn.Parameter(_RECURRENT_GAIN * torch.eye(hidden))
-        self.weight_hh_reverse = nn.Parameter(_RECURRENT_GAIN * torch.eye(hidden)) if config.bidirectional else None
+        self.weight_hh = nn.Parameter(_recurrent_start(config))
+        self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
 
     def forward(self, x: Tensor, ragged: Ragged, state: State = None) -> tuple[Tensor, State]:
         """Run the layer over whole utterances, or over the next chunk of streams.
@@ -72,18 +75,19 @@ class RecurrentLayer(nn.Module):
         )
 
 
-class TorchRecurrentLayer(nn.Module):
-    """LSTM or GRU layer through torch's fused kernels, which hold the input projection.
+class GatedRecurrentLayer(nn.Module):
+    """LSTM or GRU layer: on the persistent kernels where they run, else through torch's own fused ones.
 
-    Batch norm therefore acts on the layer's input instead of on its projection: an identity projection behind a
-    normalised one would cost a product as large as the recurrence. Directions are summed, as in
+    Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
+    projection as torch's kernels compute it, so it acts on the layer's input. Directions are summed, as in
     :class:`RecurrentLayer`. Arguments, shapes and returns are those of :class:`RecurrentLayer`, the state of an LSTM
     being (h, c).
     """
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__()
-        make = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
+        make = {"lstm": _Lstm, "gru": _Gru}[config.cell]
+        self.backend = config.backend
         self.dropout = UtteranceDropout(config.dropout)
         self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum) if config.batch_norm else None
         self.cell = make(width_in, config.hidden)
@@ -94,16 +98,87 @@ class TorchRecurrentLayer(nn.Module):
         if self.norm is not None:
             x = self.norm(x, ragged.count)
         x = self.dropout(x, ragged.keys)
-        carried = None if state is None else tuple(s[None] for s in state)
-        y, last = self.cell(x, carried[0] if carried is not None and len(carried) == 1 else carried)
+        y, last = self.cell(x, state, ragged, self.backend)
         if self.cell_reverse is not None:
-            flipped, _ = self.cell_reverse(reverse(x, ragged))
+            flipped, _ = self.cell_reverse(reverse(x, ragged), None, ragged, self.backend)
             y = y + reverse(flipped, ragged)
-        # torch runs on into the padding: frames before it never see that, and its output ends here
-        y = torch.where(ragged.valid.t()[:, :, None], y, 0.0)
-        return y, tuple(s[0] for s in (last if isinstance(last, tuple) else (last,)))
+        return y, last
+
+
+class _Lstm(nn.LSTM):
+    """torch.nn's, with another forward."""
+
+    weight_ih_l0: Tensor
+    weight_hh_l0: Tensor
+    bias_ih_l0: Tensor
+    bias_hh_l0: Tensor
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: State, ragged: Ragged, backend: str
+    ) -> tuple[Tensor, State]:
+        if not _ours("lstm", self.hidden_size, x, backend):
+            y, (h_n, c_n) = super().forward(x, None if state is None else (state[0][None], state[1][None]))
+            return _cut(y, ragged), (h_n[0], c_n[0])
+        bias = self.bias_ih_l0 + self.bias_hh_l0
+        z = functional.linear(x, self.weight_ih_l0, bias)
+        h0, c0 = (None, None) if state is None else state
+        y, h_n, c_n = lstm(z, self.weight_hh_l0, h0, c0, ragged.lengths, backend=backend)
+        return y, (h_n, c_n)
+
+
+class _Gru(nn.GRU):
+    """torch.nn's, with another forward."""
+
+    weight_ih_l0: Tensor
+    weight_hh_l0: Tensor
+    bias_ih_l0: Tensor
+    bias_hh_l0: Tensor
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: State, ragged: Ragged, backend: str
+    ) -> tuple[Tensor, State]:
+        if not _ours("gru_after", self.hidden_size, x, backend):
+            y, h_n = super().forward(x, None if state is None else state[0][None])
+            return _cut(y, ragged), (h_n[0],)
+        gates = 2 * self.hidden_size
+        bias = self.bias_ih_l0 + functional.pad(self.bias_hh_l0[:gates], (0, self.hidden_size))
+        z = functional.linear(x, self.weight_ih_l0, bias)
+        h0 = None if state is None else state[0]
+        y, h_n = gru(z, self.weight_hh_l0, self.bias_hh_l0[gates:], h0, ragged.lengths, backend=backend)
+        return y, (h_n,)
+
+
+def _ours(cell: str, hidden: int, x: Tensor, backend: str) -> bool:
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return backend != "auto" or (x.numel() > 0 and why_torch(cell, hidden, dtype, x.device) is None)
+
+
+def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a layer with gates runs through torch's kernels, which a CUDA graph cannot hold; None if it does not.
+
+    Args:
+        cell: "lstm" or "gru_after", as ds2_ops names them.
+        hidden: H.
+        dtype: of its products.
+        device: where it runs.
+    """
+    return why_not_unasked(dtype, torch.get_float32_matmul_precision()) or why_not(
+        1, 1, hidden, dtype, device, cell, None
+    )
+
+
+def _cut(y: Tensor, ragged: Ragged) -> Tensor:
+    # torch runs on into the padding: frames before it never see that, and its output ends here
+    return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
+
+
+def _recurrent_start(config: ModelConfig) -> Tensor:
+    if config.start == "damped":
+        return _RECURRENT_GAIN * torch.eye(config.hidden)
+    reach: float = config.hidden**-0.5
+    return torch.empty(config.hidden, config.hidden).uniform_(-reach, reach)
 
 
 def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:
     """Make the recurrent layer that ``config.cell`` names."""
-    return RecurrentLayer(width_in, config) if config.cell == "rnn" else TorchRecurrentLayer(width_in, config)
+    return RecurrentLayer(width_in, config) if config.cell == "rnn" else GatedRecurrentLayer(width_in, config)

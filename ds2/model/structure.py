@@ -66,6 +66,12 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
                 f"{key}.stride is {conv.stride}, allowed are two sizes [frequency, time] from 1 to the kernel's, "
                 f"here {conv.kernel}: a larger one would leave frames unheard"
             )
+    inner = len(module_plan(config)) - 1
+    if any(number > inner for number in config.intermediate) or len({*config.intermediate}) < len(config.intermediate):
+        raise ConfigError(
+            f"model.intermediate={config.intermediate}, allowed are different numbers from 1 to {inner}: "
+            f"this model has {inner + 1} modules, and the last has the classifier anyway"
+        )
     needed, present = 4 * least_weights(config), memory_bytes()
     if needed > present:
         raise ConfigError(

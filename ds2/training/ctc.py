@@ -62,6 +62,23 @@ def ctc_losses(logits: Tensor, frames: Tensor, labels: Tensor, label_lengths: Te
     return torch.where(feasible, losses, 0.0)
 
 
+def divergence(logits: Tensor) -> Tensor:
+    """How far two views of utterances are apart: 1/2 sum over t of KL(b || a) + KL(a || b), in nats.
+
+    Each divergence teaches its second argument only; the first counts as given (CR-CTC, Yao et al. 2025, equation 4).
+
+    Args:
+        logits: (T, 2 B, V), all utterances in view a, then all in view b; equal past their lengths.
+
+    Returns:
+        (B,) fp32.
+    """
+    a, b = F.log_softmax(logits.float(), dim=-1).chunk(2, dim=1)
+    both = F.kl_div(a, b.detach(), reduction="none", log_target=True)
+    both = both + F.kl_div(b, a.detach(), reduction="none", log_target=True)
+    return both.sum(dim=(0, 2)) / 2
+
+
 def reproducible_ctc(logits: Tensor, labels: Tensor, frames: Tensor, label_lengths: Tensor) -> Tensor:
     """The losses (B,) of feasible transcripts, on any device, with a gradient free of atomic additions.
 

@@ -107,7 +107,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     ) as bar:
         while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
-            done = (progress.epoch - 1 + progress.batch / len(plan)) / config.train.epochs
+            done = planned_part(config, progress, len(plan))
             rate = learning_rate(config.optim, progress.step, progress.epoch, done)
             set_learning_rate(trainer.optimizer, rate)
             loss = trainer.step(batches, group)
@@ -119,6 +119,8 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
                 values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
+                if trainer.noise is not None:
+                    values["noise_scale"] = trainer.noise.end_window()
                 board.scalars("train", progress.step, values)
                 left_s = progress.elapsed_s * (1 - done) / max(done, 1e-9)
                 bar.set_postfix_str(
@@ -144,6 +146,16 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
     last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
     return bool(trainer.dev) and (regular or last)
+
+
+def planned_part(config: Config, progress: Progress, batches: int) -> float:
+    """The part of the planned training that is behind a run: of the epochs, where the schedule goes by the clock at
+    least of the minutes; an epoch has so many batches."""
+    limits = config.train
+    done = (progress.epoch - 1 + progress.batch / batches) / limits.epochs
+    if config.optim.schedule == "timed_cosine":
+        return max(done, min(1.0, progress.elapsed_s / (60 * limits.max_minutes)))
+    return done
 
 
 def finished(config: Config, progress: Progress) -> str:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks
+from ds2.config.schema import TrainConfig
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
-from ds2.training.ctc import ctc_losses
+from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import Inputs
 
 
@@ -19,19 +20,51 @@ class Passes:
     Args:
         model, features: on one device.
         gradients: of the model.
+        train: weights of what is added to the CTC loss.
         autocast: to bfloat16.
     """
 
-    def __init__(self, model: AcousticModel, features: Features, gradients: GradientReducer, *, autocast: bool) -> None:
+    def __init__(
+        self,
+        model: AcousticModel,
+        features: Features,
+        gradients: GradientReducer,
+        train: TrainConfig,
+        *,
+        autocast: bool,
+    ) -> None:
         self.model, self.features, self.gradients, self.autocast = model, features, gradients, autocast
+        self.consistency, self.intermediate_weight = train.consistency, train.intermediate_weight
         self._objective: Tensor | None = None
 
-    def losses(self, inputs: Inputs) -> Tensor:
-        """The losses (B,) in nats, 0 where no alignment exists."""
-        features = apply_masks(self.features.padded(inputs.waveforms, inputs.frames), inputs.masks)
+    def losses(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The CTC losses (B,) in nats, means over views, 0 where no alignment exists; and what to make smaller (B,).
+
+        These differ where the config adds to the CTC loss: with intermediate classifiers, (1 - w) times it and w times
+        the mean of theirs (Lee and Watanabe 2021, equation 8); with two views, a and b, of each utterance, c times
+        `divergence` (CR-CTC, Yao et al. 2025, equation 5).
+        """
+        features = self.features.padded(inputs.waveforms, inputs.frames)
+        if inputs.views > 1:
+            features = features.repeat(inputs.views, 1, 1)
+        features = apply_masks(features, inputs.masks)
+        frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
-            logits, frames = self.model(features, inputs.frames, inputs.keys)
-        return ctc_losses(logits, frames, inputs.labels, inputs.label_lengths, inputs.feasible)
+            *intermediate, logits = self.model.every_logits(features, frames, inputs.keys)
+        targets = (inputs.labels, inputs.label_lengths, inputs.feasible)
+        given = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
+
+        def mean(every: Tensor) -> Tensor:
+            return every.view(inputs.views, -1).mean(0)
+
+        ctc = mean(ctc_losses(logits, *given))
+        objective = ctc
+        if intermediate:
+            between = torch.stack([mean(ctc_losses(head, *given)) for head in intermediate]).mean(0)
+            objective = torch.lerp(ctc, between, self.intermediate_weight)
+        if inputs.views > 1:
+            objective = objective + self.consistency * divergence(logits)
+        return ctc, objective
 
     def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
         """Run the forward pass; returns the losses (B,), which `backward` goes back from.
@@ -43,8 +76,8 @@ class Passes:
             idle: whether the losses weigh nothing.
         """
         with self.gradients.passing(last=last):
-            losses = self.losses(inputs)
-        self._objective = losses.sum() * 0.0 if idle else losses.sum() / utterances
+            losses, objective = self.losses(inputs)
+        self._objective = objective.sum() * 0.0 if idle else objective.sum() / utterances
         return losses.detach()
 
     def backward(self) -> None:

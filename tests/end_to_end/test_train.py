@@ -144,8 +144,9 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
     before = [p.detach().clone() for p in trainer.model.parameters()]
 
     def poisoned(inputs):  # type: ignore[no-untyped-def]
-        values = healthy(inputs)
-        return values + torch.tensor([float("nan")] + [0.0] * (len(values) - 1))
+        values, objective = healthy(inputs)
+        poison = torch.tensor([float("nan")] + [0.0] * (len(values) - 1))
+        return values + poison, objective + poison
 
     monkeypatch.setattr(trainer.passes, "losses", poisoned)
     batches = trainer.ahead(trainer.loader.epoch(trainer.plan(), 1))

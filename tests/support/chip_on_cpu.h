@@ -29,7 +29,7 @@ struct alignas(16) uint4 {
 struct uint2 {
     unsigned x, y;
 };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -234,7 +234,7 @@ inline bool pass(const std::vector<int>& order) {
 // Returns what went wrong, or nothing.
 inline const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
                           std::function<void()> body) {
-    threads = block_threads, cluster = cluster_blocks, kernel = std::move(body);
+    threads = block_threads, cluster = cluster_blocks, kernel = std::move(body), gridDim.x = block_count;
     random.seed(seed);
     error.clear();
     messages.clear();
@@ -292,11 +292,12 @@ inline bool __any_sync(unsigned, bool mine) {
     });
     return mine;
 }
-inline unsigned __shfl_sync(unsigned, unsigned mine, int from) {
+inline unsigned __shfl_sync(unsigned, unsigned mine, int from, int width = 32) {
     unsigned* const answer = &mine;
     chip::together(answer, [=](auto lane_of) {
-        const unsigned given = *lane_of(from);
-        for (int lane = 0; lane < 32; lane++) *lane_of(lane) = given;
+        unsigned given[32];
+        for (int lane = 0; lane < 32; lane++) given[lane] = *lane_of(lane / width * width + from);
+        for (int lane = 0; lane < 32; lane++) *lane_of(lane) = given[lane];
     });
     return mine;
 }
@@ -308,6 +309,9 @@ inline unsigned clock() {
 namespace ds2 {
 
 constexpr bool DEBUG_WAITS = false;
+
+inline float quick_exp2(float x) { return std::exp2(x); }
+inline float quick_reciprocal(float x) { return 1 / x; }
 
 inline void rest_at_random() {}
 inline unsigned pinned(unsigned value) { return value; }

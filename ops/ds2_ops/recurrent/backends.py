@@ -4,24 +4,33 @@ import torch
 from torch import Tensor
 
 from ds2_ops.checks import take_fastest
+from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.persistent import why_not
 
 BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
 
 
-def resolve(backend: str, x: Tensor, nonlinearity: str, max_sms: int | None) -> str:
-    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot."""
+def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
+    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot.
+
+    Args:
+        backend: one of `BACKENDS`.
+        x: (T, B, G H), pre-activations, with the G gates of the cell.
+        cell: a name in ``cells.ALL``.
+        max_sms: the most multiprocessors to use, or None.
+    """
     if backend == "gemm" or (x.numel() == 0 and x.device.type != "cpu"):  # nothing to run: any backend does the same
         return "gemm"
     if backend == "cpu" or (backend == "auto" and x.device.type == "cpu"):
         if x.device.type != "cpu":
             raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
         return "cpu"
-    frames, batch, hidden = x.shape
-    reason = why_not(frames, batch, hidden, x.dtype, x.device, nonlinearity, max_sms)
+    frames, batch, width = x.shape
+    hidden = width // ALL[cell].gates
+    reason = why_not(frames, batch, hidden, x.dtype, x.device, cell, max_sms)
     if backend == "auto":
         reason = reason or why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
-    facts = (hidden, nonlinearity, x.dtype, x.device)
+    facts = (hidden, cell, x.dtype, x.device)
     return take_fastest(backend, "persistent", "gemm", reason, "recurrence H %d %s %s on %s", *facts)
 
 

@@ -18,6 +18,7 @@ from ds2_ops.recurrent.backends import BACKENDS, resolve
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.weights import backward_weights
 
 NONLINEARITIES = tuple(CELLS)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -187,7 +188,7 @@ def _gradients(
     y, weight_hh, h0, lengths = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, weight_hh, lengths, *ctx.options)
-    grad_weight_hh = _backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
+    grad_weight_hh = backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
     return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
 
 
@@ -219,19 +220,6 @@ def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 @_backward_data.register_fake
 def _(grad_y: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return grad_y.new_empty(grad_y.shape), grad_y.new_empty(grad_y.shape[1:])
-
-
-def _backward_weights(grad_x: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
-    """dW = sum_t dpre_t h_(t-1)^T, one product over all frames; grad_x is 0 at padding, so padding adds nothing."""
-    if h0 is None:
-        grad_x, previous = grad_x[1:], y[:-1]
-    else:
-        previous = torch.cat([h0[None], y])[:-1]
-    left, right = grad_x.flatten(0, 1).t(), previous.flatten(0, 1)
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        # cuBLAS may cut a sum over so many frames in parts and add these in the type of the output: ask for float32.
-        return torch.mm(left, right, out_dtype=torch.float32).to(left.dtype)
-    return left @ right
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

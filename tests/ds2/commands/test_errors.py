@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,6 +56,46 @@ def test_every_error_is_one_line_and_status_2_of_every_command(
     assert cli.main([command]) == 2
     printed = capsys.readouterr()
     assert printed.err == "ds2: what was given, what is allowed, the way out\n" and printed.out == ""
+
+
+NUMBERS = (
+    ("lm build t.txt --output t.lm --order", "0 21 two nan 1e9"),
+    ("lm build t.txt --output t.lm --memory-mib", "0 -5"),
+    ("lm build t.txt --output t.lm --prune", "-1"),
+    ("lm tune m l --beam", "0 -1"),
+    ("lm tune m l --alphas", "0:1:1000000000 nan:1:2 0:inf:2 1:0:2 0:1 x"),
+    ("data split m --out o --seed", "-1 0.5"),
+    ("data filter m o --min-s", "nan -1 x"),
+    ("data shards m o --rate", "0 -1 1e9"),
+    ("data shards m o --shard-mb", "0 nan inf"),
+    ("data alphabet m --least", "0"),
+    ("data pieces o recipe=synthetic --count", "0 10000000000"),
+    ("evaluate m --batch-audio-s", "0 nan"),
+    ("evaluate m --workers", "-2 100000"),
+    ("transcribe m a --rate", "0 -1 1000000000"),
+    ("export m --to onnx --chunk-ms", "0 nan inf"),
+    ("serve m --port", "0 -1 70000 " + "9" * 5000),
+    ("serve m --sessions", "0"),
+    ("serve m --duration-s", "nan 0"),
+    ("serve m --idle-s", "nan inf 0"),
+)
+
+
+@pytest.mark.parametrize(("command", "values"), NUMBERS, ids=lambda value: value[:40])
+def test_a_number_outside_its_range_is_refused_before_any_work(
+    command: str, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values.split():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command.split()[:-1], f"{command.rsplit(maxsplit=1)[-1]}={value}"])
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert f"argument {command.rsplit(maxsplit=1)[-1]}: " in told and len(told) < 2000
+
+
+def test_every_number_of_a_command_has_a_range() -> None:
+    sources = (Path(ds2.__path__[0]) / "commands").glob("*.py")
+    assert not [path.name for path in sources if re.search(r"type=(int|float)\b", path.read_text())]
 
 
 def test_a_signal_is_its_own_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

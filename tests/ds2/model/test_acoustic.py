@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lstm": {"cell": "lstm"},
     "gru": {"cell": "gru", "skip": 0},
     "no convolutions": {"convs": []},
+    "stochastic depth, inner classifiers": {"stochastic_depth": 0.5, "intermediate": [2, 1]},
 }
 BIDIRECTIONAL: dict[str, dict[str, Any]] = {
     f"bidirectional {cell}": {"cell": cell, "bidirectional": True, "row_convs": 0} for cell in ("rnn", "gru")
@@ -262,3 +263,17 @@ def test_a_batch_without_a_frame_has_no_output() -> None:
     model = AcousticModel(ModelConfig(hidden=8, depth=2, skip=1, row_convs=1), 161, 5).eval()
     logits, lengths = model(torch.zeros(2, 161, 0), torch.zeros(2, dtype=torch.int64))
     assert logits.shape == (0, 2, 5) and lengths.tolist() == [0, 0]
+
+
+def test_a_plain_start_is_that_of_torch_with_whole_branches() -> None:
+    starts = {
+        start: AcousticModel(ModelConfig(hidden=48, depth=4, skip=2, row_convs=1, start=start), BINS, LABELS)
+        for start in ("plain", "damped")
+    }
+    layers = {
+        start: [layer for m in model.recurrent_modules for layer in m.recurrent] for start, model in starts.items()
+    }
+    for layer in layers["plain"]:
+        assert 0.9 * 48**-0.5 < float(layer.weight_hh.detach().abs().max()) <= 48**-0.5
+        assert bool((layer.norm.weight == 1).all())
+    assert all(torch.equal(layer.weight_hh, 0.5 * torch.eye(48)) for layer in layers["damped"])

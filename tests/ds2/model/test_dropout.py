@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds2.model.dropout import UtteranceDropout
+from ds2.model.dropout import BranchDropout, UtteranceDropout
 
 KEYS = torch.tensor([5, 2**62 - 1, 0, 77])
 
@@ -89,3 +89,15 @@ def test_without_keys_they_come_from_torchs_generator() -> None:
     assert not torch.equal(first, layer(0.5)(x, None))
     torch.manual_seed(1)
     assert torch.equal(first, layer(0.5)(x, None))
+
+
+def test_a_branch_stays_or_goes_whole_by_utterance_and_key() -> None:
+    keys = torch.arange(4000)
+    y = torch.ones(3, 4000, 2)
+    dropped = BranchDropout(0.25, 1)(y, keys)
+    kept = dropped[0, :, 0] > 0
+    assert torch.equal(dropped, torch.where(kept[:, None], y / 0.75, 0.0))
+    assert float(kept.float().mean()) == pytest.approx(0.75, abs=4 * math.sqrt(0.75 * 0.25 / 4000))
+    assert torch.equal(BranchDropout(0.25, 1)(y[:, 7:9], keys[7:9]), dropped[:, 7:9])
+    assert not torch.equal(BranchDropout(0.25, 2)(y, keys), dropped)
+    assert BranchDropout(0.25, 1).eval()(y, keys) is y and BranchDropout(0.0)(y, keys) is y

@@ -5,7 +5,7 @@ import torch
 from support.layer_cases import config, padded, ragged, utterances
 from torch import nn
 
-from ds2.model.recurrent import RecurrentLayer, TorchRecurrentLayer
+from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -29,14 +29,19 @@ def test_simple_layer_equals_torch(bidirectional: bool) -> None:
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_torch_layer_sums_directions_within_each_length(cell: str, bidirectional: bool) -> None:
-    layer = TorchRecurrentLayer(4, config(cell=cell, bidirectional=bidirectional)).double()
+@pytest.mark.parametrize("backend", ["auto", "gemm"])
+def test_gated_layer_is_that_of_torch_within_each_length(cell: str, bidirectional: bool, backend: str) -> None:
+    layer = GatedRecurrentLayer(4, config(cell=cell, bidirectional=bidirectional, backend=backend)).double()
+    peers = []
+    for own in (layer.cell, *((layer.cell_reverse,) if bidirectional else ())):
+        peers.append({"lstm": nn.LSTM, "gru": nn.GRU}[cell](4, 6).double())
+        peers[-1].load_state_dict(own.state_dict())  # type: ignore[union-attr]
     x = padded(4)
     y, _ = layer(x, ragged())
     for whole, own in zip(utterances(x), utterances(y), strict=True):
-        expected = layer.cell(whole)[0]
+        expected = peers[0](whole)[0]
         if bidirectional:
-            expected = expected + layer.cell_reverse(whole.flip(0))[0].flip(0)  # type: ignore[misc]
+            expected = expected + peers[1](whole.flip(0))[0].flip(0)
         torch.testing.assert_close(own, expected)
     assert not y[~ragged().valid.t()].any()
 
@@ -44,7 +49,12 @@ def test_torch_layer_sums_directions_within_each_length(cell: str, bidirectional
 def test_a_layer_continues_from_its_state() -> None:
     x = torch.randn(8, 2, 4, dtype=torch.float64)
     first, second, whole = ragged(3, [3, 3]), ragged(5, [5, 5]), ragged(8, [8, 8])
-    for layer in (RecurrentLayer(4, config()), TorchRecurrentLayer(4, config(cell="lstm"))):
+    gated = [
+        GatedRecurrentLayer(4, config(cell=cell, backend=backend))
+        for cell in ("lstm", "gru")
+        for backend in ("auto", "gemm")
+    ]
+    for layer in (RecurrentLayer(4, config()), *gated):
         layer.double()
         head, state = layer(x[:3], first)
         tail, _ = layer(x[3:], second, state)

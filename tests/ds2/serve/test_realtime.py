@@ -25,6 +25,10 @@ def session(detection: Any) -> dict[str, Any]:
     return {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
 
 
+def _silence(milliseconds: float) -> dict[str, Any]:
+    return {"type": "server_vad", "silence_duration_ms": milliseconds}
+
+
 async def send(connection: Any, data: bytes) -> None:
     for start in range(0, len(data), 9001):  # samples cut in halves too
         audio = base64.b64encode(data[start : start + 9001]).decode()
@@ -67,6 +71,12 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable
         ({"type": "input_audio_buffer.append", "audio": "%"}, "base64"),
         ({"type": "session.update", "session": {"type": "realtime"}}, "transcription"),
         ({"type": "session.update", "session": session({"type": "semantic_vad"})}, "server_vad"),
+        ({"type": "session.update", "session": session(3)}, "turn_detection is 3"),
+        ({"type": "session.update", "session": session(_silence(True))}, "server_vad"),
+        ({"type": "session.update", "session": session(_silence(10**400))}, "at most 3600000"),
+        ({"type": "session.update", "session": {"type": "transcription", "audio": {"input": []}}}, "input is"),
+        ({"type": "session.update", "session": {"type": "transcription", "audio": "loud"}}, "audio is 'loud'"),
+        ({"type": "\ud800", "event_id": "\ud800"}, "ud800"),
     ]
 
     async def talk() -> str:

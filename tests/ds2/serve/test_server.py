@@ -141,7 +141,19 @@ BAD_MESSAGES = {
     "no object": ("[1]", "objects"),
     "config": ('{"config": 3}', "config is an object"),
     "rate": ('{"config": {"sample_rate": "fast"}}', "no number"),
-    "phrases": ('{"config": {"phrase_list": ["one"]}}', "phrase_list"),
+    "alternatives": ('{"config": {"max_alternatives": 3}}', "max_alternatives"),
+    "phrases": ('{"config": {"phrase_list": 7}}', "list of phrases"),
+    "weights": ('{"config": {"hot_words": {"one": "much"}}}', "object of phrases and weights"),
+    "rate that is no number": ('{"config": {"sample_rate": NaN}}', "NaN"),
+    "infinite rate": ('{"config": {"sample_rate": 1e999}}', "no number from"),
+    "nested without end": ("[" * 100_000, "JSON"),
+    "wide characters, which a close reason holds few of": (
+        '{"config": {"sample_rate": "' + "日" * 200 + '"}}',
+        "日",
+    ),
+    "hot words nested without end": ('{"config": {"hot_words": "' + "[" * 100_000 + '"}}', "config.hot_words is"),
+    "infinite weight": ('{"config": {"hot_words": {"ab": 1e999}}}', "weights up to 1e+06"),
+    "half a surrogate pair": (r'{"config": {"sample_rate": "\ud800"}}', "ud800"),
 }
 
 
@@ -154,8 +166,9 @@ def test_a_bad_message_is_answered_by_what_is_wrong(serve: Callable[..., Running
         async with connect(running.vosk) as ws:
             await ws.send(message)
             error = str(json.loads(await ws.recv())["error"])
-            with pytest.raises(ConnectionClosed):
+            with pytest.raises(ConnectionClosed) as closed:
                 await ws.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1007 and closed.value.rcvd.reason
             return error
 
     assert reason in asyncio.run(send())
@@ -177,8 +190,8 @@ def test_limits_are_told(serve: Callable[..., Running]) -> None:
 
     rate = '{"config": {"sample_rate": 16000}}'
     assert asyncio.run(closes(b"\0" * 20_000)) == ("", 1009)
-    assert asyncio.run(closes()) == ("nothing came for 0.3 s", 1013)
-    assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith("samples at 1 Hz")
+    assert asyncio.run(closes()) == ("nothing came, or was taken, for 0.3 s", 1013)
+    assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith("config.sample_rate=1 is no")
     reason, code = asyncio.run(closes(rate, *[speech(1, 0.25)] * 5))
     assert (reason, code) == ("a session takes 1 s of audio at most: begin a new one", 1008)
 
@@ -212,6 +225,28 @@ def test_damaged_uploads_and_unknown_formats_are_named(serve: Callable[..., Runn
         half.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\nabc")
     assert create(model="ds2", file=flac(speech(1, 1.0))).text == text_alone(running.recogniser, speech(1, 1.0))
     assert running.metric("ds2_sessions") == 0
+
+
+@pytest.mark.parametrize("name", ["a." + "x" * 300, "a.\0wav", "a.日本", "../../a.wav", "a./b"])
+def test_an_upload_may_be_called_anything(serve: Callable[..., Running], name: str) -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="' + name.encode() + b'"\r\n\r\n'
+    body += flac(speech(1, 0.5)).read() + b"\r\n--x--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    running = serve()
+    request = urllib.request.Request(running.web + "/v1/audio/transcriptions", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer) == {"text": text_alone(running.recogniser, speech(1, 0.5))}
+
+
+def test_a_full_disk_is_told(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    running = serve()
+    monkeypatch.setattr("ds2.serve.rest.tempfile.NamedTemporaryFile", full)
+    with pytest.raises(openai.InternalServerError, match="cannot keep the upload: No space left") as caught:
+        running.client().audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.2)))
+    assert caught.value.status_code == 507
 
 
 def test_a_key_is_asked_for(serve: Callable[..., Running]) -> None:

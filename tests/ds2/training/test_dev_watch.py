@@ -54,7 +54,7 @@ def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: C
     expected = []
     with torch.inference_mode():
         for batch in trainer.loader.epoch([[index] for index in range(10)], 1):
-            expected.append(float(trainer.passes.losses(trainer.inputs(batch, 1)).sum()))
+            expected.append(float(trainer.passes.losses(trainer.inputs(batch, 1))[0].sum()))
     heard: list[float] = []
     scalars = log.scalars
     log.scalars = lambda group, step, values: heard.append(values["loss"]) or scalars(group, step, values)  # type: ignore[method-assign, func-returns-value]

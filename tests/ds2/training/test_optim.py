@@ -1,14 +1,17 @@
 """Schedules by hand-worked values, clipping, parameter groups, weight averaging."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from ds2.config.schema import OptimConfig
+from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.training.averaging import WeightAverage
-from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer
+from ds2.training.loop import planned_part
+from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer, set_learning_rate
+from ds2.training.state import Progress
 
 
 @pytest.mark.parametrize(
@@ -85,3 +88,28 @@ def test_weight_average_follows_weights_and_running_statistics() -> None:
     torch.testing.assert_close(average.model[1].running_mean, torch.full((2,), 2 * (1 - decay)))
     assert average.model[1].num_batches_tracked.item() == 3
     assert not math.isclose(decay, 0.5)
+
+
+def test_a_timed_cosine_is_at_zero_when_the_minutes_or_the_epochs_are_up(tiny_config: Callable[..., Config]) -> None:
+    timed = tiny_config("optim.schedule=timed_cosine", "train.max_minutes=2", "train.epochs=10")
+    plain = tiny_config("optim.schedule=cosine", "train.max_minutes=2", "train.epochs=10")
+    early, late = (Progress(epoch=6, batch=1, elapsed_s=seconds) for seconds in (30.0, 90.0))
+    assert planned_part(plain, early, 2) == planned_part(timed, early, 2) == planned_part(plain, late, 2) == 0.55
+    assert planned_part(timed, late, 2) == 0.75
+    over = planned_part(timed, Progress(elapsed_s=130.0), 2)
+    assert learning_rate(timed.optim, 1000, 1, over) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_timed_cosine_without_minutes_is_refused(tiny_config: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"timed_cosine .*train\.max_minutes"):
+        tiny_config("optim.schedule=timed_cosine")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_each_group_keeps_its_own_rate(device: str) -> None:
+    model = nn.ModuleDict({"slow": nn.Linear(2, 2), "fast": nn.Linear(2, 2)}).to(device)
+    optimizer = make_optimizer(model, OptimConfig(layer_rates={"slow": 0.5}))
+    set_learning_rate(optimizer, 0.25)
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    assert [rates[id(p)] for p in model["slow"].parameters()] == [0.125, 0.125]
+    assert [rates[id(p)] for p in model["fast"].parameters()] == [0.25, 0.25]

@@ -1,20 +1,14 @@
 """The whole-chip kernels' own source on a CPU, with slow warps and late messages, against float64 (chip_on_cpu.h)."""
 
-import ctypes
-import functools
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops.jit.launch import Launch
-from ds2_ops.jit.source import Source
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
-from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
-from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments
+from ds2_ops.recurrent.plan.problem import Choice, Problem
+from support.chip import patch, small_chip
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, backward_loop, forward_loop, inputs
 from support.rounding import Arithmetic, allowed_beside_stock, variances
@@ -23,42 +17,14 @@ from support.rounding import Arithmetic, allowed_beside_stock, variances
 NARROW, WIDE = {2: 5}, {5: 4}
 
 
-@functools.cache
-def _library(source: Source) -> ctypes.CDLL:
-    # All that is hardware, at once; the kernels' own headers see its shared memory.
-    headers = {
-        "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
-        "ptx/number.cuh": "#pragma once\n",
-        "ptx/wgmma.cuh": "#pragma once\n",
-    }
-    for name in ("recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh"):
-        text = (CSRC / name).read_text()
-        headers[name] = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
-    shape = "Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES"
-    launch = f"chip::launch(blocks, {shape}, seed, KERNEL)"
-    library = ctypes.CDLL(str(compile_kernel(source, headers, "const char*", "int blocks, int seed", launch)))
-    library.run.restype = ctypes.c_char_p
-    return library
-
-
 @pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choice, int], None]:
-    """Make `persistent` run on CPU tensors: a choice of the planner's, with rests drawn from a seed."""
-
-    def use(choice: Choice, seed: int) -> None:
-        def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
-            error = _library(launch.source).run(launch.grid, seed, *host_arguments(launch.source, arguments))
-            assert not error, error.decode()
-
-        monkeypatch.setattr(persistent, "plan_for", lambda *_: choice)
-        monkeypatch.setattr(persistent, "device_index", lambda device: 0)
-        monkeypatch.setattr(persistent, "run", run)
-
-    return use
+def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """See `support.chip.patch`."""
+    return patch(monkeypatch)
 
 
 def the_choice(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Choice:
-    facts = DeviceFacts(sms=max(c * n for c, n in active.items()), active_clusters=active)
+    facts = small_chip(active)
     choices = grid_choices(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
     return max(choices, key=lambda choice: (choice.launch.grid, choice.samples))  # all multiprocessors at work
 
@@ -77,7 +43,7 @@ CASES = [
 
 @pytest.mark.parametrize(("active", "shape", "seed"), CASES)
 def test_slow_warps_and_late_messages_change_nothing(
-    active: dict[int, int], shape: tuple[int, int, int], seed: int, chip: Callable[[Choice, int], None]
+    active: dict[int, int], shape: tuple[int, int, int], seed: int, chip: Callable[..., None]
 ) -> None:
     frames, batch, hidden = shape
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)

@@ -55,6 +55,18 @@ struct Fp16 {
     }
 };
 
+// 2^x and 1 / x, within 2 units in the last place, each one instruction.
+__device__ inline float quick_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float quick_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // fp32 in memory; products through TF32 (10 explicit mantissa bits), sums in fp32.
 struct Fp32 {
     using Storage = unsigned;

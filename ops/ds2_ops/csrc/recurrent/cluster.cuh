@@ -4,10 +4,15 @@
 //
 // One step of one block, for one group of up to 8 utterances:
 //   1. 8 multiplying warps. Warp w owns K slice w, which 2 peers (cluster of 16) or 1 (cluster of 8) produced. It waits for
-//      these alone, multiplies all ROWS rows by its slice, leaves partial sums in shared memory and goes on.
+//      these alone, multiplies all ROWS rows by its slice, leaves partial sums in shared memory and goes on. Where a cell's
+//      gates make many rows, M_SPLIT warps share M_SPLIT slices, each for a part of the rows.
 //   2. 4 finishing warps a unit, which hold no weights. When all 8 partial sums of their unit are there, a quad of lanes
 //      takes 16 bytes of one utterance's new state: adds up, applies the cell, sends them to all blocks; then stores y
 //      and fetches x.
+// A cell with G gates has G rows a hidden unit, all in one block; forward a block sends one vector of its hidden units, h, and
+// backward G, the gradients of its gates, whose chunks one quad finishes together. What a hidden unit carries from step to
+// step besides stays with the thread that finishes it.
+//
 // A unit is a group, or one of two parts of the only group's rows. With two groups, the second one's arithmetic runs while
 // the first one's state is finished and travels. With two parts, so does the second part's arithmetic, and the product with
 // what the first part sends begins before the second part arrives.
@@ -24,138 +29,50 @@
 //   (e) What is sent is always received: nothing is sent in the last iteration, so no block leaves with stores under way.
 #pragma once
 
-#include "ptx/sync.cuh"
-#include "recurrent/pointwise.cuh"
-#include "recurrent/pass.cuh"
+#include "recurrent/cluster_shape.cuh"
 
 namespace ds2 {
-
-template <class Number_, class Cell_, int CLUSTER_, int ROWS_, int GROUPS_, int HEAD_TILES_, bool BACKWARD_,
-          bool WHOLE_WORDS_>
-struct ClusterShape {
-    using Number = Number_;
-    using Cell = Cell_;
-    static constexpr int CLUSTER = CLUSTER_, ROWS = ROWS_, GROUPS = GROUPS_;
-    static constexpr bool BACKWARD = BACKWARD_;
-    static constexpr bool WHOLE_WORDS = WHOLE_WORDS_;  // every row of H elements starts on a word boundary
-
-    static constexpr int PER_WORD = Number::PER_WORD;
-    static constexpr int WORDS = ROWS / PER_WORD;   // of one utterance's state that a block produces
-    static constexpr int CHUNKS = WORDS / 4;        // of 16 bytes, the unit of exchange
-    static constexpr int K_WORDS = CLUSTER * WORDS; // of one utterance's whole state
-    static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
-    static constexpr int K_TILES = K_WORDS / MMA_WORDS / WARPS;
-    static constexpr int SOURCES = CLUSTER / WARPS; // blocks that feed one warp
-    // The first part: as many of the rows, of the chunks that a block sends, and of a warp's K that consists of such chunks.
-    static constexpr int HEAD_TILES = HEAD_TILES_, PARTS = HEAD_TILES < M_TILES ? 2 : 1;
-    static constexpr int HEAD_CHUNKS = PARTS == 1 ? CHUNKS : HEAD_TILES * MMA_ROWS / PER_WORD / 4;
-    static constexpr int HEAD_K_TILES = PARTS == 1 ? K_TILES : HEAD_CHUNKS * SOURCES / 4 * 2;
-    static constexpr int UNITS = GROUPS * PARTS;
-    static constexpr int FINISHERS = 128;  // threads of one unit: a warpgroup, which registers are reallocated by
-    static constexpr int ALL_THREADS = THREADS + UNITS * FINISHERS;
-    // Registers a thread: as many at launch for all, then moved from finishing to multiplying warps, which hold the weights.
-    static constexpr int MULTIPLY_REGISTERS = UNITS == 1 ? 224 : 216, FINISH_REGISTERS = UNITS == 1 ? 56 : 40;
-    static constexpr int LAUNCH_REGISTERS = 65536 / ALL_THREADS / 8 * 8;
-    static_assert(THREADS * MULTIPLY_REGISTERS + UNITS * FINISHERS * FINISH_REGISTERS <= LAUNCH_REGISTERS * ALL_THREADS,
-                  "what some warps gain, others have given");
-    static constexpr int QUADS = FINISHERS / 4;
-    static constexpr int ROUND_SAMPLES = QUADS / HEAD_CHUNKS; // whose chunks the quads finish at the same time
-    static constexpr int ROUNDS = (MMA_SAMPLES + ROUND_SAMPLES - 1) / ROUND_SAMPLES;
-
-    // State: [source block][sample][words], so that what a block sends is nearly contiguous (the network carries 32-byte
-    // sectors and likes few, long, aligned pieces). The paddings keep the 8 lanes of a quarter warp's 16-byte loads, two
-    // samples of one source or of two alternating sources, in different banks.
-    static constexpr int SAMPLE_PITCH = SOURCES == 2 ? (4 * WORDS + 31) / 64 * 64 + 32 : (4 * WORDS + 63) / 128 * 128 + 64;
-    static constexpr int SOURCE_PITCH = MMA_SAMPLES * SAMPLE_PITCH + 64;
-    // The four sample pairs of a fragment's store fall 8 banks apart.
-    static constexpr int PARTIAL_STRIDE = MMA_ROWS * M_TILES + 4;
-
-    static constexpr int STATE_BYTES = CLUSTER * SOURCE_PITCH;                      // one group, one stage, like the next
-    static constexpr int PARTIAL_BYTES = WARPS * MMA_SAMPLES * PARTIAL_STRIDE * 4;
-    static constexpr int INPUTS = BACKWARD ? 2 : 1;                                 // arrays read every step
-    static constexpr int AHEAD = 4;                                                 // steps that inputs are fetched early
-    // One unit: a word a thread and round for each step and array, and one for the utterance's frames.
-    static constexpr int INPUT_BYTES = (AHEAD * INPUTS + 1) * ROUNDS * FINISHERS * 4;
-    static constexpr int PARTIAL_AT = 2 * GROUPS * STATE_BYTES;
-    static constexpr int INPUT_AT = PARTIAL_AT + 2 * GROUPS * PARTIAL_BYTES;
-    static constexpr int BARRIER_AT = INPUT_AT + UNITS * INPUT_BYTES;
-    static constexpr int SMEM_BYTES = BARRIER_AT + 2 * UNITS * WARPS * 8;
-
-    static_assert(UNITS <= 2, "two groups or two parts: registers for two finishing warpgroups, not more");
-    static_assert(HEAD_CHUNKS <= CHUNKS && CHUNKS <= 2 * HEAD_CHUNKS, "the first part is not the smaller one");
-    static_assert(SOURCES == 1 || SOURCES == 2, "each warp's K slice is what one or two whole blocks produced");
-    static_assert(WORDS % 4 == 0, "blocks exchange units of 16 bytes");
-    static_assert(ROUND_SAMPLES >= 1, "the finishing threads cover one utterance's words of a part");
-    static_assert(K_WORDS % (MMA_WORDS * WARPS) == 0, "each warp's K slice is whole matrix instructions");
-    static_assert(SAMPLE_PITCH >= 4 * WORDS, "a sample's words fit its pitch");
-
-    static __device__ int state_at(int stage, int g) { return (stage * GROUPS + g) * STATE_BYTES; }
-    static __device__ int partial_at(int stage, int g) { return PARTIAL_AT + (stage * GROUPS + g) * PARTIAL_BYTES; }
-    static __device__ int barrier_at(int stage, int unit, int warp) {
-        return BARRIER_AT + 8 * ((stage * UNITS + unit) * WARPS + warp);
-    }
-    // Named barrier of a unit's finishers and all multipliers; 0 is __syncthreads. In debug builds everybody waits at all of
-    // them: race checkers do not look into other blocks, where what (c) rests on lies, and follow no barrier of a part of a
-    // block, but see then that partial sums are read after they were written and before they are overwritten.
-    static __device__ int partials_ready(int stage, int unit) { return 1 + stage * UNITS + unit; }
-    // The finishers of a group without utterances rest: nothing would hold the multiplying warps at their pace.
-    static __device__ bool takes_part(int live) { return GROUPS == 1 || DEBUG_WAITS || live > 0; }
-    static constexpr int PARTIALS_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + FINISHERS;
-};
-
-// One tile: the utterances that a cluster runs together, in groups.
-template <class Shape>
-struct Tile {
-    using Number = typename Shape::Number;
-    const Pass& pass;
-    int first;  // utterance of the thread's own group: of the one that it finishes, or of group 0 if it multiplies
-    int steps;  // frames of the longest
-
-    static __device__ int own_unit() {
-        return Shape::UNITS == 1 || threadIdx.x < THREADS ? 0 : (threadIdx.x - THREADS) / Shape::FINISHERS;
-    }
-    static __device__ int own_group() { return Shape::GROUPS == 1 ? 0 : own_unit(); }
-    __device__ int begin(int g) const { return first + (g - own_group()) * pass.samples; }
-    __device__ int live(int g) const { return max(0, min(pass.samples, pass.batch - begin(g))); }
-    __device__ int length(int utterance) const {
-        return pass.lengths ? max(0, min(pass.frames, __ldg(pass.lengths + utterance))) : pass.frames;
-    }
-    __device__ int iterations() const { return Shape::BACKWARD ? steps + 1 : steps; }
-
-    __device__ explicit Tile(const Pass& pass)
-        : pass(pass), first((blockIdx.x / Shape::CLUSTER * Shape::GROUPS + own_group()) * pass.samples), steps(0) {}
-    __device__ bool exists() const { return begin(0) < pass.batch; }
-    __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
-
-    // All threads of the cluster: waits until no block uses the previous tile.
-    __device__ void open() {
-        cluster_barrier();
-        steps = 0;
-#pragma unroll 1
-        for (int g = 0; g < Shape::GROUPS; g++)
-#pragma unroll 1
-            for (int s = 0; s < live(g); s++) steps = max(steps, length(begin(g) + s));
-    }
-};
 
 template <class Shape>
 struct Multiplier {
     using Number = typename Shape::Number;
-    Weights<Number, Shape::M_TILES, Shape::K_TILES> weights;
+    Weights<Number, Shape::WARP_TILES, Shape::M_SPLIT * Shape::K_TILES> weights;
     unsigned parity = 0;  // bit s: of the phase that stage s's mbarriers are in
 
     // Within the warp's K slice a lane takes 16-byte chunks k + q / 2 of source q % 2, or 2 k + q of its only source.
     static constexpr int PITCH = Shape::SOURCES == 2 ? 16 : 32;
 
+    // The first of the M_SPLIT portions of a warp's K, K_SPLIT apart, and of its rows. Portion w is one of warp w's own.
+    static __device__ int first_portion(int warp) { return Shape::M_SPLIT == 1 ? warp : warp % Shape::K_SPLIT; }
+    static __device__ int first_row(int warp) {
+        return Shape::M_SPLIT == 1 ? 0 : warp / Shape::K_SPLIT * (MMA_ROWS * Shape::WARP_TILES);
+    }
+
     __device__ void load_weights(const Pass& pass) {
         const int rank = cluster_rank(), warp = threadIdx.x / 32;
-        weights.load_permuted(pass, rank * Shape::ROWS, (rank + 1) * Shape::ROWS, [=](int k, int q, int words) {
-            return Shape::SOURCES == 2 ? (2 * warp + q % 2) * Shape::WORDS + 4 * k + words * (q / 2)
-                                       : warp * Shape::WORDS + MMA_WORDS * k + words * q;
+        const auto word = [=](int k, int q, int words) {
+            const int portion = first_portion(warp) + k / Shape::K_TILES * Shape::K_SPLIT, tile = k % Shape::K_TILES;
+            return Shape::SOURCES == 2 ? (2 * portion + q % 2) * Shape::WORDS + 4 * tile + words * (q / 2)
+                                       : portion * Shape::WORDS + MMA_WORDS * tile + words * q;
+        };
+        weights.load_permuted(pass, word, [=, first = first_row(warp), hidden = pass.hidden](int row, int word) -> Place {
+            row += first;
+            if constexpr (!Shape::GATED) {
+                return Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+            } else if constexpr (Shape::BACKWARD) {  // a row holds all gates, and so does what a block sends
+                const int source = word / Shape::WORDS, sent = word % Shape::WORDS, unit = rank * Shape::OWNED + row;
+                const int column = source * Shape::OWNED + sent % Shape::OWN_WORDS * Shape::PER_WORD;
+                return {(size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
+                        column, row < Shape::ROWS && unit < hidden};
+            } else {
+                const int column = word * Shape::PER_WORD, unit = rank * Shape::OWNED + row % Shape::OWNED;
+                return {(size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
+                        column, row < Shape::ROWS && unit < hidden};
+            }
         });
     }
 
-    // The warp's own K slice of the first state, which no other warp reads.
+    // The warp's own K slice of the first state, which no other warp reads unless it shares it.
     static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {
         const Pass& pass = tile.pass;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -176,6 +93,7 @@ struct Multiplier {
                                    Number::operand(value));
                 }
         __syncwarp();
+        if constexpr (Shape::M_SPLIT > 1) block_wait(Shape::FIRST_STATE, THREADS);
     }
 
     __device__ void run(const Tile<Shape>& tile, char* smem) {
@@ -184,9 +102,12 @@ struct Multiplier {
         const int iterations = tile.iterations();
         // Addresses of stage 0, group 0.
         const unsigned barrier = pinned(smem_address(smem + Shape::barrier_at(0, 0, warp)));
-        const unsigned partial = pinned(smem_address(smem + Shape::partial_at(0, 0)) +
-                                        4 * ((warp * MMA_SAMPLES + 2 * quad_lane) * Shape::PARTIAL_STRIDE + column));
-        const int source = Shape::SOURCES * warp + quad_lane % Shape::SOURCES, chunk = quad_lane / Shape::SOURCES;
+        const int portion = first_portion(warp);
+        const unsigned partial =
+            pinned(smem_address(smem + Shape::partial_at(0, 0)) +
+                   4 * ((portion * MMA_SAMPLES + 2 * quad_lane) * Shape::PARTIAL_STRIDE + first_row(warp) + column));
+        const unsigned first_barrier = Shape::M_SPLIT == 1 ? barrier : pinned(barrier + 8 * (portion - warp));
+        const int source = Shape::SOURCES * portion + quad_lane % Shape::SOURCES, chunk = quad_lane / Shape::SOURCES;
         unsigned state[Shape::GROUPS];  // columns without utterance repeat the first
         unsigned columns = 0;           // how many of this lane's two columns of the result have one, a byte a group
 #pragma unroll
@@ -206,17 +127,24 @@ struct Multiplier {
                     barrier_expect(barrier + ((stage ^ 1) * Shape::UNITS + first_unit + lane) * 8 * WARPS,
                                    live * Shape::SOURCES * 16 *
                                        (lane == 0 ? Shape::HEAD_CHUNKS : Shape::CHUNKS - Shape::HEAD_CHUNKS));
-                const auto await = [&](int part) {
+                const auto await = [&](int part, int portion) {
                     if (i > 0)
-                        barrier_wait(barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS, parity >> stage & 1,
-                                     "its peers' state", i);
+                        barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS +
+                                         portion * 8 * Shape::K_SPLIT,
+                                     parity >> stage & 1, "its peers' state", i);
                 };
                 const unsigned from = state[g] + stage * Shape::GROUPS * Shape::STATE_BYTES;
+                if constexpr (Shape::M_SPLIT > 1) {
+                    float c[Shape::WARP_TILES][4] = {}, odd[Shape::WARP_TILES][4] = {};  // more sums, fewer waits for each
+                    multiply_portions<0>(c, odd, from, [&](int portion) { await(0, portion); });
+                    report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
+                    continue;
+                }
                 float c[Shape::HEAD_TILES][4] = {};
-                await(0);
+                await(0, 0);
                 multiply_add<PITCH, 0, 0, Shape::HEAD_K_TILES>(c, weights, from, from + tail);
                 if constexpr (Shape::PARTS == 2) {
-                    await(1);
+                    await(1, 0);
                     multiply_add<PITCH, 0, Shape::HEAD_K_TILES, Shape::K_TILES>(c, weights, from, from + tail);
                 }
                 report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
@@ -227,6 +155,24 @@ struct Multiplier {
                 }
             }
             if (i > 0) parity ^= 1u << stage;
+        }
+    }
+
+    // One portion after the other, as they come, with sums of their own for every second one.
+    template <int PORTION, class Await>
+    __device__ void multiply_portions(float (&c)[Shape::WARP_TILES][4], float (&odd)[Shape::WARP_TILES][4], unsigned from,
+                                      Await await) {
+        if constexpr (PORTION == Shape::M_SPLIT) {
+#pragma unroll
+            for (int m = 0; m < Shape::WARP_TILES; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[m][e] += odd[m][e];
+        } else {
+            constexpr int APART = Shape::K_SPLIT * Shape::SOURCES * Shape::SOURCE_PITCH - Shape::K_TILES * PITCH;
+            await(PORTION);
+            multiply_add<PITCH, 0, PORTION * Shape::K_TILES, (PORTION + 1) * Shape::K_TILES>(
+                PORTION % 2 ? odd : c, weights, from + PORTION * APART, 0);
+            multiply_portions<PORTION + 1>(c, odd, from, await);
         }
     }
 
@@ -244,7 +190,7 @@ struct Multiplier {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int row = MMA_ROWS * (PART * Shape::HEAD_TILES + m) + 8 * half;
-                    if (row < Shape::ROWS)
+                    if (Shape::M_SPLIT > 1 || row < Shape::ROWS)
                         store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + row), __float_as_uint(c[m][2 * half + n]));
                 }
         }
@@ -269,12 +215,12 @@ struct Finisher {
         // Neighbours stay together: one instruction sends 128 bytes to each of 4 peers.
         const int unit = Tile<Shape>::own_unit(), group = unit / Shape::PARTS, part = unit % Shape::PARTS;
         const int rank = cluster_rank(), thread = threadIdx.x % Shape::FINISHERS, quad = thread / 4, lane = thread % 4;
-        const int part_chunk = quad % Shape::HEAD_CHUNKS, own_chunk = part * Shape::HEAD_CHUNKS + part_chunk;
+        const int part_chunk = quad % Shape::QUAD_CHUNKS, own_chunk = part * Shape::QUAD_CHUNKS + part_chunk;
         // A quad too many never has an utterance; each block begins to send to another one, so that none is flooded.
-        const bool needed = quad / Shape::HEAD_CHUNKS < Shape::ROUND_SAMPLES && own_chunk < Shape::CHUNKS;
-        const int sample = needed ? quad / Shape::HEAD_CHUNKS : MMA_SAMPLES;
+        const bool needed = quad / Shape::QUAD_CHUNKS < Shape::ROUND_SAMPLES && own_chunk < Shape::OWN_WORDS / 4;
+        const int sample = needed ? quad / Shape::QUAD_CHUNKS : MMA_SAMPLES;
         const int word = 4 * (needed ? own_chunk : 0) + lane;
-        place = pinned(rank * Shape::ROWS + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
+        place = pinned(rank * Shape::OWNED + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
         chunk = pinned(smem_address(smem) + Shape::state_at(0, group) + rank * Shape::SOURCE_PITCH + 16 * own_chunk);
         barrier = pinned(smem_address(smem + Shape::barrier_at(0, unit, rank / Shape::SOURCES)));
         partial = pinned(smem_address(smem + Shape::partial_at(0, group)) + 4 * word * Shape::PER_WORD);
@@ -287,21 +233,25 @@ struct Finisher {
     __device__ int valid() const { return min(Shape::PER_WORD, pass.hidden - row()); }  // elements of the word that exist
     // This thread's own place for its word of round r of array a of iteration i.
     __device__ unsigned input_at(int i, int r, int a) const {
-        return input + ((i % Shape::AHEAD * Shape::INPUTS + a) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+        return input + ((i % Shape::AHEAD * Shape::SLOTS + a) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
     // And for the frames of its utterance of round r.
     __device__ unsigned length_at(int r) const {
-        return input + (Shape::AHEAD * Shape::INPUTS * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+        return input + (Shape::AHEAD * Shape::SLOTS * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
-    // This thread's word of sample s in a (T, B, H) array, and with t = 0 in a (B, H) array.
-    __device__ size_t element(const Tile<Shape>& tile, int s, int t) const {
-        return size_t(unsigned(t * pass.batch + tile.first + s)) * unsigned(pass.hidden) + unsigned(row());  // T B < 2^31
+    // And for what is carried of it.
+    __device__ unsigned carry_at(int r) const {
+        return input + ((Shape::AHEAD * Shape::SLOTS + 1) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
+    }
+    // This thread's word of sample s in frame t; with t = 0 also in (B, H) arrays.
+    __device__ Frame<Shape> at(const Tile<Shape>& tile, int s, int t) const {
+        return {pass, unsigned(t * pass.batch + tile.first + s), row()};  // T B < 2^31
     }
     __device__ unsigned load_state(const Tile<Shape>& tile, int s) const {
-        return pass.state ? load_word<Number>(pass.state, element(tile, s, 0), valid(), Shape::WHOLE_WORDS) : 0;
+        return pass.state ? load_word<Number>(pass.state, at(tile, s, 0).element(), valid(), Shape::WHOLE_WORDS) : 0;
     }
     __device__ void store_state(const Tile<Shape>& tile, int s, unsigned value) const {
-        store_word<Number>(pass.last_state, element(tile, s, 0), value, valid(), Shape::WHOLE_WORDS);
+        store_word<Number>(pass.last_state, at(tile, s, 0).element(), value, valid(), Shape::WHOLE_WORDS);
     }
     static __device__ int frame(const Tile<Shape>& tile, int i) { return Shape::BACKWARD ? tile.steps - 1 - i : i; }
 
@@ -312,7 +262,10 @@ struct Finisher {
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const int frames = tile.length(tile.first + s);
             store_shared_4(length_at(r), frames);
+            if constexpr (Shape::GATED) load_carry(tile, s, r);
             if (!Shape::BACKWARD && frames == 0) store_state(tile, s, load_state(tile, s));
+            if constexpr (Shape::GATED && !Shape::BACKWARD)
+                if (frames == 0) store_carry(tile, s, r);
         }
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(tile, i, live);
@@ -324,8 +277,19 @@ struct Finisher {
 #pragma unroll 1
         for (int s = sample(); s < live; s += Shape::ROUND_SAMPLES)
 #pragma unroll 1
-            for (int t = tile.steps; t < pass.frames; t++)
-                store_word<Number>(pass.result, element(tile, s, t), 0, valid(), Shape::WHOLE_WORDS);
+            for (int t = tile.steps; t < pass.frames; t++) at(tile, s, t).store_padding(valid(), Shape::WHOLE_WORDS);
+    }
+
+    using Floats = float[Shape::PER_WORD];
+    __device__ void load_carry(const Tile<Shape>& tile, int s, int r) const {
+        Floats carry;
+        at(tile, s, 0).load_carry(load_state(tile, s), valid(), carry);
+        keep_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+    }
+    __device__ void store_carry(const Tile<Shape>& tile, int s, int r) const {
+        Floats carry;
+        kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+        at(tile, s, 0).store_carry(valid(), carry);
     }
 
     // Asks for what iteration i consumes. Each thread reads only what itself has fetched.
@@ -334,10 +298,11 @@ struct Finisher {
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const bool wanted = t >= 0 && t < int(load_shared_4(length_at(r))) && valid() > 0;
-            const size_t from = wanted ? element(tile, s, t) : 0;
+            const size_t plain = wanted ? at(tile, s, t).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
-                const void* array = a == 0 ? pass.input : pass.output_y;
+                const void* array = Frame<Shape>::input_array(pass, a);
+                const size_t from = !Shape::GATED ? plain : wanted ? at(tile, s, t).input_element(a) : 0;
                 const unsigned to = input_at(i, r, a);
                 if constexpr (Shape::WHOLE_WORDS)
                     copy_async(to, static_cast<const typename Number::Storage*>(array) + from, wanted);
@@ -350,13 +315,17 @@ struct Finisher {
 
     // The matrix times the state, for this thread's word. The order of the sum is fixed.
     static __device__ void sum_partials(float (&sum)[Shape::PER_WORD], unsigned from) {
-        float part[WARPS][Shape::PER_WORD];
+        float part[Shape::K_SPLIT][Shape::PER_WORD];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) load_floats(part[w], from + w * 4 * MMA_SAMPLES * Shape::PARTIAL_STRIDE);
+        for (int w = 0; w < Shape::K_SPLIT; w++) load_floats(part[w], from + w * 4 * MMA_SAMPLES * Shape::PARTIAL_STRIDE);
 #pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++)
-            sum[e] = ((part[0][e] + part[1][e]) + (part[2][e] + part[3][e])) +
-                     ((part[4][e] + part[5][e]) + (part[6][e] + part[7][e]));
+        for (int n = Shape::K_SPLIT / 2; n > 0; n /= 2)
+#pragma unroll
+            for (int w = 0; w < n; w++)
+#pragma unroll
+                for (int e = 0; e < Shape::PER_WORD; e++) part[w][e] = part[2 * w][e] + part[2 * w + 1][e];
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++) sum[e] = part[0][e];
     }
     static __device__ void load_floats(float (&v)[2], unsigned from) {
         const uint2 pair = load_shared_8(from);
@@ -364,12 +333,15 @@ struct Finisher {
     }
     static __device__ void load_floats(float (&v)[1], unsigned from) { v[0] = __uint_as_float(load_shared_4(from)); }
 
-    // A quad holds 16 bytes of the new state: each of its lanes sends them to a quarter of the blocks.
-    __device__ void send(unsigned value, int stage, int s, bool mine) {
-        const unsigned operand = Number::operand(value);
-        unsigned w[4];
+    // A quad holds 16 bytes of each vector of the new state: each of its lanes sends them to a quarter of the blocks.
+    __device__ void send(const unsigned (&value)[Shape::SENT], int stage, int s, bool mine) {
+        unsigned w[Shape::SENT][4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) w[j] = __shfl_sync(0xffffffffu, operand, j, 4);
+        for (int v = 0; v < Shape::SENT; v++) {
+            const unsigned operand = Number::operand(value[v]);
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[v][j] = __shfl_sync(0xffffffffu, operand, j, 4);
+        }
         if (!mine) return;
         const unsigned to = chunk + stage * Shape::GROUPS * Shape::STATE_BYTES + s * Shape::SAMPLE_PITCH;
         const unsigned to_barrier = barrier + stage * Shape::UNITS * 8 * WARPS;
@@ -382,7 +354,10 @@ struct Finisher {
             address[j][1] = pinned(remote_address(to_barrier, peer));
         }
 #pragma unroll
-        for (int j = 0; j < PEERS; j++) store_async(address[j][0], address[j][1], w[0], w[1], w[2], w[3]);
+        for (int v = 0; v < Shape::SENT; v++)
+#pragma unroll
+            for (int j = 0; j < PEERS; j++)
+                store_async(address[j][0] + 4 * v * Shape::OWN_WORDS, address[j][1], w[v][0], w[v][1], w[v][2], w[v][3]);
     }
 
     static __device__ void wait_with_units(int stage, int first_unit, int end_unit) {
@@ -401,36 +376,89 @@ struct Finisher {
             const int s = min(first + sample(), MMA_SAMPLES - 1), r = first / Shape::ROUND_SAMPLES;
             const unsigned from =
                 pinned(partial + stage * Shape::GROUPS * Shape::PARTIAL_BYTES + 4 * s * Shape::PARTIAL_STRIDE);
-            const unsigned input_word = load_shared_4(input_at(i, r, 0));
-            const unsigned saved_word = Shape::BACKWARD ? load_shared_4(input_at(i, r, 1)) : 0;
+            unsigned in[Shape::INPUTS], out[Shape::OUTPUTS], sent[Shape::SENT];
+#pragma unroll
+            for (int a = 0; a < Shape::INPUTS; a++) in[a] = load_shared_4(input_at(i, r, a));
             const int frames = mine ? int(load_shared_4(length_at(r))) : 0;
+            float ready[Shape::READY][Shape::PER_WORD], carry[Shape::PER_WORD];
+            if constexpr (Shape::GATED) {
+                kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+                prepare(tile, in, s, t, frames, ready);
+            }
             if (DEBUG_WAITS && first == 0) wait_with_units(stage, 0, tile.own_unit());
             if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
             if (!__any_sync(0xffffffffu, mine)) continue;
-            float value[Shape::PER_WORD], in[Shape::PER_WORD], y[Shape::PER_WORD], last[Shape::PER_WORD] = {};
-            sum_partials(value, from);
-            if (Shape::BACKWARD && t < 0) {  // the gradient of the first state
-                if (mine) store_state(tile, s, frames ? Number::pack(value) : load_state(tile, s));
+            float sum[Shape::SUMS][Shape::PER_WORD], last[Shape::PER_WORD] = {};
+#pragma unroll
+            for (int k = 0; k < Shape::SUMS; k++) sum_partials(sum[k], from + 4 * k * Shape::OWNED);
+            if (Shape::BACKWARD && t < 0) {
+                if (mine) finish_first_state(tile, s, r, sum[0], frames);
                 continue;
             }
-            Number::unpack(input_word, in);
-            if (Shape::BACKWARD) Number::unpack(saved_word, y);
-            if (Shape::BACKWARD && pass.state && t == frames - 1) Number::unpack(load_state(tile, s), last);
+            if (!Shape::GATED && Shape::BACKWARD && pass.state && t == frames - 1) Number::unpack(load_state(tile, s), last);
+            if constexpr (Shape::GATED) {
+                apply_gates<Shape>(sum, ready, carry, out);
 #pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++)
-                value[e] = apply_cell<Shape>(Shape::BACKWARD ? value[e] + in[e] + last[e] : value[e] + in[e], y[e], pass.clip);
-            const unsigned result = t < frames ? Number::pack(value) : 0;
-            if (i + 1 < tile.iterations()) send(result, stage ^ 1, s, mine);
-            store_shared_4(input_at(i, r, 0), result);
+                for (int a = 0; a < Shape::OUTPUTS; a++) out[a] = t < frames ? out[a] : 0;
+            } else {
+                out[0] = take_cell(sum[0], in, last, t < frames);
+            }
+#pragma unroll
+            for (int v = 0; v < Shape::SENT; v++) sent[v] = out[v == Shape::SENT - 1 ? Shape::LAST_SENT : v];
+            if (i + 1 < tile.iterations()) send(sent, stage ^ 1, s, mine);
+            if constexpr (Shape::GATED)
+                if (t < frames) keep_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) store_shared_4(input_at(i, r, a), out[a]);
         }
         if (DEBUG_WAITS) wait_with_units(stage, tile.own_unit() + 1, Shape::UNITS);
         if (Shape::BACKWARD && t < 0) return;
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const unsigned result = load_shared_4(input_at(i, r, 0));
-            store_word<Number>(pass.result, element(tile, s, t), result, valid(), Shape::WHOLE_WORDS);
-            if (!Shape::BACKWARD && t == int(load_shared_4(length_at(r))) - 1) store_state(tile, s, result);
+            at(tile, s, t).store_output(0, result, valid(), Shape::WHOLE_WORDS);
+#pragma unroll
+            for (int a = 1; a < Shape::OUTPUTS; a++)
+                at(tile, s, t).store_output(a, load_shared_4(input_at(i, r, a)), valid(), Shape::WHOLE_WORDS);
+            if (!Shape::BACKWARD && t == int(load_shared_4(length_at(r))) - 1) {
+                store_state(tile, s, result);
+                if constexpr (Shape::GATED) store_carry(tile, s, r);
+            }
         }
+    }
+
+    // The gradient of the first state.
+    __device__ void finish_first_state(const Tile<Shape>& tile, int s, int r, float (&sum)[Shape::PER_WORD], int frames) const {
+        if constexpr (Shape::GATED) {
+            Floats carry;
+            kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
+#pragma unroll
+            for (int e = 0; e < Shape::PER_WORD; e++) sum[e] += Shape::Cell::CARRIES_H ? carry[e] : 0.f;
+            at(tile, s, 0).store_carry(valid(), carry);
+        }
+        store_state(tile, s, frames ? Number::pack(sum) : load_state(tile, s));
+    }
+
+    __device__ unsigned take_cell(const float (&sum)[Shape::PER_WORD], const unsigned (&in)[Shape::INPUTS],
+                                  const float (&last)[Shape::PER_WORD], bool valid_frame) const {
+        float value[Shape::PER_WORD], x[Shape::PER_WORD], y[Shape::PER_WORD];
+        Number::unpack(in[0], x);
+        if (Shape::BACKWARD) Number::unpack(in[Shape::INPUTS - 1], y);
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++)
+            value[e] = apply_cell<Shape>(Shape::BACKWARD ? sum[e] + x[e] + last[e] : sum[e] + x[e], y[e], pass.clip);
+        return valid_frame ? Number::pack(value) : 0;
+    }
+
+    // What a cell with gates has ready before the sums are there.
+    __device__ void prepare(const Tile<Shape>& tile, const unsigned (&in)[Shape::INPUTS], int s, int t, int frames,
+                            float (&ready)[Shape::READY][Shape::PER_WORD]) const {
+        Floats other = {};
+        if (!Shape::BACKWARD)
+            Frame<Shape>{pass, 0, row()}.load_bias(other, valid(), Shape::WHOLE_WORDS);
+        else if (pass.state && t >= 0 && t == frames - 1)
+            Number::unpack(load_state(tile, s), other);
+        prepare_gates<Shape>(in, other, ready);
     }
 };
 

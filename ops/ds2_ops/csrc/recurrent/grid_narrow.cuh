@@ -15,6 +15,9 @@
 //   3. 4 finishing warps. There each thread takes one word (2 rows of 16-bit numbers, 1 of fp32) of one utterance: adds the
 //      cluster's sums and the input, applies the cell, publishes the word; then stores y and fetches x.
 //
+// A cell with gates: a block owns all gates' rows of its words of h, gate after gate. Backward the state is the gradients of all
+// gates, plane after plane, each as long as h: one thread finishes a word of all of them.
+//
 // Why two buffers of received sums for each group, by parity of the state's number, are enough, and their mbarriers may be
 // armed for state e + 2 when partial sums of e + 2 are there. Whoever has those has read words of state e + 2, as every warp
 // has a part of K. Some cluster published them after its blocks together had read all of e + 1, which all owners had
@@ -22,8 +25,8 @@
 // phase that has passed unseen; one that owns none does not wait.
 #pragma once
 
-#include "recurrent/pointwise.cuh"
 #include "recurrent/exchange.cuh"
+#include "recurrent/frame.cuh"
 #include "recurrent/turns.cuh"
 
 namespace ds2 {
@@ -35,8 +38,12 @@ struct GridShape {
     using Cell = Cell_;
     static constexpr bool BACKWARD = BACKWARD_;
     static constexpr int PER_WORD = Number::PER_WORD;
-    static constexpr int CLUSTER = CLUSTER_, BLOCK_WORDS = BLOCK_WORDS_;
-    static constexpr int BLOCK_ROWS = BLOCK_WORDS * PER_WORD, ROWS = CLUSTER * BLOCK_ROWS;
+    static constexpr int CLUSTER = CLUSTER_, BLOCK_WORDS = BLOCK_WORDS_;  // of h, or of one gate
+    static constexpr bool GATED = Cell::GATES > 1;
+    static constexpr int SUMS = BACKWARD ? 1 : Cell::GATES;     // of each hidden unit that a step needs
+    static constexpr int SENT = BACKWARD ? Cell::GATES : 1;     // planes of the state
+    static constexpr int BLOCK_UNITS = BLOCK_WORDS * PER_WORD;  // hidden units of a block
+    static constexpr int BLOCK_ROWS = SUMS * BLOCK_UNITS, ROWS = CLUSTER * BLOCK_ROWS;
     static constexpr int M_TILES = (ROWS + MMA_ROWS - 1) / MMA_ROWS;
     static constexpr int SPLITS = CLUSTER * WARPS;      // warps that split K
     static constexpr int K_PAIRS = K_PAIRS_;            // pairs of matrix instructions along K, one warp
@@ -47,7 +54,7 @@ struct GridShape {
     static constexpr int ADDERS = 128, FINISHERS = 128;  // threads: warpgroups, the unit of register reallocation
     static constexpr int ALL_THREADS = THREADS + ADDERS + FINISHERS;
     // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
-    static constexpr int MULTIPLY_REGISTERS = 208, ADD_REGISTERS = 40, FINISH_REGISTERS = 56;
+    static constexpr int MULTIPLY_REGISTERS = GATED ? 192 : 208, ADD_REGISTERS = 40, FINISH_REGISTERS = GATED ? 88 : 56;
     static_assert(THREADS * MULTIPLY_REGISTERS + ADDERS * ADD_REGISTERS + FINISHERS * FINISH_REGISTERS <=
                       65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
                   "what some warps gain, others have given");
@@ -58,10 +65,14 @@ struct GridShape {
     static constexpr int RECEIVED_AT = 2 * PARTIAL_BYTES;
     static constexpr int RECEIVED_BYTES = CLUSTER * BLOCK_ROWS * MMA_SAMPLES * 4;
     // What a finishing thread keeps of each group, its utterance's frames, and of the next turns, a word of each input.
-    static constexpr int INPUTS = BACKWARD ? 2 : 1;
+    static constexpr int INPUTS = pass_inputs<Cell, BACKWARD>(), OUTPUTS = pass_outputs<Cell, BACKWARD>();
+    static constexpr int READY = pass_ready<Cell, BACKWARD>();
+    static constexpr int LAST_SENT = BACKWARD && OUTPUTS > SENT ? SENT : SENT - 1;  // the last plane, among the outputs
+    static constexpr int CARRIED = GATED ? PER_WORD : 0;                            // of each group
     static constexpr int AHEAD = 8;
     static constexpr int LENGTHS_AT = RECEIVED_AT + 2 * GROUPS * RECEIVED_BYTES;
-    static constexpr int INPUTS_AT = LENGTHS_AT + GROUPS * FINISHERS * 4;
+    static constexpr int CARRY_AT = LENGTHS_AT + GROUPS * FINISHERS * 4;
+    static constexpr int INPUTS_AT = CARRY_AT + GROUPS * CARRIED * FINISHERS * 4;
     static constexpr int BARRIERS_AT = INPUTS_AT + AHEAD * INPUTS * FINISHERS * 4;  // of received sums
     static constexpr int WEIGHTS_AT = BARRIERS_AT + 2 * GROUPS * 8;
     static constexpr int SMEM_BYTES = WEIGHTS_AT + THREADS * K_PAIRS_SMEM * M_TILES * 32;
@@ -97,7 +108,7 @@ struct GridMultiplier {
     const Pass& pass;
     char* const smem;
     const uint4* const exchange;  // [group][slot][unit][sample], as many samples as a group has
-    const int units = state_units<Number>(pass);
+    const int units = Shape::SENT * state_units<Number>(pass);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = warp * Shape::CLUSTER + cluster_rank();  // this warp has pairs split, split + SPLITS, ... of K
     const int own_pairs = (units + 4 * (Shape::SPLITS - 1 - split) + 3) / (4 * Shape::SPLITS);
@@ -109,13 +120,23 @@ struct GridMultiplier {
 
     __device__ GridMultiplier(const Pass& pass, const unsigned* exchange, char* smem)
         : pass(pass), smem(smem), exchange(reinterpret_cast<const uint4*>(exchange)) {
-        const int first_row = blockIdx.x / Shape::CLUSTER * Shape::ROWS, end_row = first_row + Shape::ROWS;
-        weights.load_permuted(pass, first_row, end_row, [=](int k, int q, int words) {
-            return 16 * (split + Shape::SPLITS * (Shape::K_PAIRS_SMEM + k / 2)) + words * q;
-        });
+        const int cluster = blockIdx.x / Shape::CLUSTER, first_row = cluster * Shape::ROWS;
+        const auto place = [=, plane = 4 * state_units<Number>(pass), hidden = pass.hidden](int row, int word) -> Place {
+            if constexpr (!Shape::GATED)
+                return Weights<Number, 1, 1>::place(first_row + row, first_row + Shape::ROWS, word, hidden);
+            const int block = cluster * Shape::CLUSTER + row / Shape::BLOCK_ROWS, column = word % plane * Shape::PER_WORD;
+            const int gate = row % Shape::BLOCK_ROWS / Shape::BLOCK_UNITS;
+            const int unit = block * Shape::BLOCK_UNITS + row % Shape::BLOCK_UNITS;
+            const size_t vector = Shape::BACKWARD ? size_t(unit) * Shape::SENT + word / plane : size_t(gate) * hidden + unit;
+            return {vector * hidden + column, column, row < Shape::ROWS && unit < hidden && word < Shape::SENT * plane};
+        };
+        const auto from_pair = [=](int first) {
+            return [=](int k, int q, int words) { return 16 * (split + Shape::SPLITS * (first + k / 2)) + words * q; };
+        };
+        weights.load_permuted(pass, from_pair(Shape::K_PAIRS_SMEM), place);
         for (int p = 0; p < Shape::K_PAIRS_SMEM; p++) {
             Weights<Number, M_TILES, 2> pair;
-            pair.load(pass, first_row, end_row, 16 * (split + Shape::SPLITS * p));
+            pair.load_permuted(pass, from_pair(p), place);
             for (int m = 0; m < M_TILES; m++)
                 for (int k = 0; k < 2; k++)
                     *smem_weight(p, m, k) = make_uint4(pair.a[m][k][0], pair.a[m][k][1], pair.a[m][k][2], pair.a[m][k][3]);
@@ -266,7 +287,7 @@ struct GridFinisher {
     const Pass& pass;
     const int thread = threadIdx.x - THREADS - Shape::ADDERS;
     const int pairs = sample_pairs(pass);
-    const int slot_words = state_units<Number>(pass) * pass.samples * 4;
+    const int plane_words = state_units<Number>(pass) * pass.samples * 4;
     // This thread's word of one utterance of each group.
     const int local_word = thread % Shape::BLOCK_WORDS, sample = thread / Shape::BLOCK_WORDS;
     const int word = blockIdx.x * Shape::BLOCK_WORDS + local_word;
@@ -285,20 +306,22 @@ struct GridFinisher {
     __device__ bool owns(const GridTile<Shape>& tile, int group) const {
         return sample < tile.live_of(group) && word < state_units<Number>(pass) * 4;
     }
-    // This thread's word in a (T, B, H) array, and with t = 0 in a (B, H) array.
-    __device__ size_t element(const GridTile<Shape>& tile, int group, int t) const {
+    // This thread's word in frame t; with t = 0 also in (B, H) arrays.
+    __device__ Frame<Shape> frame(const GridTile<Shape>& tile, int group, int t) const {
         const unsigned utterance = t * pass.batch + tile.first + group * pass.samples + sample;  // T B < 2^31
-        return size_t(utterance) * unsigned(pass.hidden) + unsigned(word * Shape::PER_WORD);
+        return {pass, utterance, word * Shape::PER_WORD};
     }
     __device__ unsigned load_state(const GridTile<Shape>& tile, int group) const {
-        return pass.state ? load_word<Number>(pass.state, element(tile, group, 0), valid, pass.whole_words) : 0;
+        return pass.state ? load_word<Number>(pass.state, frame(tile, group, 0).element(), valid, pass.whole_words) : 0;
     }
     __device__ void store_state(const GridTile<Shape>& tile, int group, unsigned value) const {
-        store_word<Number>(pass.last_state, element(tile, group, 0), value, valid, pass.whole_words);
+        store_word<Number>(pass.last_state, frame(tile, group, 0).element(), value, valid, pass.whole_words);
     }
     __device__ unsigned* slot(int group, int epoch) const {
-        return mine + (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words;
+        return mine + (group * SLOTS + unsigned(epoch) % SLOTS) * (Shape::SENT * plane_words);
     }
+    using Floats = float[Shape::PER_WORD];
+    __device__ unsigned carry_at(int g) const { return own + Shape::CARRY_AT + g * Shape::CARRIED * Shape::FINISHERS * 4; }
     __device__ unsigned length_at(int group) const { return own + Shape::LENGTHS_AT + group * Shape::FINISHERS * 4; }
     __device__ unsigned input_at(int turn, int array) const {
         return own + Shape::INPUTS_AT + (turn % Shape::AHEAD * Shape::INPUTS + array) * Shape::FINISHERS * 4;
@@ -324,7 +347,7 @@ struct GridFinisher {
             epoch += iterations;
             for (int g = 0; g < tile.groups; g++)
                 for (int t = tile.steps; t < pass.frames && owns(tile, g); t++)  // padding
-                    store_word<Number>(pass.result, element(tile, g, t), 0, valid, pass.whole_words);
+                    frame(tile, g, t).store_padding(valid, pass.whole_words);
             block_wait(Shape::TILE_DONE, Shape::FINISHERS);  // a warp without words in the next tile has seen all phases
         }
     }
@@ -336,9 +359,16 @@ struct GridFinisher {
             store_shared_4(length_at(g), length);
             if (!owns(tile, g)) continue;
             // An utterance without frames: its last state is its first. Backward reaches that at t = -1, if it steps at all.
-            if (length == 0 && (!Shape::BACKWARD || tile.steps == 0)) store_state(tile, g, load_state(tile, g));
-            if (tile.steps > 0)
-                store_relaxed(slot(g, epoch), publishable(Number::operand(Shape::BACKWARD ? 0 : load_state(tile, g))));
+            const bool ended = length == 0 && (!Shape::BACKWARD || tile.steps == 0);
+            if (ended) store_state(tile, g, load_state(tile, g));
+            if constexpr (Shape::GATED) {
+                Floats carry;
+                frame(tile, g, 0).load_carry(load_state(tile, g), valid, carry);
+                keep_carry<Shape>(carry_at(g), carry);
+                if (ended) frame(tile, g, 0).store_carry(valid, carry);
+            }
+            const unsigned first = publishable(Number::operand(Shape::BACKWARD ? 0 : load_state(tile, g)));
+            for (int v = 0; v < Shape::SENT && tile.steps > 0; v++) store_relaxed(slot(g, epoch) + v * plane_words, first);
         }
         if (tile.steps > 0) empty_slots(tile, epoch);
     }
@@ -348,10 +378,11 @@ struct GridFinisher {
     __device__ void fetch(const GridTile<Shape>& tile, Turn at, int turn) const {
         const int t = Shape::BACKWARD ? tile.steps - 1 - at.epoch : at.epoch;
         const bool wanted = t >= 0 && t < int(load_shared_4(length_at(at.group))) && valid > 0;
-        const size_t from = wanted ? element(tile, at.group, t) : 0;
+        const size_t plain = wanted ? frame(tile, at.group, t).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
         for (int a = 0; a < Shape::INPUTS; a++) {
-            const void* array = a == 0 ? pass.input : pass.output_y;
+            const void* array = Frame<Shape>::input_array(pass, a);
+            const size_t from = !Shape::GATED ? plain : wanted ? frame(tile, at.group, t).input_element(a) : 0;
             if (pass.whole_words)
                 copy_async(input_at(turn, a), static_cast<const typename Number::Storage*>(array) + from, wanted);
             else  // rows that start between words cannot be copied behind the thread's back
@@ -367,35 +398,64 @@ struct GridFinisher {
         const unsigned from = pinned(received + buffer_of(at) * Shape::RECEIVED_BYTES);
         unsigned* const to = pinned(slot(at.group, at.epoch + 1));
         copies_wait<Shape::AHEAD - 1>();
-        float in[Shape::PER_WORD], y[Shape::PER_WORD];
-        Number::unpack(load_shared_4(input_at(turn, 0)), in);
-        if (Shape::BACKWARD) Number::unpack(load_shared_4(input_at(turn, Shape::INPUTS - 1)), y);
-        const int length = load_shared_4(length_at(at.group));
-        if (Shape::BACKWARD && t >= 0 && t == length - 1) {
-            float last[Shape::PER_WORD];
-            Number::unpack(load_state(tile, at.group), last);
+        unsigned given[Shape::INPUTS], out[Shape::OUTPUTS];
 #pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++) in[e] += last[e];
+        for (int a = 0; a < Shape::INPUTS; a++) given[a] = load_shared_4(input_at(turn, a));
+        Floats in, y, last = {};
+        const int length = load_shared_4(length_at(at.group));
+        if (Shape::BACKWARD && t >= 0 && t == length - 1) Number::unpack(load_state(tile, at.group), last);
+        float ready[Shape::READY][Shape::PER_WORD];
+        if constexpr (Shape::GATED) {
+            if (!Shape::BACKWARD) frame(tile, at.group, 0).load_bias(last, valid, pass.whole_words);
+            prepare_gates<Shape>(given, last, ready);
         }
+        Number::unpack(given[0], in), Number::unpack(given[Shape::INPUTS - 1], y);
+#pragma unroll
+        for (int e = 0; e < Shape::PER_WORD; e++) in[e] += last[e];
         if (__any_sync(0xffffffffu, owner))
             barrier_wait(barriers + 8 * buffer_of(at), at.epoch / 2 % 2, "its cluster's sums", at.epoch);
         if (owner) {
-            float value[Shape::PER_WORD] = {};
+            float value[Shape::SUMS][Shape::PER_WORD] = {};
 #pragma unroll
             for (int source = 0; source < Shape::CLUSTER; source++)
 #pragma unroll
-                for (int e = 0; e < Shape::PER_WORD; e++)
-                    value[e] += __uint_as_float(load_shared_4(from + (source * Shape::BLOCK_ROWS + e) * 8 * pairs));
+                for (int k = 0; k < Shape::SUMS; k++)
+#pragma unroll
+                    for (int e = 0; e < Shape::PER_WORD; e++)
+                        value[k][e] += __uint_as_float(load_shared_4(
+                            from + (source * Shape::BLOCK_ROWS + k * Shape::BLOCK_UNITS + e) * 8 * pairs));
+            Floats carry;
+            if constexpr (Shape::GATED) kept_carry<Shape>(carry_at(at.group), carry);
             if (Shape::BACKWARD && t < 0) {
-                store_state(tile, at.group, length == 0 ? load_state(tile, at.group) : Number::pack(value));
+                if constexpr (Shape::GATED) {
+#pragma unroll
+                    for (int e = 0; e < Shape::PER_WORD; e++) value[0][e] += Shape::Cell::CARRIES_H ? carry[e] : 0.f;
+                    frame(tile, at.group, 0).store_carry(valid, carry);
+                }
+                store_state(tile, at.group, length == 0 ? load_state(tile, at.group) : Number::pack(value[0]));
                 return;
             }
+            if constexpr (Shape::GATED) {
+                apply_gates<Shape>(value, ready, carry, out);
+                if (t < length) keep_carry<Shape>(carry_at(at.group), carry);
+            } else {
 #pragma unroll
-            for (int e = 0; e < Shape::PER_WORD; e++) value[e] = apply_cell<Shape>(value[e] + in[e], y[e], pass.clip);
-            const unsigned result = t < length ? Number::pack(value) : 0;
-            if (more) store_relaxed(to, publishable(Number::operand(result)));
-            store_word<Number>(pass.result, element(tile, at.group, t), result, valid, pass.whole_words);
-            if (!Shape::BACKWARD && t == length - 1) store_state(tile, at.group, result);
+                for (int e = 0; e < Shape::PER_WORD; e++) value[0][e] = apply_cell<Shape>(value[0][e] + in[e], y[e], pass.clip);
+                out[0] = Number::pack(value[0]);
+            }
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) out[a] = t < length ? out[a] : 0;
+#pragma unroll
+            for (int v = 0; v < Shape::SENT; v++)
+                if (more)
+                    store_relaxed(to + v * plane_words,
+                                  publishable(Number::operand(out[v == Shape::SENT - 1 ? Shape::LAST_SENT : v])));
+#pragma unroll
+            for (int a = 0; a < Shape::OUTPUTS; a++) frame(tile, at.group, t).store_output(a, out[a], valid, pass.whole_words);
+            if (!Shape::BACKWARD && t == length - 1) {
+                store_state(tile, at.group, out[0]);
+                if constexpr (Shape::GATED) frame(tile, at.group, 0).store_carry(valid, carry);
+            }
         }
         if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
     }
@@ -407,7 +467,9 @@ struct GridFinisher {
 #pragma unroll 1
         for (int g = 0; g < tile.groups && owns(tile, g); g++)
 #pragma unroll 1
-            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2; k++) store_relaxed(slot(g, k), EMPTY);
+            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2; k++)
+#pragma unroll
+                for (int v = 0; v < Shape::SENT; v++) store_relaxed(slot(g, k) + v * plane_words, EMPTY);
         fence_stores();
     }
 };

@@ -4,6 +4,8 @@
 //   backward_data  dpre_t = (dy_t + [t = last] dh_n + W^T dpre_{t+1}) f'(y_t)  t = T-1, T-2, ...
 //
 // Both are one loop over "input + matrix * state" with a pointwise end; backward is given W^T as its matrix.
+// A cell with G gates has G rows of W a unit, gate after gate, so x is (T, B, G H), and backward's state is the gradient of
+// all of them: its matrix is (H, G H). What the cell keeps for backward, SAVED numbers a unit, is (T, B, SAVED, H).
 // Shape letters: T frames, B batch, H hidden. Arrays are contiguous, x like: (T, B, H), state like: (B, H).
 #pragma once
 
@@ -25,6 +27,19 @@ struct Pass {
     int whole_words;   // rows of every (.., H) array start on a word boundary
     int wide_rows;     // they start on a 16-byte boundary, and so do the matrix's
     float clip;        // of ClippedRelu
+    // Of cells with gates only.
+    void* saved;         // forward: written, or null; backward: read
+    const void* bias;    // (H) or null: of (W h) of the last gate
+    const float* carry;  // (B, H) or null (zeros), of a cell that carries c; forward: c0; backward: dc_n
+    float* last_carry;   // forward: c_n; backward: dc0
+    void* result_last;   // backward: (T, B, H), the gradient of (W h) of the last gate, where it is not that of x
+};
+
+// Where words of the matrix lie: their first element, its column among the H of its gate, and whether the row exists.
+struct Place {
+    size_t element;
+    int column;
+    bool exists;
 };
 
 constexpr int WARPS = 8;
@@ -49,21 +64,35 @@ struct Weights {
                       [=](int k, int q, int words) { return first_word + MMA_WORDS * k + words * q; });
     }
 
+    // Of a matrix (H, H).
+    static __device__ Place place(int row, int end_row, int word, int hidden) {
+        const int column = word * Number::PER_WORD;
+        return {size_t(row) * hidden + column, column, row < end_row && row < hidden};
+    }
+
     // K in another order: word(k, q, words) is the first of the `words` (4, or 2 for a last odd instruction) that lane
     // (g, q) holds from instruction k on.
     template <class WordOf>
     __device__ void load_permuted(const Pass& pass, int first_row, int end_row, WordOf word) {
+        load_permuted(pass, word, [=, hidden = pass.hidden](int row, int word) {
+            return place(first_row + row, end_row, word, hidden);
+        });
+    }
+
+    // And another matrix: place(row, word) is where a word of the warp's row lies.
+    template <class WordOf, class PlaceOf>
+    __device__ void load_permuted(const Pass& pass, WordOf word, PlaceOf place) {
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
         for (int m = 0; m < M_TILES; m++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int row = first_row + MMA_ROWS * m + 8 * half + g;
+                const int row = MMA_ROWS * m + 8 * half + g;
 #pragma unroll
                 for (int k = 0; k < K_TILES; k += 2) {
                     unsigned w[4];
                     const int words = k + 1 < K_TILES ? 4 : 2;
-                    load_words(pass, row, row < end_row, word(k, q, words), words, w);
+                    load_words(pass, place(row, word(k, q, words)), words, w);
                     a[m][k][half] = w[0];
                     a[m][k][half + 2] = w[1];
                     if (k + 1 < K_TILES) {
@@ -76,22 +105,22 @@ struct Weights {
     }
 
   private:
-    static __device__ void load_words(const Pass& pass, int row, bool wanted, int word, int words, unsigned (&w)[4]) {
+    static __device__ void load_words(const Pass& pass, Place from, int words, unsigned (&w)[4]) {
         constexpr int PER_WORD = Number::PER_WORD;
-        const size_t at = size_t(row) * pass.hidden + word * PER_WORD;
-        if (!wanted || row >= pass.hidden) {
+        if (!from.exists) {
             w[0] = w[1] = w[2] = w[3] = 0;
         } else if (pass.wide_rows && words == 4) {
             // A 16-byte row pitch means that a group of 4 words is inside the row or outside as a whole.
             uint4 v = make_uint4(0, 0, 0, 0);
-            if (word * PER_WORD < pass.hidden)
-                v = __ldg(reinterpret_cast<const uint4*>(static_cast<const typename Number::Storage*>(pass.matrix) + at));
+            if (from.column < pass.hidden)
+                v = __ldg(reinterpret_cast<const uint4*>(static_cast<const typename Number::Storage*>(pass.matrix) +
+                                                         from.element));
             w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
         } else {
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                w[i] = i < words ? load_word<Number>(pass.matrix, at + i * PER_WORD, pass.hidden - (word + i) * PER_WORD,
-                                                     pass.whole_words)
+                w[i] = i < words ? load_word<Number>(pass.matrix, from.element + i * PER_WORD,
+                                                     pass.hidden - (from.column + i * PER_WORD), pass.whole_words)
                                  : 0;
         }
 #pragma unroll

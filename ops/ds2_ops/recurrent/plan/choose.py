@@ -3,7 +3,9 @@
 Shape letters: B batch, H hidden.
 """
 
-from ds2_ops.recurrent.cells import CELLS
+from dataclasses import replace
+
+from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
 from ds2_ops.recurrent.plan.grid_wide import wide_choices
@@ -12,7 +14,12 @@ from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNot
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
     """Pick the tile with the lowest estimated time of :func:`space`, whose arguments and errors these are."""
-    return min(space(problem, device, max_sms), key=lambda choice: choice.step_cycles)
+    return rank(problem, device, max_sms)[0]
+
+
+def rank(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
+    """Order all tiles of :func:`space`, whose arguments and errors these are, by estimated time."""
+    return sorted(space(problem, device, max_sms), key=lambda choice: choice.step_us)
 
 
 def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
@@ -31,29 +38,37 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
     """
     if problem.dtype not in NUMBERS:
         raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
-    if problem.nonlinearity not in CELLS:
-        raise DoesNotFit(f"nonlinearity {problem.nonlinearity!r} is not one of {', '.join(CELLS)}")
+    if problem.nonlinearity not in ALL or not ALL[problem.nonlinearity].kernels:
+        known = ", ".join(cell.name for cell in ALL.values() if cell.kernels)
+        raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {known}: use backend='gemm'")
     if device.capability != (9, 0):
         major, minor = device.capability
         raise DoesNotFit(
             f"{device.name} has compute capability {major}.{minor}; the persistent kernels are built for 9.0 "
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
-    sms = device.sms if max_sms is None else min(max_sms, device.sms)
+    sms = usable_sms(device, max_sms)
     choices = cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
-        raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem.dtype, device, sms)))
+        raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
     return choices
 
 
+def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
+    """How many multiprocessors a kernel may occupy."""
+    return device.sms if max_sms is None else min(max_sms, device.sms)
+
+
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
-    largest_cluster = largest_cluster_hidden(problem.dtype)
+    gates = ALL[problem.nonlinearity].gates
+    largest_cluster = largest_cluster_hidden(problem.dtype, gates)
+    times = f"{gates} x " if gates > 1 else ""
     if problem.hidden > largest_cluster:
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "
-            f"most {largest_cluster} x {largest_cluster} weights, and the {sms} multiprocessors that may be used on "
-            f"{device.name} ({device.sms} in all) at most {largest_grid} x {largest_grid}; use a smaller size, "
-            "or backend='gemm'"
+            f"most {times}{largest_cluster} x {largest_cluster} weights, and the {sms} multiprocessors that may be "
+            f"used on {device.name} ({device.sms} in all) at most {times}{largest_grid} x {largest_grid}; use a "
+            "smaller size, or backend='gemm'"
         )
     return (
         f"hidden size {problem.hidden} in {problem.dtype} needs a cluster of 8 or 16 multiprocessors, "
@@ -66,11 +81,12 @@ def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     return narrow_choices(problem, device, sms) + wide_choices(problem, device, sms)
 
 
-def largest_grid_hidden(dtype: str, device: DeviceFacts, sms: int) -> int:
-    """The largest hidden size that the whole-chip designs can keep on ``sms`` multiprocessors."""
+def largest_grid_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:
+    """The largest hidden size whose both passes the whole-chip designs can keep on ``sms`` multiprocessors."""
 
     def fits(hidden: int) -> bool:
-        return bool(grid_choices(Problem(1, hidden, dtype, "relu", True), device, sms))
+        passes = (replace(problem, batch=1, hidden=hidden, backward=backward) for backward in (True, False))
+        return all(grid_choices(one, device, sms) for one in passes)
 
     hidden = 64 * sms  # more than registers and shared memory hold
     while hidden > 0 and not fits(hidden):

@@ -1,7 +1,7 @@
 """Tiles of the cluster design, whose blocks hand the state to each other through distributed shared memory."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -14,8 +14,8 @@ from ds2_ops.recurrent.plan.problem import (
     Choice,
     DeviceFacts,
     Problem,
-    Work,
 )
+from ds2_ops.recurrent.plan.work import Work
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
@@ -26,14 +26,17 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
     found = []
     for cluster in (8, 16):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        rows = cluster_rows(problem.hidden, problem.dtype, cluster)
-        if clusters == 0 or rows is None:
+        cell = ALL[problem.nonlinearity]
+        owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates, device.registers)
+        if clusters == 0 or owned is None:
             continue
-        m_tiles = -(-rows // MMA_ROWS)
-        heads = range(-(-m_tiles // 2), m_tiles)  # row tiles of the first of two parts, which is not the smaller one
+        sums = 1 if problem.backward else cell.gates
+        m_tiles = -(-sums * owned // MMA_ROWS)
+        # Row tiles of the first of two parts, which is not the smaller one; a unit's gates stay together.
+        heads = range(-(-m_tiles // 2), m_tiles) if cell.gates == 1 else ()
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
             for samples in _sample_counts(problem.batch, clusters, groups):
-                choice = _choice(problem, cluster, clusters, rows, groups, head_tiles, samples)
+                choice = _choice(problem, cluster, clusters, owned, groups, head_tiles, samples)
                 if choice.launch.smem_bytes <= device.smem_bytes_per_block:
                     found.append(choice)
     return found
@@ -45,39 +48,57 @@ def _sample_counts(batch: int, clusters: int, groups: int) -> list[int]:
     return [spread, *(samples for samples in (2, 4, 8) if spread < samples <= -(-batch // groups))]
 
 
-def cluster_rows(hidden: int, dtype: str, cluster: int) -> int | None:
-    """Rows of the matrix that each block of a cluster keeps, or None if they do not fit its registers."""
+def cluster_units(
+    hidden: int, dtype: str, cluster: int, gates: int = 1, registers: int = DeviceFacts.registers
+) -> int | None:
+    """Hidden units that each block of a cluster owns, or None if their rows do not fit its registers in both passes."""
     per_word = NUMBERS[dtype][1]
     # Blocks exchange 16 bytes at a time, and each of 8 warps takes a whole number of matrix instructions.
     step = per_word * max(4, MMA_WORDS * WARPS // cluster)
-    rows = -(-hidden // (cluster * step)) * step
-    k_tiles = cluster * rows // per_word // (MMA_WORDS * WARPS)
-    m_tiles = -(-rows // MMA_ROWS)
-    return rows if 4 * k_tiles * m_tiles <= WEIGHT_REGISTERS else None
+    owned = -(-hidden // (cluster * step)) * step
+    for sums, sent in {(gates, 1), (1, gates)}:
+        m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
+        if 4 * (k_tiles + (gates > 1)) * m_tiles > WEIGHT_REGISTERS * registers // DeviceFacts.registers:
+            return None
+    return owned
 
 
-def largest_cluster_hidden(dtype: str) -> int:
+def largest_cluster_hidden(dtype: str, gates: int = 1) -> int:
     """The largest hidden size that the cluster design can keep in registers."""
     hidden = 0
-    while cluster_rows(hidden + 1, dtype, 16) is not None:
+    while cluster_units(hidden + 1, dtype, 16, gates) is not None:
         hidden += 1
     return hidden
 
 
+def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tuple[int, int]:
+    """Matrix instructions of a warp: along the rows of its block, and along its share of K."""
+    return -(-sums * owned // MMA_ROWS), cluster * sent * owned // per_word // (MMA_WORDS * WARPS)
+
+
+def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
+    """Warps that share portions of K, each for a part of the rows: as in cluster_shape.cuh."""
+    if sums == 1 or k_tiles % 2:
+        return 1
+    return next(split for split in (4, 2, 1) if m_tiles % split == 0)
+
+
 def _choice(
-    problem: Problem, cluster: int, clusters: int, rows: int, groups: int, head_tiles: int, samples: int
+    problem: Problem, cluster: int, clusters: int, owned: int, groups: int, head_tiles: int, samples: int
 ) -> Choice:
     number, per_word = NUMBERS[problem.dtype]
-    cell = CELLS[problem.nonlinearity]
-    words = rows // per_word
-    m_tiles = -(-rows // MMA_ROWS)
+    cell = ALL[problem.nonlinearity]
+    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    words = owned // per_word
+    m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
     tiles = -(-problem.batch // (samples * groups))
     parts = 1 if head_tiles == m_tiles else 2
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
     units = groups * parts
-    smem_bytes = _smem_bytes(problem.backward, cluster, words, m_tiles, head_words, groups, units)
+    k_split = WARPS // _rows_split(sums, m_tiles, k_tiles)
+    smem_bytes = _smem_bytes(problem, cell, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
     flags = (problem.backward, problem.hidden % per_word == 0)
-    numbers = (cluster, rows, groups, head_tiles, *(str(flag).lower() for flag in flags))
+    numbers = (cluster, owned, groups, head_tiles, *(str(flag).lower() for flag in flags))
     shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="cluster",
@@ -88,56 +109,49 @@ def _choice(
             cluster=cluster,
             smem_bytes=smem_bytes,
         ),
-        rows=rows,
+        rows=sums * owned,
         samples=samples,
         groups=groups,
         parts=parts,
-        step_cycles=-(-tiles // clusters) * _step_cycles(m_tiles, words, cluster, samples, groups, head_words),
         work=Work(
             layout=f"cluster{cluster}",
             backward=problem.backward,
+            split_words=problem.hidden % per_word != 0,
             tiles=-(-tiles // clusters),
             m_tiles=m_tiles,
-            k_tiles=cluster * words // (MMA_WORDS * WARPS),
+            k_tiles=k_tiles,
             words=words,
             head_words=head_words,
             samples=samples,
             groups=groups,
             cluster=cluster,
             blocks=cluster * min(tiles, clusters),
+            rounds=-(-samples // (FINISHERS // head_words)),
+            state_words=cluster * sent * words,
+            sums=sums,
+            sent=sent,
         ),
     )
 
 
 def _smem_bytes(
-    backward: bool, cluster: int, words: int, m_tiles: int, head_words: int, groups: int, units: int
+    problem: Problem,
+    cell: Cell | GatedCell,
+    cluster: int,
+    words: int,
+    m_tiles: int,
+    k_split: int,
+    head_words: int,
+    groups: int,
+    units: int,
 ) -> int:
     """Two stages of state and of partial sums, padded against bank conflicts, inputs, mbarriers: as in cluster.cuh."""
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
-    partial_bytes = WARPS * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
     rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
-    input_bytes = (1 + STEPS_AHEAD * (2 if backward else 1)) * rounds * FINISHERS * 4  # 1: lengths
+    slots, carried = 2 if problem.backward else 1, 0
+    if cell.gates > 1:
+        slots, carried = 1 + cell.saved, NUMBERS[problem.dtype][1]
+    input_bytes = (1 + carried + STEPS_AHEAD * slots) * rounds * FINISHERS * 4  # 1: lengths
     return 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
-
-
-def _step_cycles(m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int) -> float:
-    """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/notes/cluster.md) on an H200.
-
-    One group: its products, then a fixed path through partial sums, cell and network, then a share for each word sent
-    to each block, and for each further round in which the finishing threads take more utterances. Two parts: a longer
-    fixed path, but only the first part's sends count, and mostly by the piece. Two groups: two turns of the multiplying
-    warps, each with a fixed loss and a share of its sends. Within 13 % of all 86 tiles measured.
-    """
-    multiply = 7.3 * m_tiles * (cluster * words // MMA_WORDS) / 4  # 4 sub-cores
-    pieces = samples * cluster  # the network carries each utterance's share of the state to each block
-    rounds = -(-samples // (FINISHERS // head_words))
-    if head_words < words:
-        per_piece = 5.0 + 0.066 * head_words if cluster == 16 else 0.85 + 0.38 * head_words
-        return multiply + 880.0 + per_piece * pieces + 720.0 * (rounds - 1)
-    fixed, per_word = (770.0, 0.30) if cluster == 16 else (740.0, 0.244)
-    one_group = multiply + fixed + per_word * words * pieces + 380.0 * (rounds - 1)
-    if groups == 1:
-        return one_group
-    per_word = 0.195 if cluster == 16 else 0.25
-    return max(one_group, 2 * (multiply + 380.0 + per_word * words * pieces))

@@ -3,7 +3,7 @@
 import pytest
 from ds2_ops.jit.build import build
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_rows, largest_cluster_hidden
+from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_SAMPLES,
@@ -51,8 +51,8 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
 @pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 1152), ("float16", 1152), ("float32", 768)])
 def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
     assert largest_cluster_hidden(dtype) == largest
-    assert cluster_rows(largest, dtype, 16) is not None
-    assert cluster_rows(largest + 1, dtype, 16) is None
+    assert cluster_units(largest, dtype, 16) is not None
+    assert cluster_units(largest + 1, dtype, 16) is None
 
 
 def assert_no_spills(choice: Choice) -> None:

@@ -1,0 +1,72 @@
+"""LSTM and GRU on the GPU: weights stay on chip for all time steps, one launch a pass, on the recurrence's time loop.
+
+Everything runs on torch's current stream, without host synchronisation, and can be captured in a CUDA graph.
+Arguments, shapes and returns are those of :mod:`ds2_ops.recurrent.gated.gemm`.
+Shape letters: T frames, B batch, H hidden.
+"""
+
+import torch
+from torch import Tensor
+
+from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.persistent import dtype_name, launch_pass
+from ds2_ops.recurrent.plan.problem import Problem
+
+
+def forward(
+    cell: str,
+    x: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    lengths: Tensor | None,
+    save: bool,
+    max_sms: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the forward time loop. Sums and c are float32, as are the cell's functions, to within 2e-7."""
+    frames, batch, _ = x.shape
+    hidden, row = weight_hh.shape[1], GATED[cell]
+    y, h_n = x.new_empty(frames, batch, hidden), x.new_empty(batch, hidden)
+    c_n = x.new_empty((batch, hidden) if row.carries_c else 0, dtype=torch.float32)
+    saved = x.new_empty((frames, batch, row.saved, hidden) if save else 0)
+    problem = Problem(batch, hidden, dtype_name(x), cell, backward=False)
+    launch_pass(
+        f"{cell} forward",
+        problem,
+        frames,
+        (x, None, weight_hh, h0, lengths, y, h_n),
+        Options(cell, 0.0, max_sms),
+        of_gates=(saved if save else None, bias, c0, c_n, None),
+    )
+    return y, h_n, c_n, saved
+
+
+def backward_data(
+    cell: str,
+    grad_y: Tensor,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    saved: Tensor,
+    weight_hh: Tensor,
+    lengths: Tensor | None,
+    max_sms: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the time loop backwards."""
+    frames, batch, hidden = grad_y.shape
+    row = GATED[cell]
+    grad_x = grad_y.new_empty(frames, batch, row.gates * hidden)
+    grad_last = grad_y.new_empty((frames, batch, hidden) if row.last_apart else 0)
+    grad_h0 = grad_y.new_empty(batch, hidden)
+    grad_c0 = grad_y.new_empty((batch, hidden) if row.carries_c else 0, dtype=torch.float32)
+    problem = Problem(batch, hidden, dtype_name(grad_y), cell, backward=True)
+    launch_pass(
+        f"{cell} backward_data",
+        problem,
+        frames,
+        (grad_y, None, weight_hh.t().contiguous(), grad_h_n, lengths, grad_x, grad_h0),
+        Options(cell, 0.0, max_sms),
+        of_gates=(saved, None, grad_c_n, grad_c0, grad_last if row.last_apart else None),
+    )
+    return grad_x, grad_last, grad_h0, grad_c0

@@ -1,0 +1,43 @@
+"""The gradient noise scale against a covariance that is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds2.config.schema import Config
+from ds2.training.loop import train
+from ds2.training.noise_scale import NoiseScale
+
+
+def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
+    generator = torch.Generator().manual_seed(1)
+    mean, deviation, batch = torch.full((400,), 0.5), 2.0, 8
+    gradients = [torch.zeros(300), torch.zeros(100)]
+    noise = NoiseScale(gradients)
+    assert math.isnan(noise.end_window())
+    for _ in range(40):
+        for _ in range(10):
+            drawn = mean + deviation / batch**0.5 * torch.randn(400, generator=generator)
+            gradients[0].copy_(drawn[:300])
+            gradients[1].copy_(drawn[300:])
+            noise.add(float(drawn.norm()), batch)
+        found = noise.end_window()
+    # tr(S) / |G|^2 = 400 deviation^2 / (400 mean^2) = 16. A window's |G|^2 has about the variance of |mean g|^2, that
+    # is 4 |G|^2 v / k + 2 n v^2 / k^2 with v = deviation^2 / batch; the windows' average has 1 / 19 of it, tr(S) less.
+    v, k, square = deviation**2 / batch, 10, 100.0
+    spread = math.sqrt((4 * square * v / k + 2 * 400 * v**2 / k**2) / 19) / square
+    assert found == pytest.approx(16, rel=4 * spread)
+
+
+def test_a_run_logs_it(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config("train.noise_scale=true", "train.log_every_steps=3", "train.epochs=3")
+    assert train(config, Path(config.run_dir)) == 0
+    lines = [json.loads(line) for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines()]
+    found = [line["noise_scale"] for line in lines if line["event"] == "train"]
+    assert len(found) == 3 and any(value is not None and value > 0 for value in found)

@@ -1,0 +1,90 @@
+"""tools/reproduce.py: a table of tiny runs goes on after kill -9, on another machine, and past rows that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def command(tiny_overrides: list[str], tone_manifest: Path, tmp_path: Path) -> list[str]:
+    """A table of tiny models, whose depths and skips are the rows' own."""
+    theirs = ("model=", "optim", "run_dir", "model.depth", "model.skip")
+    mine = [override for override in tiny_overrides if not override.startswith(theirs)]
+    mine += ["model.hidden=8", "data.prepare=''", "features.statistics_utterances=4"]
+    return [
+        sys.executable, str(ROOT / "tools" / "reproduce.py"), "table3", *mine, "--out", str(tmp_path / "table"),
+        "--gpus", "cpu", "--epochs", "2", "--rates", "1e-4", "--test", str(tone_manifest),
+    ]  # fmt: skip
+
+
+def reproduce(command: list[str], *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, *more], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.slow
+def test_a_killed_table_goes_on_and_a_row_that_fails_is_named(command: list[str], tmp_path: Path) -> None:
+    runs, results = tmp_path / "table" / "runs", tmp_path / "table" / "results"
+    with subprocess.Popen([*command, "--rows", "8 layers"], cwd=ROOT, start_new_session=True) as process:
+        while not (runs / "8_layers-0.0001" / "trainer.safetensors").is_file():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert not results.is_dir()
+    (runs / "24_layers-0.0001").mkdir()
+    (runs / "24_layers-0.0001" / "trainer.safetensors").write_bytes(b"damaged")
+    first = reproduce(command, "--rows", "24 layers", "8 layers")
+    assert first.returncode == 1, first.stderr
+    assert "24 layers: ds2 train ended with 2: " in first.stdout and "trainer.safetensors" in first.stdout
+    kept = json.loads((results / "8_layers.json").read_text())
+    assert kept["epochs"] == 2 and len(kept["curve"]) == 1 and list(kept["tests"]) == ["tones, greedy"]
+    assert "| 8 layers | 35.69 |" in first.stdout
+    assert "Missing rows, 5 of 6" in first.stdout and "- 40 layers: not run" in first.stdout
+    assert (tmp_path / "table" / "report.png").stat().st_size > 10_000
+
+    shutil.rmtree(runs)  # another machine, to which only results came along
+    second = reproduce(command, "--rows", "8 layers", "40 layers", "--stop-after-minutes", "1e-9")
+    assert not runs.is_dir() or not list(runs.glob("8_layers*"))
+    assert "| 8 layers | 35.69 |" in second.stdout and "- 40 layers: not begun, the time was up" in second.stdout
+
+
+def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from reproduce import Reproduction, RowFailed
+    from reproduce_tables import TABLES, Shape
+
+    table = TABLES["table1"](Shape(narrow=4))
+    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2)
+    reproduction = Reproduction(table, tmp_path, given)
+    costs = {0.1: 80.0, 0.2: 70.0}
+
+    def train(row: object, gpu: str, rate: float, epochs: int) -> Path:
+        if rate not in costs:
+            raise RowFailed("nothing was learned")
+        run = tmp_path / f"{rate}"
+        run.mkdir(exist_ok=True)
+        lines = [{"event": "train", "step": 1, "epoch": 2}, {"event": "dev", "step": 1, "loss": costs[rate]}]
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
+
+    monkeypatch.setattr(reproduction, "_train", train)
+    assert reproduction._best_rate(table.rows[0], "cpu") == (0.2, {"0.1": 80.0, "0.2": 70.0})
+    costs.clear()
+    with pytest.raises(RowFailed, match=r"no learning rate of .* trained: nothing was learned"):
+        reproduction._best_rate(table.rows[0], "cpu")
+
+
+def test_an_unknown_row_is_refused(command: list[str]) -> None:
+    refused = reproduce(command, "--rows", "9 layers")
+    assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr

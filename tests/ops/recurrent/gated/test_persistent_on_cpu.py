@@ -1,0 +1,104 @@
+"""The kernels' own source with gates on a CPU, with slow warps and late messages, against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.gated import gemm, persistent
+from ds2_ops.recurrent.plan.choose import grid_choices
+from ds2_ops.recurrent.plan.cluster import cluster_choices
+from ds2_ops.recurrent.plan.problem import Choice, Problem
+from support.chip import Faults, patch, small_chip
+from support.gated_cases import in_float64, problem
+from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
+from torch import Tensor
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """See `support.chip.patch`."""
+    return patch(monkeypatch)
+
+
+# design, blocks of a cluster, clusters of the chip, groups
+Tile = tuple[str, int, int, int]
+
+
+def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
+    design, cluster, clusters, groups = tile
+    facts = small_chip({cluster: clusters})
+    make = cluster_choices if design == "cluster" else grid_choices
+    choices = make(Problem(batch, hidden, "bfloat16", cell, backward), facts, facts.sms)
+    return next(choice for choice in choices if choice.groups == groups)
+
+
+def wrong_results(
+    chip: Callable[..., None],
+    cell: str,
+    tile: Tile,
+    shape: tuple[int, int, int],
+    faults: tuple[Faults, Faults] = ((), ()),
+) -> list[int]:
+    """Results of the kernels whose relative error is not at most twice that of stock products in the same types."""
+    frames, batch, hidden = shape
+    (x, weight_hh, bias, h0, c0), (grad_y, grad_h_n, *grad_c_n) = problem(cell, shape, CPU, torch.bfloat16)
+    lengths = ragged_lengths(frames, batch).to(torch.int32)
+    given = (x, weight_hh, bias, h0, c0)
+    grads = (grad_y, grad_h_n, grad_c_n[0] if grad_c_n else None)
+    results: list[list[Tensor]] = [[], [], []]
+    true = in_float64(given), in_float64(grads)
+    for index, (run, tensors, above) in enumerate(((persistent, given, grads), (gemm, given, grads), (gemm, *true))):
+        with nan_filled_memory():
+            chip(the_choice(tile, cell, batch, hidden, False), 1, faults[0])
+            *outputs, saved = run.forward(cell, *tensors, lengths, True)  # type: ignore[attr-defined]
+            chip(the_choice(tile, cell, batch, hidden, True), 2, faults[1])
+            weight = tensors[1]
+            results[index] = [*outputs, *run.backward_data(cell, *above, saved, weight, lengths)]  # type: ignore[attr-defined]
+    triples = enumerate(zip(*results, strict=True))
+    return [i for i, (our, stock, true) in triples if not relative_error(our, true) <= 2 * relative_error(stock, true)]
+
+
+# Tiles of both clusters, of one group and two; odd rows, units that do not exist, two tiles of utterances.
+CASES = [
+    pytest.param("lstm", ("cluster", 8, 1, 1), (3, 2, 40), id="lstm"),
+    pytest.param("gru_after", ("cluster", 8, 1, 2), (4, 21, 33), id="gru, odd rows, two groups, two tiles"),
+    pytest.param("lstm", ("cluster", 16, 1, 2), (3, 11, 250), id="lstm, warps that share", marks=pytest.mark.slow),
+    pytest.param("gru_after", ("cluster", 16, 1, 1), (2, 3, 512), id="gru, warps that share", marks=pytest.mark.slow),
+    pytest.param("lstm", ("grid", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
+    pytest.param("gru_after", ("grid", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cell", "tile", "shape"), CASES)
+def test_slow_warps_and_late_messages_change_nothing(
+    cell: str, tile: Tile, shape: tuple[int, int, int], chip: Callable[..., None]
+) -> None:
+    assert not wrong_results(chip, cell, tile, shape)
+
+
+CLUSTER = "recurrent/cluster.cuh"
+AWAIT = "barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS"
+FAULTS = [
+    pytest.param((CLUSTER, "await(PORTION);", ""), True, id="no wait for the peers"),
+    pytest.param((CLUSTER, "block_wait(Shape::FIRST_STATE, THREADS);", ";"), True, id="no wait for the first state"),
+    pytest.param((CLUSTER, AWAIT, "if (false) barrier_wait(0"), False, id="no wait for the peers' gradients"),
+    pytest.param((CLUSTER, "if (t < frames) keep_carry", "keep_carry"), False, id="carry of padding"),
+    pytest.param(("recurrent/cells.cuh", "= before * f", "= tanh_c * f"), False, id="c of the wrong frame"),
+    pytest.param((CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap"),
+]
+
+
+@pytest.mark.parametrize(("fault", "forward"), FAULTS)
+def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]) -> None:
+    faults = ((fault,), ()) if forward else ((), (fault,))
+    shape = (3, 2, 250) if forward else (3, 2, 40)  # warps share where rows are many
+    try:
+        wrong = wrong_results(chip, "lstm", ("cluster", 16 if forward else 8, 1, 1), shape, faults)
+    except AssertionError:
+        return  # the emulation itself saw it
+    assert wrong
+
+
+def test_every_cell_with_kernels_is_run_here() -> None:
+    assert {case.values[0] for case in CASES} == {name for name, cell in GATED.items() if cell.kernels}

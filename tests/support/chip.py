@@ -1,0 +1,66 @@
+"""Runs the persistent kernels on the CPU, from their own source, at its worst; see chip_on_cpu.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from ds2_ops.jit.launch import Launch
+from ds2_ops.jit.source import Source
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
+
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments
+
+_KERNELS = ("recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh")
+Faults = tuple[tuple[str, str, str], ...]
+
+
+@functools.cache
+def _library(source: Source, faults: Faults) -> ctypes.CDLL:
+    # All that is hardware, at once; the kernels' own headers see its shared memory.
+    headers = {
+        "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
+        "ptx/number.cuh": "#pragma once\n",
+        "ptx/wgmma.cuh": "#pragma once\n",
+    }
+    for name in _KERNELS:
+        text = (CSRC / name).read_text()
+        headers[name] = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"char* const \1 = chip::shared_memory();", text)
+    for name, right, wrong in faults:
+        text = headers.get(name) or (CSRC / name).read_text()
+        assert text.count(right) == 1, f"{name} has {text.count(right)} places that read {right!r}"
+        headers[name] = text.replace(right, wrong)
+    shape = "Shape::ALL_THREADS, Shape::CLUSTER, Shape::SMEM_BYTES"
+    launch = f"chip::launch(blocks, {shape}, seed, KERNEL)"
+    library = ctypes.CDLL(str(compile_kernel(source, headers, "const char*", "int blocks, int seed", launch)))
+    library.run.restype = ctypes.c_char_p
+    return library
+
+
+def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make `persistent` run on CPU tensors: a choice of the planner's, with rests drawn from a seed.
+
+    What is returned takes both, and faults to plant: (header, what it says, what it is to say).
+    """
+
+    def use(choice: Choice, seed: int, faults: Faults = ()) -> None:
+        def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
+            error = _library(launch.source, faults).run(launch.grid, seed, *host_arguments(launch.source, arguments))
+            assert not error, error.decode()
+
+        monkeypatch.setattr(persistent, "plan_for", lambda *_: choice)
+        monkeypatch.setattr(persistent, "device_index", lambda device: 0)
+        monkeypatch.setattr(persistent, "run", run)
+
+    return use
+
+
+def small_chip(active: Mapping[int, int]) -> DeviceFacts:
+    """Facts of a chip with so many clusters of a size, all that it has."""
+    return DeviceFacts(sms=max(c * n for c, n in active.items()), active_clusters=dict(active))

@@ -1,0 +1,80 @@
+"""Inputs of the cells with gates on any backend, and how far they may be from the truth."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.gated.op import gated
+from torch import Tensor
+
+from support.op_cases import draw, outputs_and_gradients, relative_error
+
+NAMES = {
+    "lstm": ("y", "h_n", "c_n", "grad_x", "grad_weight_hh", "grad_h0", "grad_c0"),
+    "gru_after": ("y", "h_n", "grad_x", "grad_weight_hh", "grad_bias_hn", "grad_h0"),
+    "gru_before": ("y", "h_n", "grad_x", "grad_weight_hh", "grad_bias_hn", "grad_h0"),
+}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of c."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def problem(
+    cell: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """x, weight_hh, bias, h0 and c0, those that the cell has, and gradients of its outputs."""
+    (frames, batch, hidden), row = shape, GATED[cell]
+
+    def state(seed: int, dtype: torch.dtype = dtype) -> Tensor:
+        return draw(seed, batch, hidden, device=device, dtype=dtype)
+
+    x = draw(1, frames, batch, row.gates * hidden, device=device, dtype=dtype)
+    weight_hh = draw(2, row.gates * hidden, hidden, device=device, dtype=dtype, scale=hidden**-0.5)
+    bias = None if cell == "lstm" else draw(6, hidden, device=device, dtype=dtype)
+    c0 = state(7, wide(dtype)) if row.carries_c else None
+    cotangents = [draw(4, *shape, device=device, dtype=dtype), state(5)]
+    if row.carries_c:
+        cotangents.append(state(8, wide(dtype)))
+    return [x, weight_hh, bias, state(3), c0], cotangents
+
+
+def run(
+    cell: str,
+    inputs: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor],
+    lengths: Tensor | None,
+    *,
+    backend: str,
+    **options: Any,
+) -> list[Tensor]:
+    """Outputs and every gradient, in the order of `NAMES`."""
+
+    def op(*given: Tensor | None) -> tuple[Tensor, ...]:
+        outputs = gated(cell, *given, lengths, backend=backend, **options)  # type: ignore[arg-type]
+        return outputs if GATED[cell].carries_c else outputs[:2]
+
+    return outputs_and_gradients(op, inputs, cotangents)
+
+
+def in_float64(tensors: Sequence[Tensor | None]) -> list[Any]:
+    return [None if t is None else t.double() for t in tensors]
+
+
+def assert_as_good_as_stock(
+    cell: str,
+    ours: Callable[[], Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor],
+    lengths: Tensor | None,
+    floor: float = 0.0,
+) -> None:
+    """Relative error against float64 is at most twice that of plain autograd in the same dtype, or floor."""
+    truth = run(cell, in_float64(inputs), in_float64(cotangents), lengths, backend="reference")
+    stock = run(cell, inputs, cotangents, lengths, backend="reference")
+    for name, our, other, true in zip(NAMES[cell], ours(), stock, truth, strict=True):
+        assert our.dtype == other.dtype and our.shape == true.shape, name
+        allowed = max(2 * relative_error(other, true), floor)
+        assert relative_error(our, true) <= allowed, f"{name} of {cell} {tuple(true.shape)} {our.dtype}"

@@ -1,0 +1,218 @@
+"""What reaches a model from outside: uploads and messages to a server, manifests to align, audio in blocks, shards."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from fuzz_damage import BYTES, JSON_LINES, TEXT
+from fuzz_targets import CPU, RATE_HZ, TINY, Target, digest, make_manifest, make_model, noise, speech, write_lines
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+from ds2.audio.read import audio_blocks
+from ds2.audio.shard import Shard
+from ds2.config.schema import DecodeConfig
+from ds2.data.manifest import read_manifest
+from ds2.data.shards import write_shards
+from ds2.data.splits import scored_utterances
+from ds2.model.checkpoint import load_model
+from ds2.recognition.evaluate import recognition_loader
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.transcripts import align_utterances
+from ds2.serve.limits import Limits
+from ds2.serve.server import application
+from ds2.system.errors import UserError
+
+BOUNDARY = "0123456789abcdef"
+LIMITS = Limits(sessions=2, upload_bytes=1 << 20, message_bytes=1 << 20, duration_s=30, idle_s=5)
+_FORM = {
+    "model": "ds2",
+    "response_format": "verbose_json",
+    "language": "en",
+    "prompt": "ab, c",
+    "hot_words": '{"ab": 5}',
+    "timestamp_granularities[]": "word",
+}
+_MESSAGES = (*JSON_LINES, *[damage for damage in JSON_LINES if damage not in TEXT] * 9)
+_CLOSE_REASON_BYTES = 123  # of the protocol: a longer one breaks the connection
+
+
+class Refused(UserError):
+    """The server told its client what is wrong."""
+
+
+@functools.cache
+def _recogniser(folder: Path) -> Recogniser:
+    return Recogniser.of(load_model(folder / "best.safetensors"), DecodeConfig(method="beam", beam=4), CPU)
+
+
+def _ask(folder: Path, questions: Callable[[TestClient], Any]) -> Any:
+    """What a server answers; a fault of its own is raised here."""
+    with TestClient(application(_recogniser(folder), LIMITS)) as client:
+        try:
+            answer = questions(client)
+        except OSError as error:  # which would be a message of a command
+            raise AssertionError(f"the server failed: {error}") from error
+        if " ds2_sessions 0.0" not in client.get("/metrics").text.replace("\n", " "):
+            raise AssertionError("a session was never closed")
+        return answer
+
+
+def _pcm(seconds: float) -> bytes:
+    return (noise(seconds) * 32767).astype("<i2").tobytes()
+
+
+def _make_upload(folder: Path) -> None:
+    make_model(folder)
+    soundfile.write(folder / "a.flac", noise(0.5), RATE_HZ)
+    fields = "".join(
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in _FORM.items()
+    )
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="file"; filename="a.flac"\r\n\r\n'
+    body = f"{fields}{head}".encode() + (folder / "a.flac").read_bytes() + f"\r\n--{BOUNDARY}--\r\n".encode()
+    (folder / "upload").write_bytes(body)
+
+
+def _upload(folder: Path) -> Any:
+    headers = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+
+    def post(client: TestClient) -> Any:
+        content = (folder / "upload").read_bytes()
+        answer = client.post("/v1/audio/transcriptions", content=content, headers=headers)
+        if answer.status_code >= 400:
+            raise Refused(answer.json()["error"]["message"])
+        return answer.text
+
+    return _ask(folder, post)
+
+
+def _make_messages(path: str) -> Callable[[Path], None]:
+    sound = [base64.b64encode(_pcm(0.3)[start : start + 4000]).decode() for start in range(0, 9600, 4000)]
+    vosk = [
+        *[{"config": {"sample_rate": RATE_HZ, "words": True, "hot_words": {"ab": 5, "c": 1.5}}}] * 6,
+        *({"binary": part} for part in sound),
+        {"reset": 1},
+        {"binary": sound[0]},
+        {"eof": 1},
+    ]
+    hints = {"prompt": "ab, one two", "hot_words": {"ab": 5, "c": 1.5}}
+    form, silence = {"type": "audio/pcm", "rate": 24000}, {"type": "server_vad", "silence_duration_ms": 300}
+    given = {
+        "type": "transcription",
+        "audio": {"input": {"format": form, "turn_detection": silence, "transcription": hints}},
+    }
+    realtime = [
+        *[{"type": "session.update", "event_id": "e1", "session": given}] * 6,
+        *({"type": "input_audio_buffer.append", "audio": part} for part in sound),
+        {"type": "input_audio_buffer.commit", "event_id": "e2"},
+        {"type": "input_audio_buffer.clear"},
+    ]
+
+    def make(folder: Path) -> None:
+        make_model(folder)
+        write_lines(folder / "messages.jsonl", map(json.dumps, vosk if path == "/" else realtime))
+
+    return make
+
+
+def _messages(path: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        return _ask(folder, lambda client: _talk(client, path, (folder / "messages.jsonl").read_bytes()))
+
+    return read
+
+
+def _talk(client: TestClient, path: str, content: bytes) -> Any:
+    """Send each line as a message, what it says under `binary` as bytes, then hear all answers."""
+    told: list[Any] = []
+    with client.websocket_connect(path) as socket:
+        for line in content.decode("utf-8", "replace").split("\n"):
+            binary = _binary(line)
+            socket.send_text(line) if binary is None else socket.send_bytes(binary)
+        socket.send_text('{"eof": 1}' if path == "/" else '{"type": "input_audio_buffer.clear", "event_id": "last"}')
+        try:
+            while not told or told[-1].get("type") != "input_audio_buffer.cleared":
+                text = socket.receive_text()
+                text.encode()  # what the protocol does with it
+                told.append(json.loads(text, parse_constant=_no_json))
+        except WebSocketDisconnect as end:
+            if len((end.reason or "").encode()) > _CLOSE_REASON_BYTES:
+                raise AssertionError(f"no reason that can be sent: {end.reason}") from end
+    errors = [answer for answer in told if "error" in answer]
+    if errors:
+        raise Refused(str(errors[0]["error"]))
+    return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in told]
+
+
+def _no_json(constant: str) -> None:
+    raise AssertionError(f"{constant} was sent, which is no JSON")
+
+
+def _binary(line: str) -> bytes | None:
+    try:
+        return base64.b64decode(json.loads(line)["binary"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _make_aligned(folder: Path) -> None:
+    make_model(folder)
+    make_manifest(folder)
+
+
+def _aligned(folder: Path) -> Any:
+    recogniser = _recogniser(folder)
+    utterances = scored_utterances([str(folder / "m.jsonl")], recogniser.alphabet)
+    with torch.inference_mode():
+        found = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
+    return [(one.words, one.surprise) for one in found]
+
+
+def _blocks(folder: Path) -> Any:
+    blocks = [block for block in audio_blocks(folder / "audio")]
+    waveform = np.concatenate(blocks)
+    if not (np.isfinite(waveform).all() and np.abs(waveform).max() <= 1.0):
+        raise AssertionError("samples beyond full scale were let through")
+    return digest([waveform])
+
+
+def _sound(container: str, subtype: str) -> Callable[[Path], None]:
+    return lambda folder: soundfile.write(folder / "audio", noise(1.5), RATE_HZ // 2, format=container, subtype=subtype)
+
+
+def _make_shards(folder: Path) -> None:
+    write_shards(speech(folder / "files"), folder / "shards", RATE_HZ, 10_000)
+
+
+def _read_shards(folder: Path) -> Any:
+    paths = [utterance.audio_filepath for utterance in read_manifest(folder / "shards" / "manifest.jsonl")]
+    return digest(Shard(path.parent).read(path.name) for path in paths)  # opened anew, for they change
+
+
+def _targets() -> Mapping[str, Target]:
+    rows = (
+        *(
+            Target(f"audio in blocks {sound.lower()}", _sound(*sound.split("/")), _blocks, BYTES)
+            for sound in ("WAV/PCM_16", "FLAC/PCM_16", "OGG/OPUS")
+        ),
+        Target("shards", _make_shards, _read_shards, TEXT, "shards/[0-9]*", checked=True),
+        Target("ds2 align, manifest", _make_aligned, _aligned, JSON_LINES, "m.jsonl"),
+        Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
+        Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),
+        Target("ds2 serve, Vosk", _make_messages("/"), _messages("/"), _MESSAGES, "messages.jsonl"),
+        Target("ds2 serve, realtime", _make_messages("/v1/realtime"), _messages("/v1/realtime"), _MESSAGES,
+               "messages.jsonl"),
+    )  # fmt: skip
+    return {row.name: row for row in rows}
+
+
+TARGETS = _targets()

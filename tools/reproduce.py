@@ -1,0 +1,271 @@
+"""Train the rows of a table, several at a time, and report: `tools/reproduce.py table1 data.corpus=FOLDER --gpus 0 1`.
+
+The same command goes on where it was stopped, by kill -9 too: runs resume from their folders, and a row whose
+results/ROW.json exists is done, also on a machine that has nothing but these. A row that fails is named, the others
+go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from reproduce_report import report, write_plot
+from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
+
+from ds2.system.files import write_text
+from ds2.system.machine import git_commit
+
+_LINES_OF_AN_ERROR = 3
+# A command of ds2 that is killed when the thread dies that waits for it: a run must not outlive the table.
+_CHILD = """
+import sys
+from ds2.system.stops import end_with_parent
+end_with_parent()
+from ds2.cli import main
+sys.exit(main())
+"""
+
+
+class RowFailed(Exception):
+    """A command of a row did not end well; says which and how."""
+
+
+class TimeUp(RowFailed):
+    """A command was stopped, or not begun, for want of time."""
+
+
+class Reproduction:
+    """The runs of a table in a folder.
+
+    Args:
+        table: what to run.
+        folder: of run folders (`runs`), `results` and the report.
+        given: the options of the command.
+    """
+
+    def __init__(self, table: Table, folder: Path, given: argparse.Namespace) -> None:
+        self.table, self.folder, self.given = table, folder, given
+        self.stop_at = time.monotonic() + 60 * given.stop_after_minutes if given.stop_after_minutes else float("inf")
+        self.failures: dict[str, str] = {}
+        self._saying = threading.Lock()
+
+    def run(self) -> None:
+        """Run every row that has no result yet."""
+        places: queue.Queue[str] = queue.Queue()
+        for _ in range(self.given.at_once):
+            for gpu in self.given.gpus:
+                places.put(gpu)
+        by_name = {row.name: row for row in self.table.rows}
+        wanted = [by_name[name] for name in self.given.rows] or list(self.table.rows)
+        with ThreadPoolExecutor(places.qsize()) as pool:
+            list(pool.map(lambda row: self._row(row, places), wanted))
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """What is known, by row."""
+        found = {row.name: self._result_file(row) for row in self.table.rows}
+        return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items() if path.is_file()}
+
+    def _row(self, row: Row, places: queue.Queue[str]) -> None:
+        if self._result_file(row).is_file():
+            return
+        gpu = places.get()
+        try:
+            result = self._result(row, gpu)
+            write_text(self._result_file(row), json.dumps(result, indent=1) + "\n")
+            scores = [f"{name} {100 * found['wer']:.2f} %" for name, found in result["tests"].items()]
+            self._say(f"{row.name}: {', '.join(scores)}")
+        except RowFailed as error:
+            self.failures[row.name] = str(error)
+            self._say(f"{row.name}: {error}")
+        finally:
+            places.put(gpu)
+
+    def _result(self, row: Row, gpu: str) -> dict[str, Any]:
+        began = time.monotonic()
+        rate, tried = self._best_rate(row, gpu)
+        run_dir = self._train(row, gpu, rate, self.given.epochs)
+        tests = self._evaluate(run_dir, gpu, "greedy", ["decode=greedy"])
+        if self.given.decode:
+            try:
+                tests |= self._evaluate(run_dir, gpu, "with LM", self.given.decode)
+            except RowFailed as error:
+                self._say(f"{row.name}, with LM: {error}")
+        curve = events(run_dir, "dev")
+        best = min(curve, key=lambda event: (event["wer"], event["cer"]))
+        passed = events(run_dir, "train")
+        last = [
+            event["loss"] for event in passed if event["epoch"] == passed[-1]["epoch"] and event["loss"] is not None
+        ]
+        return {
+            "tests": tests,
+            "dev_loss": best["loss"],
+            "train_loss": sum(last) / len(last) if last else None,
+            "parameters": _parameters(run_dir),
+            "rate": rate,
+            "rates": tried,
+            "epochs": passed[-1]["epoch"],
+            "steps": passed[-1]["step"],
+            "minutes": (time.monotonic() - began) / 60,
+            "noise_scale": passed[-1].get("noise_scale"),
+            "curve": [[e["step"], e["loss"], e["wer"]] for e in curve],
+            "settings": [*self.table.settings, *row.settings, *self.given.overrides],
+            "git_commit": git_commit(),
+        }
+
+    def _best_rate(self, row: Row, gpu: str) -> tuple[float | None, dict[str, float]]:
+        """The rate of those tried whose dev cost is lowest after the first epochs: the paper's fastest convergence."""
+        rates = self.given.rates if self.given.rates is not None else self.table.rates
+        if len(rates) <= 1:
+            return (rates[0] if rates else None), {}
+        found: dict[float, float] = {}
+        failed: list[str] = []
+        for rate in rates:
+            try:
+                run_dir = self._train(row, gpu, rate, self.given.search_epochs)
+            except TimeUp:
+                raise
+            except RowFailed as error:
+                failed.append(str(error))
+                continue
+            losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.given.search_epochs]
+            if losses and losses[-1] is not None:
+                found[rate] = losses[-1]
+        if not found:
+            raise RowFailed(
+                f"no learning rate of {list(rates)} trained: {failed[0] if failed else 'no finite dev cost'}"
+            )
+        return min(found, key=lambda rate: found[rate]), {f"{rate:g}": loss for rate, loss in found.items()}
+
+    def _train(self, row: Row, gpu: str, rate: float | None, epochs: int) -> Path:
+        run_dir = self.folder / "runs" / (_file_name(row.name) + (f"-{rate:g}" if rate else ""))
+        settings = [*self.table.settings, *row.settings, *self.given.overrides, f"run_dir={run_dir}"]
+        settings += [f"optim.learning_rate={rate}"] if rate else []
+        if epochs:
+            settings += [f"train.epochs={epochs}"]
+        self._command(["train", *settings], gpu, run_dir)
+        return run_dir
+
+    def _evaluate(self, run_dir: Path, gpu: str, how: str, decode: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Scores by test manifest and way of decoding."""
+        out = run_dir / _file_name(how)
+        self._command(["evaluate", str(run_dir), *self.given.test, *decode, "--out", str(out)], gpu, run_dir)
+        scores = {}
+        for path in sorted(out.glob("*/report.json")):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            scores[f"{path.parent.name}, {how}"] = {key: found[key] for key in ("wer", "cer", "interval")}
+        return scores
+
+    def _command(self, arguments: Sequence[str], gpu: str, run_dir: Path) -> None:
+        """Run a command of ds2 on a GPU; it ends with this process, and when the time is up.
+
+        Raises:
+            RowFailed: its status was not 0.
+        """
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu != "cpu" else None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log = run_dir / "output.txt"
+        with log.open("a", encoding="utf-8") as output:
+            left_s = self.stop_at - time.monotonic()
+            if left_s <= 0:
+                raise TimeUp("not begun, the time was up")
+            with subprocess.Popen(
+                [sys.executable, "-c", _CHILD, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            ) as process:
+                try:
+                    status = process.wait(None if left_s == float("inf") else left_s)
+                except subprocess.TimeoutExpired:
+                    process.terminate()
+                    process.wait()
+                    raise TimeUp(f"stopped when the time was up: {_so_far(run_dir)}") from None
+        if status:
+            said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+            raise RowFailed(f"ds2 {arguments[0]} ended with {status}: {' | '.join(said[-_LINES_OF_AN_ERROR:])} ({log})")
+
+    def _result_file(self, row: Row) -> Path:
+        return self.folder / "results" / f"{_file_name(row.name)}.json"
+
+    def _say(self, text: str) -> None:
+        with self._saying:
+            print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind in a run's log in the order of their steps; of a repeated step the later line counts."""
+    log, found = run_dir / "log.jsonl", {}
+    epoch = 0
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        event = json.loads(line)
+        epoch = event.get("epoch", epoch)
+        if event["event"] == kind:
+            found[event["step"]] = {"epoch": epoch, **event}
+    return [found[step] for step in sorted(found)]
+
+
+def _parameters(run_dir: Path) -> int:
+    from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
+
+    return load_model(find_model(run_dir)).model.parameter_count
+
+
+def _so_far(run_dir: Path) -> str:
+    train, dev = events(run_dir, "train"), events(run_dir, "dev")
+    where = f"epoch {train[-1]['epoch']}, step {train[-1]['step']}" if train else "no step"
+    return where + (f", dev WER {100 * dev[-1]['wer']:.2f} %, cost {dev[-1]['loss']:.1f}" if dev else "")
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.]+", "_", name)
+
+
+def main() -> int:
+    """Run, report; status 1 where rows are missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("overrides", nargs="*", help="settings of ds2 train for all rows: data.corpus=FOLDER")
+    parser.add_argument("--out", type=Path, help="folder (default: runs/TABLE); the same one goes on")
+    parser.add_argument("--rows", nargs="+", default=[], help="only these, by name, in this order")
+    parser.add_argument("--narrow", type=float, default=1, help="widths of the paper over this")
+    parser.add_argument("--epochs", type=int, default=20, help="of a row of the paper's tables; 0: as its settings say")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of the paper's tables; theirs is sgd")
+    parser.add_argument("--rates", type=float, nargs="*", help="learning rates to try; one: no search")
+    parser.add_argument("--search-epochs", type=int, default=2, help="that each learning rate is tried for")
+    parser.add_argument("--gpus", nargs="+", default=["0"], help="numbers of GPUs, or cpu")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU")
+    parser.add_argument("--test", nargs="+", default=[], help="manifests to report on, if not the recipe's test set")
+    parser.add_argument(
+        "--decode", nargs="+", default=[], help="settings of ds2 evaluate for a second WER: decode.lm=..."
+    )
+    parser.add_argument("--stop-after-minutes", type=float, default=0, help="stop runs then, to go on another day")
+    given = parser.parse_intermixed_args()
+    table = TABLES[given.table](Shape(given.narrow, given.epochs, given.optimizer))
+    unknown = set(given.rows) - {row.name for row in table.rows}
+    if unknown:
+        parser.error(f"{given.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")
+    folder = given.out or Path("runs") / given.table
+    reproduction = Reproduction(table, folder, given)
+    reproduction.run()
+    results = reproduction.results()
+    text = report(table, results, reproduction.failures)
+    write_text(folder / "report.md", text)
+    write_plot(table, results, folder / "report.png")
+    print(text)
+    return int(len(results) < len(table.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

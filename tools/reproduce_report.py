@@ -1,0 +1,81 @@
+"""A table of results as Markdown, and its learning curves as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reproduce_tables import Table
+
+_FACTS = ("dev cost", "training cost", "parameters", "rate", "epochs", "steps", "noise scale", "minutes")
+
+
+def report(table: Table, results: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
+    """The table in Markdown; columns that no row fills are left out, rows without a result are named beneath.
+
+    Args:
+        table: whose rows are reported.
+        results: by row, as `tools/reproduce.py` keeps them.
+        failures: why others have none, as far as this run tried.
+    """
+    tests = list(dict.fromkeys(name for row in table.rows for name in results.get(row.name, {}).get("tests", ())))
+    columns = ["", "paper", *(column for name in tests for column in (f"{name}: WER (95 %)", "CER")), *_FACTS]
+    rows = [_cells(row.name, row.paper, results[row.name], tests) for row in table.rows if row.name in results]
+    filled = [index for index in range(len(columns)) if index == 0 or any(cells[index] for cells in rows)]
+    lines = [[columns[index] for index in filled], ["---"] * len(filled)]
+    lines += [[cells[index] for index in filled] for cells in rows]
+    text = f"## {table.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    missing = [row.name for row in table.rows if row.name not in results]
+    if missing:
+        text += f"\nMissing rows, {len(missing)} of {len(table.rows)}:\n\n"
+        text += "".join(f"- {name}: {failures.get(name, 'not run')}\n" for name in missing)
+    return text
+
+
+def _cells(name: str, paper: float | None, result: Mapping[str, Any], tests: Sequence[str]) -> list[str]:
+    scores = [result["tests"].get(test) for test in tests]
+    return [
+        name,
+        "" if paper is None else f"{paper:.2f}",
+        *(cell for found in scores for cell in ((_rate(found), f"{100 * found['cer']:.2f}") if found else ("", ""))),
+        _number(result["dev_loss"], ".1f"),
+        _number(result["train_loss"], ".1f"),
+        f"{result['parameters'] / 1e6:.2f} M",
+        _number(result["rate"], "g"),
+        f"{result['epochs']}",
+        f"{result['steps']}",
+        _number(result["noise_scale"], ".0f"),
+        f"{result['minutes']:.1f}",
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _rate(scores: Mapping[str, Any]) -> str:
+    interval = scores["interval"]
+    return f"{100 * scores['wer']:.2f} ({100 * interval['low']:.2f} .. {100 * interval['high']:.2f})"
+
+
+def write_plot(table: Table, results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw dev cost and dev WER by step, a line a row; without matplotlib nothing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    cost, errors = figure.subplots(1, 2)
+    for row in table.rows:
+        curve = [point for point in results.get(row.name, {}).get("curve", []) if None not in point]
+        for axes, column, scale in ((cost, 1, 1), (errors, 2, 100)):
+            axes.plot(
+                [p[0] for p in curve], [scale * p[column] for p in curve], marker="o", markersize=3, label=row.name
+            )
+    cost.set(xlabel="step", ylabel="dev CTC cost, nats an utterance", title=table.title)
+    errors.set(xlabel="step", ylabel="dev WER %, greedy")
+    for axes in (cost, errors):
+        axes.grid(alpha=0.3)
+    errors.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
