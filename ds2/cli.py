@@ -22,11 +22,14 @@ usage: ds2 COMMAND [...]
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
   transcribe MODEL FILE...           audio files to text or JSON
   serve MODEL                        live recognition for clients of OpenAI's interfaces and of Vosk's
+  listen MODEL                       the same from a microphone
+  export MODEL --to onnx|torch       a streaming model in one file, for sherpa-onnx on phones, ONNX Runtime or torch
   align MODEL MANIFEST...            word times of transcripts, and the transcripts that are probably wrong
   data check [OVERRIDE...]           read everything before training; the exit status says whether it may start
   data prepare [OVERRIDE...]         write the manifests of a recipe
   data import FORMAT FOLDER OUT      corpus layout to manifest
   data split MANIFEST --out FOLDER   train, dev and test by speaker; also stats and filter
+  data shards MANIFEST... FOLDER     tar files with indices (WebDataset), for corpora larger than a cache
   data alphabet MANIFEST...          the characters of transcripts as an alphabet
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
@@ -38,7 +41,21 @@ usage: ds2 COMMAND [...]
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
 
-COMMANDS = ("train", "info", "evaluate", "wer", "transcribe", "serve", "align", "data", "lm", "cache", "doctor")
+COMMANDS = (
+    "train",
+    "info",
+    "evaluate",
+    "wer",
+    "transcribe",
+    "serve",
+    "listen",
+    "export",
+    "align",
+    "data",
+    "lm",
+    "cache",
+    "doctor",
+)
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
 

@@ -29,6 +29,7 @@ from bench_training import write_corpus
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
+from ds2.data.batching import deal
 from ds2.data.loader import Batch
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
@@ -55,7 +56,7 @@ def measure(
     trainer = Trainer(config, folder / "run", comm)
     trainer.model.train()
     plan = [list(range(batch))]
-    part: Batch = next(iter(trainer.epoch(plan)))
+    part: Batch = next(iter(trainer.loader.epoch([deal(plan[0], comm.rank, comm.world)], 1)))
     part = part.pin_memory() if trainer.device.type == "cuda" else part
     for _ in range(args.warmup):
         trainer.step(trainer.ahead(iter([part])), plan)

@@ -5,7 +5,7 @@
     python tools/sweep_plans.py judge ops/figures/plans_h200.json          how far from the fastest its choices are
 
 A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
-T 512 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
+T 256 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
 that hangs is killed, noted and left out. Shape letters: T frames, B batch, H hidden.
 """
 
@@ -25,15 +25,18 @@ from typing import Any
 import torch
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.device import device_facts
+from ds2_ops.recurrent.gated import gemm
 from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
 from torch import Tensor
 
 HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
-FRAMES, FEW_FRAMES, CHECKED_FRAMES = 512, 64, 5
+FRAMES, FEW_FRAMES, CHECKED_FRAMES = 256, 64, 5
 ROUNDS, LAUNCHES = 2, 2
 CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
 STALL_S = 25.0
@@ -82,44 +85,62 @@ class Bench:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.device = problem, torch.device("cuda")
-        self.index = torch.cuda.current_device()
+        self.index, self.cell = torch.cuda.current_device(), ALL[problem.nonlinearity]
         torch.manual_seed(problem.hidden + problem.batch)
         dtype = getattr(torch, problem.dtype)
-        shape = (FRAMES, problem.batch, problem.hidden)
-        self.x = torch.randn(shape, dtype=dtype, device=self.device)
-        self.y = torch.randn(shape, dtype=dtype, device=self.device).clamp_min_(0)
-        self.matrix = torch.randn(2 * (problem.hidden,), dtype=dtype, device=self.device) * 0.9 * problem.hidden**-0.5
-        self.state = torch.randn(shape[1:], dtype=dtype, device=self.device)
-        self.result, self.last = torch.empty_like(self.x), torch.empty_like(self.state)
+        self.arrays: list[Tensor | None] = []
+        for place, size in enumerate(array_bytes(problem, FRAMES)):
+            kind = torch.float32 if place in (9, 10) else dtype  # c is
+            count = size // kind.itemsize
+            self.arrays.append(torch.randn(count, dtype=kind, device=self.device) if size else None)
+        if self.arrays[1] is not None:
+            self.arrays[1].clamp_min_(0)  # an output
+        self.arrays[2].mul_(0.9 * problem.hidden**-0.5)
+        if self.cell.gates > 1 and problem.backward:
+            self.arrays[7].uniform_(-0.9, 0.9)  # what a forward pass may have saved
         self.exchange: Tensor | None = None
-        self.truth = self._truth()
+        self.truth = self._truth().flatten()
+
+    def _few(self, place: int, width: int) -> Tensor:
+        """The first few frames of an array, in float64."""
+        rows = CHECKED_FRAMES * self.problem.batch
+        array = self.arrays[place]
+        assert array is not None
+        return array[: rows * width].double().view(CHECKED_FRAMES, self.problem.batch, width)
 
     def _truth(self) -> Tensor:
-        """Few frames in float64."""
-        double, outputs = self.matrix.double(), []
-        state = self.state.double()
+        """The result of a few frames in float64."""
+        problem, hidden, gates = self.problem, self.problem.hidden, self.cell.gates
+        matrix = self.arrays[2]
+        assert matrix is not None
+        if gates > 1:
+            carry = self.arrays[9].double().view(problem.batch, hidden) if self.arrays[9] is not None else None
+            if problem.backward:  # is given the transpose
+                saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
+                weight = matrix.double().view(hidden, gates * hidden).t()
+                grads = (self._few(0, hidden), None, carry, saved, weight, None)
+                return gemm.backward_data(problem.nonlinearity, *grads)[0]
+            weight = matrix.double().view(gates * hidden, hidden)
+            given = (self._few(0, gates * hidden), weight, None, None, carry, None)
+            return gemm.forward(problem.nonlinearity, *given, save=False)[0]
+        double, outputs = matrix.double().view(hidden, hidden), []
+        x, state = self._few(0, hidden), matrix.new_zeros(problem.batch, hidden, dtype=torch.float64)
         for t in range(CHECKED_FRAMES):
-            if self.problem.backward:
+            if problem.backward:
                 frame = CHECKED_FRAMES - 1 - t
-                carried = self.x[frame].double() + (state if t == 0 else state @ double.t())
-                state = carried * (self.y[frame] > 0)
+                state = (x[frame] + state @ double.t()) * (self._few(1, hidden)[frame] > 0)
             else:
-                state = (self.x[t].double() + state @ double.t()).clamp_min(0)
+                state = (x[t] + state @ double.t()).clamp_min(0)
             outputs.append(state)
-        return torch.stack(outputs[::-1] if self.problem.backward else outputs)
+        return torch.stack(outputs[::-1] if problem.backward else outputs)
 
     def launcher(self, choice: Choice, frames: int, clocks: Tensor | None = None) -> Callable[[], None]:
         """Make ready all that a launch takes."""
-        problem, launch = self.problem, choice.launch
-        row_bytes = problem.hidden * self.x.element_size()
-        arguments: list[Any] = [self.x, self.y if problem.backward else None, self.matrix, self.state, None]
-        arguments += [self.result, self.last, frames, problem.batch, problem.hidden, choice.samples]
-        arguments += [row_bytes % 4 == 0, row_bytes % 16 == 0, 1.0]
-        if choice.exchange_words:
-            if self.exchange is None or self.exchange.numel() < choice.exchange_words:
-                self.exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=self.device)
-            arguments.append(self.exchange)
-        packed = launch.source.pack(arguments)
+        launch = choice.launch
+        if choice.exchange_words and (self.exchange is None or self.exchange.numel() < choice.exchange_words):
+            self.exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=self.device)
+        addresses = [0 if array is None else array.data_ptr() for array in self.arrays]
+        packed = launch.source.pack(pass_arguments(choice, self.problem, frames, addresses, 1.0, self.exchange))
         text = launch.source.text
         if clocks is not None:
             packed.append(clocks.data_ptr())
@@ -149,9 +170,9 @@ class Bench:
         """Relative error of a few frames."""
         call = self.launcher(choice, CHECKED_FRAMES)
         self.empty_exchange(choice)
-        self.result.fill_(torch.nan)
+        self.arrays[5].fill_(torch.nan)
         call()
-        result = self.result[:CHECKED_FRAMES].double()
+        result = self.arrays[5][: self.truth.numel()].double()
         return float((result - self.truth).norm() / self.truth.norm())
 
     def times_us(self, choices: list[Choice], frames: int, rounds: int) -> list[float]:
@@ -201,7 +222,7 @@ def _build_one(text: str) -> str:
 
 def measure_all(options: argparse.Namespace, journal: Path) -> None:
     """Check and time all that the journal does not hold yet, and add it there."""
-    facts = persistent.device_facts(0)
+    facts = device_facts(0)
     done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     finished = {tuple(entry["key"]) for entry in done if "times" in entry or entry.get("hung") == "timing"}
     hung = {(*entry["key"], entry["hung"]) for entry in done if "hung" in entry}
@@ -286,11 +307,11 @@ def record(options: argparse.Namespace) -> int:
             print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
             with journal.open("a") as file:
                 file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
-    write(journal, options.out, facts)
+    write(journal, options.out, facts, options)
     return 0
 
 
-def write(journal: Path, out: Path, facts: DeviceFacts) -> None:
+def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
     """Turn a journal into the record: names once, one problem a line."""
     entries = [json.loads(line) for line in journal.read_text().splitlines()]
     numbers: dict[str, int] = {}
@@ -303,6 +324,8 @@ def write(journal: Path, out: Path, facts: DeviceFacts) -> None:
     bad = ((entry, entry.get("wrong") or entry.get("failed") or entry.get("hung")) for entry in entries)
     failed = [[*entry["key"], name] for entry, name in bad if name]
     head = {
+        "max_sms": options.max_sms,
+        "dtype": options.dtype,
         "gpu": facts.name,
         "sms": facts.sms,
         "active_clusters": dict(facts.active_clusters),
@@ -330,7 +353,7 @@ def _smi(what: str) -> str:
 def _facts_of_gpu() -> DeviceFacts:
     """Ask in a process of its own: this one will fork compilers, which a CUDA context does not survive."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(persistent.device_facts, (0,))
+        return pool.apply(device_facts, (0,))
 
 
 def parse() -> argparse.Namespace:

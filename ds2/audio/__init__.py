@@ -1,7 +1,8 @@
 """Waveforms and what is heard in them.
 
-read: any file, any part, any rate to float32 mono. features: log spectrograms and their statistics. kaldi: what filter
-banks of Kaldi have of their own. stream: features of a source that comes piece by piece. augment: speed, rooms, noise,
-codecs, gain. degrade: how rooms, noise and codecs are made. spec_augment: masks on spectrograms. container: the lengths
-that files promise. foreign: formats that PyAV or ffmpeg decode.
+read: any file, any part, any rate to float32 mono. features: log spectrograms and their statistics. filters: on mel
+scales. kaldi: what filter banks of Kaldi and NeMo have of their own. stream: features of a source that comes piece by
+piece. augment: speed, rooms, noise, codecs, gain. degrade: how rooms, noise and codecs are made. spec_augment: masks on
+spectrograms. container: the lengths that files promise. foreign: formats that PyAV or ffmpeg decode. shard:
+members of tar files.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Callable
 
 Read = Callable[[int, int], bytes]  # offset, size to bytes: fewer at the end of the file
@@ -12,10 +13,11 @@ _STREAMED_BYTES = 0x7EFFFF00  # sizes from here up are what writers to a pipe pu
 _STREAMED_BYTES_64 = 1 << 62
 _MAX_CHUNKS = 10_000
 _OGG_END_OF_STREAM = 4
+_MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def what_is_missing(descriptor: int, container: str) -> str | None:
-    """Say what a file lacks of the length that it promises.
+    """Say what a file lacks of the length, and in Ogg of the content, that it promises.
 
     Headers of writers to a pipe, who did not know the length, and files of raw samples promise none.
 
@@ -23,7 +25,8 @@ def what_is_missing(descriptor: int, container: str) -> str | None:
         descriptor: of the file, open for reading; its position is not touched.
         container: what libsndfile calls its format.
     Returns:
-        The reason why the file counts as truncated, '' if it does not, None if nobody here knows the container.
+        The reason why the file counts as truncated or damaged, '' if it does not, None if nobody here knows the
+        container.
     """
     size = os.fstat(descriptor).st_size
     known = _CONTAINERS.get(container)
@@ -32,7 +35,7 @@ def what_is_missing(descriptor: int, container: str) -> str | None:
 
 def _compared(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> str:
     if present < stated < streamed:
-        return f"its header says {stated} bytes of samples, the file holds {present}"
+        return f"truncated: its header says {stated} bytes of samples, the file holds {present}"
     return ""
 
 
@@ -104,14 +107,26 @@ def _sphere(read: Read, size: int) -> str:
 
 
 def _ogg(read: Read, size: int) -> str:
-    """Ogg (RFC 3533): pages, the last of which says that the stream ends; what follows it is no part of it."""
+    """Ogg (RFC 3533): pages, the last of which says that the stream ends; what follows it is no part of it.
+
+    Decoders leave out a page whose checksum is wrong, and seconds with it.
+    """
     at, ended = 0, False
     while len(head := read(at, 27 + 255)) >= 27 and head.startswith(b"OggS"):
         end = at + 27 + head[26] + sum(head[27 : 27 + head[26]])
         if end > size:
-            return f"its page at byte {at} ends at byte {end}, the file at {size}"
+            return f"truncated: its page at byte {at} ends at byte {end}, the file at {size}"
+        if _ogg_checksum(read(at, end - at)) != head[22:26]:
+            return f"damaged: the checksum of its page at byte {at} is another one"
         at, ended = end, bool(head[5] & _OGG_END_OF_STREAM)
-    return "" if ended else f"its pages end at byte {at} of {size} without one that ends the stream"
+    return "" if ended else f"truncated: its pages end at byte {at} of {size} without one that ends the stream"
+
+
+def _ogg_checksum(page: bytes) -> bytes:
+    """The CRC-32 of a page without its own, most significant bit first: that of zlib on mirrored bits."""
+    mirrored = (page[:22] + bytes(4) + page[26:]).translate(_MIRRORED)
+    remainder = zlib.crc32(mirrored, 0xFFFFFFFF) ^ 0xFFFFFFFF  # from 0 on, and as it is
+    return remainder.to_bytes(4, "big").translate(_MIRRORED)
 
 
 def _self_checked(read: Read, size: int) -> str:

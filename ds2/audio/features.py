@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds2.audio import kaldi
+from ds2.audio.filters import mel_filters
 from ds2.config.schema import ConfigError, FeaturesConfig
 
 # Mean-square power added before the logarithm, full scale = 1. It lies 10 dB above the rounding noise of 16-bit samples
@@ -21,6 +22,7 @@ POWER_FLOOR = 1e-9
 # Smallest deviation (natural log of power) that a bin is divided by: a bin that is empty in the whole training set, as
 # the upper ones of upsampled telephone speech are, must not be blown up when it is not empty later.
 MIN_STD = 0.1
+_MOST_WEIGHTS = 50_000_000  # of all mel filters together, zeros too
 
 
 class Features(nn.Module):
@@ -30,8 +32,9 @@ class Features(nn.Module):
     of the utterance enter, so a frame depends on its own samples alone, whatever the batch, the padding or the chunk.
     The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
     paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
-    `lead` is 0 but for kaldi_fbank, whose first windows begin before the first sample, where the waveform is mirrored;
-    of what Kaldi computes the last one or two frames are missing, whose windows would end past the last sample.
+    `lead` is 0 but for kaldi_fbank and nemo_fbank (see `ds2.audio.kaldi`), whose first windows begin before the first
+    sample, where the waveform is mirrored; of what Kaldi computes the last one or two frames are missing, whose windows
+    would end past the last sample.
 
     Args:
         config: kind, window, step, mel bands.
@@ -50,23 +53,30 @@ class Features(nn.Module):
         self.window_samples = _whole_samples("features.window_s", config.window_s, sample_rate_hz)
         self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
         self.sample_rate_hz = sample_rate_hz
-        self.step_s, self.kind = config.step_s, config.kind
+        self.step_s, self.kind, self.style = config.step_s, config.kind, kaldi.STYLES.get(config.kind)
         self.lead_samples, self.fft_samples = 0, self.window_samples
         window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
         window /= window.square().sum().sqrt()
         self.bins = self.window_samples // 2 + 1
         mel_weights = None
+        if config.kind != "log_spectrogram" and config.mels * self.bins > _MOST_WEIGHTS:
+            raise ConfigError(
+                f"features.mels={config.mels} filters of {self.bins} bins are more than {_MOST_WEIGHTS:,} weights: set "
+                "fewer mels or a shorter features.window_s"
+            )
         if config.kind == "log_mel":
             mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
             self.bins = config.mels
-        elif config.kind == "kaldi_fbank":
+        elif self.style is not None:
             self.lead_samples = kaldi.lead_samples(self.window_samples, self.step_samples)
             self.fft_samples = kaldi.fft_samples(self.window_samples)
-            window = kaldi.povey_window(self.window_samples)
-            mel_weights = kaldi.mel_banks(config.mels, self.fft_samples, sample_rate_hz).float()
+            window = self.style.window(self.window_samples)
+            mel_weights = self.style.filters(config.mels, self.fft_samples, sample_rate_hz).float()
             self.bins = config.mels
         elif config.kind != "log_spectrogram":
-            raise ConfigError(f"features.kind={config.kind!r}: log_spectrogram, log_mel and kaldi_fbank exist")
+            raise ConfigError(
+                f"features.kind={config.kind!r}: log_spectrogram, log_mel, kaldi_fbank and nemo_fbank exist"
+            )
         self.register_buffer("window", window.float(), persistent=False)
         self.register_buffer("mel_weights", mel_weights, persistent=False)
         self.register_buffer("mean", torch.zeros(self.bins))
@@ -180,53 +190,14 @@ class Features(nn.Module):
         """Return log power (B, T, F) float32, T >= 1, of waveforms (B, N)."""
         with torch.autocast(waveforms.device.type, enabled=False):
             windows = waveforms.float().unfold(1, self.window_samples, self.step_samples)
-            if self.kind == "kaldi_fbank":
-                windows = kaldi.emphasised(windows)
+            if self.style is not None:
+                windows = kaldi.emphasised(windows, self.style)
             power = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square().sum(-1)
             if self.mel_weights is not None:
                 power = power @ self.mel_weights
-            if self.kind == "kaldi_fbank":
+            if self.style is not None:
                 return power.clamp(min=kaldi.LEAST_ENERGY).log()
             return (power + POWER_FLOOR).log()
-
-
-def mel_filters(mels: int, window_samples: int, sample_rate_hz: int) -> Tensor:
-    """Return triangular mel filters (bins, mels) float64 from 0 Hz to half the rate, each summing to 1.
-
-    The mel scale is Slaney's (linear up to 1 kHz, logarithmic above). It suits spectra that are not zero-padded: HTK's
-    puts its lowest filters closer together than the bins of a 20 ms window.
-
-    Raises:
-        ConfigError: a filter would cover no bin.
-    """
-    corner_hz = _hz_from_mel(torch.linspace(0.0, _mel_from_hz(sample_rate_hz / 2), mels + 2, dtype=torch.float64))
-    bin_hz = torch.arange(window_samples // 2 + 1, dtype=torch.float64)[:, None] * (sample_rate_hz / window_samples)
-    low, centre, high = corner_hz[:-2], corner_hz[1:-1], corner_hz[2:]
-    weights = torch.minimum((bin_hz - low) / (centre - low), (high - bin_hz) / (high - centre)).clamp(min=0.0)
-    sums = weights.sum(0)
-    if bool((sums <= 0).any()):
-        raise ConfigError(
-            f"features.mels={mels}: {int((sums <= 0).sum())} filters lie between the bins of a {window_samples}-sample "
-            f"window at {sample_rate_hz} Hz; set fewer mels or a longer features.window_s"
-        )
-    return weights / sums
-
-
-_LINEAR_HZ_PER_MEL = 200.0 / 3.0
-_LOG_START_HZ = 1000.0
-_LOG_START_MEL = _LOG_START_HZ / _LINEAR_HZ_PER_MEL
-_MEL_PER_LOG_HZ = 27.0 / float(np.log(6.4))
-
-
-def _mel_from_hz(hz: float) -> float:
-    if hz < _LOG_START_HZ:
-        return hz / _LINEAR_HZ_PER_MEL
-    return _LOG_START_MEL + float(np.log(hz / _LOG_START_HZ)) * _MEL_PER_LOG_HZ
-
-
-def _hz_from_mel(mel: Tensor) -> Tensor:
-    logarithmic = _LOG_START_HZ * torch.exp((mel - _LOG_START_MEL) / _MEL_PER_LOG_HZ)
-    return torch.where(mel < _LOG_START_MEL, mel * _LINEAR_HZ_PER_MEL, logarithmic)
 
 
 def _whole_samples(key: str, seconds: float, sample_rate_hz: int) -> int:

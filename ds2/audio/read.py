@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.container import what_is_missing
 from ds2.audio.foreign import FOREIGN_SUFFIXES, ForeignError, Source, looks_foreign, opened_foreign
+from ds2.audio.shard import ShardError, is_member, open_member
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ AUDIO_SUFFIXES = (
 )  # fmt: skip
 """What files with audio are called; where one recording lies in several formats, the first of these is taken."""
 _COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FOREIGN_SUFFIXES)  # by name: opening them may decode them
-_CHEAP = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW")
-_CHEAP_SUBTYPES = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
+_CHEAP = {"WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW"}
+_LOSSLESS = {"PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}
 _BLOCK_FRAMES = 1 << 18
 RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
@@ -88,7 +89,7 @@ def read_audio(
     header written to a pipe states nothing (the largest sizes).
 
     Args:
-        path: the file.
+        path: the file, or a member of a tar file (`SHARD.tar/KEY.flac`).
         sample_rate_hz: of the waveform returned.
         offset_s: where to start.
         duration_s: how much to read; None reads to the end.
@@ -130,19 +131,16 @@ def reads_cheaply(
 ) -> bool:
     """Whether `read_audio` of a segment takes little longer than its samples do from a cache: lossless, at that rate.
 
-    MP3, Opus and m4a, and audio that must be resampled, cost five to twenty times as much: recipes/data.md.
-
-    Raises:
-        AudioError: as `read_audio`, where the header tells.
+    Raises AudioError as `read_audio`, where the header tells. What others cost: recipes/data.md.
     """
     path = Path(path)
     if path.suffix.lower() in _COSTLY_SUFFIXES:
         return False
     with _opened(path, sample_rate_hz) as file:
-        if file.samplerate != sample_rate_hz or file.format not in _CHEAP or file.subtype not in _CHEAP_SUBTYPES:
-            return False
-        _check_segment(file, path, offset_s, duration_s)
-        return True
+        cheap = file.samplerate == sample_rate_hz and file.format in _CHEAP and file.subtype in _LOSSLESS
+        if cheap:
+            _check_segment(file, path, offset_s, duration_s)
+        return cheap
 
 
 class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types
@@ -156,7 +154,10 @@ class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has 
 def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
     """Open a file for reading; whatever goes wrong inside the block is raised as AudioError with the file's name."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        descriptor = open_member(path) if is_member(path) else os.open(path, flags)
+    except ShardError as error:
+        raise AudioError(str(error)) from error
     except (OSError, ValueError) as error:
         raise AudioError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     try:
@@ -186,9 +187,10 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iter
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
-        if not looks_foreign(path):
+        place = Path(f"/proc/self/fd/{descriptor}") if is_member(path) else path
+        if path.suffix.lower() not in FOREIGN_SUFFIXES and not looks_foreign(place):
             raise
-        with opened_foreign(path) as source:
+        with opened_foreign(place) as source:
             yield source
         return
     with file:
@@ -220,9 +222,7 @@ def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:
     if missing is None:
         _log_unknown_length(file.format)
     elif missing:
-        raise AudioError(
-            f"{path}: truncated: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC"
-        )
+        raise AudioError(f"{path}: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC")
 
 
 def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | None) -> Iterator[NDArray[np.float32]]:
@@ -294,7 +294,4 @@ def _log_averaging(channels: int) -> None:
 
 @cache
 def _log_unknown_length(container: str) -> None:
-    log.warning(
-        "whether a %s file is whole is not checked: convert such audio, e.g. to FLAC (said once)",
-        container,
-    )
+    log.warning("whether a %s file is whole is not checked: convert such audio, e.g. to FLAC (said once)", container)

@@ -1,4 +1,4 @@
-"""`ds2 data`: check, prepare, import, pieces, export-kaldi here; split, stats, filter, alphabet in `data_tools`."""
+"""`ds2 data`: check, prepare, import, pieces, export-kaldi here; the others in `data_tools`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def run(arguments: Sequence[str]) -> int:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
-    for add in (data_tools.add_split, data_tools.add_stats, data_tools.add_filter, data_tools.add_alphabet):
+    tools = (data_tools.add_split, data_tools.add_stats, data_tools.add_filter, data_tools.add_shards)
+    for add in (*tools, data_tools.add_alphabet):
         add(commands)
 
     given = parser.parse_args(with_search_path(arguments))

@@ -1,4 +1,4 @@
-"""`ds2 data split | stats | filter | alphabet`: manifests parted, counted, thinned out, and their characters."""
+"""`ds2 data split | stats | filter | shards | alphabet`: manifests parted, counted, thinned, packed, their letters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ds2.audio.read import RATES_HZ
 from ds2.commands.common import real, whole, with_search_path
 from ds2.commands.compose import compose_config, given_keys
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import ConfigError
 from ds2.data.manifest import read_manifests, write_manifest
+from ds2.data.shards import MANIFEST, write_shards
 from ds2.data.split import TOGETHER, split
 from ds2.data.statistics import Conditions, draw, keep, statistics
 from ds2.system.files import write_text
@@ -107,6 +109,32 @@ def _filter(given: argparse.Namespace) -> int:
     print(f"{given.output}: {len(kept)} of {len(utterances)} utterances, {hours:.2f} h")
     for reason, count in dropped.most_common():
         print(f"  {count:6d} {reason}")
+    return 0
+
+
+def add_shards(commands: Any) -> None:
+    """Declare `ds2 data shards`."""
+    parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
+    parser.add_argument("manifests", type=Path, nargs="+")
+    parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
+    rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
+    parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
+    parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half (1000)")
+    parser.add_argument("--skip-bad", action="store_true", help="name, count and leave out what cannot be read")
+    parser.set_defaults(run=_shards)
+
+
+def _shards(given: argparse.Namespace) -> int:
+    shard_bytes = int(1e6 * given.shard_mb)
+    written = write_shards(read_manifests(given.manifests), given.out, given.rate, shard_bytes, skip_bad=given.skip_bad)
+    for error in written.left_out:
+        print(f"left out: {error}")
+    hours = sum(u.duration_s for u in written.utterances) / 3600
+    print(
+        f"{given.out / MANIFEST}: {len(written.utterances)} utterances, {hours:.2f} h, in {written.shards} shards"
+        + (f", {written.kept} of them as they were" if written.kept else "")
+        + (f"; {len(written.left_out)} utterances left out" if written.left_out else "")
+    )
     return 0
 
 

@@ -10,6 +10,8 @@ import shutil
 from collections.abc import Sequence
 
 import torch
+from ds2_ops.jit.build import cache_dir, sources_digest
+from ds2_ops.recurrent import calibrate
 
 from ds2 import __version__
 from ds2.commands.compose import config_dir
@@ -20,10 +22,12 @@ _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors",
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print versions and devices; always 0."""
-    argparse.ArgumentParser(
-        prog="ds2 doctor", description="versions, devices, disk: what a bug report needs"
-    ).parse_args(arguments)
+    """Print versions, devices and calibrated kernels; always 0."""
+    parser = argparse.ArgumentParser(prog="ds2 doctor", description="versions, devices, disk: what a bug report needs")
+    parser.add_argument("--forget-tiles", action="store_true", help="remove what train.calibrate has measured here")
+    if parser.parse_args(arguments).forget_tiles:
+        print(f"calibrated kernels: {calibrate.forget()} records removed from {cache_dir()}")
+        return 0
     print(f"ds2 {__version__} (commit {git_commit()}), Python {platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
         try:
@@ -41,4 +45,18 @@ def run(arguments: Sequence[str]) -> int:
             f"GPU {index}: {facts.name}, capability {facts.major}.{facts.minor}, {facts.multi_processor_count} SMs, "
             f"{facts.total_memory / 2**30:.0f} GiB"
         )
+    print(f"kernels: {cache_dir()}, sources {_sources()}")
+    for path, record in calibrate.records():
+        stale = "" if record["sources"] == _sources() else ", of other sources"
+        print(f"calibrated kernels: {record['gpu']}, CUDA {record['driver']}{stale} ({path.name})")
+        for problem, found in record["choices"].items():
+            step_us = found["us"][found["name"]]
+            print(f"  {problem}: {found['name']}, {step_us:.2f} us a step, fastest of {found['most']}")
     return 0
+
+
+def _sources() -> str:
+    try:
+        return sources_digest()
+    except RuntimeError as error:
+        return f"unknown: {error}"

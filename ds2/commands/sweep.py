@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ds2.system.files import write_text
+from ds2.system.plain import parse_json
 
 _LONGEST_NAME = 120
 
@@ -28,8 +30,16 @@ class Job:
         log = self.run_dir / "log.jsonl"
         if not log.is_file():
             return []
-        events = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
-        return [event for event in events if event["event"] == "dev" and event["wer"] is not None]
+        events = map(_event, log.read_text(encoding="utf-8", errors="replace").splitlines())
+        return [event for event in events if event.get("event") == "dev" and event.get("wer") is not None]
+
+
+def _event(line: str) -> dict[str, Any]:
+    """One line of a log; nothing where a kill tore it."""
+    with suppress(ValueError):
+        event = parse_json(line)
+        return event if isinstance(event, dict) else {}
+    return {}
 
 
 def folder_name(differing: str) -> str:

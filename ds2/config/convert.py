@@ -31,8 +31,11 @@ def to_config(composed: DictConfig) -> Config:
             if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
                 _unknown(key)
         config = cast(Config, OmegaConf.to_object(composed))
+        from_plain(Config, asdict(config), "config")  # an interpolation may have brought another type
     except OmegaConfBaseException as error:
         explain(error)
+    except FieldError as error:
+        raise ConfigError(str(error).removeprefix("config.")) from error
     check(config)
     return config
 

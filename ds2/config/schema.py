@@ -58,10 +58,10 @@ class AlphabetConfig:
 class FeaturesConfig:
     """Waveform to normalised log spectrogram."""
 
-    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank")  # the last as sherpa-onnx has it
+    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank", "nemo_fbank")  # the last two: see `ds2 export`
     window_s: float = number(0.02, 0, 1, above=True)
     step_s: float = number(0.01, 0, 1, above=True)
-    mels: int = number(80, 1, 10_000)  # of log_mel and kaldi_fbank
+    mels: int = number(80, 1, 10_000)  # of all but log_spectrogram
     normalise: str = choice("corpus", "none")  # per-bin mean and deviation of the training set, stored with the model
     statistics_utterances: int = number(1000, 1, COUNT)  # utterances drawn by seed to estimate them
 
@@ -166,7 +166,8 @@ class TrainConfig:
     max_minutes: float = number(0.0, 0, UNLIMITED)  # of steps; preparation and evaluations do not count; 0: no limit
     max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
-    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on one GPU
+    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on the GPUs of one host
+    calibrate: int = number(0, 0, 1000)  # recurrent kernels' tiles to time before the first step; 0: the planner's word
     consistency: float = number(0.0, 0, 1e6)  # weight of the divergence of two augmented views (CR-CTC); 0: one view
     intermediate_weight: float = number(0.3, 0, 1)  # of the loss at model.intermediate, the last one's is 1 less it
     noise_scale: bool = False  # log the gradient noise scale: about the largest batch that pays, in utterances

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
+from ds2.audio.shard import check_members, is_member
 from ds2.config.schema import DataConfig
 from ds2.data import cache_file
 from ds2.data.cache_build import SUFFIX, decode, find_cheap, summary, write_cheap, write_files
@@ -94,14 +95,18 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     access, with a warning; so it is where the folder cannot be written. Any number of processes may call this at once:
     each builds privately and publishes by rename. Let one rank call it before the others to build only once.
 
+    Members of shards are read where they are, whatever `data.cache` says: they are cheap to read as ds2 writes them.
+
     Raises:
-        AudioError: utterances cannot be read; names them.
+        AudioError: utterances cannot be read, or shards are damaged; names them.
     """
+    if problems := check_members(u.audio_filepath for u in utterances):
+        raise AudioError("\n".join(problems))
     if data.cache == "none" or not utterances:
         return AudioStore(utterances, data.sample_rate_hz)
     folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz)
     files = _open_files(folder)
-    missing = dict(zip(keys, utterances, strict=True))
+    missing = {key: u for key, u in zip(keys, utterances, strict=True) if not is_member(u.audio_filepath)}
     for key in _known(files, keys, cheap_too=data.cache == "auto"):
         missing.pop(key, None)
     if missing:
@@ -135,13 +140,14 @@ def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[b
     stats: dict[Path, tuple[int, int]] = {}
     keys = []
     for u in utterances:
-        if u.audio_filepath not in stats:
+        file = u.audio_filepath.parent if is_member(u.audio_filepath) else u.audio_filepath
+        if file not in stats:
             try:
-                stat = u.audio_filepath.stat()
+                stat = file.stat()
             except OSError as error:
                 raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.source or u.name})") from error
-            stats[u.audio_filepath] = (stat.st_size, stat.st_mtime_ns)
-        facts = [sample_rate_hz, str(u.audio_filepath.absolute()), *stats[u.audio_filepath], u.offset_s, u.duration_s]
+            stats[file] = (stat.st_size, stat.st_mtime_ns)
+        facts = [sample_rate_hz, str(u.audio_filepath.absolute()), *stats[file], u.offset_s, u.duration_s]
         keys.append(hashlib.sha256(json.dumps(facts).encode()).digest()[: cache_file.KEY_BYTES])
     return keys
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ds2.system.errors import UserError
 from ds2.system.files import whole_file
+from ds2.system.plain import parse_json
 
 
 def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
@@ -143,10 +144,10 @@ def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ManifestError(f"byte {error.start + 1} is not UTF-8; save the manifest as UTF-8") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ManifestError(f"not JSON ({error}); expected one object a line") from error
     if not isinstance(record, dict):
         raise ManifestError(f"a JSON {type(record).__name__}; expected one object a line with {', '.join(_REQUIRED)}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds2.decoding.decoder import Decoder, Decoding
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import HotWords
 from ds2.scoring.wer import CORRECT, DELETION, align
 
 AS_IT_IS = (1.0, 0.0)
@@ -33,9 +34,19 @@ class CalibratedDecoder:
         """Decode as the decoder does."""
         return [[calibrated(h, self.calibration) for h in row] for row in self.decoder.decode(log_probs, lengths)]
 
-    def start(self, rows: int = 1) -> CalibratedDecoding:
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> CalibratedDecoding:
         """Begin as the decoder does."""
-        return CalibratedDecoding(self.decoder.start(rows), self.calibration)
+        return CalibratedDecoding(self.decoder.start(rows, hot_words), self.calibration)
+
+    def best(self, decodings: Sequence[CalibratedDecoding]) -> list[list[Hypothesis]]:
+        """The best of each."""
+        found = self.decoder.best([d.decoding for d in decodings])
+        return [[calibrated(h, self.calibration) for h in row] for row in found]
+
+    def finish(self, decodings: Sequence[CalibratedDecoding]) -> list[list[list[Hypothesis]]]:
+        """The N best of each."""
+        found = self.decoder.finish([d.decoding for d in decodings])
+        return [[[calibrated(h, self.calibration) for h in row] for row in rows] for rows in found]
 
     def step(self, decodings: Sequence[CalibratedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         """Step as the decoder does."""

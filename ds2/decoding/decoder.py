@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds2.decoding.alignment import with_times
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
+from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.text.alphabet import BLANK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times
@@ -48,12 +49,28 @@ class Decoding(Protocol):
 class Decoder(Protocol):
     """What recognises a batch."""
 
-    def start(self, rows: int = 1) -> Decoding:
-        """Begin `rows` utterances whose frames come chunk by chunk."""
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
+        """Begin `rows` utterances whose frames come chunk by chunk.
+
+        Args:
+            rows: utterances.
+            hot_words: words and phrases that are likelier in them, and what each is worth, natural log.
+
+        Raises:
+            LexiconError: hot words that the network cannot write, or a decoder that takes none.
+        """
         ...
 
     def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
         """Let what `start` began hear the next frames in one batch: as `Decoding.step`, rows in order of decodings."""
+        ...
+
+    def best(self, decodings: Sequence[Any]) -> list[list[Hypothesis]]:
+        """`Decoding.best` of several in one batch."""
+        ...
+
+    def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
+        """`Decoding.finish` of several in one batch."""
         ...
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
@@ -101,6 +118,12 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, empty_to
         raise DecodeError(f"log-probs of the utterances at {bad} in the batch {what} (first at frame {frame})", bad)
 
 
+def refuse_hot_words(hot_words: HotWords | None) -> None:
+    """Raise LexiconError where a decoder that takes none is given hot words of a session."""
+    if hot_words:
+        raise LexiconError(f"hot words {sorted(hot_words)[:3]}: decode.method=beam alone takes those of a session")
+
+
 class SearchDecoder:
     """A search of whole utterances on the CPU, guarded against bad log-probs, and word times for what it finds."""
 
@@ -116,9 +139,18 @@ class SearchDecoder:
         rows = self.search(log_probs, lengths)
         return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
 
-    def start(self, rows: int = 1) -> Kept:
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Kept:
         """Begin utterances of any length; what was heard is kept, and searched when it is asked for."""
+        refuse_hot_words(hot_words)
         return Kept(self, rows, self.alphabet, self.frame_s)
+
+    def best(self, decodings: Sequence[Kept]) -> list[list[Hypothesis]]:
+        """The best of each."""
+        return [decoding.best() for decoding in decodings]
+
+    def finish(self, decodings: Sequence[Kept]) -> list[list[list[Hypothesis]]]:
+        """The N best of each."""
+        return [decoding.finish() for decoding in decodings]
 
     def step(self, decodings: Sequence[Kept], log_probs: Tensor, lengths: Tensor) -> None:
         """Keep the next frames of each."""

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.decoding.decoder import check_log_probs
+from ds2.decoding.decoder import check_log_probs, refuse_hot_words
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Run, Word, spell_words
+from ds2.decoding.lexicon import HotWords
 from ds2.text.alphabet import BLANK, WORD_MARK, Alphabet
 
 
@@ -135,8 +136,9 @@ class GreedyDecoder:
         check_log_probs(log_probs, lengths, len(self.alphabet))
         return [[found] for found in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
 
-    def start(self, rows: int = 1) -> GreedyDecoding:
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> GreedyDecoding:
         """Begin utterances whose frames come chunk by chunk; the result is that of the whole."""
+        refuse_hot_words(hot_words)
         return GreedyDecoding(rows, self.alphabet, self.frame_s)
 
     def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
@@ -145,6 +147,14 @@ class GreedyDecoder:
         paths = [path for decoding in decodings for path in decoding.paths]
         for path, frames in zip(paths, best_path(log_probs, lengths), strict=True):
             path.hear(*frames)
+
+    def best(self, decodings: Sequence[GreedyDecoding]) -> list[list[Hypothesis]]:
+        """The best of each."""
+        return [decoding.best() for decoding in decodings]
+
+    def finish(self, decodings: Sequence[GreedyDecoding]) -> list[list[list[Hypothesis]]]:
+        """What was heard of each."""
+        return [decoding.finish() for decoding in decodings]
 
 
 class GreedyDecoding:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds2.decoding.hypothesis import DecodeError
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
+HotWords = Mapping[str, float]  # words or phrases, and what each is worth, natural log
 OFF, ROOT = 0, 1  # trie nodes: left the trie for good, the empty prefix
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
@@ -76,12 +77,17 @@ class Trie:
         return Trie(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
-        """Return the nodes after writing `characters` (..., L), zero-padded codes, from `nodes` (...)."""
-        width = self.children.shape[1]
-        for position in range(characters.shape[-1]):
-            codes = characters[..., position]
-            nodes = torch.where(codes == 0, nodes, self.children.view(-1).take(nodes * width + codes).long())
-        return nodes
+        """See the function."""
+        return walk(self.children, nodes, characters)
+
+
+def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
+    """Return the nodes after writing `characters` (..., L), zero-padded codes, from `nodes` (...)."""
+    width = children.shape[1]
+    for position in range(characters.shape[-1]):
+        codes = characters[..., position]
+        nodes = torch.where(codes == 0, nodes, children.view(-1).take(nodes * width + codes).long())
+    return nodes
 
 
 def build_trie(

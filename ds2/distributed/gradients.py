@@ -45,12 +45,18 @@ class _Bucket:
         if self._low:
             self._rounded, copies = _flat_like(self._low, dtype)
             self._sources = copies + self.parameters[len(copies) :]
+        self.current = False  # whether the rounded copies are those of the present parameters
         self.placed = False  # in the running forward pass
         self.passes = 0  # backward passes of this step that have added to it
 
+    @property
+    def rounded(self) -> dict[Tensor, Tensor]:
+        """The copies of parameters of `low`, by parameter."""
+        return dict(zip(self._low, self._sources, strict=False))
+
     def copies(self) -> tuple[Tensor, ...]:
         """The parameters, those of `low` rounded."""
-        if self._rounded is not None:
+        if self._rounded is not None and not self.current:
             self._rounded.copy_(_concatenated(self._low))
         return tuple(source.detach() for source in self._sources)
 
@@ -156,6 +162,21 @@ class GradientReducer:
     def buckets(self) -> list[Tensor]:
         """The flat gradients; zeros between the parts."""
         return [bucket.flat for bucket in self._buckets]
+
+    @property
+    def rounded(self) -> dict[Tensor, Tensor]:
+        """The copies of parameters of `low`, by parameter: for whoever changes these and then says `copies_are`."""
+        return {parameter: copy for bucket in self._buckets for parameter, copy in bucket.rounded.items()}
+
+    def copies_are(self, *, current: bool) -> None:
+        """Say whether the rounded copies are those of the present parameters; else every pass makes them."""
+        for bucket in self._buckets:
+            bucket.current = current
+
+    @property
+    def current(self) -> bool:
+        """What was last said of the rounded copies."""
+        return all(bucket.current for bucket in self._buckets)
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""

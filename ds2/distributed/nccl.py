@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,9 @@ def load_library() -> Any:
     Raises:
         OSError: there is none.
     """
+    # A sum may be recorded into a CUDA graph on one rank and run at once on another: then none of them may meet the
+    # others for a recording's sake, as registering its memory would.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     library = ctypes.CDLL("libnccl.so.2")
     library.ncclGetErrorString.restype = ctypes.c_char_p
     library.ncclCommInitRank.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int]

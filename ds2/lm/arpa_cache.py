@@ -25,14 +25,14 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
 
     Args:
         lm: the model.
-        given: the file it was read from, which is taken if it is ARPA without a byte-order mark. Else one is written
-            under `cache_dir` where an equal model has none there yet, or, where that fails, which is logged, to a
-            temporary file.
+        given: the file it was read from, which is taken if it is ARPA that KenLM reads. Else one is written under
+            `cache_dir` where an equal model has none there yet, or, where that fails, which is logged, to a temporary
+            file.
 
     Raises:
         LanguageModelError: a temporary file cannot be written either.
     """
-    if ".arpa" in Path(given).suffixes and not _starts_with_mark(Path(given)):
+    if ".arpa" in Path(given).suffixes and _kenlm_reads(Path(given)):
         yield Path(given)
         return
     try:
@@ -47,11 +47,13 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
         yield folder / "model.arpa"
 
 
-def _starts_with_mark(path: Path) -> bool:
-    """Whether a file starts with a byte-order mark, which KenLM takes for text."""
+def _kenlm_reads(path: Path) -> bool:
+    """Whether a file starts as KenLM wants it: without a byte-order mark, and no words before the first section."""
+    if path.suffix != ".arpa":  # compressed
+        return True
     with suppress(OSError), open(path, "rb") as file:
-        return file.read(3) == b"\xef\xbb\xbf"
-    return False
+        return file.read(4096).lstrip().startswith(b"\\data\\")
+    return True
 
 
 def _kept(lm: NGram) -> Path:

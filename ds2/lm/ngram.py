@@ -8,6 +8,7 @@ share a state, so hypotheses that end in it may be recombined. Log-probs are nat
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ UNITS = ("word", "character", "piece")
 _DENSE_LIMIT_BYTES = 2**30
 _CACHED_QUERIES = 2**18
 _CHECKED = 2**22  # entries at a time
+_ROUNDING = 1e-3  # what a log-prob may be above 0
+_NO_NUMBERS = "it holds numbers that are no log-probs: copy the file again or build it anew"
 TENSORS = ("keys", "log_prob", "next_state", "backoff", "suffix")
 log = logging.getLogger(__name__)
 
@@ -72,10 +75,11 @@ class NGram:
         return len(self.entry_starts) - 1
 
     def check(self) -> NGram:
-        """Read all transitions and return the model, for searches that follow them unchecked.
+        """Read all of it and return the model, for searches that follow its transitions and add its numbers unchecked.
 
         Raises:
-            LanguageModelError: transitions that leave the model, or suffixes that go round in circles.
+            LanguageModelError: transitions that leave the model, suffixes that go round in circles, or numbers that are
+                no log-probs.
         """
         states = self.suffix.numel()
         for part in (slice(at, at + _CHECKED) for at in range(0, max(states, self.keys.numel()), _CHECKED)):
@@ -89,6 +93,8 @@ class NGram:
                     f"the language model's automaton is damaged, at {part.start} to {part.stop}: its transitions leave "
                     "it or its histories go round in circles: copy the file again or build it anew"
                 )
+            if not (_log_probs(self.log_prob[part]) and bool(torch.isfinite(self.backoff[part]).all())):
+                raise LanguageModelError(f"the language model is damaged at {part.start} to {part.stop}: {_NO_NUMBERS}")
         return self
 
     def to(self, device: torch.device | str) -> NGram:
@@ -168,12 +174,19 @@ class NGram:
         return self._query(state, self.ids[END])[0]
 
     def sentence(self, tokens: Sequence[str]) -> list[float]:
-        """Return the log-prob of each token of a sentence, and last that of its end."""
+        """Return the log-prob of each token of a sentence, and last that of its end.
+
+        Raises:
+            LanguageModelError: some are NaN or infinite.
+        """
         state, scores = self.start(), []
         for token in tokens:
             score, state = self.score(state, token)
             scores.append(score)
-        return [*scores, self.finish(state)]
+        scores.append(self.finish(state))
+        if not all(map(math.isfinite, scores)):
+            raise LanguageModelError(f"the language model is damaged: {_NO_NUMBERS}")
+        return scores
 
     @cached_property
     def _start(self) -> int:
@@ -225,6 +238,11 @@ class NGram:
                 f"{message}. Build it with the network's normalisation: ds2 lm build --model MODEL"
             )
         log.warning("%s; the network never writes those", message)
+
+
+def _log_probs(values: Tensor) -> bool:
+    """Whether all are finite and, but for rounding, at most 0."""
+    return bool((torch.isfinite(values) & (values <= _ROUNDING)).all())
 
 
 def longest_match(

@@ -12,6 +12,7 @@ import torch
 from ds2.lm.ngram import END, UNKNOWN, LanguageModelError, NGram
 
 _BATCH_SENTENCES = 4096
+_MOST_NATS = 700.0  # a token: beyond that a perplexity is no number
 
 
 @dataclass
@@ -28,9 +29,15 @@ class Perplexity:
         """One line a figure: perplexity with and without the tokens outside the vocabulary, and their rate."""
         if not self.sentences:
             raise LanguageModelError("the text to score is empty: no line holds a token")
+        mean = -self.log_prob / (self.tokens + self.sentences)
+        if not 0 <= mean < _MOST_NATS:
+            raise LanguageModelError(
+                f"the language model is damaged: it gives a token {-mean:g} on average, which is no log-prob: copy the "
+                "file again or build it anew"
+            )
         known = self.tokens - self.unknown + self.sentences
         return (
-            f"perplexity {math.exp(-self.log_prob / (self.tokens + self.sentences)):.2f} with OOVs, "
+            f"perplexity {math.exp(mean):.2f} with OOVs, "
             f"{math.exp(-(self.log_prob - self.unknown_log_prob) / known):.2f} without\n"
             f"OOV rate {100 * self.unknown / max(1, self.tokens):.2f} % ({self.unknown} of {self.tokens} tokens, "
             f"{self.sentences} sentences)"

@@ -39,21 +39,51 @@ def before(linear: nn.Linear, norm: SequenceBatchNorm | None) -> tuple[Tensor, T
 
 
 class FoldedConv:
-    """A convolution with its norm in its weights."""
+    """A convolution with its norm in its weights.
 
-    def __init__(self, conv: MaskedConv, dtype: torch.dtype) -> None:
+    For few frames it is one product with the matrix of all that it does to a window of frames, zeros between: libraries
+    give a small convolution to few multiprocessors, and one of a single channel to none of their matrix units.
+
+    Args:
+        conv: the layer.
+        bins: F of its input.
+        dtype: of the weights.
+        dense_frames: output frames of all streams together up to which it is one product.
+    """
+
+    def __init__(self, conv: MaskedConv, bins: int, dtype: torch.dtype, dense_frames: int = 0) -> None:
         weight, bias = after(conv.weight, conv.bias, conv.norm)
-        self.weight, self.bias = weight.to(dtype), bias.to(dtype)
+        self.kernel, self.stride, self.clip = conv.kernel, conv.stride, conv.clip
+        self.weight, self.bias, self.dense_frames = weight.to(dtype), bias.to(dtype), dense_frames
+        self.bins = conv.output_bins(bins)
+        if dense_frames:
+            self.matrix = _matrix(weight, bins, self.bins, self.stride[0]).to(dtype)
+            self.all_bias = bias.to(dtype).repeat_interleave(self.bins)
         if self.weight.is_cuda:
             self.weight = self.weight.contiguous(memory_format=torch.channels_last)
-        self.kernel, self.stride, self.clip = conv.kernel, conv.stride, conv.clip
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map (B, C, F, T) to the frames (B, C', F', T') of which all of the kernel lies in T."""
-        if x.is_cuda:
-            x = x.contiguous(memory_format=torch.channels_last)
-        z = nn.functional.conv2d(x, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+        frames = (x.shape[3] - self.kernel[1]) // self.stride[1] + 1
+        if x.shape[0] * frames <= self.dense_frames:
+            windows = x.unfold(3, self.kernel[1], self.stride[1]).permute(0, 3, 1, 2, 4)  # (B, T', C, F, k)
+            z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
+            z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 2, 3, 1)
+        else:
+            if x.is_cuda:
+                x = x.contiguous(memory_format=torch.channels_last)
+            z = nn.functional.conv2d(x, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
         return nn.functional.hardtanh_(z, 0.0, self.clip)
+
+
+def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:
+    """(C F k, C' F') what a convolution (C', C, kF, k) does to a window of k frames; zeros lie beyond the bins."""
+    channels_out, channels, height, width = weight.shape
+    reach = height // 2
+    padded = weight.new_zeros(channels_out, bins_out, channels, bins + 2 * reach, width)
+    for out in range(bins_out):
+        padded[:, out, :, out * stride : out * stride + height] = weight
+    return padded[:, :, :, reach : reach + bins].reshape(channels_out * bins_out, -1).t().contiguous()
 
 
 class FoldedRecurrence:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ds2_ops.batch_norm.kernels import why_not
+from ds2_ops.batch_norm.op import Running, batch_norm
 from torch import Tensor, nn
 
 Reduce = Callable[[Tensor], None]
@@ -102,6 +104,8 @@ class SequenceBatchNorm(nn.Module):
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
         if isinstance(count, int):
             count = Count(torch.tensor(count, device=x.device), x.numel() // len(self.weight))
+        if self.axis == -1 and self.fused(x):
+            return self._launched(x.contiguous(), count)
         y: Tensor
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
             flat, self.weight, self.bias, count, self.eps, self.reduce
@@ -111,6 +115,32 @@ class SequenceBatchNorm(nn.Module):
             share = max(self.momentum, 1.0 / self.batches)
             torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], share)
         return y.view_as(x)
+
+    def fused(self, x: Tensor) -> bool:
+        """Whether training runs on the kernels of `ds2_ops`; else on torch's, and always so on a CPU."""
+        return self.training and x.is_cuda and why_not(x.dtype, len(self.weight), x.device) is None
+
+    def clipped(self, x: Tensor, lengths: Tensor, count: Count, clip: float) -> Tensor:
+        """Normalise, then clip, in the same launches; where `fused` says so.
+
+        Args:
+            x: (B, C, F, T), whatever lies past each length.
+            lengths: (B,) int32, on the device.
+            count: valid positions.
+            clip: of clipped ReLU.
+
+        Returns:
+            (B, C, F, T), 0 past each length, its memory in the order (B, F, T, C).
+        """
+        rows = x.permute(0, 2, 3, 1).contiguous()
+        return self._launched(rows, count, lengths=lengths, clip=clip).permute(0, 3, 1, 2)
+
+    def _launched(self, rows: Tensor, count: Count, **options: Any) -> Tensor:
+        self.batches += 1
+        running = Running(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
+        return batch_norm(
+            rows, self.weight, self.bias, count.valid, eps=self.eps, running=running, reduce=self.reduce, **options
+        )
 
     def forget_broken_averages(self) -> None:
         """Start the running averages anew where a batch that was not finite got into them; reads them back."""

@@ -6,12 +6,10 @@ import math
 from collections import deque
 from dataclasses import dataclass, fields, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ds2.config.schema import ConfigError
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.parts import Parts
 from ds2.recognition.stream import BLOCK_S, Session
 
@@ -57,7 +55,7 @@ class Live(Session):
     does not depend on how the samples were cut.
 
     Args:
-        parts, block_s, sample_rate_hz, decoder: as `Session`.
+        parts, block_s, sample_rate_hz, decoder, hot_words: as `Session`.
         endpoints: the rules.
 
     Raises:
@@ -72,33 +70,34 @@ class Live(Session):
         sample_rate_hz: int | None = None,
         decoder: Decoder | None = None,
         endpoints: Endpoints | None = None,
+        hot_words: HotWords | None = None,
     ) -> None:
-        super().__init__(parts, block_s, sample_rate_hz=sample_rate_hz, decoder=decoder)
+        super().__init__(parts, block_s, sample_rate_hz=sample_rate_hz, decoder=decoder, hot_words=hot_words)
         self.endpoints = endpoints or Endpoints()
         self.final: deque[Segment] = deque()  # for the user to take
         self._before_s = 0.0  # of the source, before the model began
         self._heard = self._first = self._silent = 0  # frames since then, of the segment's start, silent at the end
+        self._spoken = False  # in this segment
 
-    def notice(self, quiet: NDArray[np.bool_]) -> None:
-        """End the segment where a rule says so."""
-        loud = np.flatnonzero(~quiet)
-        self._silent = len(quiet) - 1 - int(loud[-1]) if len(loud) else self._silent + len(quiet)
-        self._heard += len(quiet)
+    def notice(self, frames: int, quiet: int) -> bool:
+        """Whether a rule says that the segment ends."""
+        self._spoken = self._spoken or quiet < frames
+        self._silent = quiet if quiet < frames else self._silent + quiet
+        self._heard += frames
         frame_s, rules = self.parts.frame_s, self.endpoints
         pause_s, length_s = self._silent * frame_s, (self._heard - self._first) * frame_s
         too_long_s = length_s - rules.longest_s
-        if (
+        return (
             pause_s >= rules.silence_s
             or (too_long_s >= 0 and pause_s >= _ANY_PAUSE_S)
             or too_long_s >= _NO_PAUSE_S
-            or (pause_s >= rules.after_speech_s and self.best().text)
-        ):
-            self._end()
+            or (pause_s >= rules.after_speech_s and self._spoken)
+        )
 
     def flush(self) -> None:
         """Make all that was accepted final now, to its last sample; what comes after it is heard as a new start."""
         self._hear_rest()
-        self._end()
+        self.end(self.decoding.finish()[0][0])
         self._before_s, self._heard, self._first = self.duration_s, 0, 0
         self._begin()
 
@@ -107,13 +106,13 @@ class Live(Session):
         """Audio heard so far, seconds."""
         return self._before_s + super().duration_s
 
-    def _end(self) -> None:
-        [[found, *_]] = self.decoding.finish()
+    def end(self, found: Hypothesis) -> None:
+        """Make the open segment final."""
         frame_s = self.parts.frame_s
         start_s = self._before_s + self._first * frame_s
         if found.text:
             words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in found.words)
             end_s = self._before_s + self._heard * frame_s
             self.final.append(Segment(start_s, end_s, replace(found, words=tuple(words))))
-        self.decoding = self.decoder.start()
-        self._first, self._silent = self._heard, 0
+        self.decoding = self.decoder.start(1, self.hot_words)
+        self._first, self._silent, self._spoken = self._heard, 0, False

@@ -17,6 +17,7 @@ from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
+from ds2.decoding.lexicon import HotWords
 from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
@@ -77,13 +78,21 @@ class Recogniser(Parts):
         """Transcribe an audio file of any format and length; errors as `transcribe_file`."""
         return transcribe_file(self, path)
 
-    def session(self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None) -> Session:
+    def session(
+        self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotWords | None = None
+    ) -> Session:
         """Begin to hear a source chunk by chunk; arguments and errors as `Session`."""
-        return Session(self, block_s, sample_rate_hz=sample_rate_hz)
+        return Session(self, block_s, sample_rate_hz=sample_rate_hz, hot_words=hot_words)
 
-    def live(self, *, sample_rate_hz: int | None = None, endpoints: Endpoints | None = None) -> Live:
+    def live(
+        self,
+        *,
+        sample_rate_hz: int | None = None,
+        endpoints: Endpoints | None = None,
+        hot_words: HotWords | None = None,
+    ) -> Live:
         """Begin to hear a source without end, that comes in segments; arguments and errors as `Live`."""
-        return Live(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints)
+        return Live(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
 
     @torch.inference_mode()
     def logits(

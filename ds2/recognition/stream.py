@@ -13,6 +13,7 @@ from torch import Tensor
 from ds2.audio.stream import Resampler, SampleBlocks
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import HotWords
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition.hearing import hearing
 from ds2.recognition.parts import Parts
@@ -30,8 +31,10 @@ class Session:
         block_s: audio that the model hears at once, seconds.
         sample_rate_hz: of the samples; None is the model's own. Others are resampled as a stream.
         decoder: another than that of `parts`.
+        hot_words: words and phrases that are likelier here, and what each is worth (natural log; 10 is much).
 
     Raises:
+        LexiconError: hot words that the network cannot write, or a decoder that takes none.
         ConfigError: a bidirectional model, which needs the end of a source first.
         AudioError: a rate that is no audio's.
         ValueError: blocks of less than one output frame.
@@ -44,13 +47,14 @@ class Session:
         *,
         sample_rate_hz: int | None = None,
         decoder: Decoder | None = None,
+        hot_words: HotWords | None = None,
     ) -> None:
-        self.parts, self.decoder = parts, decoder or parts.decoder
+        self.parts, self.decoder, self.hot_words = parts, decoder or parts.decoder, hot_words
         self.sample_rate_hz = sample_rate_hz or parts.features.sample_rate_hz
         self._frames = parts.model.time_stride * round(block_s / parts.frame_s)
         if self._frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {parts.frame_s:g} s")
-        self.decoding = self.decoder.start()
+        self.decoding = self.decoder.start(1, hot_words)
         self.blocks: deque[NDArray[np.float32]] = deque()  # samples that the model has not heard
         self.hearing = hearing(parts, self._frames)
         self._begin()
@@ -83,8 +87,12 @@ class Session:
         """The best hypothesis of what was heard so far, of a search without words: see `Decoding.best`."""
         return self.decoding.best()[0]
 
-    def notice(self, quiet: NDArray[np.bool_]) -> None:
-        """What a kind of session does after the next frames were decoded, of which (T',) are `quiet`."""
+    def notice(self, frames: int, quiet: int) -> bool:
+        """Whether the hypothesis is to end after the next frames, of which the last `quiet` were quiet."""
+        return False
+
+    def end(self, found: Hypothesis) -> None:
+        """Take the hypothesis that `notice` wanted to end."""
 
     def finish(self) -> Hypothesis:
         """Hear what is left and end: the best hypothesis of the whole source.
@@ -133,9 +141,35 @@ def hear(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) ->
         sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], some, frames[rows])
     symbols = sessions[0].parts.alphabet.symbols
     pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
-    quiet = pauses[logits.argmax(2)].cpu().numpy()
-    for row, session in enumerate(sessions):
-        session.notice(quiet[: lengths[row], row])
+    quiet = _quiet_at_end(pauses[logits.argmax(2)].cpu().numpy(), np.array(lengths)).tolist()
+    ended = [s for s, length, last in zip(sessions, lengths, quiet, strict=True) if s.notice(length, last)]
+    for alike in _by_decoder(ended):
+        for session, [[best, *_]] in zip(alike, alike[0].decoder.finish([s.decoding for s in alike]), strict=True):
+            session.end(best)
+
+
+def _quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(B,) how many of the last frames of each of (T', B) are quiet."""
+    loud = ~quiet & (np.arange(len(quiet))[:, None] < lengths)
+    past = len(quiet) - lengths
+    found: NDArray[np.int64] = np.where(loud.any(0), loud[::-1].argmax(0) - past, lengths)
+    return found
+
+
+def best(sessions: Sequence[Session]) -> list[Hypothesis]:
+    """`Session.best` of each, in one batch."""
+    found: dict[int, Hypothesis] = {}
+    for alike in _by_decoder(sessions):
+        for session, [hypothesis] in zip(alike, alike[0].decoder.best([s.decoding for s in alike]), strict=True):
+            found[id(session)] = hypothesis
+    return [found[id(session)] for session in sessions]
+
+
+def _by_decoder(sessions: Sequence[Session]) -> list[list[Session]]:
+    groups: dict[int, list[Session]] = {}
+    for session in sessions:
+        groups.setdefault(id(session.decoder), []).append(session)
+    return list(groups.values())
 
 
 def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ds2.scoring.statistics import ScoringError
+from ds2.system.plain import parse_json
 
 _NAMED_AT_MOST = 10
 
@@ -65,8 +64,8 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
 
 def _manifest_line(line: str, path: Path, source: str, position: int, *, hypotheses: bool) -> tuple[str, Line]:
     try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise ScoringError(f"{source}: not JSON ({error}), as the lines before it are") from error
     name = "pred_text" if hypotheses and isinstance(record, dict) and "pred_text" in record else "text"
     if not isinstance(record, dict) or not isinstance(record.get(name), str):

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Live, Segment
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import step
+from ds2.recognition.stream import best, step
 from ds2.serve.metrics import Metrics
 from ds2.system.errors import UserError
 
@@ -102,11 +103,11 @@ class Source:
         """The session, which belongs to the recogniser's thread."""
         return self._live
 
-    def take(self) -> Heard:
-        """What is final since the last time, and the rest as it stands."""
+    def take(self) -> list[Segment]:
+        """What is final since the last time."""
         final = list(self._live.final)
         self._live.final.clear()
-        return Heard(final, self._live.best().text)
+        return final
 
 
 class Batcher:
@@ -120,22 +121,27 @@ class Batcher:
 
     def __init__(self, recogniser: Recogniser, most_sources: int, metrics: Metrics) -> None:
         self.recogniser, self.most_sources, self.metrics = recogniser, most_sources, metrics
-        recogniser.session()  # a model that cannot stream is refused here
+        recogniser.session().hearing.prepare(most_sources)  # a model that cannot stream is refused here
         self._open: set[Source] = set()
+        self._ending = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recogniser", daemon=True)
         self._thread.start()
 
-    def open(self, sample_rate_hz: int, endpoints: Endpoints) -> Source:
+    def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Source:
         """Let a source join.
 
         Raises:
-            FullError: no place.
+            FullError: no place, or the server is ending.
             AudioError: a rate that is no audio's.
+            LexiconError: hot words that cannot be looked for.
         """
+        if self._ending:
+            raise FullError("this server is ending: try again later")
         if len(self._open) >= self.most_sources:
             raise FullError(f"all {self.most_sources} sessions of this server are taken: try again later")
-        source = Source(self, self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints))
+        live = self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+        source = Source(self, live)
         self._open.add(source)
         self.metrics.sessions.set(len(self._open))
         return source
@@ -155,6 +161,15 @@ class Batcher:
         self.metrics.words.inc(sum(len(segment.hypothesis.text.split()) for segment in heard.final))
         return heard
 
+    @property
+    def ending(self) -> bool:
+        """Whether sources shall come to their end."""
+        return self._ending
+
+    def end(self) -> None:
+        """Let no source join any more; those that are open may go on to their end."""
+        self._ending = True
+
     def close(self) -> None:
         """End the thread when it has answered what was asked."""
         self._jobs.put(None)
@@ -167,15 +182,14 @@ class Batcher:
             arrived = self._arrived(block=not waiting)
             ending = ending or None in arrived
             waiting += [job for job in arrived if job is not None and self._begun(job)]
-            waiting = self._answered(waiting)
-            if not waiting:
-                continue
-            batch = [job.source.live for job in waiting]
-            self.metrics.batch.observe(len(batch))
             try:
-                step(batch)
+                waiting = self._answered(waiting)
+                batch = [job.source.live for job in waiting]
+                if batch:
+                    self.metrics.batch.observe(len(batch))
+                    step(batch)
             except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
-                log.exception("a batch of %d failed", len(batch))
+                log.exception("a batch of %d failed", len(waiting))
                 for job in waiting:
                     job.answer(None, error)
                 waiting = []
@@ -196,7 +210,8 @@ class Batcher:
 
     def _answered(self, waiting: list[Job]) -> list[Job]:
         """Answer those whose blocks are all heard; return the others."""
-        for job in waiting:
-            if not job.source.ready:
-                job.answer(job.source.take())
+        done = [job for job in waiting if not job.source.ready]
+        partial = best([job.source.live for job in done])
+        for job, hypothesis in zip(done, partial, strict=True):
+            job.answer(Heard(job.source.take(), hypothesis.text))
         return [job for job in waiting if job.source.ready]

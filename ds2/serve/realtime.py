@@ -13,9 +13,13 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import NEVER, Endpoints
+from ds2.serve.hot import given as phrases
+from ds2.serve.hot import of_prompt
 from ds2.serve.limits import LimitError
-from ds2.serve.sockets import BAD_DATA, Client, json_object, send
+from ds2.serve.sockets import BAD_DATA, Client, json_object
+from ds2.system.errors import UserError
 
 RATE_HZ = 24000
 _SILENCE_MS = 500  # the protocol's default
@@ -28,6 +32,7 @@ class Realtime(Client):
     silence_ms: float | None = _SILENCE_MS  # of turn detection; None: there is none
     last_item: str | None = None
     told_s = 0.0  # audio of the items before
+    hot_words: HotWords | None = None
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -35,36 +40,41 @@ class Realtime(Client):
 
     async def serve(self, socket: WebSocket) -> None:
         """Answer events; one that is wrong is answered by an error, and the session goes on."""
-        await send(socket, _event("session.created", session=self._session()))
+        await self.send(socket, _event("session.created", session=self._session()))
         while (message := await self.next(socket)) is not None:
             event: dict[str, Any] = {}
             try:
                 event = json_object(message.get("text") or "")
                 await self._answer(socket, event)
             except _EventError as error:
-                await send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
+                await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
 
     async def _answer(self, socket: WebSocket, event: dict[str, Any]) -> None:
         kind = event.get("type")
         if kind == "session.update":
             self._update(event.get("session"))
-            await send(socket, _event("session.updated", session=self._session()))
+            await self.send(socket, _event("session.updated", session=self._session()))
         elif kind == "input_audio_buffer.append":
             rules = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
-            heard = await self.hear(_decoded(event.get("audio")), RATE_HZ, rules)
+            heard = await self.hear(_decoded(event.get("audio")), RATE_HZ, rules, self.hot_words)
             for segment in heard.final:
                 await self._complete(socket, segment.hypothesis.text)
         elif kind == "input_audio_buffer.commit":
             if self.source is None:
                 raise _EventError("the buffer is empty: append audio before commit")
-            final = (await self.source.flush()).final
-            await self._complete(socket, " ".join(segment.hypothesis.text for segment in final))
+            await self.last(socket)
         elif kind == "input_audio_buffer.clear":
             self.leave()
             self.told_s = 0.0
-            await send(socket, _event("input_audio_buffer.cleared"))
+            await self.send(socket, _event("input_audio_buffer.cleared"))
         else:
             raise _EventError(f"type={kind!r} is no event of a transcription session")
+
+    async def last(self, socket: WebSocket) -> None:
+        """Complete an item of all that was appended."""
+        if self.source is not None:
+            final = (await self.source.flush()).final
+            await self._complete(socket, " ".join(segment.hypothesis.text for segment in final))
 
     async def _complete(self, socket: WebSocket, text: str) -> None:
         """Tell of an item that ended."""
@@ -72,11 +82,11 @@ class Realtime(Client):
         accepted_s = self.source.accepted_s if self.source is not None else self.told_s
         usage = {"type": "duration", "seconds": round(accepted_s - self.told_s, 3)}
         self.last_item, self.told_s = item, accepted_s
-        await send(socket, _event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
+        await self.send(socket, _event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
         kind, of_item = "conversation.item.input_audio_transcription", {"item_id": item, "content_index": 0}
         if text:
-            await send(socket, _event(f"{kind}.delta", delta=text, **of_item))
-        await send(socket, _event(f"{kind}.completed", transcript=text, usage=usage, **of_item))
+            await self.send(socket, _event(f"{kind}.delta", delta=text, **of_item))
+        await self.send(socket, _event(f"{kind}.completed", transcript=text, usage=usage, **of_item))
 
     def _session(self) -> dict[str, Any]:
         detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}
@@ -90,10 +100,14 @@ class Realtime(Client):
         form = _inner(given, "format")
         if form.get("type", "audio/pcm") != "audio/pcm" or form.get("rate", RATE_HZ) != RATE_HZ:
             raise _EventError(f"session.audio.input.format={form!r}: audio/pcm at {RATE_HZ} is taken")
+        hints = _inner(given, "transcription")
+        if self.source is not None and ("turn_detection" in given or hints.get("hot_words") or hints.get("prompt")):
+            raise _EventError(
+                "turn_detection and what to expect are set before the first audio, or after input_audio_buffer.clear"
+            )
+        self._expect(hints)
         if "turn_detection" not in given:
             return
-        if self.source is not None:
-            raise _EventError("turn_detection is set before the first audio, or after input_audio_buffer.clear")
         if given["turn_detection"] is None:
             self.silence_ms = None
             return
@@ -106,6 +120,19 @@ class Realtime(Client):
                 f"{_MOST_SILENCE_MS}"
             )
         self.silence_ms = silence_ms
+
+    def _expect(self, hints: dict[str, Any]) -> None:
+        """Take up transcription.prompt, and hot_words, which is ours: phrases and what each is worth."""
+        recogniser = self.batcher.recogniser
+        if hints.get("prompt"):
+            self.hot_words = of_prompt(hints["prompt"], recogniser.alphabet, recogniser.decoder)
+        if hints.get("hot_words"):
+            try:
+                words = phrases(hints["hot_words"], "transcription.hot_words", recogniser.alphabet)
+                recogniser.decoder.start(1, words)
+            except UserError as error:
+                raise _EventError(str(error)) from error
+            self.hot_words = words
 
 
 class _EventError(LimitError):

@@ -22,6 +22,7 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.live import NEVER, Endpoints, Segment
 from ds2.serve.batcher import Batcher, FullError, Source
+from ds2.serve.hot import given, of_prompt
 from ds2.serve.limits import LimitError, Limits
 from ds2.system.errors import UserError
 
@@ -71,6 +72,10 @@ class Transcriptions:
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
             grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
+            recogniser = self.batcher.recogniser
+            hot_words = of_prompt(form.get("prompt") or "", recogniser.alphabet, recogniser.decoder)
+            if form.get("hot_words"):  # ours: phrases and what each is worth
+                hot_words = given(form.get("hot_words"), "hot_words", recogniser.alphabet)
             suffix = Path(upload.filename or "").suffix
             suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
             copy = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (_segments closes it)
@@ -78,8 +83,8 @@ class Transcriptions:
                 while piece := await upload.read(_PIECE):
                     copy.write(piece)
                 copy.flush()
-                rate_hz = self.batcher.recogniser.features.sample_rate_hz
-                source = self.batcher.open(rate_hz, Endpoints() if stream else NEVER)
+                rate_hz = recogniser.features.sample_rate_hz
+                source = self.batcher.open(rate_hz, Endpoints() if stream else NEVER, hot_words)
             except BaseException:
                 copy.close()
                 raise
@@ -172,4 +177,5 @@ def _response(form_at: str, segments: list[Segment], duration_s: float, language
 
 
 def _word(word: Word) -> dict[str, Any]:
-    return {"word": word.text, "start": round(word.start_s, 3), "end": round(word.end_s, 3)}
+    times = {"start": round(word.start_s, 3), "end": round(word.end_s, 3)}
+    return {"word": word.text, **times, "confidence": round(word.confidence, 4)}  # the last is ours

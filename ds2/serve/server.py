@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -16,6 +20,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.serve.batcher import Batcher
 from ds2.serve.limits import Limits
 from ds2.serve.metrics import Metrics
+from ds2.serve.page import Page
 from ds2.serve.realtime import Realtime
 from ds2.serve.rest import Transcriptions
 from ds2.serve.sockets import Socket
@@ -38,25 +43,45 @@ def application(recogniser: Recogniser, limits: Limits) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(batcher.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    rest = Transcriptions(batcher, limits)
+    realtime, vosk = (Socket(protocol, batcher, limits) for protocol in (Realtime, Vosk))
+    page = Page()
+
+    async def end() -> None:
+        batcher.end()
+        await asyncio.gather(realtime.end(), vosk.end())
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         batcher.close()
 
-    rest = Transcriptions(batcher, limits)
-    realtime, vosk = (Socket(protocol, batcher, limits) for protocol in (Realtime, Vosk))
     routes = [
+        Route("/", page.__call__),
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/v1/audio/transcriptions", rest.__call__, methods=["POST"]),
         WebSocketRoute("/v1/realtime", realtime.__call__),
         WebSocketRoute("/", vosk.__call__),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.end = end
+    return app
 
 
-def make_server(recogniser: Recogniser, limits: Limits, host: str, port: int) -> uvicorn.Server:
-    """A server that `run` starts, and SIGINT and SIGTERM end after requests in progress were answered."""
+class Server(uvicorn.Server):
+    """A server whose WebSocket sessions are told their last words before it ends."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, once all sessions are finished."""
+        app: Any = self.config.app
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(app.state.end(), _SHUTDOWN_S)
+        await super().shutdown(sockets)
+
+
+def make_server(recogniser: Recogniser, limits: Limits, host: str, port: int) -> Server:
+    """A server that `run` starts, and SIGINT and SIGTERM end after sessions and requests in progress were answered."""
     config = uvicorn.Config(
         application(recogniser, limits),
         host,
@@ -66,4 +91,4 @@ def make_server(recogniser: Recogniser, limits: Limits, host: str, port: int) ->
         timeout_graceful_shutdown=_SHUTDOWN_S,
         log_level="warning",
     )
-    return uvicorn.Server(config)
+    return Server(config)

@@ -10,13 +10,15 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ds2.audio.stream import Pcm16
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
 from ds2.serve.batcher import Batcher, FullError, Heard, Source
 from ds2.serve.limits import LimitError, Limits
 from ds2.system.errors import UserError
 
-TRY_LATER, BAD_DATA = 1013, 1007  # close codes
+TRY_LATER, BAD_DATA, RESTART = 1013, 1007, 1012  # close codes
 _REASON_BYTES = 100  # of a close; the protocol allows 123
+_REFUSAL_S = 2.0
 
 
 class Client:
@@ -26,6 +28,18 @@ class Client:
         self.batcher, self.limits = batcher, limits
         self.source: Source | None = None
         self._samples = Pcm16()
+
+    async def last(self, socket: WebSocket) -> None:
+        """Tell what was heard but not told yet, as the server ends."""
+        raise NotImplementedError
+
+    async def send(self, socket: WebSocket, message: dict[str, Any]) -> None:
+        """Answer.
+
+        Raises:
+            TimeoutError: the client has taken nothing for as long as the limits allow.
+        """
+        await asyncio.wait_for(_send(socket, message), self.limits.idle_s)
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -44,10 +58,10 @@ class Client:
         message = await asyncio.wait_for(socket.receive(), self.limits.idle_s)
         return None if message["type"] == "websocket.disconnect" else message
 
-    async def hear(self, data: bytes, rate_hz: int, endpoints: Endpoints) -> Heard:
+    async def hear(self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Heard:
         """Have 16-bit samples heard; errors as `Batcher.open` and `Source.accept`, and LimitError past the longest."""
         if self.source is None:
-            self.source = self.batcher.open(rate_hz, endpoints)
+            self.source = self.batcher.open(rate_hz, endpoints, hot_words)
         heard = await self.source.accept(self._samples.accept(data))
         self.limits.check_duration(self.source.accepted_s)
         return heard
@@ -64,18 +78,35 @@ class Socket:
 
     def __init__(self, protocol: type[Client], batcher: Batcher, limits: Limits) -> None:
         self.protocol, self.batcher, self.limits = protocol, batcher, limits
+        self._open: set[asyncio.Task[Any]] = set()
+
+    async def end(self) -> None:
+        """Finish all connections: each is told its last words."""
+        for task in self._open:
+            task.cancel()
+        while self._open:
+            await asyncio.wait(self._open)
 
     async def __call__(self, socket: WebSocket) -> None:
         """Serve a connection to its end."""
-        client = self.protocol(self.batcher, self.limits)
+        client, task = self.protocol(self.batcher, self.limits), asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
         try:
             await socket.accept()
             self.limits.check_key(socket)
-            await client.serve(socket)
-        except WebSocketDisconnect:
+            try:
+                await client.serve(socket)
+            except asyncio.CancelledError:
+                if not self.batcher.ending:
+                    raise
+                task.uncancel()
+                await client.last(socket)
+                await socket.close(RESTART, "the server ends")
+        except (WebSocketDisconnect, RuntimeError):  # RuntimeError: the connection has gone, and is written to
             return
         except TimeoutError:
-            await self._refuse(socket, client, f"nothing came for {self.limits.idle_s:g} s", TRY_LATER)
+            await self._refuse(socket, client, f"nothing came, or was taken, for {self.limits.idle_s:g} s", TRY_LATER)
         except LimitError as error:
             await self._refuse(socket, client, str(error), error.code)
         except FullError as error:
@@ -83,18 +114,20 @@ class Socket:
         except UserError as error:
             await self._refuse(socket, client, str(error), BAD_DATA)
         finally:
+            self._open.discard(task)
             client.leave()
 
     async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
         self.batcher.metrics.refused.labels(str(code)).inc()
         try:
-            await send(socket, client.refusal(message))
-            await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
-        except (WebSocketDisconnect, RuntimeError):
+            async with asyncio.timeout(_REFUSAL_S):
+                await _send(socket, client.refusal(message))
+                await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
+        except (WebSocketDisconnect, RuntimeError, TimeoutError):
             return  # it has gone meanwhile
 
 
-async def send(socket: WebSocket, answer: dict[str, Any]) -> None:
+async def _send(socket: WebSocket, answer: dict[str, Any]) -> None:
     """Send JSON that any client can read: whatever of a client's own message is in it, of characters none breaks it."""
     await socket.send_text(json.dumps(answer, allow_nan=False))
 

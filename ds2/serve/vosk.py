@@ -2,7 +2,8 @@
 
 A client may first send {"config": {"sample_rate": 16000, "words": true}}, then 16-bit little-endian mono bytes (8 kHz
 unless it said otherwise), and {"eof" : 1} at the end, which is answered by the last result; {"reset" : 1} too, and the
-session goes on.
+session goes on. phrase_list makes phrases likelier, other than Vosk, where nothing else is heard; hot_words is ours:
+phrases and what each is worth.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 from starlette.websockets import WebSocket
 
 from ds2.audio.read import RATES_HZ
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
 from ds2.serve.batcher import Heard
+from ds2.serve.hot import given
 from ds2.serve.limits import LimitError
-from ds2.serve.sockets import BAD_DATA, Client, json_object, send
+from ds2.serve.sockets import BAD_DATA, Client, json_object
 
 _DEFAULT_RATE_HZ = 8000
 
@@ -24,6 +27,7 @@ class Vosk(Client):
     """One connection's settings and source, which begins with its first audio."""
 
     rate_hz, words = _DEFAULT_RATE_HZ, False
+    hot_words: HotWords | None = None
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -33,32 +37,36 @@ class Vosk(Client):
         """Answer until eof or the end of the connection."""
         while (message := await self.next(socket)) is not None:
             if message.get("bytes") is not None:
-                await send(socket, self._reply(await self.hear(message["bytes"], self.rate_hz, Endpoints())))
+                heard = await self.hear(message["bytes"], self.rate_hz, Endpoints(), self.hot_words)
+                await self.send(socket, self._result(heard) if heard.final else {"partial": heard.partial})
                 continue
             command = json_object(message.get("text") or "")
             if "config" in command:
                 self._configure(command["config"])
             if command.get("reset") or command.get("eof"):
-                last = await self.source.flush() if self.source is not None else Heard([], "")
-                await send(socket, self._result(last))
+                await self.last(socket)
             if command.get("eof"):
                 await socket.close()
                 return
 
+    async def last(self, socket: WebSocket) -> None:
+        """The last result."""
+        last = await self.source.flush() if self.source is not None else Heard([], "")
+        await self.send(socket, self._result(last))
+
     def _configure(self, config: Any) -> None:
         if not isinstance(config, dict) or self.source is not None:
             raise LimitError("config is an object and comes before the first audio", 400, BAD_DATA)
-        for key in ("phrase_list", "max_alternatives"):
+        if config.get("max_alternatives"):
+            raise LimitError("config.max_alternatives is not offered by this server: leave it out", 400, BAD_DATA)
+        for key in ("phrase_list", "hot_words"):
             if config.get(key):
-                raise LimitError(f"config.{key} is not offered by this server: leave it out", 400, BAD_DATA)
+                self.hot_words = given(config[key], f"config.{key}", self.batcher.recogniser.alphabet)
         rate_hz = config.get("sample_rate", self.rate_hz)
         low, high = RATES_HZ
         if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool) or not low <= rate_hz <= high:
             raise LimitError(f"config.sample_rate={rate_hz!r} is no number from {low} to {high}", 400, BAD_DATA)
         self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
-
-    def _reply(self, heard: Heard) -> dict[str, Any]:
-        return self._result(heard) if heard.final else {"partial": heard.partial}
 
     def _result(self, heard: Heard) -> dict[str, Any]:
         found: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in heard.final)}

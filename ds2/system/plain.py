@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from typing import Any, TypeVar, cast, get_args, get_origin
@@ -24,6 +25,14 @@ class FieldError(UserError, ValueError):
 
 class UnknownField(FieldError):
     """A field that the format does not have."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Read JSON; raises ValueError for whatever is none, also for what is nested deeper than can be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deep ({error})") from error
 
 
 def from_plain(kind: type[T], value: object, field: str) -> T:

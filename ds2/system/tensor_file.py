@@ -23,6 +23,7 @@ from torch import Tensor
 from ds2.system.errors import UserError
 from ds2.system.files import whole_file
 from ds2.system.machine import usable_cores
+from ds2.system.plain import parse_json
 
 FORMAT_VERSION = 2  # 1 had no digest
 WAY_OUT = "the file is damaged or of another program: copy it again"
@@ -104,8 +105,8 @@ def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
     if _JSON_KEY not in header:
         raise ValueError(f"was not written by ds2: its header has no {_JSON_KEY!r} entry")
     try:
-        metadata = json.loads(header[_JSON_KEY])
-    except (ValueError, RecursionError) as error:
+        metadata = parse_json(header[_JSON_KEY])
+    except ValueError as error:
         raise ValueError(f"metadata: not JSON ({error}); {WAY_OUT}") from error
     if not isinstance(metadata, dict) or type(metadata.get("format")) is not int:
         raise ValueError(f"format: is missing or no whole number; {WAY_OUT}")
@@ -117,7 +118,7 @@ def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
 
 def has_digest(header: Mapping[str, str]) -> bool:
     """Whether a header holds a digest, or must: only files of format 1 may be without."""
-    return _DIGEST.match(header[_JSON_KEY]) is not None or json.loads(header[_JSON_KEY])["format"] >= 2
+    return _DIGEST.match(header[_JSON_KEY]) is not None or parse_json(header[_JSON_KEY])["format"] >= 2
 
 
 def check_digest(header: Mapping[str, str], tensors: Mapping[str, Tensor], *, content: bool = True) -> None:

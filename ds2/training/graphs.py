@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
 from ds2.model.norm import SequenceBatchNorm
 from ds2.training.inputs import Inputs
-from ds2.training.optim import clip_gradients
 from ds2.training.passes import Passes
 
 log = logging.getLogger(__name__)
@@ -40,9 +39,12 @@ def wanted(config: Config, comm: Communicator, no_loss: str | None, why_torch: s
     Raises:
         ConfigError: they are asked for and cannot be had.
     """
+    hosts = len(set(comm.allgather(comm.host)))
+    apart = config.train.graphs == "auto" and hosts > 1
     reasons = (
         (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
-        (comm.world > 1, f"{comm.world} ranks exchange gradients within a step"),
+        (comm.world > 1 and comm.name != "nccl", f"the ranks' sums go over {comm.name}, which cannot be recorded"),
+        (apart, f"on {hosts} hosts gradients travel during back-propagation; train.graphs=on sends them behind it"),
         (
             why_torch is not None,
             f"torch's kernels of model.cell={config.model.cell} use streams of their own: {why_torch}",
@@ -52,12 +54,12 @@ def wanted(config: Config, comm: Communicator, no_loss: str | None, why_torch: s
     reason = next((text for applies, text in reasons if applies), None)
     if config.train.graphs == "on" and reason:
         raise ConfigError(f"train.graphs=on cannot run: {reason}; set train.graphs=auto or off")
-    if config.train.graphs == "auto" and reason and comm.device.type == "cuda":
+    if config.train.graphs == "auto" and reason and comm.device.type == "cuda" and comm.rank == 0:
         log.info("steps run without CUDA graphs: %s", reason)
     return config.train.graphs != "off" and reason is None
 
 
-class _Recorder:
+class Recorder:
     """Records what is launched, on a stream and in memory of its own."""
 
     def __init__(self) -> None:
@@ -103,9 +105,12 @@ class GraphedPasses(Passes):
     """Passes of which those of a shape that came before are recorded, and from then on launched as two graphs.
 
     Launch by launch run a shape that comes for the first time, all while running averages still weigh batches by their
-    number, and what is not recorded yet once half of the GPU's memory is in use: the same kernels on the same shapes,
-    so the same bits. Graphs share their working memory, which the largest shape made: a larger one starts anew. At most
-    `MOST_GRAPHS` are kept, those used last.
+    number, copies that weigh nothing on ranks past the end of a batch, and what is not recorded yet once half of the
+    GPU's memory is in use: the same kernels on the same shapes, so the same bits. Graphs share their working memory,
+    which the largest shape made: a larger one starts anew. At most `MOST_GRAPHS` are kept, those used last.
+
+    Between ranks batch norm's sums are part of a recording, those of gradients follow it: during back-propagation they
+    would take multiprocessors that clusters wait for.
 
     Inputs must be padded, `InputMaker(padded=True)`, for shapes to come back. Arguments are those of `Passes`.
     """
@@ -113,7 +118,7 @@ class GraphedPasses(Passes):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._norms = [m for m in self.model.modules() if isinstance(m, SequenceBatchNorm)]
-        self._recorder = _Recorder()
+        self._recorder = Recorder()
         self._seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._kept: OrderedDict[tuple[int, ...], _Recorded] = OrderedDict()
         self._waveforms, self._numbers = torch.empty(0), torch.empty(0)
@@ -126,14 +131,14 @@ class GraphedPasses(Passes):
         if utterances != self._count:
             self._count = int(utterances)
             self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
-        key = (*inputs.shape, int(self.gradients.fresh))
+        key = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
         came_before = key in self._seen
         self._seen[key] = None
         self._seen.move_to_end(key)
         if len(self._seen) > _REMEMBERED_SHAPES:
             self._seen.popitem(last=False)
         self._running = None
-        if not came_before or not all(norm.settled for norm in self._norms):
+        if idle or not came_before or not all(norm.settled for norm in self._norms):
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         recorded = self._kept.get(key)
         if recorded is None and not _room():
@@ -174,43 +179,3 @@ class GraphedPasses(Passes):
         if len(self._kept) > MOST_GRAPHS:
             self._kept.popitem(last=False)
         return self._kept[key]
-
-
-class Update:
-    """Clips the gradients and lets the optimizer change the weights; from the second time on as a graph, if `graphed`.
-
-    The first time makes the optimizer's state.
-
-    Args:
-        optimizer: on a GPU with its learning rates in tensors, where it is graphed.
-        gradients: the buckets.
-        clip_norm: 0: off.
-        graphed: whether to record it.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, gradients: list[Tensor], clip_norm: float, *, graphed: bool
-    ) -> None:
-        self._optimizer, self._gradients, self._clip_norm = optimizer, gradients, clip_norm
-        self._graphed = graphed
-        self._replay: Callable[[], None] | None = None
-        self._norm = torch.empty(0)
-
-    def __call__(self, norm: Tensor) -> None:
-        """Take a step with gradients of this norm, a scalar on their device."""
-        if self._replay is not None:
-            self._norm.copy_(norm)
-            self._replay()
-            return
-        if not self._graphed or not self._optimizer.state:
-            self._launch(norm)
-            return
-        self._norm = norm.clone()
-        with _Recorder().recording() as graph:
-            self._launch(self._norm)
-        self._replay = graph.replay
-        self._replay()
-
-    def _launch(self, norm: Tensor) -> None:
-        clip_gradients(self._gradients, norm, self._clip_norm)
-        self._optimizer.step()

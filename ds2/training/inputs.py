@@ -118,6 +118,8 @@ class InputMaker:
     ) -> None:
         self.features, self.model, self.config = features, model, config
         self.device, self.padded = device, padded
+        # Batches come to a GPU beside its work: 29 MB, 64 utterances of 7 s, take half a millisecond.
+        self._arrivals = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch, epoch: int) -> Inputs:
         """Make the inputs of a batch of an epoch."""
@@ -146,18 +148,30 @@ class InputMaker:
         table[:, _FIXED : _FIXED + kept] = labels[:, :kept]
         table[:, _FIXED + columns :] = torch.cat(drawn, 1)
         samples = self.features.samples(longest)
-        waveforms = batch.waveforms.to(self.device, non_blocking=True)
+        waveforms, numbers = self._sent(batch.waveforms, numbers)
         if samples != waveforms.shape[1]:
             waveforms = F.pad(waveforms, (0, samples - waveforms.shape[1]))
         return Inputs(
             waveforms,
-            numbers.to(self.device, non_blocking=True),
+            numbers,
             views,
             columns,
             augment.frequency_masks,
             augment.time_masks,
             int((~feasible).sum()),
         )
+
+    def _sent(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors on the device, for what follows on its current stream."""
+        if self._arrivals is None:
+            return tuple(tensor.to(self.device) for tensor in tensors)
+        following = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._arrivals):
+            sent = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        following.wait_stream(self._arrivals)
+        for tensor in sent:
+            tensor.record_stream(following)
+        return sent
 
 
 class Ahead(Iterator[tuple[Batch, Inputs]]):

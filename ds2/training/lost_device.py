@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +15,7 @@ from ds2.distributed.communicator import Communicator
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
+_STATUS = 2  # of errors that a user can mend
 
 
 class DeviceError(UserError):
@@ -36,11 +40,19 @@ def lost_device_is_told(comm: Communicator) -> Iterator[None]:
         if not reason:
             raise
         log.exception("%s is lost", comm.device)
+        atexit.register(_end_at_once)
         raise DeviceError(
             f"{comm.device} on {comm.host} was lost at {comm.whereabouts}: {reason}. What was saved stays: start the "
             "same command again, it resumes; if it happens again, on another GPU (`nvidia-smi -q` and the system's "
             "log, `dmesg | grep Xid`, say more)"
         ) from error
+
+
+def _end_at_once() -> None:
+    """Leave the process to the system: torch aborts it where memory of a lost device is given back."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_STATUS)
 
 
 def why_lost(device: torch.device) -> str:

@@ -38,9 +38,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
             groups.append({"params": params, "weight_decay": decay, "rate_factor": factor})
     groups = [group for group in groups if group["params"]]
     on_gpu = all(p.is_cuda for p in model.parameters())
-    rate: float | Tensor = config.learning_rate
+    rate = config.learning_rate
     if on_gpu:
-        rate = torch.tensor(rate, device=groups[0]["params"][0].device)
+        for group in groups:  # a tensor each: one that all shared would have the last group's factor
+            group["lr"] = torch.tensor(rate, device=group["params"][0].device)
     momentum, betas = config.momentum, (config.betas[0], config.betas[1])
     if config.name == "sgd":
         return torch.optim.SGD(

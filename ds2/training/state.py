@@ -51,6 +51,7 @@ class Progress:
     elapsed_s: float = 0.0
     audio_s: float = 0.0
     budget_s: float = 0.0  # of a batch, as `batching.auto` found it; 0: not looked for
+    tiles: dict[str, str] = field(default_factory=dict)  # of recurrent kernels, where they were calibrated
 
 
 @dataclass

@@ -36,16 +36,18 @@ from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
 from ds2.training.budget import check_device, out_of_memory, settle_batching
 from ds2.training.dev_watch import DevWatch
-from ds2.training.graphs import GraphedPasses, Update
+from ds2.training.graphs import GraphedPasses
 from ds2.training.graphs import wanted as graphs_wanted
 from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
 from ds2.training.noise_scale import NoiseScale
-from ds2.training.optim import gradient_norm, make_optimizer
+from ds2.training.optim import make_optimizer
 from ds2.training.passes import Passes
 from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
+from ds2.training.tiles import settle_tiles
 from ds2.training.trial import Trial
+from ds2.training.update import Update
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +123,10 @@ class Trainer:
         self.passes = kind(self.model, self.features, self.gradients, config.train, autocast=self.precision == "bf16")
         self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
-        self.update = Update(self.optimizer, self.gradients.buckets, config.optim.clip_norm, graphed=graphed)
+        self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
+        settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
 
     def _trial(self) -> tuple[Trial, float]:
         """What measures the memory of batches, and what there is of it."""
@@ -223,7 +226,7 @@ class Trainer:
 
     def _reports(self, done: StepReport, seen: Sequence[tuple[Batch, Tensor]]) -> tuple[list[StepReport], Tensor]:
         """Every rank's report of a step, this one's completed, and the norm of the gradients on the device."""
-        norm = gradient_norm(self.gradients.buckets)
+        norm = self.update.norm()
         total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
         with self.comm.whereabouts.wait_in("gradients"):
             done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()

@@ -59,7 +59,7 @@ class Trial:
         self._gradients = GradientReducer(
             model, Communicator(device), int(config.comm.bucket_mib * 2**20), overlap=False, low=low
         )
-        self._passes = Passes(model, features, self._gradients, autocast=autocast)
+        self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast)
         self._inputs = InputMaker(features, model, config, device, padded=padded)
         self._own = torch.cuda.memory_allocated(device) - before
         self._later = _OPTIMIZER_TENSORS[config.optim.name] * _bytes(model.parameters())

@@ -2,14 +2,37 @@
 
 recurrent        h_t = f(x_t + W_hh h_(t-1)), LSTM and GRU, their backends, and the planner of the persistent kernels
 row_convolution  r_t = sum_j w_j h_(t+j), on any device
-ctc              decoding kernels: prefix beam search and forced alignment
+ctc              decoding kernels: prefix beam search and forced alignment; the loss
+batch_norm       batch norm of ragged batches, with the clip behind it
+convolution      the front end's second convolution on Hopper's matrix unit
+optimizer        clipping and update of all parameters in one launch
 lengths, checks  what the ops say of frames per utterance, and of wrong arguments
 jit              from a translation unit to a launch
 csrc             the kernels
 """
 
-from ds2_ops.recurrent.gated.op import gru, lstm
-from ds2_ops.recurrent.rnn import Recurrence, recurrence
-from ds2_ops.row_convolution.op import lookahead, lookahead_stream
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds2_ops.recurrent.gated.op import gru, lstm
+    from ds2_ops.recurrent.rnn import Recurrence, recurrence
+    from ds2_ops.row_convolution.op import lookahead, lookahead_stream
 
 __all__ = ["Recurrence", "gru", "lookahead", "lookahead_stream", "lstm", "recurrence"]
+
+_HOMES = {
+    "Recurrence": "recurrent.rnn",
+    "gru": "recurrent.gated.op",
+    "lookahead": "row_convolution.op",
+    "lookahead_stream": "row_convolution.op",
+    "lstm": "recurrent.gated.op",
+    "recurrence": "recurrent.rnn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the torch ops when they are asked for: primitives serve processes that have no torch."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from support.launch import mpirun, torchrun
 from support.rank_runs import STEPS, Job, arguments, clean, losses, same_bits, scores
 
@@ -38,6 +39,23 @@ def test_ranks_of_torchrun_give_the_answer_of_one_process_and_the_bits_of_mpi(
     assert scores(folders["two"]) == scores(folders["one"])
     assert same_bits(folders["two"], folders["again"]) and losses(folders["two"]) == losses(folders["again"])
     assert same_bits(folders["two"], folders["mpi"])  # both add in order of rank
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("batch_norm", ["local", "shared"])
+def test_recorded_passes_of_ranks_give_the_bits_of_single_launches(
+    tiny_overrides: list[str], tmp_path: Path, batch_norm: str
+) -> None:
+    graphs = ["device=cuda", "train.graphs=on", "model.batch_norm_momentum=0.5"]
+    settings = [*tiny_overrides, *graphs, f"comm.batch_norm={batch_norm}"]
+    recorded, launched = tmp_path / "recorded", tmp_path / "launched"
+    run = train(2, clean(settings, recorded, "train.epochs=8"))
+    assert run.returncode == 0, run.stdout
+    assert "2 ranks over nccl" in run.stdout
+    run = train(2, ("unrecorded", *clean(settings, launched, "train.epochs=8")[1:]))
+    assert run.returncode == 0, run.stdout
+    assert same_bits(recorded, launched) and losses(recorded) == losses(launched)
 
 
 def test_sigterm_at_torchrun_saves_and_another_number_of_ranks_goes_on(

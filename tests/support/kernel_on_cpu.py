@@ -25,22 +25,30 @@ CSRC = Path(runtime.__file__).parents[1] / "csrc"
 
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
     """Make `ds2_ops.ctc` run on CPU tensors; threads take turns from the last one on if `backwards`."""
+    for module in (align, beam, loss):
+        patch_run(monkeypatch, module, backwards)
+        monkeypatch.setattr(module, "why_no_device", lambda device: None)
+        monkeypatch.setattr(module, "device_index", lambda device: 0)
+    monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: smem_bytes)
+
+
+def patch_run(monkeypatch: pytest.MonkeyPatch, module: Any, backwards: bool = False) -> None:
+    """Make the launches of a module run on CPU tensors."""
 
     def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
         kernel = ctypes.CDLL(str(_library(launch.source))).run
         kernel.argtypes = None
         kernel(launch.grid, launch.threads, int(backwards), *host_arguments(launch.source, arguments))
 
-    for module in (align, beam, loss):
-        monkeypatch.setattr(module, "run", run)
-        monkeypatch.setattr(module, "why_no_device", lambda device: None)
-        monkeypatch.setattr(module, "device_index", lambda device: 0)
-    monkeypatch.setattr(runtime, "smem_bytes_per_block", lambda index: smem_bytes)
+    monkeypatch.setattr(module, "run", run)
 
 
 @functools.cache
 def _library(source: Source) -> Path:
-    headers = {"ptx/sync.cuh": (HERE / "cuda_on_cpu.h").read_text()}
+    headers = {
+        "ptx/sync.cuh": (HERE / "cuda_on_cpu.h").read_text(),
+        "ptx/number.cuh": (HERE / "number_on_cpu.h").read_text(),
+    }
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
 

@@ -3,7 +3,8 @@
 python rank_job.py FAULT RANK STEP OVERRIDE... [-- FAULT RANK STEP OVERRIDE...]
 FAULT: none, kill, throw, hang, freeze, poison (one loss is NaN), lose (the device fails every call from now on),
 signal (SIGTERM to this rank alone),
-launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin)
+launcher (SIGTERM to who started it), signal:PHASE (as signal, when statistics, evaluation or saving begin),
+unrecorded (none, but what CUDA graphs would be is launched one by one)
 A fault before a step strikes the first time only, not after torchrun has started its ranks again.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,8 +22,11 @@ import torch
 from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.distributed.launcher import launched
+from ds2.distributed.watchdog import Watchdog
 from ds2.recognition.recogniser import Recogniser
 from ds2.training import lost_device, trainer
+from ds2.training.graphs import GraphedPasses
+from ds2.training.passes import Passes
 from ds2.training.trainer import Trainer
 
 
@@ -54,6 +59,13 @@ def strike(fault: str, trainer: Trainer) -> None:
         passes.losses = poisoned  # type: ignore[method-assign]
 
 
+def notice_after(seconds: float) -> None:
+    """Set the watchdog's limit from now on, so that none of what came before can exceed it on a busy machine."""
+    for thread in threading.enumerate():
+        if isinstance(thread, Watchdog):
+            thread.timeout_s = seconds
+
+
 def lose(device: torch.device) -> None:
     """Let a kernel of a GPU fail, after which every call fails; of a CPU let it look so."""
     if device.type == "cuda":
@@ -70,11 +82,16 @@ def run(fault: str, rank: str, step: str, *overrides: str) -> int:
     def faulty_step(self: Trainer, *arguments: Any) -> float | None:
         taken = self.progress.step + self.progress.skipped
         first_time = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if first_time and launched().rank == int(rank) and taken == int(step):
-            strike(fault, self)
+        if first_time and taken == int(step):
+            if fault in ("hang", "freeze"):
+                notice_after(HANG_S)
+            if launched().rank == int(rank):
+                strike(fault, self)
         return HEALTHY_STEP(self, *arguments)
 
     Trainer.step = faulty_step  # type: ignore[method-assign]
+    if fault == "unrecorded":
+        GraphedPasses.forward, GraphedPasses.backward = Passes.forward, Passes.backward  # type: ignore[method-assign]
     if fault.startswith("signal:") and launched().rank == int(rank):
         _signal_in(*PHASES[fault.partition(":")[2]])
     return main(["train", *overrides])
@@ -90,6 +107,7 @@ def _signal_in(owner: Any, name: str) -> None:
     setattr(owner, name, signalled)
 
 
+HANG_S = 8.0
 HEALTHY_STEP = Trainer.step
 PHASES = {
     "statistics": (Features, "estimate"),

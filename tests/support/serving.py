@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ class Running:
 
     recogniser: Recogniser
     port: int
+    end: Callable[[], None]  # as a signal would
 
     @property
     def web(self) -> str:

@@ -8,6 +8,7 @@ N samples, C control points.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
+from ds2.data.corpora.common import ImporterError
 from ds2.data.manifest import Utterance
 
 SAMPLE_RATE_HZ = 16000
@@ -104,6 +106,8 @@ def make_corpus(folder: str | Path, seed: int = 1) -> dict[str, list[Utterance]]
     Args:
         folder: gets one folder a part; made where missing.
         seed: of voices, texts and noise.
+    Raises:
+        ImporterError: a file cannot be written.
     """
     corpus: dict[str, list[Utterance]] = {}
     for number, (part, count) in enumerate(UTTERANCES.items()):
@@ -117,7 +121,14 @@ def make_corpus(folder: str | Path, seed: int = 1) -> dict[str, list[Utterance]]
             words = rng.choice(list(WORDS), size=rng.integers(*_WORDS_PER_UTTERANCE, endpoint=True)).tolist()
             waveform = speak(words, voices[speaker], rng)
             path = target / f"{part}-s{speaker:02d}-{index:04d}.wav"
-            soundfile.write(path, waveform, SAMPLE_RATE_HZ, subtype="PCM_16")
+            try:
+                soundfile.write(path, waveform, SAMPLE_RATE_HZ, subtype="PCM_16")
+            except soundfile.SoundFileError as error:
+                free = shutil.disk_usage(target).free / 1e6
+                raise ImporterError(
+                    f"{path} cannot be written ({error}): {free:.0f} MB are free there, the corpus takes 42; free some "
+                    "or give another data.work_dir"
+                ) from error
             duration_s = len(waveform) / SAMPLE_RATE_HZ
             corpus[part].append(Utterance(path, duration_s, " ".join(words), speaker=f"{part}-s{speaker:02d}"))
     return corpus

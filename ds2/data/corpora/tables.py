@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
 from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines, to_utterances
 from ds2.data.manifest import Utterance
+from ds2.system.plain import parse_json
 
 # The names that a column goes by, most telling first.
 _COLUMNS = {
@@ -101,7 +101,7 @@ def _csv_pairs(path: Path) -> list[tuple[str, str, str]]:
 
 def _json_pairs(path: Path) -> list[tuple[str, str, str]]:
     try:
-        stored: Any = json.loads(path.read_bytes())
+        stored: Any = parse_json(path.read_bytes())
         root = Path(stored["root_path"])
         samples = [(str(root / s["wav_path"]), str(root / s["transcript_path"])) for s in stored["samples"]]
     except (OSError, ValueError, KeyError, TypeError) as error:

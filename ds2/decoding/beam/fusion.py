@@ -1,8 +1,9 @@
 """What the words of a prefix are worth beside its acoustics: language model, word bonus, hot words, vocabulary.
 
-Shapes: B utterances, K prefixes an utterance, V labels. A prefix carries four integers (language-model state, trie node
-of its unfinished word, characters of that word, words before it) and two float64 sums (language-model log-prob, hot
-word bonus). Nothing here waits for the device or copies from the host, so that a CUDA graph can capture it.
+Shapes: B utterances, K prefixes an utterance, V labels. A prefix carries five integers (language-model state, trie node
+of its unfinished word, characters of that word, words before it, its utterance's root of the trie) and two float64 sums
+(language-model log-prob, hot word bonus). Nothing here waits for the device or copies from the host, so that a CUDA
+graph can capture it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
+from ds2.decoding.beam.hot import Forest
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie, walk
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 
-STATE, NODE, LENGTH, WORDS = range(4)
+STATE, NODE, LENGTH, WORDS, HOME = range(5)
 LM, HOT = range(2)
 _TYPICAL_WORD_CHARACTERS = 6  # an unfinished unknown word longer than this is charged in proportion
 
@@ -55,11 +57,7 @@ class Fusion:
         if options.lexicon and not self.by_word:
             raise LexiconError("decode.lexicon=true needs a language model of words: its vocabulary is the lexicon")
         self.alpha, self.beta = (options.alpha, options.beta) if lm is not None else (0.0, 0.0)
-        self.lexicon, self.unknown_score, self.hot_bonus = (
-            options.lexicon,
-            options.unknown_score,
-            options.hot_word_bonus,
-        )
+        self.lexicon, self.unknown_score = options.lexicon, options.unknown_score
         self.lm = None if lm is None else lm.to(device)
         self.spelling = Spelling.of(alphabet).to(device)
         self.device = device
@@ -70,30 +68,29 @@ class Fusion:
             unigrams = lm.log_prob[: len(lm.vocabulary)].cpu().numpy()
             unknown = float(unigrams[self._unknown_id]) + self.unknown_score
             words = {w: i for w, i in lm.ids.items() if w not in _SPECIAL}
-            self.trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown).to(device)
+            trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown)
         else:
-            self.trie = build_trie({}, options.hot_words, self.spelling).to(device)
-        self.unfinished = self.hot_bonus * self.trie.hot_part  # (N,) float64
-        if self.lexicon:
-            self.unfinished += self.alpha * self.trie.ahead.double()
-            self.unfinished[OFF] = -math.inf
+            unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling)
+        ahead = self.alpha if self.lexicon else 0.0
+        self.forest = Forest(trie, self.spelling, options.hot_word_bonus, ahead, unknown, device)
         if lm is not None and self.by_label:
             self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
 
-    def start(self, batch: int, beam: int) -> tuple[Tensor, Tensor]:
-        """Return (B, K, 4) int64 and (B, K, 2) float64 of empty prefixes."""
-        integers = torch.zeros(batch, beam, 4, dtype=torch.int64, device=self.device)
-        integers[..., STATE], integers[..., NODE] = self._start, ROOT
+    def start(self, batch: int, beam: int, root: int = ROOT) -> tuple[Tensor, Tensor]:
+        """Return (B, K, 5) int64 and (B, K, 2) float64 of empty prefixes; `root` of hot words, as planted."""
+        integers = torch.zeros(batch, beam, 5, dtype=torch.int64, device=self.device)
+        integers[..., STATE], integers[..., NODE], integers[..., HOME] = self._start, root, root
         return integers, torch.zeros(batch, beam, 2, dtype=torch.float64, device=self.device)
 
     def extend(self, integers: Tensor, floats: Tensor) -> Extensions:
         """Score prefixes as they are and extended by every label; the caller takes out the blank."""
-        state, node, length, words = integers.unbind(-1)
+        state, node, length, words, home = integers.unbind(-1)
         base = self.alpha * floats[..., LM] + self.beta * words + floats[..., HOT]
         complete, word_score, word_state = self._complete(state, node)
         starts = self.spelling.starts_word
-        inside = node[..., None].masked_fill(starts, ROOT)
-        nodes = self.trie.walk(inside, self.spelling.characters.expand(*inside.shape, -1))
+        next_node = torch.where(length > 0, self._next_root(node, home), node)
+        inside = torch.where(starts, next_node[..., None], node[..., None])
+        nodes = self._walk(inside, self.spelling.characters.expand(*inside.shape, -1))
         lengths = length[..., None].masked_fill(starts, 0) + self.spelling.counts
         extended = base[..., None] + self._unfinished(nodes, lengths)
         extended += complete[..., None].masked_fill(~(starts & (length > 0)[..., None]), 0.0)
@@ -116,9 +113,9 @@ class Fusion:
             source: (B, K) int64, which prefix each comes from.
             label: (B, K) int64, the label that it is extended by, 0 for none.
         """
-        integers = integers.gather(1, source[..., None].expand(-1, -1, 4))
+        integers = integers.gather(1, source[..., None].expand(-1, -1, 5))
         floats = floats.gather(1, source[..., None].expand(-1, -1, 2))
-        state, node, length, words = integers.unbind(-1)
+        state, node, length, words, home = integers.unbind(-1)
         log_prob, hot = floats.unbind(-1)
         starts = self.spelling.starts_word[label]
         done = starts & (length > 0)
@@ -130,17 +127,17 @@ class Fusion:
             grown = label > 0
             log_prob = log_prob + found.label_score.flatten(1).gather(1, at).masked_fill(~grown, 0.0)
             state = torch.where(grown, found.label_state.flatten(1).gather(1, at), state)
-        hot = hot + self.hot_bonus * self.trie.hot[node] * done
-        node = self.trie.walk(node.masked_fill(starts, ROOT), self.spelling.characters[label])
+        hot = hot + self.forest.nodes.hot[node] * done
+        node = self._walk(torch.where(done, self._next_root(node, home), node), self.spelling.characters[label])
         length = length.masked_fill(starts, 0) + self.spelling.counts[label]
-        return torch.stack([state, node, length, words + done], -1), torch.stack([log_prob, hot], -1)
+        return torch.stack([state, node, length, words + done, home], -1), torch.stack([log_prob, hot], -1)
 
     def finish(self, integers: Tensor, floats: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """End every prefix: (B, K) language-model log-prob, bonus of words and hot words, and their weighted sum.
 
         Bound to a lexicon, prefixes that end inside a word are out, unless all that are `alive` (B, K) do.
         """
-        state, node, length, words = integers.unbind(-1)
+        state, node, length, words = integers[..., :HOME].unbind(-1)
         log_prob, hot = floats.unbind(-1)
         open_word = length > 0
         _, word_score, word_state = self._complete(state, node)
@@ -150,31 +147,39 @@ class Fusion:
         if self.lm is not None:
             ends = torch.full_like(state, self._end_id)
             log_prob = log_prob + self.lm.score_batch(state.flatten(), ends.flatten())[0].view_as(state)
-        hot = hot + torch.where(open_word, self.hot_bonus * self.trie.hot[node], 0.0)
+        hot = hot + torch.where(open_word, self.forest.nodes.hot[node], 0.0)
         bonus = self.beta * (words + open_word) + hot
         total = self.alpha * log_prob + bonus
         if self.lexicon:
-            inside = open_word & ~self.trie.is_word[node]
+            inside = open_word & ~self.forest.nodes.is_word[node]
             total = total.masked_fill(inside & ~(inside | ~alive).all(1, keepdim=True), -math.inf)
         return log_prob, bonus, total
 
     def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the unfinished word adds once complete, its log-prob and the state after it."""
-        gain = self.beta + self.hot_bonus * self.trie.hot[node]
+        gain = self.beta + self.forest.nodes.hot[node]
         if not self.by_word or self.lm is None:
             return gain, None, None
-        word = self.trie.word[node]
+        word = self.forest.nodes.word[node]
         known = word >= 0
         asked = word.masked_fill(~known, self._unknown_id)
         scores, following = self.lm.score_batch(state.flatten(), asked.flatten())
         word_score = scores.view_as(state).double() + self.unknown_score * (~known).double()
         gain = gain + self.alpha * word_score
         if self.lexicon:
-            gain = gain.masked_fill(~self.trie.is_word[node], -math.inf)
+            gain = gain.masked_fill(~self.forest.nodes.is_word[node], -math.inf)
         return gain, word_score, following.view_as(state)
 
+    def _next_root(self, node: Tensor, home: Tensor) -> Tensor:
+        """Where the word after one that ends at a node starts."""
+        follow = self.forest.nodes.follow[node]
+        return torch.where(follow > 0, follow, home)
+
+    def _walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
+        return walk(self.forest.nodes.children, nodes, characters)
+
     def _unfinished(self, node: Tensor, length: Tensor) -> Tensor:
-        worth = self.unfinished[node]
+        worth = self.forest.nodes.unfinished[node]
         if self.by_word and not self.lexicon:
             charge = self.unknown_score / math.log(10) * (length / _TYPICAL_WORD_CHARACTERS).clamp(min=1.0)
             worth = torch.where(node == OFF, charge.double(), worth)

@@ -20,13 +20,12 @@ class KernelSearch:
 
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.beam = options.beam
-        self.lexicon = lexicon_tables(fusion)
+        self.fusion = fusion
         self.grams = None if fusion.lm is None else grams_tables(fusion.lm, fusion)
         self.weights = kernel.Weights(
             alpha=fusion.alpha,
             beta=fusion.beta,
             unknown_score=fusion.unknown_score,
-            hot_bonus=fusion.hot_bonus,
             prune=options.prune,
             closed=fusion.lexicon,
         )
@@ -35,31 +34,41 @@ class KernelSearch:
     def fits(self, log_probs: Tensor) -> bool:
         """Whether the kernel takes log-probs (T, B, V); where not, the reason is logged once."""
         frames, _, labels = log_probs.shape
-        reason = kernel.why_not(self.beam, labels, frames, self.grams.order if self.grams else 0, log_probs.device)
+        device = self.fusion.device
+        reason = kernel.why_not(self.beam, labels, frames, self.grams.order if self.grams else 0, device)
         if reason is not None and not self._told:
             self._told = True
             log.warning("the beam search runs in PyTorch, which is many times slower: %s", reason)
         return reason is None
 
-    def search(self, log_probs: Tensor, frames: Tensor) -> kernel.Found:
-        """Search packed log-probs (T, B, V) with (B,) int64 frames each."""
-        return kernel.search(log_probs, frames, self.beam, self.weights, self.lexicon, self.grams)
+    def search(
+        self,
+        log_probs: Tensor,
+        frames: Tensor,
+        going_on: kernel.Found | None = None,
+        places: Tensor | None = None,
+        roots: Tensor | None = None,
+    ) -> kernel.Found:
+        """Search packed log-probs (T, B, V) with (B,) int64 frames each; the rest as the kernel takes it."""
+        lexicon = lexicon_tables(self.fusion)  # hot words come and go
+        return kernel.search(log_probs, frames, self.beam, self.weights, lexicon, self.grams, going_on, places, roots)
 
 
 def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
     """Return the spelling and the trie of a fusion as the kernel reads them."""
-    spelling, trie = fusion.spelling, fusion.trie
+    spelling, nodes = fusion.spelling, fusion.forest.nodes
     return kernel.Lexicon(
         starts_word=spelling.starts_word,
         characters=spelling.characters,
         counts=spelling.counts,
-        children=trie.children,
-        word=trie.word,
-        is_word=trie.is_word,
-        hot=trie.hot,
-        unfinished=fusion.unfinished,
+        children=nodes.children,
+        word=nodes.word,
+        is_word=nodes.is_word,
+        hot=nodes.hot,
+        unfinished=nodes.unfinished,
+        follow=nodes.follow,
         space=spelling.space,
-        has_hot=bool(trie.hot.any()),
+        has_hot=fusion.forest.has_hot,
     )
 
 

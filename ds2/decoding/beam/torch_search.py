@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds2.decoding.beam.fusion import LENGTH, Fusion
 from ds2.decoding.frames import NONE, OpenRun
+from ds2.decoding.lexicon import ROOT
 from ds2.text.alphabet import BLANK
 
 _PRIMES = (-7046029254386353131, 6364136223846793005)  # odd multipliers of a rolling hash, as signed 64-bit integers
@@ -36,14 +37,14 @@ class Beams:
     blank: Tensor  # (B, K) float64 log-prob of the alignments that end in a blank
     label: Tensor  # (B, K) float64, that end in the last label
     names: Tensor  # (B, K, 3) int64: hash, hash without the last label, last label
-    integers: Tensor  # (B, K, 4) int64 and
+    integers: Tensor  # (B, K, 5) int64 and
     floats: Tensor  # (B, K, 2) float64 of the fusion
     spelled: Tensor  # (B, K, L) int16 the labels that are not certain, 0 past the end
     counts: Tensor  # (B, K) int64 how many
     run: OpenRun
 
     @classmethod
-    def start(cls, fusion: Fusion, batch: int, beam: int, labels: int) -> Beams:
+    def start(cls, fusion: Fusion, batch: int, beam: int, labels: int, root: int = ROOT) -> Beams:
         """Utterances that have heard nothing: one empty prefix each."""
         device = fusion.device
         blank = torch.full((batch, beam), NONE, dtype=torch.float64, device=device)
@@ -53,7 +54,7 @@ class Beams:
         names = torch.stack([_DEAD_HASH + slots, torch.full_like(slots, _DEAD_PARENT), torch.zeros_like(slots)], -1)
         names[0, HASH], names[0, PARENT] = 0, _ROOT_PARENT
         names[:, LAST] = max(fusion.spelling.space, 0)
-        integers, floats = fusion.start(batch, beam)
+        integers, floats = fusion.start(batch, beam, root)
         spelled = torch.zeros(batch, beam, _ROOM, dtype=torch.int16, device=device)
         counts = torch.zeros(batch, beam, dtype=torch.int64, device=device)
         run = OpenRun.none(batch, labels, device)

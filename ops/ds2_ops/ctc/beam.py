@@ -4,7 +4,7 @@ Shape letters: T frames, B utterances, V labels (0 is the blank), K beam, N trie
 of a label, E n-grams, S states, R best hypotheses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,25 +18,33 @@ from ds2_ops.jit.source import names, parameters, translation_unit
 MOST_BEAM = 512
 SHAPES = (32, 64, 128, 256, 512)  # beams that kernels are built for; a smaller one takes the next
 _TRACE_THREADS = 64
+_SPELL_THREADS = 128
 _PREFIX_BYTES = 2 * (11 * 8 + 8 * 4)  # struct Prefixes of csrc/ctc/beam.cuh, now and next
 _FRAME_BYTES = 2 * 8 + 2 * 4 + 2  # what BeamMemory holds of a prefix beside it
 
 # struct Search of csrc/ctc/beam.cuh
 _SEARCH = parameters(
-    """const float* log_probs, const long long* frames, int2* grown, double* halves, long long* names,
-    long long* integers, double* floats, double* table, int length, int batch, int labels, int beam,
-    int start_state, int closed, double alpha, double beta, double unknown_score, double hot_bonus, double prune"""
+    """const float* log_probs, const long long* frames, const int* places, const int* roots, int2* grown,
+    double* halves, long long* names, long long* integers, double* floats, double* table, int length, int batch,
+    int rows, int labels, int beam, int start_state, int closed, double alpha, double beta, double unknown_score,
+    double prune"""
 )
 # struct Lexicon of csrc/ctc/beam.cuh
 _LEXICON = parameters(
     """const unsigned char* starts_word, const long long* characters, const long long* counts, const int* children,
-    const long long* word, const unsigned char* is_word, const double* hot, const double* unfinished, int longest,
-    int width, int space, int has_hot"""
+    const long long* word, const unsigned char* is_word, const double* hot, const double* unfinished,
+    const int* follow, int longest, int width, int space, int has_hot"""
 )
 # struct Grams of csrc/ctc/ngram.cuh
 _GRAMS = parameters(
     """const long long* keys, const float* log_prob, const int* next_state, const float* backoff, const int* suffix,
     const int* first, const int* label_ids, int vocabulary, int order, int unknown"""
+)
+# struct Spelled of csrc/ctc/beam.cuh
+_SPELLED = parameters(
+    """const long long* frames, const int* places, const int2* grown, const double* halves, const long long* names,
+    const short* before, const int* had, short* labels, int* counts, short* certain, int length, int rows, int beam,
+    int room, int most"""
 )
 # of trace_entries in csrc/ctc/beam.cuh
 _TRACE = parameters(
@@ -54,8 +62,9 @@ class Lexicon:
     children: Tensor  # (N, A) int32
     word: Tensor  # (N,) int64 vocabulary id of the word that ends here, or -1
     is_word: Tensor  # (N,) bool
-    hot: Tensor  # (N,) float64: 1 where a hot word ends
+    hot: Tensor  # (N,) float64: bonus of the hot words that end here
     unfinished: Tensor  # (N,) float64: what a word is worth that is written as far as here
+    follow: Tensor  # (N,) int32: where the next word starts after one that ends here; 0: at the utterance's root
     space: int  # the label that only separates words, or -1
     has_hot: bool
 
@@ -84,20 +93,19 @@ class Weights:
     alpha: float
     beta: float
     unknown_score: float
-    hot_bonus: float
     prune: float  # above 0
     closed: bool  # only words of the lexicon
 
 
 @dataclass(frozen=True)
 class Found:
-    """The prefixes left after the last frame."""
+    """The prefixes left after the last frame; in tables that go on from chunk to chunk, a row is a place."""
 
-    halves: Tensor  # (2, B, K) float64 log-probs: alignments that end in a blank, in the last label
-    names: Tensor  # (B, K, 4) int64: hash, parent's hash, last label, entry
-    integers: Tensor  # (B, K, 4) int64: state, node, characters of the unfinished word, words
-    floats: Tensor  # (B, K, 2) float64: language model, hot words
-    grown: Tensor  # (B, T, K, 2) int32: entry and label that entry t K + slot + 1 was made from; 0 is the root
+    halves: Tensor  # (2, rows, K) float64 log-probs: alignments that end in a blank, in the last label
+    names: Tensor  # (rows, K, 4) int64: hash, parent's hash, last label, entry
+    integers: Tensor  # (rows, K, 4) int64: state, node, characters of the unfinished word, words
+    floats: Tensor  # (rows, K, 2) float64: language model, hot words
+    grown: Tensor  # (B, T, K, 2) int32: entry and label that entry t K + slot + 1 was made from; 0 or less before all
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,15 @@ def why_not(beam: int, labels: int, frames: int, order: int, device: torch.devic
 
 
 def search(
-    log_probs: Tensor, frames: Tensor, beam: int, weights: Weights, lexicon: Lexicon, grams: Grams | None
+    log_probs: Tensor,
+    frames: Tensor,
+    beam: int,
+    weights: Weights,
+    lexicon: Lexicon,
+    grams: Grams | None,
+    going_on: Found | None = None,
+    places: Tensor | None = None,
+    roots: Tensor | None = None,
 ) -> Found:
     """Search all utterances (Hannun et al. 2014, "First-pass large vocabulary continuous speech recognition using
     bi-directional recurrent DNNs", algorithm 1), on torch's current stream, without waiting for it.
@@ -195,6 +211,10 @@ def search(
         weights: of the scores.
         lexicon: of the labels.
         grams: the language model, or None.
+        going_on: tables of prefixes after the frames before, that are written over (not ``grown``); None: utterances
+            start.
+        places: (B,) int32 on the GPU, the tables' row of each utterance, all different.
+        roots: (rows,) int32 on the GPU, nodes of the trie at which an utterance's words start; None: 1.
 
     Raises:
         ValueError: as ``plan``.
@@ -209,18 +229,22 @@ def search(
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    found = Found(
-        halves=new(2, batch, beam, dtype=torch.float64),
-        names=new(batch, beam, 4, dtype=torch.int64),
-        integers=new(batch, beam, 4, dtype=torch.int64),
-        floats=new(batch, beam, 2, dtype=torch.float64),
-        grown=new(batch, length, beam, 2, dtype=torch.int32),
-    )
+    grown = new(batch, length, beam, 2, dtype=torch.int32)
+    if going_on is None:
+        found = Found(
+            halves=new(2, batch, beam, dtype=torch.float64),
+            names=new(batch, beam, 4, dtype=torch.int64),
+            integers=new(batch, beam, 4, dtype=torch.int64),
+            floats=new(batch, beam, 2, dtype=torch.float64),
+            grown=grown,
+        )
+    else:
+        found = replace(going_on, grown=grown)
     table = new(batch, beam, choice.table_columns, dtype=torch.float64) if choice.table_columns else None
-    arguments: list[Any] = [log_probs, frames, found.grown]
+    arguments: list[Any] = [log_probs, frames, places, roots, found.grown]
     arguments += [found.halves, found.names, found.integers, found.floats, table]
-    arguments += [length, batch, labels, beam, grams.start if grams else 0, int(weights.closed)]
-    arguments += [weights.alpha, weights.beta, weights.unknown_score, weights.hot_bonus, weights.prune]
+    arguments += [length, batch, len(found.names), labels, beam, grams.start if grams else 0, int(weights.closed)]
+    arguments += [weights.alpha, weights.beta, weights.unknown_score, weights.prune]
     arguments += lexicon_arguments(lexicon) + grams_arguments(grams)
     run(choice.launch, arguments, lambda: f"beam search, (T, B, V) = {tuple(log_probs.shape)}, beam {beam}", device)
     return found
@@ -248,11 +272,39 @@ def trace(entries: Tensor, grown: Tensor) -> Tensor:
     return labels
 
 
+def spell(frames: Tensor, places: Tensor, found: Found, labels: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Put the labels that prefixes got in a chunk behind those that they had; what all share is taken away.
+
+    Args:
+        frames: (B,) int64 on the GPU, of the chunk.
+        places: (B,) int32 on the GPU, rows of the tables.
+        found: the tables after the chunk, and its `grown`.
+        labels: (rows, K, L) int16, updated; there must be place for those of the chunk.
+        counts: (rows, K) int32, updated.
+        most: M, as many are taken away at once.
+
+    Returns:
+        (B, M + 2) int16: how many labels an utterance's prefixes shared, how many one has left at most, the shared.
+
+    Raises:
+        RuntimeError: as ``search``.
+    """
+    (batch, length, beam, _), (rows, _, room) = found.grown.shape, labels.shape
+    at = places.long()
+    certain = torch.empty(batch, most + 2, dtype=torch.int16, device=labels.device)
+    arguments: list[Any] = [frames, places, found.grown, found.halves, found.names]
+    arguments += [labels.index_select(0, at), counts.index_select(0, at), labels, counts, certain]
+    arguments += [length, rows, beam, room, most]
+    launch = Launch(SPELL, _SPELL_THREADS, grid=batch, smem_bytes=4 * (beam + most))
+    run(launch, arguments, lambda: f"spelling of {batch} x {beam} prefixes", labels.device)
+    return certain
+
+
 def lexicon_arguments(lexicon: Lexicon) -> list[Any]:
     """Return struct Lexicon of csrc/ctc/beam.cuh in its order."""
     own = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
     sizes = [lexicon.characters.shape[1], lexicon.children.shape[1], lexicon.space, int(lexicon.has_hot)]
-    return [*own, lexicon.hot, lexicon.unfinished, *sizes]
+    return [*own, lexicon.hot, lexicon.unfinished, lexicon.follow, *sizes]
 
 
 def grams_arguments(grams: Grams | None) -> list[Any]:
@@ -263,4 +315,12 @@ def grams_arguments(grams: Grams | None) -> list[Any]:
     return [*own, grams.vocabulary, grams.order, grams.unknown]
 
 
+SPELL = translation_unit(
+    "ctc/beam.cuh",
+    _SPELLED,
+    f"""    extern __shared__ __align__(16) unsigned char shared[];
+    const ds2::Spelled spelled{{{names(_SPELLED)}}};
+    ds2::Speller<{_SPELL_THREADS}>(spelled, shared).run();
+""",
+)
 TRACE = translation_unit("ctc/beam.cuh", _TRACE, f"    ds2::trace_entries({names(_TRACE)});\n")

@@ -87,6 +87,12 @@ def _key(source: str, arch: str, defines: Sequence[str]) -> str:
 
 
 @functools.cache
+def sources_digest() -> str:
+    """Short hash of the compiler and all headers of ``csrc``: which version of the kernels this is."""
+    return hashlib.sha256(f"{compiler_version()}\0{_headers()}".encode()).hexdigest()[:16]
+
+
+@functools.cache
 def _headers() -> str:
     headers = sorted(_CSRC.rglob("*.cuh"))
     return "\0".join(f"{path.relative_to(_CSRC).as_posix()}\0{path.read_text()}" for path in headers)

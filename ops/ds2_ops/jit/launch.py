@@ -1,13 +1,19 @@
-"""The one way in which every kernel is launched; errors say what failed and on which GPU."""
+"""The one way in which every kernel is launched; errors say what failed and on which GPU.
+
+``launch_on`` knows no framework; ``run`` is torch's way to it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ds2_ops.jit import runtime
-from ds2_ops.jit.source import Source
+from ds2_ops.jit.source import Argument, Source
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -31,37 +37,47 @@ class Launch:
     cooperative: bool = False
 
 
-def device_index(device: torch.device) -> int:
-    """Return the number of a CUDA device; the current one where it has none."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-def run(
-    launch: Launch, arguments: Sequence[Tensor | float | None], what: Callable[[], str], device: torch.device
+def launch_on(
+    launch: Launch, arguments: Sequence[Argument], what: Callable[[], str], device_index: int, stream: int
 ) -> None:
-    """Build, load and launch a kernel on torch's current stream of a device, asynchronously.
+    """Build, load and launch a kernel on a stream of the current device, asynchronously.
 
     Args:
         launch: the kernel.
-        arguments: one for each parameter of its source. Tensors must live until this returns.
+        arguments: one for each parameter of its source. Arrays must live until this returns.
         what: called where the launch fails: the op, its shapes and its tile, for the message.
-        device: a CUDA device.
+        device_index: the CUDA device, which is the current one.
+        stream: its handle.
 
     Raises:
         RuntimeError: the compiler's or driver's error, with `what` and the GPU's name.
     """
+    try:
+        runtime.launch(
+            runtime.load(launch.source.text, device_index, runtime.arch(device_index)),
+            launch.source.pack(arguments),
+            grid=launch.grid,
+            block=launch.threads,
+            cluster=launch.cluster,
+            smem_bytes=launch.smem_bytes,
+            cooperative=launch.cooperative,
+            stream=stream,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"{what()} failed on {runtime.device_name(device_index)}: {error}") from error
+
+
+def device_index(device: torch.device) -> int:
+    """Return the number of a CUDA device; the current one where it has none."""
+    import torch
+
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def run(launch: Launch, arguments: Sequence[Argument], what: Callable[[], str], device: torch.device) -> None:
+    """Do as ``launch_on`` on torch's current stream of a device."""
+    import torch
+
     index = device_index(device)
     with torch.cuda.device(index):
-        try:
-            runtime.launch(
-                runtime.load(launch.source.text, index, runtime.arch(index)),
-                launch.source.pack(arguments),
-                grid=launch.grid,
-                block=launch.threads,
-                cluster=launch.cluster,
-                smem_bytes=launch.smem_bytes,
-                cooperative=launch.cooperative,
-                stream=torch.cuda.current_stream(index).cuda_stream,
-            )
-        except RuntimeError as error:
-            raise RuntimeError(f"{what()} failed on {torch.cuda.get_device_name(index)}: {error}") from error
+        launch_on(launch, arguments, what, index, torch.cuda.current_stream(index).cuda_stream)

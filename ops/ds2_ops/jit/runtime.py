@@ -1,10 +1,9 @@
-"""Kernels on a device: what it can hold, loading, launching. Goes through cuda.core."""
+"""Kernels on a device: what it can hold, loading, launching. Goes through cuda.core and knows no framework."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from ds2_ops.jit.build import ENTRY, build, compiler_version
 
@@ -12,8 +11,93 @@ from ds2_ops.jit.build import ENTRY, build, compiler_version
 @functools.cache
 def arch(device_index: int) -> str:
     """Name the real architecture that kernels for this device are built for."""
-    capability = torch.cuda.get_device_capability(device_index)
-    return "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
+    found = capability(device_index)
+    return "sm_90a" if found == (9, 0) else "sm_{}{}".format(*found)
+
+
+def capability(device_index: int) -> tuple[int, int]:
+    """Compute capability, (major, minor)."""
+    parts = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR")
+    major, minor = (attribute(device_index, part) for part in parts)
+    return major, minor
+
+
+@functools.cache
+def attribute(device_index: int, name: str) -> int:
+    """Ask the driver for CU_DEVICE_ATTRIBUTE_`name`; RuntimeError as ``build``."""
+    compiler_version()  # says what to install where cuda-python is missing
+    from cuda.bindings import driver
+
+    wanted = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    status, value = driver.cuDeviceGetAttribute(wanted, _device(device_index))
+    _check(status, f"cuDeviceGetAttribute {name}")
+    return int(value)
+
+
+@functools.cache
+def device_name(device_index: int) -> str:
+    """Name of a GPU as its driver gives it."""
+    compiler_version()
+    from cuda.bindings import driver
+
+    status, name = driver.cuDeviceGetName(100, _device(device_index))
+    _check(status, "cuDeviceGetName")
+    return str(name.split(b"\0")[0].decode())
+
+
+@functools.cache
+def driver_version() -> str:
+    """Version of CUDA that the driver speaks, as "13.0"."""
+    compiler_version()
+    from cuda.bindings import driver
+
+    status, version = driver.cuDriverGetVersion()
+    _check(status, "cuDriverGetVersion")
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def fill_words(address: int, word: int, count: int, stream: int) -> None:
+    """Set 32-bit words on a stream of the current device, asynchronously."""
+    from cuda.bindings import driver
+
+    (status,) = driver.cuMemsetD32Async(address, word, count, stream)
+    _check(status, "cuMemsetD32Async")
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call a function of the driver; return its one result, if any. RuntimeError names what failed."""
+    from cuda.bindings import driver
+
+    status, *results = getattr(driver, name)(*arguments)
+    _check(status, name)
+    return results[0] if results else None
+
+
+@contextmanager
+def current(device_index: int) -> Iterator[None]:
+    """Make a device the thread's current one, and the one before it afterwards."""
+    compiler_version()
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    _device(device_index)
+    status, before = driver.cuCtxGetCurrent()
+    _check(status, "cuCtxGetCurrent")
+    Device(device_index).set_current()
+    try:
+        yield
+    finally:
+        driver.cuCtxSetCurrent(before)
+
+
+def _device(device_index: int) -> Any:
+    from cuda.bindings import driver
+
+    (status,) = driver.cuInit(0)
+    _check(status, "cuInit")
+    status, device = driver.cuDeviceGet(device_index)
+    _check(status, f"cuDeviceGet of device {device_index}")
+    return device
 
 
 @functools.cache
@@ -35,36 +119,26 @@ def load(source: str, device_index: int, arch: str = "sm_90a") -> Any:
     from cuda.bindings import driver
     from cuda.core import Device, ObjectCode
 
-    Device(device_index).set_current()  # torch creates a device's context at its first allocation, maybe later
+    Device(device_index).set_current()  # frameworks create a device's context at a first allocation, maybe later
     try:
         kernel = ObjectCode.from_cubin(binary.code, name=ENTRY).get_kernel(ENTRY)
     except Exception as error:
         raise RuntimeError(f"the driver cannot load a kernel built for {arch}: {error}\n{source}") from error
-    status, device = driver.cuDeviceGet(device_index)
-    _check(status, "cuDeviceGet")
-    for attribute in (
+    for wanted in (
         (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         (
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             smem_bytes_per_block(device_index),
         ),
     ):
-        (status,) = driver.cuKernelSetAttribute(*attribute, kernel.handle, device)
-        _check(status, f"cuKernelSetAttribute {attribute[0].name}")
+        (status,) = driver.cuKernelSetAttribute(*wanted, kernel.handle, _device(device_index))
+        _check(status, f"cuKernelSetAttribute {wanted[0].name}")
     return kernel
 
 
 def smem_bytes_per_block(device_index: int) -> int:
     """The most dynamic shared memory that a block may have on this device; RuntimeError as ``build``."""
-    compiler_version()  # says what to install where cuda-python is missing
-    from cuda.bindings import driver
-
-    status, device = driver.cuDeviceGet(device_index)
-    _check(status, "cuDeviceGet")
-    limit = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    status, smem_bytes = driver.cuDeviceGetAttribute(limit, device)
-    _check(status, "cuDeviceGetAttribute")
-    return int(smem_bytes)
+    return attribute(device_index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
 
 def _check(status: Any, call: str) -> None:
@@ -112,7 +186,7 @@ def launch(
     cooperative: bool = False,
     stream: int,
 ) -> None:
-    """Launch on a CUDA stream handle (``torch.cuda.current_stream().cuda_stream``), asynchronously.
+    """Launch on a CUDA stream handle (as ``torch.cuda.current_stream().cuda_stream``), asynchronously.
 
     Args:
         kernel: from ``load``.

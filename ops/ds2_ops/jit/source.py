@@ -9,12 +9,20 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from ds2_ops.jit.build import ENTRY
 
+
+class HasAddress(Protocol):
+    """An array that knows where it begins, as torch's tensors do."""
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        ...
+
+
+Argument = HasAddress | float | None
 Parameters = tuple[tuple[str, str], ...]  # (C type, name), in the kernel's order
 
 
@@ -36,7 +44,7 @@ class Source:
     text: str
     parameters: Parameters
 
-    def pack(self, arguments: Sequence[Tensor | float | None]) -> list[Any]:
+    def pack(self, arguments: Sequence[Argument]) -> list[Any]:
         """Turn arguments into what the launch takes: tensors and addresses into pointers, None into a null one.
 
         Raises:
@@ -70,14 +78,19 @@ def translation_unit(
     return Source(text, parameters)
 
 
-def _pointer(value: Tensor | int | None) -> int:
+def _pointer(value: HasAddress | int | None) -> int:
     if isinstance(value, int):
         return value
     if value is None:
         return 0
-    if isinstance(value, Tensor):
+    if hasattr(value, "data_ptr"):
         return value.data_ptr()
     raise TypeError(f"{value!r} is given where the kernel takes a pointer: give a tensor, an address or None")
 
 
-_SCALARS: dict[str, Callable[[Any], Any]] = {"int": ctypes.c_int, "float": ctypes.c_float, "double": ctypes.c_double}
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": ctypes.c_int,
+    "long long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}

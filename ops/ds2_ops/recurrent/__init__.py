@@ -5,6 +5,11 @@ options     what a recurrence is asked for beside its tensors
 reference   the equations, one frame after the other: what the others are checked by
 gemm        a loop of matrix products: the CPU path and the honest baseline
 plan        which persistent kernel runs a problem, and with which tile
+device      what a GPU of this machine can hold
+calibrate   the fastest of the planner's best, measured on this machine
+planned     the choice that runs
+arrays      where arrays of any framework lie
+primitives  such arrays -> launch
 persistent  tensors -> launch
 backends    which of these runs
 weights     the gradient of a recurrent matrix

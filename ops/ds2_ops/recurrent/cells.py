@@ -1,10 +1,13 @@
 """The cells: one row each, which all backends, the planner and the checks read."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the planner reads this table where there is no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -58,28 +61,34 @@ class GatedCell:
 
 
 def _relu_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
+    import torch
+
     torch.ops.aten.threshold_backward.grad_input(grad, y, 0.0, grad_input=grad)
 
 
 def _clipped_relu_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
+    import torch
+
     torch.ops.aten.hardtanh_backward.grad_input(grad, y, 0.0, clip, grad_input=grad)
 
 
 def _tanh_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
+    import torch
+
     torch.ops.aten.tanh_backward.grad_input(grad, y, grad_input=grad)
 
 
 _ROWS = (
-    Cell("relu", "Relu", lambda pre, clip: torch.relu(pre), lambda pre, clip: pre.relu_(), _relu_backward_),
+    Cell("relu", "Relu", lambda pre, clip: pre.relu(), lambda pre, clip: pre.relu_(), _relu_backward_),
     Cell(
         "clipped_relu",
         "ClippedRelu",
-        lambda pre, clip: torch.clamp(pre, 0.0, clip),
+        lambda pre, clip: pre.clamp(0.0, clip),
         lambda pre, clip: pre.clamp_(0.0, clip),
         _clipped_relu_backward_,
         takes_clip=True,
     ),
-    Cell("tanh", "Tanh", lambda pre, clip: torch.tanh(pre), lambda pre, clip: pre.tanh_(), _tanh_backward_),
+    Cell("tanh", "Tanh", lambda pre, clip: pre.tanh(), lambda pre, clip: pre.tanh_(), _tanh_backward_),
 )
 CELLS = {cell.name: cell for cell in _ROWS}
 

@@ -5,17 +5,16 @@ Shape letters: T frames, B batch, H hidden.
 """
 
 import functools
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import device_index, run
 from ds2_ops.recurrent.options import Options
-from ds2_ops.recurrent.plan.choose import choose
-from ds2_ops.recurrent.plan.problem import THREADS, Choice, DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.entry import common, pass_arguments
+from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem, check_rows
+from ds2_ops.recurrent.planned import plan_for
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,7 +43,7 @@ def why_not(
     if frames == 0 or batch == 0 or hidden == 0:
         return f"there is nothing to launch for shape ({frames}, {batch}, {hidden}): use backend='gemm'"
     try:
-        _check_rows(frames, batch)
+        check_rows(frames, batch)
         for backward in (False, True):
             problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
             plan_for(problem, device_index(device), max_sms)
@@ -108,37 +107,6 @@ def backward_data(
     return _launch("backward_data", grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths, options)
 
 
-@functools.cache
-def device_facts(index: int) -> DeviceFacts:
-    """Ask the driver what CUDA device ``index`` can hold."""
-    properties = torch.cuda.get_device_properties(index)
-    facts = DeviceFacts(
-        name=properties.name,
-        capability=(properties.major, properties.minor),
-        sms=properties.multi_processor_count,
-        smem_bytes_per_block=runtime.smem_bytes_per_block(index),
-        active_clusters={},
-    )
-    if facts.capability != DeviceFacts().capability:
-        return facts
-    with torch.cuda.device(index):
-        probe = runtime.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
-        active = {
-            cluster: runtime.max_active_clusters(
-                probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
-            )
-            for cluster in (2, 4, 5, 6, 8, 16)
-        }
-    return DeviceFacts(facts.name, facts.capability, facts.sms, facts.smem_bytes_per_block, active)
-
-
-def _check_rows(frames: int, batch: int) -> None:
-    if frames * batch >= 2**31:
-        raise DoesNotFit(
-            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
-        )
-
-
 def _launch(
     op: str,
     inputs: Tensor,
@@ -184,25 +152,20 @@ def launch_pass(
         options: clip and the most multiprocessors to use.
         of_gates: its pointers from saved on, where the cell has gates.
     """
-    _check_rows(frames, problem.batch)
+    check_rows(frames, problem.batch)
     inputs = tensors[0]
     assert inputs is not None
     choice = plan_for(problem, device_index(inputs.device), options.max_sms)
     given = (*tensors, *of_gates)
     pointers = _pointers(given)
-    starts = _common(pointers)
-    if starts % 4:
+    if common(pointers) % 4:
         # A view of 16-bit numbers may start inside a word, and the kernels read words. Copies live until the launch.
         given = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in given)
         pointers = _pointers(given)
-        starts = _common(pointers)
-    row_bytes = problem.hidden * inputs.element_size()
-    wide_rows = (row_bytes | starts) % 16 == 0
-    sizes = (frames, problem.batch, problem.hidden, choice.samples)
-    arguments: list[Tensor | float | None] = [*pointers[:7], *sizes, row_bytes % 4 == 0, wide_rows, options.clip]
-    arguments += pointers[7:]
+    exchange = None
     if choice.exchange_words:
-        arguments.append(torch.full((choice.exchange_words,), -1, dtype=torch.int32, device=inputs.device))
+        exchange = torch.full((choice.exchange_words,), -1, dtype=torch.int32, device=inputs.device)
+    arguments = pass_arguments(choice, problem, frames, pointers, options.clip, exchange)
 
     def what() -> str:
         shape = (frames, problem.batch, problem.hidden)
@@ -213,14 +176,3 @@ def launch_pass(
 
 def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _common(pointers: list[int]) -> int:
-    """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
-    return functools.reduce(operator.or_, pointers[:4] + pointers[5:])
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_for(problem: Problem, index: int, max_sms: int | None) -> Choice:
-    """The planner's choice for CUDA device ``index``."""
-    return choose(problem, device_facts(index), max_sms)

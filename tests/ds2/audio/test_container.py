@@ -120,3 +120,16 @@ def test_a_header_that_leads_nowhere_promises_nothing(tmp_path: Path) -> None:
         with path.open("rb") as file:
             for container in ("WAV", "AIFF", "W64", "CAF", "NIST", "MP3"):
                 assert audio.what_is_missing(file.fileno(), container) == ""
+
+
+def test_a_page_that_decoders_would_leave_out_is_named(tmp_path: Path) -> None:
+    for subtype in ("OPUS", "VORBIS"):
+        whole = bytearray(written(tmp_path / "a.ogg", "OGG", subtype))
+        pages = [at for at in range(len(whole)) if whole[at : at + 4] == b"OggS"]
+        for at, after in zip(pages, [*pages[1:], len(whole)], strict=True):
+            damaged = whole.copy()
+            damaged[(at + 27 + after) // 2] ^= 1
+            (tmp_path / "a.ogg").write_bytes(damaged)
+            for read in (read_audio, audio_info):
+                with pytest.raises(AudioError, match=rf"damaged: the checksum of its page at byte {at} |not readable"):
+                    read(tmp_path / "a.ogg")

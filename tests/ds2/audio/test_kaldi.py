@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kaldi_native_fbank
 import numpy as np
 import pytest
 import torch
+from support.spectra import rounding
 
 from ds2.audio.features import Features
 from ds2.audio.stream import SampleBlocks
@@ -26,41 +29,26 @@ def speech_like(samples: int, seed: int = 0) -> np.ndarray:
     return (np.round(sound * 32768) / 32768).astype(np.float32)
 
 
-def kaldi(waveform: np.ndarray, mels: int = 80) -> torch.Tensor:
-    """(F, T) as sherpa-onnx computes them (its features.h), of all frames whose samples are there."""
+def kaldi(waveform: np.ndarray, kind: str = "kaldi_fbank") -> torch.Tensor:
+    """(F, T) as sherpa-onnx computes them up to 2.0.0, and from 2.0.1 on; of all frames whose samples are there."""
     options = kaldi_native_fbank.FbankOptions()
     options.frame_opts.dither, options.frame_opts.snip_edges, options.frame_opts.samp_freq = 0.0, False, RATE
-    options.mel_opts.num_bins, options.mel_opts.low_freq, options.mel_opts.high_freq = mels, 20.0, -400.0
+    options.mel_opts.num_bins, options.mel_opts.low_freq, options.mel_opts.high_freq = 80, 20.0, -400.0
+    if kind == "nemo_fbank":
+        options.frame_opts.window_type, options.frame_opts.remove_dc_offset = "hann", False
+        options.mel_opts.is_librosa, options.mel_opts.low_freq, options.mel_opts.high_freq = True, 0.0, RATE / 2
     bank = kaldi_native_fbank.OnlineFbank(options)
     bank.accept_waveform(RATE, waveform.tolist())
     return torch.tensor(np.stack([bank.get_frame(t) for t in range(bank.num_frames_ready)], 1))
 
 
-def rounding(waveform: np.ndarray, log_energy: torch.Tensor, features: Features) -> torch.Tensor:
-    """How far apart two float32 computations of (F, T) may be.
-
-    A fast transform of 2^9 points errs in all bins alike, by a normal number of 0.6 u sqrt(9) of their root mean
-    square (see test_features.py), 12 u being six of its deviations; removing the mean and pre-emphasis add roundings
-    of the samples, at most 2 u of the largest each, which no bin shows more than their sum's root mean square. An
-    energy sum(w p) whose amplitudes are off by e moves by at most 2 e sqrt(sum(w) energy) + sum(w) e^2.
-    """
-    u = torch.finfo(torch.float32).eps / 2
-    padded = features.led(torch.from_numpy(waveform)[None]).double()[0]
-    windows = padded.unfold(0, features.window_samples, features.step_samples)
-    scale = windows.square().sum(-1).sqrt()  # bounds the amplitude's root mean square over bins, mean and all
-    error = (12 + 4) * u * scale
-    assert features.mel_weights is not None
-    weight, energy = features.mel_weights.sum(0).double()[:, None], log_energy.double().exp()
-    moved = 2 * error * (weight * energy).sqrt() + weight * error**2
-    return 2 * (torch.log1p(moved / energy) + 4 * u * (1 + log_energy.abs()))
-
-
-def test_equals_kaldi_native_fbank() -> None:
-    features, waveform = Features(CONFIG, RATE), speech_like(24000)
+@pytest.mark.parametrize("kind", ["kaldi_fbank", "nemo_fbank"])
+def test_equals_kaldi_native_fbank(kind: str) -> None:
+    features, waveform = Features(replace(CONFIG, kind=kind), RATE), speech_like(24000)
     got, lengths = features(torch.from_numpy(waveform)[None], torch.tensor([24000]))
-    wanted = kaldi(waveform)
+    wanted = kaldi(waveform, kind)
     assert lengths.tolist() == [wanted.shape[1]] == [149] and got.shape == (1, 80, 149)
-    allowed = rounding(waveform, wanted, features)
+    allowed = rounding(features, waveform, wanted)
     assert ((got[0] - wanted).abs() <= allowed).all()
     assert float(allowed.median()) < 1e-3  # the bound says something
 
@@ -94,7 +82,7 @@ def test_a_stream_in_pieces_has_the_features_of_the_whole(cuts: list[int]) -> No
     ]
     assert {block.shape[2] for block in found[:-1]} <= {8} and stream.samples == len(waveform)
     raw = features.std[:, None] * whole[0] + features.mean[:, None]
-    allowed = rounding(waveform, raw, features) / features.std[:, None]
+    allowed = rounding(features, waveform, raw) / features.std[:, None]
     assert ((torch.cat(found, 2)[0] - whole[0]).abs() <= allowed).all()
 
 
@@ -109,7 +97,7 @@ def test_padding_and_batch_mates_change_nothing() -> None:
     for row, length in enumerate(lengths):
         wave = speech_like(length, row)
         alone, _ = features(torch.from_numpy(wave)[None], torch.tensor([length]))
-        allowed = rounding(wave, alone[0], features) if frames[row] else 0.0
+        allowed = rounding(features, wave, alone[0]) if frames[row] else 0.0
         assert ((batched[row, :, : frames[row]] - alone[0]).abs() <= allowed).all()
         assert not batched[row, :, frames[row] :].any()
 

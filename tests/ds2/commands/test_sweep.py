@@ -38,6 +38,13 @@ def test_a_job_that_never_started_has_no_score(tmp_path: Path) -> None:
     assert ranking([Job("x=1", tmp_path / "none", 2)], "wer").splitlines()[1].split()[1] == "-"
 
 
+def test_a_line_that_a_kill_tore_is_left_out(tmp_path: Path) -> None:
+    torn = job(tmp_path, "a=1", (10, 0.5, 0.2))
+    with (torn.run_dir / "log.jsonl").open("a") as log:
+        log.write('{"event": "dev", "step": 20, "wer"\n\n7\n' + "[" * 9999)
+    assert torn.evaluations() == [{"event": "dev", "step": 10, "wer": 0.5, "cer": 0.2}]
+
+
 def test_folder_names_suit_file_systems() -> None:
     assert folder_name("model.hidden=256,optim.learning_rate=0.001") == "model.hidden=256,optim.learning_rate=0.001"
     assert folder_name("data.train=[/a/b.jsonl]") == "data.train=_a_b.jsonl_"

@@ -105,6 +105,7 @@ def named(override: str) -> str:
         "comm.timeout_s=nan",
         "run_dir=${oc.env:DS2_NO_SUCH_VARIABLE}",
         "run_dir=${run_dir}",
+        "alphabet.replace=${decode}",
     ],
 )
 def test_a_number_that_cannot_work_stops_training_with_one_line(

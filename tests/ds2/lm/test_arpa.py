@@ -136,6 +136,9 @@ def test_a_byte_order_mark_and_blank_lines_change_nothing(tmp_path: Path) -> Non
     assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
     with arpa_file(b, str(tmp_path / "blanks.arpa")) as taken:  # KenLM takes a mark for text
         assert not taken.read_bytes().startswith(b"\xef\xbb\xbf")
+    (tmp_path / "words.arpa").write_text(f"made by hand\n{text}")  # nor words before the first section
+    with arpa_file(read_arpa(tmp_path / "words.arpa"), str(tmp_path / "words.arpa")) as taken:
+        assert taken.read_bytes().lstrip().startswith(b"\\data\\")
     lines = blanks.splitlines()
     wrong = next(number for number, line in enumerate(lines) if line.count("\t") == 2 and line.strip())
     lines[wrong] = "x" + lines[wrong]

@@ -26,6 +26,7 @@ from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.levels import link, unlink
 from ds2.lm.ngram import LanguageModelError, NGram
+from ds2.lm.perplexity import perplexity
 from ds2.system.tensor_file import make_header, read_header
 from ds2.text.alphabet import Alphabet
 
@@ -248,3 +249,24 @@ def test_an_automaton_with_a_cycle_or_a_way_out_ends_every_query_and_is_refused_
             DecodeConfig(method="beam", lm=str(tmp_path / "m.lm")), Alphabet(("", "a", " ")), 0.01, torch.device("cpu")
         )
     assert model.check() is model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
+def test_a_model_of_numbers_that_are_no_log_probs_is_refused_wherever_it_is_used(value: float, tmp_path: Path) -> None:
+    """Digests of these files, of which only what is needed is read, do not cover the numbers."""
+    sound = estimate(zipf_text(), 2).model
+    save_ngram(replace(sound, log_prob=torch.full_like(sound.log_prob, value)), tmp_path / "bad.lm")
+    bad = load_ngram(tmp_path / "bad.lm")
+    alphabet = Alphabet(("", *"w0123456789 "))
+    for method in ("beam", "native"):
+        with pytest.raises(LanguageModelError, match=r"damaged at .*no log-probs"):
+            make_decoder(DecodeConfig(method=method, lm=str(tmp_path / "bad.lm")), alphabet, 0.02, torch.device("cpu"))
+    with pytest.raises(LanguageModelError, match="damaged: it gives a token"):
+        perplexity(bad, [["w1", "w2"]]).format()
+    if not math.isfinite(value):
+        with pytest.raises(LanguageModelError, match="no log-probs"):
+            bad.sentence(["w1"])
+    hole = sound.backoff.clone()
+    hole[-1] = math.nan
+    with pytest.raises(LanguageModelError, match="no log-probs"):
+        replace(sound, backoff=hole).check()

@@ -11,6 +11,7 @@ from torch import Tensor
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.model.acoustic import AcousticModel
 from ds2.model.blocks import FOR_EVER, BlockModel, Carried
+from ds2.model.folded import FoldedConv
 from ds2.model.norm import SequenceBatchNorm
 
 BINS, LABELS = 9, 5
@@ -102,6 +103,17 @@ def test_streams_that_come_and_go_get_the_logits_of_their_whole(convs: str, opti
         wanted = whole(model, source)
         assert logits.shape == wanted.shape
         torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-11 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("convs", ["one", "two", "narrow"])
+def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
+    model, features = make(convs), torch.randn(3, BINS, 40, dtype=torch.float64)
+    bins = BINS
+    x = features[:, None]
+    for conv in model.convs:
+        wanted, found = (FoldedConv(conv, bins, torch.float64, frames)(x) for frames in (0, 3 * 40))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        x, bins = wanted, conv.output_bins(bins)
 
 
 def test_what_cannot_be_heard_in_blocks_is_refused() -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ds2.audio.features import Features
 from ds2.commands.decode_options import resolve_options
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import Config, ConfigError, FeaturesConfig
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import load_model, save_model
 from ds2.system.tensor_file import CheckpointError, make_header, read_header
@@ -54,6 +54,14 @@ def set_key(*place: str, value: object) -> Callable[[dict[str, Any], Any], None]
         node[place[-1]] = value
 
     return change
+
+
+@pytest.mark.parametrize("kind", ["log_mel", "kaldi_fbank", "nemo_fbank"])
+def test_models_that_hear_filters_load(make_model: Callable[..., Path], kind: str) -> None:
+    overrides = f"features.kind={kind}", "features.window_s=0.025", "features.mels=40"
+    assert load_model(make_model(*overrides)).features.bins == 40
+    with pytest.raises(ConfigError, match=r"features\.mels=9000 filters of 192001 bins"):
+        Features(FeaturesConfig(kind=kind, window_s=0.5, mels=9000), 768_000)
 
 
 def test_a_file_of_before_digests_still_loads(model_file: Path) -> None:

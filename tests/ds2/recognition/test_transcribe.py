@@ -74,9 +74,8 @@ def test_the_model_never_hears_more_than_a_block_and_its_context(
 
     class Spy(Features):
         def of_windows(self, waveforms: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            found = super().of_windows(waveforms, lengths)
-            frames.append(found.shape[2])
-            return found
+            frames.append(int(lengths.max()))
+            return super().of_windows(waveforms, lengths)
 
     loaded.features.__class__ = Spy
     windows: list[int] = []

@@ -24,8 +24,9 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     """Start servers of the tiny model with given limits; each ends with the test."""
     started: list[tuple[Any, threading.Thread]] = []
 
-    def start(method: str = "greedy", **limits: Any) -> Running:
-        recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method=method, beam=8), torch.device("cpu"))
+    def start(method: str = "greedy", decode: DecodeConfig | None = None, **limits: Any) -> Running:
+        options = decode or DecodeConfig(method=method, beam=8)
+        recogniser = Recogniser.of(load_model(make_model()), options, torch.device("cpu"))
         server = make_server(recogniser, Limits(**limits), "127.0.0.1", 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
@@ -33,7 +34,8 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
             assert thread.is_alive()
             time.sleep(0.01)
         started.append((server, thread))
-        return Running(recogniser, server.servers[0].sockets[0].getsockname()[1])
+        port = server.servers[0].sockets[0].getsockname()[1]
+        return Running(recogniser, port, lambda: setattr(server, "should_exit", True))
 
     yield start
     for server, thread in started:

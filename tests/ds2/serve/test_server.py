@@ -141,6 +141,9 @@ BAD_MESSAGES = {
     "no object": ("[1]", "objects"),
     "config": ('{"config": 3}', "config is an object"),
     "rate": ('{"config": {"sample_rate": "fast"}}', "no number"),
+    "alternatives": ('{"config": {"max_alternatives": 3}}', "max_alternatives"),
+    "phrases": ('{"config": {"phrase_list": 7}}', "list of phrases"),
+    "weights": ('{"config": {"hot_words": {"one": "much"}}}', "object of phrases and weights"),
     "rate that is no number": ('{"config": {"sample_rate": NaN}}', "NaN"),
     "infinite rate": ('{"config": {"sample_rate": 1e999}}', "no number from"),
     "nested without end": ("[" * 100_000, "JSON"),
@@ -148,8 +151,9 @@ BAD_MESSAGES = {
         '{"config": {"sample_rate": "' + "日" * 200 + '"}}',
         "日",
     ),
+    "hot words nested without end": ('{"config": {"hot_words": "' + "[" * 100_000 + '"}}', "config.hot_words is"),
+    "infinite weight": ('{"config": {"hot_words": {"ab": 1e999}}}', "weights up to 1e+06"),
     "half a surrogate pair": (r'{"config": {"sample_rate": "\ud800"}}', "ud800"),
-    "phrases": ('{"config": {"phrase_list": ["one"]}}', "phrase_list"),
 }
 
 
@@ -186,7 +190,7 @@ def test_limits_are_told(serve: Callable[..., Running]) -> None:
 
     rate = '{"config": {"sample_rate": 16000}}'
     assert asyncio.run(closes(b"\0" * 20_000)) == ("", 1009)
-    assert asyncio.run(closes()) == ("nothing came for 0.3 s", 1013)
+    assert asyncio.run(closes()) == ("nothing came, or was taken, for 0.3 s", 1013)
     assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith("config.sample_rate=1 is no")
     reason, code = asyncio.run(closes(rate, *[speech(1, 0.25)] * 5))
     assert (reason, code) == ("a session takes 1 s of audio at most: begin a new one", 1008)

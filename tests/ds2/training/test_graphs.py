@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from ds2.training.inputs import InputMaker
 from ds2.training.optim import set_learning_rate
 from ds2.training.passes import Passes
 from ds2.training.trainer import Trainer, TrainingError
+from ds2.training.update import Update
 
 MakeConfig = Callable[..., Config]
 Spoil = Callable[[int, Batch], None]
@@ -52,10 +53,16 @@ def run(config: Config, run_dir: Path, until: int, *, spoil: Spoil | None = None
 
 def launched(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> tuple[Trainer, list[Any]]:
     """As `run`, with nothing recorded: the same shapes launch by launch."""
+    call = Update.__call__
+
+    def launches(update: Update, norm: torch.Tensor) -> None:
+        update._graphed = False
+        call(update, norm)
+
     with monkeypatch.context() as patch:
         patch.setattr(GraphedPasses, "forward", Passes.forward)
         patch.setattr(GraphedPasses, "backward", Passes.backward)
-        patch.setattr(graphs.Update, "__call__", graphs.Update._launch)
+        patch.setattr(Update, "__call__", launches)
         return run(*arguments, **options)
 
 
@@ -197,11 +204,18 @@ def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> Non
     assert all(count % 32 == 28 for count in frames)
 
 
+def ranks(device: str, world: int, name: str, hosts: Sequence[str] = ("one",)) -> Any:
+    """What `wanted` looks at."""
+    there = SimpleNamespace(device=torch.device(device), world=world, name=name, host=hosts[0], rank=0)
+    there.allgather = lambda host: [*hosts]
+    return there
+
+
 @pytest.mark.parametrize(
     ("device", "world", "extra", "why_not", "reason"),
     [
         ("cpu", 1, (), (None, None), "the device is cpu"),
-        ("cuda", 2, (), (None, None), "2 ranks exchange gradients"),
+        ("cuda", 2, (), (None, None), "the ranks' sums go over mpi"),
         ("cuda", 1, ("model.cell=gru",), (None, "too large"), "torch's kernels of model.cell=gru .*: too large"),
         ("cuda", 1, (), ("no kernels", None), "the CTC loss: no kernels"),
     ],
@@ -209,14 +223,21 @@ def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> Non
 def test_where_they_cannot_be_had_auto_does_without_and_on_is_refused(
     device: str, world: int, extra: tuple[str, ...], why_not: tuple[str | None, str | None], reason: str
 ) -> None:
-    comm: Any = SimpleNamespace(device=torch.device(device), world=world)
+    comm = ranks(device, world, "mpi")
     for choice in ("off", "auto"):
         assert not wanted(compose_config(["run_dir=x", f"train.graphs={choice}", *extra]), comm, *why_not)
     with pytest.raises(ConfigError, match=rf"train\.graphs=on cannot run: .*{reason}"):
         wanted(compose_config(["run_dir=x", "train.graphs=on", *extra]), comm, *why_not)
 
 
-def test_one_rank_on_a_gpu_has_them_unless_told_otherwise() -> None:
-    comm: Any = SimpleNamespace(device=torch.device("cuda"), world=1)
+@pytest.mark.parametrize("world", [1, 2])
+def test_gpus_of_one_host_have_them_unless_told_otherwise(world: int) -> None:
+    comm = ranks("cuda", world, "nccl")
     assert wanted(compose_config(["run_dir=x"]), comm, None)
     assert not wanted(compose_config(["run_dir=x", "train.graphs=off"]), comm, None)
+
+
+def test_over_several_hosts_they_must_be_asked_for() -> None:
+    comm = ranks("cuda", 2, "nccl", hosts=["one", "other"])
+    assert not wanted(compose_config(["run_dir=x"]), comm, None)
+    assert wanted(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)

@@ -23,9 +23,12 @@ def test_an_error_after_which_every_call_fails_is_the_loss_of_the_device(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    at_end: list[Any] = []
+    monkeypatch.setattr("ds2.training.lost_device.atexit.register", at_end.append)
     told = r"cuda:1 on here was lost at step 7, backward: CUDA error: unspecified launch failure\. What was saved stays"
     with caplog.at_level(logging.ERROR), pytest.raises(DeviceError, match=told), lost_device_is_told(COMM):
         raise error
+    assert len(at_end) == 1  # before torch's destructors, which would abort
     assert "Traceback" in caplog.text and str(error) in caplog.text  # a kernel's mistake looks the same
 
 

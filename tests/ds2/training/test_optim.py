@@ -10,7 +10,7 @@ from torch import nn
 from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.training.averaging import WeightAverage
 from ds2.training.loop import planned_part
-from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer
+from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer, set_learning_rate
 from ds2.training.state import Progress
 
 
@@ -103,3 +103,13 @@ def test_a_timed_cosine_is_at_zero_when_the_minutes_or_the_epochs_are_up(tiny_co
 def test_a_timed_cosine_without_minutes_is_refused(tiny_config: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match=r"timed_cosine .*train\.max_minutes"):
         tiny_config("optim.schedule=timed_cosine")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_each_group_keeps_its_own_rate(device: str) -> None:
+    model = nn.ModuleDict({"slow": nn.Linear(2, 2), "fast": nn.Linear(2, 2)}).to(device)
+    optimizer = make_optimizer(model, OptimConfig(layer_rates={"slow": 0.5}))
+    set_learning_rate(optimizer, 0.25)
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    assert [rates[id(p)] for p in model["slow"].parameters()] == [0.125, 0.125]
+    assert [rates[id(p)] for p in model["fast"].parameters()] == [0.25, 0.25]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent import device, persistent
 from ds2_ops.recurrent.backends import resolve
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
@@ -24,7 +24,7 @@ NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
 
 def choices_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Choice]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
-    facts = persistent.device_facts(torch.cuda.current_device())
+    facts = device.device_facts(torch.cuda.current_device())
     return one_a_kernel(cluster_choices(problem, facts, facts.sms))
 
 

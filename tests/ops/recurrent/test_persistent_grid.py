@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from ds2_ops.jit import runtime
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent import device, persistent
 from ds2_ops.recurrent.options import Options
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from support.persistent_cases import (
@@ -152,7 +152,7 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
         }""",
         0,
     )
-    facts = persistent.device_facts(0)
+    facts = device.device_facts(0)
     busy_stream, first, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
     torch.cuda.synchronize()
     for attempt in range(4):

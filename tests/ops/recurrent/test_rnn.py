@@ -328,11 +328,11 @@ def test_cuda_graph_replay_reads_the_new_input(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_persistent_runs_the_largest_size_and_refuses_the_next() -> None:
-    from ds2_ops.recurrent import persistent
+    from ds2_ops.recurrent import device
     from ds2_ops.recurrent.plan.choose import largest_grid_hidden
     from ds2_ops.recurrent.plan.problem import Problem
 
-    facts = persistent.device_facts(torch.cuda.current_device())
+    facts = device.device_facts(torch.cuda.current_device())
     largest = largest_grid_hidden(Problem(4, 1, "bfloat16", "relu", False), facts, facts.sms)
     op = bind(recurrence, None, nonlinearity="relu", backend="persistent")
     inputs, cotangents = problem((3, 4, largest), CUDA, torch.bfloat16, nonlinearity="relu")

@@ -18,7 +18,8 @@ namespace ds2 {
 
 enum class Unit { NONE, WORD, LABEL };  // what the language model reads
 
-// How labels spell words, and a trie of known and hot words: node 0 is off the trie, node 1 the empty prefix.
+// How labels spell words, and a trie of known and hot words: node 0 is off the trie, node 1 the empty prefix of utterances
+// that have no root of their own.
 struct Lexicon {
     const unsigned char* starts_word;  // (V) the label ends the word before it
     const long long* characters;       // (V, L) codes, 0 pads
@@ -26,8 +27,9 @@ struct Lexicon {
     const int* children;               // (N, A)
     const long long* word;             // (N) vocabulary id or -1
     const unsigned char* is_word;      // (N)
-    const double* hot;                 // (N)
+    const double* hot;                 // (N) bonus of the hot words that end here
     const double* unfinished;          // (N) what a word is worth before it is whole
+    const int* follow;                 // (N) where the word after one that ends here starts; 0: at the utterance's root
     int longest, width, space;         // L, A, the label that only separates words or -1
     int has_hot;                       // any hot words
 };
@@ -35,15 +37,17 @@ struct Lexicon {
 struct Search {
     const float* log_probs;  // (T, B, V)
     const long long* frames; // (B) frames of each utterance
-    int2* grown;             // (B, T, K): entry and label that a prefix was made from; entry t K + slot + 1, 0 is the root
-    double* halves;          // (2, B, K): ends in a blank, ends in its last label
-    long long* names;        // (B, K, 4): hash, parent's hash, last label, entry
-    long long* integers;     // (B, K, 4): state, node, characters of the unfinished word, words
-    double* floats;          // (B, K, 2): language model, hot words
+    const int* places;       // (B) rows of the tables below, whose prefixes go on; null: utterances start, row by row
+    const int* roots;        // (rows) of the trie, or null: ROOT
+    int2* grown;             // (B, T, K): entry and label that a prefix was made from; entry t K + slot + 1; the root is 0, slot s of before -1 - s
+    double* halves;          // (2, rows, K): ends in a blank, ends in its last label
+    long long* names;        // (rows, K, 4): hash, parent's hash, last label, entry
+    long long* integers;     // (rows, K, 4): state, node, characters of the unfinished word, words
+    double* floats;          // (rows, K, 2): language model, hot words
     double* table;           // (B, K, max(V + 2, order)) scores of the candidates, or null: in shared memory
-    int length, batch, labels, beam;
+    int length, batch, rows, labels, beam;
     int start_state, closed;  // closed: only words of the lexicon
-    double alpha, beta, unknown_score, hot_bonus, prune;
+    double alpha, beta, unknown_score, prune;
 };
 
 constexpr int BLANK = 0, OFF = 0, ROOT = 1;
@@ -104,6 +108,8 @@ struct BeamSearch {
     unsigned* children;        // (K, V / 32) labels by which a prefix grows into one that is in the beam already
     const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, utterance = blockIdx.x;
     const int labels = search.labels, beam = search.beam, mask_words = (search.labels + 31) / 32;
+    const int row = search.places == nullptr ? utterance : search.places[utterance];
+    const int home = search.roots == nullptr ? ROOT : search.roots[row];
 
     __device__ BeamSearch(const Search& search_, const Lexicon& lexicon_, const Grams& grams_, unsigned char* shared)
         : search(search_), lexicon(lexicon_), grams(grams_), memory(*reinterpret_cast<BeamMemory<Shape>*>(shared)),
@@ -120,7 +126,8 @@ struct BeamSearch {
     __device__ void run() {
         const int frames = int(search.frames[utterance]);
         fetch_row(0, frames);
-        start();
+        if (search.places == nullptr) start();
+        else load();
         list_followed(0);
         __syncthreads();
         for (int t = 0; t < frames; t++) {
@@ -180,7 +187,25 @@ struct BeamSearch {
         slots.lm[thread] = slots.hot[thread] = 0.0;
         slots.asked[thread] = slots.entry[thread] = slots.length[thread] = slots.words[thread] = 0;
         slots.state[thread] = search.start_state;
-        slots.node[thread] = ROOT;
+        slots.node[thread] = home;
+        derive(slots, thread);
+        clear(thread);
+    }
+
+    // What `save` kept of the prefixes after the frames before.
+    __device__ void load() {
+        if (thread >= beam) return;
+        Slots& slots = memory.prefixes[0];
+        const size_t at = size_t(row) * beam + thread;
+        slots.in_blank[thread] = search.halves[at];
+        slots.in_label[thread] = search.halves[size_t(search.rows) * beam + at];
+        slots.hash[thread] = search.names[4 * at], slots.parent[thread] = search.names[4 * at + 1];
+        slots.last[thread] = int(search.names[4 * at + 2]);
+        slots.entry[thread] = -1 - thread;
+        slots.state[thread] = int(search.integers[4 * at]), slots.node[thread] = int(search.integers[4 * at + 1]);
+        slots.length[thread] = int(search.integers[4 * at + 2]), slots.words[thread] = int(search.integers[4 * at + 3]);
+        slots.lm[thread] = search.floats[2 * at], slots.hot[thread] = search.floats[2 * at + 1];
+        slots.asked[thread] = 0;
         derive(slots, thread);
         clear(thread);
     }
@@ -207,7 +232,7 @@ struct BeamSearch {
     }
 
     __device__ double hot_bonus(int node) const {
-        return lexicon.has_hot ? search.hot_bonus * __ldg(lexicon.hot + node) : 0.0;
+        return lexicon.has_hot ? __ldg(lexicon.hot + node) : 0.0;
     }
 
     __device__ double unfinished(int node, int length) const {
@@ -225,6 +250,16 @@ struct BeamSearch {
             if (code != 0) node = __ldg(lexicon.children + (long long)(node)*lexicon.width + code);
         }
         return node;
+    }
+
+    // Where prefix k spells on by a label: after a whole word where the next one starts.
+    __device__ int spell(const Slots& now, int k, int label) const {
+        int node = now.node[k];
+        if (now.length[k] > 0 && __ldg(lexicon.starts_word + label)) {
+            node = __ldg(lexicon.follow + node);
+            if (node == 0) node = home;
+        }
+        return walk(node, label);
     }
 
     // Where the beam holds a prefix without its last label, that one must not grow by the label again.
@@ -319,7 +354,7 @@ struct BeamSearch {
     __device__ double worth(const Slots& now, int k, int label) const {
         const bool starts = __ldg(lexicon.starts_word + label);
         const int length = now.length[k];
-        const int node = walk(starts ? ROOT : now.node[k], label);
+        const int node = spell(now, k, label);
         double value = now.base[k] + unfinished(node, (starts ? 0 : length) + int(__ldg(lexicon.counts + label)));
         if (starts && length > 0) value += now.gain[k];
         int after;
@@ -383,7 +418,7 @@ struct BeamSearch {
         next.last[slot] = label;
         next.entry[slot] = t * beam + slot + 1;
         next.state[slot] = state;
-        next.node[slot] = walk(starts ? ROOT : now.node[k], label);
+        next.node[slot] = spell(now, k, label);
         next.length[slot] = (starts ? 0 : now.length[k]) + int(__ldg(lexicon.counts + label));
         next.words[slot] = now.words[k] + done;
         derive(next, slot);
@@ -391,14 +426,107 @@ struct BeamSearch {
     }
 
     __device__ void save(const Slots& slots, int k) {
-        const size_t at = size_t(utterance) * beam + k;
+        const size_t at = size_t(row) * beam + k;
         search.halves[at] = slots.in_blank[k];
-        search.halves[size_t(search.batch) * beam + at] = slots.in_label[k];
+        search.halves[size_t(search.rows) * beam + at] = slots.in_label[k];
         const long long names[4] = {slots.hash[k], slots.parent[k], slots.last[k], slots.entry[k]};
         const long long integers[4] = {slots.state[k], slots.node[k], slots.length[k], slots.words[k]};
         for (int i = 0; i < 4; i++) search.names[4 * at + i] = names[i], search.integers[4 * at + i] = integers[i];
         search.floats[2 * at] = slots.lm[k];
         search.floats[2 * at + 1] = slots.hot[k];
+    }
+};
+
+// What prefixes spell that go on from chunk to chunk.
+struct Spelled {
+    const long long* frames;  // (B) of the last chunk
+    const int* places;        // (B) rows of the tables
+    const int2* grown;        // (B, T, K) of the last chunk
+    const double* halves;     // (2, rows, K) after it
+    const long long* names;   // (rows, K, 4) after it
+    const short* before;      // (B, K, L) labels before it
+    const int* had;           // (B, K) how many
+    short* labels;            // (rows, K, L)
+    int* counts;              // (rows, K)
+    short* certain;           // (B, M + 2): how many first labels all share, how many a prefix has left, the first
+    int length, rows, beam, room, most;  // T, K, L, M
+};
+
+// Puts a chunk's labels behind those before it; what all prefixes share, M at most, goes to the utterance. A block each.
+template <int THREADS>
+struct Speller {
+    const Spelled& spelled;
+    int* counts;  // (K) and (M) flags in shared memory
+    int* differs;
+    const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, utterance = blockIdx.x;
+    const int beam = spelled.beam, room = spelled.room;
+    const size_t first = size_t(spelled.places[blockIdx.x]) * spelled.beam;  // of its prefixes
+
+    __device__ Speller(const Spelled& spelled_, unsigned char* shared)
+        : spelled(spelled_), counts(reinterpret_cast<int*>(shared)), differs(counts + spelled_.beam) {}
+
+    __device__ void run() {
+        for (int k = warp; k < beam; k += THREADS / 32) append(k);
+        __syncthreads();
+        int least = room, most = 0, example = -1;  // all threads find the same
+        for (int k = 0; k < beam; k++) {
+            if (counts[k] < 0) continue;
+            if (example < 0) example = k;
+            least = counts[k] < least ? counts[k] : least;
+            most = counts[k] > most ? counts[k] : most;
+        }
+        if (example < 0) least = 0;
+        least = least < spelled.most ? least : spelled.most;
+        for (int i = thread; i < least; i += THREADS) {
+            int other = 0;
+            for (int k = 0; k < beam; k++) other |= counts[k] >= 0 && label(k, i) != label(example, i);
+            differs[i] = other;
+        }
+        __syncthreads();
+        int shared_labels = 0;
+        while (shared_labels < least && !differs[shared_labels]) shared_labels++;
+        short* out = spelled.certain + size_t(utterance) * (spelled.most + 2);
+        if (thread == 0) out[0] = short(shared_labels), out[1] = short(most - shared_labels);
+        for (int i = thread; i < shared_labels; i += THREADS) out[2 + i] = label(example, i);
+        __syncthreads();
+        if (shared_labels > 0)
+            for (int k = warp; k < beam; k += THREADS / 32) drop(k, shared_labels);
+    }
+
+  private:
+    __device__ short& label(int k, int i) const { return spelled.labels[(first + k) * room + i]; }
+
+    __device__ void append(int k) {
+        const int2* own = spelled.grown + size_t(utterance) * spelled.length * beam;
+        int entry = int(spelled.names[4 * (first + k) + 3]), added = 0;
+        const bool heard = spelled.frames[utterance] > 0;
+        if (!heard) entry = -1 - k;
+        const int last = entry;
+        for (; entry > 0; added++) entry = own[entry - 1].x;
+        const int from = -1 - entry, had = spelled.had[size_t(utterance) * beam + from];
+        const short* before = spelled.before + (size_t(utterance) * beam + from) * room;
+        for (int i = lane; i < had; i += 32) label(k, i) = before[i];
+        if (lane == 0) {
+            int at = had + added;
+            for (int e = last; e > 0; e = own[e - 1].x) label(k, --at) = short(own[e - 1].y);
+            spelled.counts[first + k] = had + added;
+            const double none_here = none();
+            const bool alive = spelled.halves[first + k] > none_here
+                || spelled.halves[size_t(spelled.rows) * beam + first + k] > none_here;
+            counts[k] = alive ? had + added : -1;
+        }
+    }
+
+    __device__ void drop(int k, int shared_labels) {
+        const int count = spelled.counts[first + k], left = count > shared_labels ? count - shared_labels : 0;
+        for (int start = 0; start < left; start += 32) {
+            const int i = start + lane;
+            const short moved = i < left ? label(k, i + shared_labels) : short(0);
+            __syncwarp();
+            if (i < left) label(k, i) = moved;
+            __syncwarp();
+        }
+        if (lane == 0) spelled.counts[first + k] = left;
     }
 };
 

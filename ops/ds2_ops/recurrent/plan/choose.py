@@ -14,7 +14,12 @@ from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNot
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
     """Pick the tile with the lowest estimated time of :func:`space`, whose arguments and errors these are."""
-    return min(space(problem, device, max_sms), key=lambda choice: choice.step_cycles)
+    return rank(problem, device, max_sms)[0]
+
+
+def rank(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
+    """Order all tiles of :func:`space`, whose arguments and errors these are, by estimated time."""
+    return sorted(space(problem, device, max_sms), key=lambda choice: choice.step_us)
 
 
 def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
@@ -42,11 +47,16 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
             f"{device.name} has compute capability {major}.{minor}; the persistent kernels are built for 9.0 "
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
-    sms = device.sms if max_sms is None else min(max_sms, device.sms)
+    sms = usable_sms(device, max_sms)
     choices = cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
     return choices
+
+
+def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
+    """How many multiprocessors a kernel may occupy."""
+    return device.sms if max_sms is None else min(max_sms, device.sms)
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:

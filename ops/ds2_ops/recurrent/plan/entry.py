@@ -1,13 +1,19 @@
 """The kernels' entry, the same for every design: struct Pass of csrc/recurrent/pass.cuh, spread out."""
 
-from ds2_ops.jit.source import Source, names, parameters, translation_unit
-from ds2_ops.recurrent.cells import Cell, GatedCell
+import functools
+import operator
+from collections.abc import Sequence
+
+from ds2_ops.jit.source import Argument, Source, names, parameters, translation_unit
+from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, Choice, Problem
 
 _PASS = parameters(
     """const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths,
     void* result, void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_rows,
     float clip"""
 )
+_ARRAYS = 7  # of these, first
 _GATES = parameters("void* saved, const void* bias, const float* carry, float* last_carry, void* result_last")
 _EXCHANGE = parameters("unsigned* exchange")  # of the whole-chip designs, whose words are all EMPTY
 
@@ -27,3 +33,46 @@ def kernel(
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
+
+
+def pass_arguments(
+    choice: Choice, problem: Problem, frames: int, addresses: Sequence[int], clip: float, exchange: Argument
+) -> list[Argument]:
+    """Write the arguments of a launch, by the names of struct Pass of csrc/recurrent/pass.cuh.
+
+    Args:
+        choice: the kernel.
+        problem: what it runs.
+        frames: T.
+        addresses: of the arrays from input to last_state, then of those of cells with gates, 0 for none; multiples of
+            4.
+        clip: of clipped_relu.
+        exchange: ``choice.exchange_words`` words, all bits set, where the kernel takes them.
+    """
+    row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
+    wide_rows = (row_bytes | common(addresses)) % 16 == 0
+    sizes = (frames, problem.batch, problem.hidden, choice.samples)
+    arguments: list[Argument] = [*addresses[:_ARRAYS], *sizes, row_bytes % 4 == 0, wide_rows, clip]
+    arguments += addresses[_ARRAYS:]
+    return [*arguments, exchange] if choice.exchange_words else arguments
+
+
+def common(addresses: Sequence[int]) -> int:
+    """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
+    return functools.reduce(operator.or_, (*addresses[:4], *addresses[5:]))
+
+
+def array_bytes(problem: Problem, frames: int) -> list[int]:
+    """Sizes of the arrays whose addresses `pass_arguments` takes, 0 for those that a pass can do without."""
+    cell, size = ALL[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
+    state = problem.batch * problem.hidden * size
+    rows, matrix = frames * state, problem.hidden**2 * size * cell.gates
+    of_gates = rows * cell.gates
+    output_y = rows if problem.backward and cell.gates == 1 else 0
+    ends = (rows, of_gates) if problem.backward else (of_gates, rows)
+    sizes = [ends[0], output_y, matrix, 0, 0, ends[1], state]
+    if cell.gates == 1:
+        return sizes
+    carry = problem.batch * problem.hidden * 4 if cell.carries_c else 0
+    result_last = rows if problem.backward and cell.last_apart else 0
+    return [*sizes, rows * cell.saved, 0, carry, carry, result_last]

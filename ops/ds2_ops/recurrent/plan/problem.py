@@ -8,17 +8,28 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds2_ops.jit.launch import Launch
+from ds2_ops.recurrent.plan.model import step_us
+from ds2_ops.recurrent.plan.work import Work
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
 FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
 
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
 
 
 class DoesNotFit(ValueError):
     """No persistent kernel can run this problem on this device; the message says why and what to use instead."""
+
+
+def check_rows(frames: int, batch: int) -> None:
+    """Raise DoesNotFit where the kernels cannot count the rows."""
+    if frames * batch >= 2**31:
+        raise DoesNotFit(
+            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class DeviceFacts:
         sms: streaming multiprocessors.
         smem_bytes_per_block: largest dynamic shared memory of a block.
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
+        registers: of 32 bits, of each multiprocessor.
+        clock_mhz: of the multiprocessors, as the driver says it; under matrix instructions it may fall below.
     """
 
     name: str = "NVIDIA H200"
@@ -38,6 +51,8 @@ class DeviceFacts:
     sms: int = 132
     smem_bytes_per_block: int = 232_448
     active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 5: 22, 6: 17, 8: 15, 16: 7})
+    clock_mhz: int = 1980
+    registers: int = 65_536
 
 
 @dataclass(frozen=True)
@@ -52,41 +67,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one multiprocessor does in one time step of a tile: the facts from which the cost is estimated.
-
-    Attributes:
-        layout: which constants: design, and what else makes its steps another kind.
-        backward: the pass.
-        tiles: that run one after the other, so that the batch takes as many times as long.
-        m_tiles, k_tiles: matrix instructions of a multiplying warp: rows, and along K.
-        words: 32-bit words of one utterance's state that a block makes.
-        head_words: of these, in the first of two parts; all where there is one.
-        samples, groups: utterances of a group, and groups that take turns.
-        cluster: blocks a cluster.
-        blocks: at work together on the chip.
-        state_words: of one utterance's state that a block reads; 0 where it is the whole one.
-        smem_k_tiles: of `k_tiles`, with weights in shared memory.
-        gates: rows of the matrix a unit.
-    """
-
-    layout: str
-    backward: bool
-    tiles: int
-    m_tiles: int
-    k_tiles: int
-    words: int
-    head_words: int
-    samples: int
-    groups: int
-    cluster: int
-    blocks: int
-    state_words: int = 0
-    smem_k_tiles: int = 0
-    gates: int = 1
-
-
-@dataclass(frozen=True)
 class Choice:
     """A kernel that can run a problem, and what the planner knows of it.
 
@@ -97,8 +77,7 @@ class Choice:
         samples: utterances of one tile, the columns of a matrix product.
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
         parts: of a block's rows, finished and sent one after the other, to the same end.
-        step_cycles: the cost model's estimate of one time step of the whole batch.
-        work: what that estimate is made of.
+        work: what a step of it is, from which its time is estimated.
         exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
 
@@ -107,10 +86,14 @@ class Choice:
     rows: int
     samples: int
     groups: int
-    step_cycles: float
     work: Work
     parts: int = 1
     exchange_words: int = 0
+
+    @property
+    def step_us(self) -> float:
+        """The model's estimate of one time step of the whole batch, on an H200."""
+        return step_us(self.work)
 
     @property
     def name(self) -> str:
@@ -126,5 +109,5 @@ class Choice:
             f"{self.design} design: {launch.grid} blocks of {launch.threads} threads in clusters of {launch.cluster}, "
             f"{self.rows} rows a block in {self.parts} part{'s'[: self.parts - 1]}, "
             f"{self.groups} x {self.samples} utterances in flight a cluster, "
-            f"{launch.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
+            f"{launch.smem_bytes} B shared memory a block, about {self.step_us:.2f} us a step"
         )

@@ -55,3 +55,10 @@ def test_deepspeech_pytorch(tmp_path: Path) -> None:
         import_deepspeech_pytorch(table)
     with pytest.raises(ImporterError, match="expected root_path and samples"):
         import_deepspeech_pytorch(write_text(tmp_path / "n.json", "{}"))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 5000, '{"root_path": 3, "samples": []}', "[]", ""])
+def test_damaged_json_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(ImporterError, match="expected root_path and samples"):
+        import_deepspeech_pytorch(tmp_path / "m.json")

@@ -123,7 +123,7 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
     for start, end in cuts(len(log_probs), 30, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
         kept = max(kept, decoding.rows[0].timeline.kept)
-        room = max(room, decoding.beams.spelled.shape[2])
+        room = max(room, decoding.held.spelled.shape[2])
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert kept * SLOW_S <= kept_s

@@ -154,4 +154,4 @@ def test_a_narrow_beam_keeps_an_unknown_hot_word_whose_bonus_outweighs_its_charg
 
 
 def test_the_open_vocabulary_does_not_look_ahead(lm: NGram) -> None:
-    assert not Fusion(CHARACTERS, DecodeConfig(method="beam"), lm, CPU).unfinished.any()
+    assert not Fusion(CHARACTERS, DecodeConfig(method="beam"), lm, CPU).forest.nodes.unfinished.any()

@@ -1,0 +1,153 @@
+"""A model as a file of another program: what is written, and what the file says of itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2 import __version__
+from ds2.export import sherpa
+from ds2.export.model import STATES, Exported, ExportError, TorchModel
+from ds2.model.checkpoint import LoadedModel
+from ds2.system.files import whole_file, write_text
+
+DESCRIPTION = "ds2"  # the entry of a file's metadata that holds the description, JSON
+TOKENS = "tokens.txt"
+
+
+def export_onnx(
+    loaded: LoadedModel, path: Path, *, for_sherpa: bool = True, chunk_s: float = 0.16, int8: bool = False
+) -> dict[str, Any]:
+    """Write a model as ONNX, and its tokens.txt beside it.
+
+    Args:
+        loaded: on the CPU.
+        path: of the file.
+        for_sherpa: filter banks in, as sherpa-onnx has them; else samples.
+        chunk_s: of a stream, seconds.
+        int8: matrices in 8 bits, what they are multiplied by rounded to 8 bits as it comes.
+
+    Returns:
+        The description that the file holds.
+
+    Raises:
+        ExportError: sherpa-onnx cannot run the model, a chunk too short, or a file that cannot be written.
+        ImportError: onnx is not installed, or for int8 onnxruntime.
+    """
+    from ds2.export.onnx_operations import OPSET, OnnxOperations
+
+    if int8:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+    if for_sherpa:
+        sherpa.require(loaded)
+    exported = Exported.of(loaded, from_samples=not for_sherpa, chunk_s=chunk_s)
+    example, ops = exported.example(1), OnnxOperations()
+    outputs, lag = exported.write(ops, {name: ops.input(name) for name in example})
+    described = _describe(loaded, exported, lag) | {"opset": OPSET}
+    metadata = {DESCRIPTION: json.dumps(described)}
+    if for_sherpa:
+        metadata |= sherpa.metadata(loaded, exported.chunk, example)
+    types = {name: (tensor.dtype.is_floating_point, _sizes(tensor, exported)) for name, tensor in example.items()}
+    types |= {f"next_{name}": types[name] for name in STATES if name in types}
+    types |= {"log_probs": (True, ["B", "T", len(loaded.alphabet)]), "frames": (False, ["B"])}
+    model = ops.model(list(example), outputs, types, metadata)
+    with _written(path, loaded) as partial:
+        if int8:
+            with _without_advice():
+                quantize_dynamic(
+                    model,
+                    partial,
+                    op_types_to_quantize=["MatMul"],
+                    weight_type=QuantType.QInt8,
+                    extra_options={"EnableSubgraph": True},
+                )
+        else:
+            partial.write_bytes(model.SerializeToString())
+    return described
+
+
+def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> dict[str, Any]:
+    """Write a model that hears samples as an exported program of torch, its tokens.txt beside it.
+
+    Arguments, result and errors as `export_onnx`; the description is its extra file.
+
+    Raises:
+        ExportError: a bidirectional model; and as `export_onnx`.
+    """
+    if loaded.config.model.bidirectional:
+        raise ExportError(
+            "torch.export cannot follow a recurrence over utterances of any length, which model.bidirectional=true "
+            "needs: --to onnx --interface plain can, or export a model trained with model.bidirectional=false"
+        )
+    exported = Exported.of(loaded, from_samples=True, chunk_s=chunk_s)
+    module = TorchModel(exported).eval()
+    batch = torch.export.Dim("batch", min=1)
+    example = exported.example(2)
+    program = torch.export.export(module, tuple(example.values()), dynamic_shapes=({0: batch},) * len(example))
+    described = _describe(loaded, exported, module.lag) | {
+        "inputs": {name: list(tensor.shape[1:]) for name, tensor in example.items()}
+    }
+    with _written(path, loaded) as partial:
+        torch.export.save(program, partial, extra_files={DESCRIPTION: json.dumps(described)})
+    return described
+
+
+def _describe(loaded: LoadedModel, exported: Exported, lag: int) -> dict[str, Any]:
+    """What a client must know: how long a chunk is, what frames and labels mean, how late words come."""
+    per_s = loaded.features.sample_rate_hz if exported.from_samples else 1 / loaded.features.step_s
+    described: dict[str, Any] = {
+        "ds2": __version__,
+        "signal": "samples" if exported.from_samples else "log energies",
+        "sample_rate_hz": loaded.features.sample_rate_hz,
+        "chunk": exported.chunk,
+        "chunk_s": exported.chunk / per_s,
+        "frame_s": loaded.frame_s,
+        "lag_frames": lag,
+        "symbols": ["<blk>", *loaded.alphabet.symbols[1:]],
+    }
+    if not exported.from_samples:
+        described["runs"] = sherpa.VERSIONS[loaded.features.kind]
+        described["tail_s"] = sherpa.tail_s(loaded, exported.chunk, lag)
+    return described
+
+
+def _sizes(tensor: Tensor, exported: Exported) -> list[int | str]:
+    if not exported.chunk and tensor.dim() > 1:
+        return ["B", "N"]
+    return ["B", *tensor.shape[1:]]
+
+
+@contextmanager
+def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
+    """Give a place to write a file at, and write the tokens beside it."""
+    content, beside = sherpa.tokens(loaded.alphabet), path.with_name(TOKENS)
+    try:
+        if beside.exists() and beside.read_text(encoding="utf-8", errors="replace") != content:
+            raise ExportError(f"{beside} is of another model: choose another folder with --out, or remove it")
+        with whole_file(path) as partial:
+            yield partial
+        write_text(beside, content)
+    except OSError as error:
+        raise ExportError(f"{path} could not be written ({error}): choose another place with --out") from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Without onnxruntime's advice to optimise the graph first, and what it lacks for ends that it does not need."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not any(known in record.getMessage() for known in ("pre-processing", "Quantization parameters"))
+
+    root = logging.getLogger()
+    root.addFilter(wanted)
+    try:
+        yield
+    finally:
+        root.removeFilter(wanted)

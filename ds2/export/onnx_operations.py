@@ -1,0 +1,222 @@
+"""The operations of an exported network as an ONNX graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor
+
+from ds2.export.operations import Step
+
+OPSET = 17
+"""That of ONNX 1.12 (2022): what runtimes on phones read."""
+_IR_VERSION = 8
+_TO_THE_END = np.iinfo(np.int64).max
+
+
+class OnnxValue:
+    """A tensor of the graph; operators between it and others, or Python's numbers, add nodes."""
+
+    def __init__(self, graph: OnnxOperations, name: str) -> None:
+        self.graph, self.name = graph, name
+
+    def __add__(self, other: Any) -> OnnxValue:
+        return self.graph.node("Add", self, other)
+
+    def __sub__(self, other: Any) -> OnnxValue:
+        return self.graph.node("Sub", self, other)
+
+    def __rsub__(self, other: Any) -> OnnxValue:
+        return self.graph.node("Sub", other, self)
+
+    def __mul__(self, other: Any) -> OnnxValue:
+        return self.graph.node("Mul", self, other)
+
+    def __floordiv__(self, other: Any) -> OnnxValue:
+        return self.graph.node("Div", self, other)
+
+    def __matmul__(self, other: Any) -> OnnxValue:
+        return self.graph.node("MatMul", self, other)
+
+    def __ge__(self, other: Any) -> OnnxValue:
+        return self.graph.node("GreaterOrEqual", self, other)
+
+    def __lt__(self, other: Any) -> OnnxValue:
+        return self.graph.node("Less", self, other)
+
+    def __and__(self, other: Any) -> OnnxValue:
+        return self.graph.node("And", self, other)
+
+
+class OnnxOperations:
+    """See `ds2.export.operations.Operations`; the graph grows with each."""
+
+    def __init__(self) -> None:
+        self._nodes: list[list[onnx.NodeProto]] = [[]]  # of the graph, and of the step that is being written
+        self._weights: dict[str, onnx.TensorProto] = {}
+        self._count = 0
+
+    def node(self, kind: str, *inputs: Any, **attributes: Any) -> OnnxValue:
+        """Add a node of one output."""
+        return self.nodes(kind, inputs, 1, **attributes)[0]
+
+    def nodes(self, kind: str, inputs: Sequence[Any], outputs: int, **attributes: Any) -> list[OnnxValue]:
+        """Add a node of some outputs; inputs are values, numbers, lists of integers, or None where there is none."""
+        self._count += 1
+        names = [f"{kind}_{self._count}_{index}" for index in range(outputs)]
+        given = [self._named(x) for x in inputs]
+        self._nodes[-1].append(helper.make_node(kind, given, names, name=f"{kind}_{self._count}", **attributes))
+        return [OnnxValue(self, name) for name in names]
+
+    def _named(self, x: Any) -> str:
+        if isinstance(x, OnnxValue):
+            return x.name
+        if x is None:
+            return ""
+        array = np.asarray(x, np.float32 if isinstance(x, float) else np.int64)
+        name = f"{array.dtype}_{'_'.join(map(str, array.reshape(-1).tolist()))}_{array.ndim}"
+        self._weights.setdefault(name, numpy_helper.from_array(array, name))
+        return name
+
+    def constant(self, tensor: Tensor) -> OnnxValue:
+        name = f"constant_{len(self._weights)}"
+        self._weights[name] = numpy_helper.from_array(np.ascontiguousarray(tensor.float().numpy()), name)
+        return OnnxValue(self, name)
+
+    def concat(self, parts: Sequence[OnnxValue], axis: int) -> OnnxValue:
+        return self.node("Concat", *parts, axis=axis) if len(parts) > 1 else parts[0]
+
+    def cut(self, x: OnnxValue, axis: int, start: int, end: int | None) -> OnnxValue:
+        return self.node("Slice", x, [start], [_TO_THE_END if end is None else end], [axis])
+
+    def flip(self, x: OnnxValue, axis: int) -> OnnxValue:
+        return self.node("Slice", x, [-1], [-_TO_THE_END], [axis], [-1])
+
+    def reshape(self, x: OnnxValue, shape: Sequence[int]) -> OnnxValue:
+        return self.node("Reshape", x, list(shape))
+
+    def transpose(self, x: OnnxValue, axes: Sequence[int]) -> OnnxValue:
+        return self.node("Transpose", x, perm=list(axes))
+
+    def pad(self, x: OnnxValue, axis: int, before: int, after: int) -> OnnxValue:
+        rank = {1: 3, 3: 4}[axis]  # of (B, T, H) and of (B, C, F, T)
+        return self.node(
+            "Pad", x, [before if at == axis else after if at == axis + rank else 0 for at in range(2 * rank)]
+        )
+
+    def split(self, x: OnnxValue, parts: int) -> Sequence[OnnxValue]:
+        return self.nodes("Split", [x], parts, axis=-1)
+
+    def conv(
+        self, x: OnnxValue, weight: OnnxValue, bias: OnnxValue | None, stride: Sequence[int], bins: int
+    ) -> OnnxValue:
+        given = (x, weight) if bias is None else (x, weight, bias)
+        return self.node("Conv", *given, strides=list(stride), pads=[bins, 0, bins, 0])
+
+    def clip(self, x: OnnxValue, low: float, high: float | None) -> OnnxValue:
+        return self.node("Clip", x, float(low), None if high is None else float(high))
+
+    def sigmoid(self, x: OnnxValue) -> OnnxValue:
+        return self.node("Sigmoid", x)
+
+    def tanh(self, x: OnnxValue) -> OnnxValue:
+        return self.node("Tanh", x)
+
+    def log(self, x: OnnxValue) -> OnnxValue:
+        return self.node("Log", x)
+
+    def log_softmax(self, x: OnnxValue) -> OnnxValue:
+        return self.node("LogSoftmax", x, axis=-1)
+
+    def where(self, condition: OnnxValue, x: Any, y: Any) -> OnnxValue:
+        return self.node("Where", condition, x, y)
+
+    def to_float(self, x: OnnxValue) -> OnnxValue:
+        return self.node("Cast", x, to=TensorProto.FLOAT)
+
+    def to_int(self, x: OnnxValue) -> OnnxValue:
+        return self.node("Cast", x, to=TensorProto.INT64)
+
+    def total(self, x: OnnxValue, axis: int) -> OnnxValue:
+        return self.node("ReduceSum", x, [axis], keepdims=0)
+
+    def steps(self, x: OnnxValue, axis: int) -> OnnxValue:
+        return self.node("Range", 0, self._size(x, axis), 1)
+
+    def zeros(self, like: OnnxValue, width: int) -> OnnxValue:
+        sizes = self.concat([self.node("Unsqueeze", self._size(like, 0), [0]), self._list(width)], 0)
+        return self.node("Expand", 0.0, sizes)
+
+    def _size(self, x: OnnxValue, axis: int) -> OnnxValue:
+        return self.node("Gather", self.node("Shape", x), axis)
+
+    def _list(self, size: int) -> OnnxValue:
+        return OnnxValue(self, self._named([size]))
+
+    def scan(
+        self, step: Step, states: Sequence[OnnxValue], inputs: Sequence[OnnxValue], *, reverse: bool
+    ) -> tuple[OnnxValue, Sequence[OnnxValue]]:
+        self._nodes.append([])
+        self._count += 1
+        names = [f"frame_{self._count}_{index}" for index in range(len(states) + len(inputs))]
+        before = [OnnxValue(self, name) for name in names]
+        after = step(before[: len(states)], before[len(states) :])
+        after = [*after, self.node("Identity", after[0])]
+        nodes = self._nodes.pop()
+        body = helper.make_graph(nodes, f"step_{self._count}", _untyped(names), _untyped(v.name for v in after))
+        *last, out = self.nodes(
+            "Scan",
+            [*states, *inputs],
+            len(states) + 1,
+            body=body,
+            num_scan_inputs=len(inputs),
+            scan_input_axes=[1] * len(inputs),
+            scan_output_axes=[1],
+            scan_input_directions=[int(reverse)] * len(inputs),
+            scan_output_directions=[int(reverse)],
+        )
+        return out, last
+
+    def input(self, name: str) -> OnnxValue:
+        """A tensor that is given."""
+        return OnnxValue(self, name)
+
+    def model(
+        self,
+        inputs: Sequence[str],
+        outputs: Mapping[str, OnnxValue],
+        types: Mapping[str, tuple[bool, Sequence[int | str]]],
+        metadata: Mapping[str, str],
+    ) -> onnx.ModelProto:
+        """The whole graph.
+
+        Args:
+            inputs: their names.
+            outputs: values by name.
+            types: of both by name: float32 or else int64, and sizes, names for those that vary.
+            metadata: of the file.
+        """
+        for name, value in outputs.items():
+            self._nodes[0].append(helper.make_node("Identity", [value.name], [name], name=name))
+
+        def described(names: Iterable[str]) -> list[onnx.ValueInfoProto]:
+            kinds = {True: TensorProto.FLOAT, False: TensorProto.INT64}
+            return [helper.make_tensor_value_info(n, kinds[types[n][0]], list(types[n][1])) for n in names]
+
+        graph = helper.make_graph(
+            self._nodes[0], "ds2", described(inputs), described(outputs), list(self._weights.values())
+        )
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION, producer_name="ds2"
+        )
+        helper.set_model_props(model, dict(metadata))
+        onnx.checker.check_model(model)
+        return model
+
+
+def _untyped(names: Iterable[str]) -> list[onnx.ValueInfoProto]:
+    return [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]

@@ -1,0 +1,154 @@
+"""The launches of batch norm: sums over rows, then the transform, both ways; and where they can run.
+
+Shape letters: B utterances, F bins, T frames, C channels, N rows: all axes but the channels taken together.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds2_ops.jit.launch import Launch, run
+from ds2_ops.jit.source import Parameters, Source, names, parameters, translation_unit
+
+LEAST_CAPABILITY = (8, 0)  # bf16 conversions
+THREADS = 256
+_NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
+_BYTES = 16  # of a load
+# Two for each of an H200's 132 multiprocessors: 121 us for both ways of 22,400 rows of 1152, where 528 take 139. Every
+# block of the second launch reads the sums of all chunks of its columns.
+_BLOCKS = 264
+_LEAST_ROWS = 4  # of a thread: each chunk costs a block its start
+_ROWS = (
+    "const int* lengths, int rows, int channels, int chunk_rows, int chunks, int column_blocks, int bins, int frames"
+)
+_ROW_NAMES = names(parameters(_ROWS))
+_CHANNEL = "const float* weight, const float* bias, const float* mean, const float* inverse"
+_KERNELS: dict[str, tuple[Parameters, str]] = {
+    name: (parameters(f"{_ROWS}, {declarations}"), call)
+    for name, (declarations, call) in {
+        "sum_rows": ("double* partial, const void* x", "(rows_of, x, partial, memory)"),
+        "normalise": (
+            """const double* partial, const void* x, void* y, const int* count, const float* weight, const float* bias,
+            float* mean, float* inverse, float* running_mean, float* running_var, float share, float eps, float clip""",
+            "(rows_of, x, y, partial, count, weight, bias, {mean, inverse, running_mean, running_var, share}, eps, "
+            "clip, memory)",
+        ),
+        "sum_gradients": (
+            f"double* partial, const void* grad_y, const void* x, {_CHANNEL}, float clip",
+            "(rows_of, grad_y, x, {weight, bias, mean, inverse}, partial, clip, memory)",
+        ),
+        "backward_rows": (
+            f"""const double* partial, const void* grad_y, const void* x, void* grad_x, const int* count, {_CHANNEL},
+            float* grad_weight, float* grad_bias, float clip""",
+            "(rows_of, grad_y, x, grad_x, partial, count, {weight, bias, mean, inverse}, grad_weight, grad_bias, clip, "
+            "memory)",
+        ),
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How a contiguous tensor (..., C) is cut into blocks.
+
+    Attributes:
+        dtype: of its elements.
+        rows, channels: N and C.
+        bins, frames: F and T where rows are (B, F, T) and lengths say which count; else 0 and all of them count.
+        clipped: whether clipped ReLU follows.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    channels: int
+    bins: int = 0
+    frames: int = 0
+    clipped: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Threads beside each other on a row."""
+        return 8 if self.channels > 4 * _BYTES // self.dtype.itemsize else 4
+
+    @property
+    def columns(self) -> int:
+        """Blocks of columns."""
+        return -(-self.channels // (self.lanes * _BYTES // self.dtype.itemsize))
+
+    @functools.cached_property
+    def chunk(self) -> tuple[int, int]:
+        """Rows a chunk, and chunks."""
+        most, at_once = _BLOCKS // self.columns, THREADS // self.lanes
+        chunks = max(1, min(most, self.rows // (_LEAST_ROWS * at_once)))
+        rows = -(-self.rows // chunks)
+        rows += -rows % at_once
+        return rows, -(-self.rows // rows)
+
+    def partial(self, device: torch.device) -> Tensor:
+        """Where the first launch leaves the sums of each chunk for the second: (chunks, 2, C) float64."""
+        return torch.empty(self.chunk[1], 2, self.channels, dtype=torch.float64, device=device)
+
+    def launch(self, kernel: str) -> Launch:
+        """The launch of a kernel over all rows."""
+        clipped = self.clipped and kernel != "sum_rows"
+        source = _source(kernel, self.dtype, self.lanes, self.bins > 0, clipped)
+        smem_bytes = THREADS * 2 * (_BYTES // self.dtype.itemsize) * 8 if kernel.startswith("sum") else THREADS * 8
+        return Launch(source, THREADS, grid=self.chunk[1] * self.columns, smem_bytes=smem_bytes)
+
+    def run(self, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: Tensor | float | None) -> None:
+        """Launch a kernel. `partial` holds the sums of each chunk, or of all: (1, 2, C)."""
+        chunk_rows, _ = self.chunk
+        shape = (lengths, self.rows, self.channels, chunk_rows, len(partial), self.columns, self.bins, self.frames)
+
+        def what() -> str:
+            return f"batch norm, {kernel} of {self.rows} rows of {self.channels} channels in {self.dtype}"
+
+        run(self.launch(kernel), [*shape, partial, *arguments], what, partial.device)
+
+
+@functools.cache
+def _source(kernel: str, dtype: torch.dtype, lanes: int, ragged: bool, clipped: bool) -> Source:
+    members, call = _KERNELS[kernel]
+    flags = [ragged] if kernel == "sum_rows" else [ragged, clipped]
+    template = ", ".join([f"ds2::{_NUMBERS[dtype]}", str(lanes), *(str(flag).lower() for flag in flags)])
+    return translation_unit(
+        "batch_norm/rows.cuh",
+        members,
+        f"""    extern __shared__ __align__(16) unsigned char shared[];
+    double* memory = reinterpret_cast<double*>(shared);
+    const ds2::Rows rows_of{{{_ROW_NAMES}}};
+    ds2::{kernel}<{template}>{call};
+""",
+        ahead=f'static_assert(ds2::NORM_THREADS == {THREADS}, "kernels.py and rows.cuh disagree");\n',
+        launch_bounds=f"{THREADS}, 2",
+    )
+
+
+def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
+    """Say why the kernels cannot normalise channels of a type on a device; None if they can."""
+    if device.type != "cuda":
+        return f"the data is on {device}, the kernels need a CUDA GPU"
+    if dtype not in _NUMBERS:
+        return f"the data is {dtype}, the kernels add up 16-bit types and float32"
+    numbers = _BYTES // dtype.itemsize
+    if channels % numbers:
+        return f"there are {channels} channels, the kernels load {numbers} at a time"
+    return _why_not_device(device)
+
+
+@functools.cache
+def _why_not_device(device: torch.device) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
+    try:
+        from ds2_ops.jit.build import compiler_version
+
+        compiler_version()
+    except RuntimeError as error:
+        return str(error)
+    return None

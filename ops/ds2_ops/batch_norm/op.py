@@ -1,0 +1,115 @@
+"""The operator: batch norm of rows of channels on a GPU, and the sums over ranks between its launches.
+
+Shape letters: B utterances, F bins, T frames, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds2_ops.batch_norm.kernels import Rows
+from ds2_ops.checks import refuse_second_derivative
+
+Reduce = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Running:
+    """Running averages (C,) float32, which take a share of the batch's own as it is normalised."""
+
+    mean: Tensor
+    var: Tensor
+    share: float
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    count: Tensor,
+    *,
+    eps: float,
+    lengths: Tensor | None = None,
+    clip: float | None = None,
+    running: Running | None = None,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """Normalise each channel over the positions that count, y = (x - mean) / sqrt(var + eps) * weight + bias.
+
+    (Deep Speech 2, section 3.2.) Two launches each way, statistics in float64 of sums of four numbers in float32; on
+    torch's current stream, can be captured in a CUDA graph, the same bits on every run. Differentiable in ``x``,
+    ``weight`` and ``bias``. Where `kernels.why_not` finds no reason against it.
+
+    Args:
+        x: (..., C) contiguous, bfloat16, float16 or float32. Without ``lengths`` it is 0 where it does not count, and
+            so is the gradient that comes back.
+        weight, bias: (C,) float32.
+        count: (1,) int32 on the device, positions that count, at least 1; with ``reduce`` this rank's.
+        eps: added to the variance, the mean square deviation.
+        lengths: (B,) int32 on the device, valid frames, for x of shape (B, F, T, C): what lies past them is ignored,
+            comes out as 0 and has no gradient.
+        clip: then also clipped ReLU up to this, in the same launch.
+        running: averages to update.
+        reduce: sums a float64 vector over all ranks in place; the statistics are then those of all ranks.
+
+    Returns:
+        y like x.
+    """
+    y: Tensor = _BatchNorm.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, count, lengths, eps, clip, running, reduce
+    )
+    return y
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Keeps its input and vectors only; where the clip holds is computed anew from them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Tensor, lengths: Tensor | None, eps: float,
+        clip: float | None, running: Running | None, reduce: Reduce | None,
+    ) -> Tensor:  # fmt: skip
+        channels, device = x.shape[-1], x.device
+        bins, frames = (x.shape[1], x.shape[2]) if lengths is not None else (0, 0)
+        rows = Rows(x.dtype, x.numel() // channels, channels, bins, frames, clip is not None)
+        limit = 0.0 if clip is None else clip
+        partial = rows.partial(device)
+        rows.run("sum_rows", lengths, partial, x)
+        if reduce is not None:
+            packed = torch.cat([partial.sum(0).view(-1), count.double()])
+            reduce(packed)
+            partial, count = packed[:-1].view(1, 2, channels), packed[-1:].to(torch.int32)
+        mean, inverse = torch.empty(2, channels, device=device)
+        averages = (None, None, 0.0) if running is None else (running.mean, running.var, running.share)
+        y = torch.empty_like(x)
+        rows.run("normalise", lengths, partial, x, y, count, weight, bias, mean, inverse, *averages, eps, limit)
+        ctx.save_for_backward(x, weight, bias, mean, inverse, count, lengths)
+        ctx.rows, ctx.clip, ctx.reduce = rows, limit, reduce
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("batch_norm")
+        x, weight, bias, mean, inverse, count, lengths = ctx.saved_tensors
+        rows = ctx.rows
+        channel = (weight, bias, mean, inverse)
+        grad_y = grad_y.contiguous()
+        partial = rows.partial(x.device)
+        rows.run("sum_gradients", lengths, partial, grad_y, x, *channel, ctx.clip)
+        grad_weight: Tensor | None = torch.empty_like(mean)
+        grad_bias: Tensor | None = torch.empty_like(mean)
+        gradients = grad_weight, grad_bias
+        if ctx.reduce is not None:
+            partial = partial.sum(0, keepdim=True)
+            gradients = (partial[0, 1] * inverse).float(), partial[0, 0].float()
+            ctx.reduce(partial.view(-1))
+            grad_weight = grad_bias = None
+        grad_x = torch.empty_like(x)
+        written = (grad_weight, grad_bias)
+        rows.run("backward_rows", lengths, partial, grad_y, x, grad_x, count, *channel, *written, ctx.clip)
+        return grad_x, *gradients, None, None, None, None, None, None

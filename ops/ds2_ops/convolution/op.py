@@ -1,0 +1,168 @@
+"""The convolution as an operator: autograd, the layouts of the weights, and where it can run.
+
+Shape letters: B utterances, C = 32 channels, F bins, T frames, K x J taps over bins and frames, S stride over bins.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds2_ops.checks import refuse_second_derivative, under_autocast
+from ds2_ops.convolution import kernels
+from ds2_ops.convolution.kernels import CHANNELS
+from ds2_ops.jit.launch import run
+
+_MOST_TAPS = 11  # over frames: accumulators of their gradients that fit into registers
+_FOLDED = CHANNELS // 2  # taps over frames that become channels, of two bins
+
+
+def why_not(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> str | None:
+    """Say why `convolve` cannot take these; None if it can."""
+    if x.device.type != "cuda":
+        return f"the data is on {x.device}, the kernels need a CUDA GPU"
+    dtypes = {x.dtype, weight.dtype}
+    if torch.is_autocast_enabled("cuda"):
+        dtypes = {torch.get_autocast_dtype("cuda")}
+    if dtypes != {torch.bfloat16}:
+        return f"data and weights are {', '.join(sorted(map(str, dtypes)))}, the kernels multiply bfloat16"
+    outputs, inputs, bins, frames = weight.shape
+    of_many = inputs == CHANNELS and stride == (2, 1) and frames <= _MOST_TAPS
+    of_one = inputs == 1 and stride[0] == 2 and frames <= _FOLDED and not x.requires_grad
+    if outputs != CHANNELS or bins % 4 != 1 or frames % 2 != 1 or not (of_many or of_one):
+        return (
+            f"the kernel is {tuple(weight.shape)} of stride {stride}: ours are (32, 32, 4 n + 1, up to {_MOST_TAPS}) "
+            f"of stride (2, 1), and (32, 1, 4 n + 1, up to {_FOLDED}) of stride (2, n) for data without gradient"
+        )
+    return None if torch.cuda.get_device_capability(x.device) == (9, 0) else "the GPU is no Hopper"
+
+
+def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Convolve with zeros around, y[f, t] = sum over k, j of weight[k, j] x[S f + k - K // 2, n t + j - J // 2].
+
+    Sums in float32. On torch's current stream, can be captured in a CUDA graph, the same bits on every run. Where
+    `why_not` finds no reason against it.
+
+    Args:
+        x: (B, C, F, T) bfloat16, or what autocast rounds to it; C is 32 or 1. Best with its memory in the order
+            (B, F, T, C).
+        weight: (32, C, K, J), outputs first.
+        stride: S and n, over bins and frames.
+
+    Returns:
+        (B, 32, ceil(F / S), ceil(T / n)) with its memory in the order (B, F, T, C). Differentiable in ``weight``, and
+        in ``x`` if it has 32 channels.
+    """
+    x, weight = under_autocast(x, weight)  # type: ignore[assignment]
+    if weight.shape[1] == 1:
+        x, weight = fold(x, weight, stride[1])
+        return _convolved(x, weight, 1)
+    return _convolved(x, weight, stride[0])
+
+
+def fold(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """One channel as 32: pairs of bins, and up to 16 taps over frames, become channels; no taps over frames are left.
+
+    Args:
+        x: (B, 1, F, T).
+        weight: (32, 1, K, J), K = 4 n + 1: the centre of its pairs of taps is a pair.
+        stride: over frames; over bins it is 2, and 1 over the pairs.
+
+    Returns:
+        (B, 32, ceil(F / 2), ceil(T / stride)) with its memory in the order (B, F, T, C), and (32, 32, (K + 1) / 2, 1).
+    """
+    bins, frames, taps = x.shape[2], x.shape[3], weight.shape[3]
+    after = -(-frames // stride)
+    behind = (after - 1) * stride + _FOLDED - taps // 2 - frames
+    padded = functional.pad(x[:, 0], (taps // 2, behind, 0, bins % 2))
+    windows = padded.unflatten(1, (-1, 2)).unfold(3, _FOLDED, stride)  # type: ignore[no-untyped-call]
+    # (B, F / 2, 2, T', 16), then bins and taps together
+    rows = windows.transpose(2, 3).flatten(3).permute(0, 3, 1, 2)
+    wide = functional.pad(weight[:, 0], (0, _FOLDED - taps, 0, 1))
+    kernel: Tensor = wide.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
+    return rows, kernel.permute(0, 2, 3, 1).flatten(1, 2)[..., None]
+
+
+def _convolved(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    y: Tensor = _Convolve.apply(x, weight, stride)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: int) -> Tensor:
+        x = x.permute(0, 2, 3, 1).contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.stride = stride
+        packed = _packed(weight, stride, backward=False)
+        y = x.new_empty(x.shape[0], -(-x.shape[1] // stride), *x.shape[2:])
+        _correlate(x, packed, y, step=2 * stride, first=-(weight.shape[2] // 2))
+        return y.permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        refuse_second_derivative("convolve")
+        x, weight = ctx.saved_tensors
+        grad_y = grad_y.permute(0, 2, 3, 1).contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            if ctx.stride != 2:
+                raise RuntimeError("the gradient of the data is there for stride 2 over bins only")
+            rows = torch.empty_like(x)
+            _correlate(grad_y, _packed(weight, 2, backward=True), rows, step=1, first=-(weight.shape[2] // 4))
+            grad_x = rows.permute(0, 3, 1, 2)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_gradient(x, grad_y, weight, ctx.stride)
+        return grad_x, grad_weight, None
+
+
+def _correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, group: int | None = None) -> None:
+    batch, bins_in, frames, _ = x.shape
+    bins_out, (rows, taps) = y.shape[1], packed.shape[:2]
+    pairs = -(-bins_out // 2)
+    launch = kernels.correlate(pairs, batch, frames, taps, group)
+    if launch.grid:
+        tiles = launch.grid // (pairs * batch)
+        shape = (bins_in, bins_out, frames, rows, step, first, pairs, tiles)
+        run(launch, [x, packed, y, *shape], lambda: f"convolution of {tuple(x.shape)}, {rows} rows", x.device)
+
+
+def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, tile: int | None = None) -> Tensor:
+    batch, bins_in, frames, _ = x.shape
+    taps_bins, taps = weight.shape[2:]
+    tile = tile or 2 * kernels.frames_of_group(frames)
+    pairs, tiles, bins_out = (taps_bins + 1) // 2, -(-frames // tile), grad_y.shape[1]
+    shares = kernels.splits(pairs, batch * bins_out * tiles)
+    partial = torch.empty(shares, pairs, taps, 2, CHANNELS, CHANNELS, dtype=torch.float32, device=x.device)
+    shape = (batch, bins_in, bins_out, frames, stride, -(taps_bins // 2), pairs, shares, tiles)
+    launch = kernels.sum_weights(pairs, shares, taps, tile)
+    run(launch, [x, grad_y, partial, *shape], lambda: f"weight gradient of {tuple(x.shape)}", x.device)
+    summed = partial.sum(0).permute(0, 2, 1, 3, 4).flatten(0, 1)[:taps_bins]  # (K, J, in, out)
+    return summed.permute(3, 2, 0, 1).to(weight.dtype, memory_format=torch.contiguous_format)
+
+
+def _packed(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
+    """(rows, J, 4, 64, 8): what row i of the window gives to both bins of a pair, as shared memory holds it."""
+    index = _index(weight.shape[2], weight.shape[3], stride, backward, weight.device)
+    flat = torch.cat([weight.reshape(-1), weight.new_zeros(1)])
+    return flat[index]
+
+
+@functools.cache
+def _index(taps_bins: int, taps: int, stride: int, backward: bool, device: torch.device) -> Tensor:
+    """Where each packed number lies in a flat (32, 32, K, J); behind its end for the zeros."""
+    rows = taps_bins // 2 + 1 if backward else taps_bins + stride
+    shape = (rows, taps, 4, 2 * CHANNELS, 8)
+    row, tap, chunk, m, e = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")
+    inner, half, outer = chunk * 8 + e, m // CHANNELS, m % CHANNELS
+    if backward:  # bins of the output lie two apart: even and odd bins of the input have taps of their own
+        tap_of_bins, tap, o, i = taps_bins - 1 - 2 * row + half, taps - 1 - tap, inner, outer
+    else:
+        tap_of_bins, o, i = row - stride * half, outer, inner
+    at = ((o * CHANNELS + i) * taps_bins + tap_of_bins) * taps + tap
+    inside = (tap_of_bins >= 0) & (tap_of_bins < taps_bins)
+    return torch.where(inside, at, CHANNELS * CHANNELS * taps_bins * taps).to(device)

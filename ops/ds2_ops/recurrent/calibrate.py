@@ -1,0 +1,181 @@
+"""Top-K calibration (GRNN, Holmes et al. 2019, section 7.2): of the K best tiles, the one that runs fastest here.
+
+Off unless asked for, because another tile rounds differently: $DS2_OPS_CALIBRATE = K calibrates each problem when it is
+first met; :func:`calibrate` does so ahead, and ``planned.adopt`` takes what it returned, from another rank or an
+earlier run. What was measured is kept beside the compiled kernels, by GPU, driver and sources. Knows no framework.
+Shape letters: T frames, B batch, H hidden.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ds2_ops.jit import runtime
+from ds2_ops.jit.build import cache_dir, sources_digest
+from ds2_ops.jit.launch import launch_on
+from ds2_ops.recurrent.device import device_facts
+from ds2_ops.recurrent.plan.choose import rank, usable_sms
+from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
+from ds2_ops.recurrent.plan.problem import Choice, Problem
+
+FRAMES, ROUNDS = 96, 5
+
+
+def wanted() -> int:
+    """How many tiles of each problem $DS2_OPS_CALIBRATE asks to measure; 0 for none.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    text = os.environ.get("DS2_OPS_CALIBRATE", "").strip() or "0"
+    if not text.isdecimal():
+        raise ValueError(f"DS2_OPS_CALIBRATE is {text!r}, allowed is a number of tiles to measure, or 0 for none")
+    return int(text)
+
+
+def key_of(problem: Problem, index: int, max_sms: int | None) -> str:
+    """Name a problem in records."""
+    way = "backward" if problem.backward else "forward"
+    sms = usable_sms(device_facts(index), max_sms)
+    return f"{problem.nonlinearity} {problem.dtype} H {problem.hidden} B {problem.batch} {way} on {sms} SMs"
+
+
+def calibrate(problems: Iterable[tuple[Problem, int | None]], index: int, most: int) -> dict[str, str]:
+    """Find the fastest of the `most` best tiles of each problem: from the record, or by measuring.
+
+    Args:
+        problems: (problem, max_sms).
+        index: number of the CUDA device.
+        most: K.
+
+    Returns:
+        The tile's name by :func:`key_of` the problem.
+
+    Raises:
+        DoesNotFit: no persistent kernel runs a problem.
+        RuntimeError: the compiler's or driver's error.
+    """
+    path = record_path(index)
+    kept, found = _read(path), {}
+    for problem, max_sms in problems:
+        key = key_of(problem, index, max_sms)
+        entry = kept.get(key)
+        if entry is None or entry["most"] < most:
+            choices = rank(problem, device_facts(index), max_sms)[:most]
+            times = measure(choices, problem, index)
+            names = [choice.name for choice in choices]
+            entry = {"most": most, "name": names[times.index(min(times))], "us": dict(zip(names, times, strict=True))}
+            kept = _read(path) | {key: entry}  # another process may have written meanwhile
+            _write(path, index, kept)
+        found[key] = entry["name"]
+    return found
+
+
+def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[float]:
+    """Time tiles in turns on memory of their own.
+
+    Returns:
+        Median microseconds a time step of each.
+    """
+    if len(choices) > 1:
+        _build_together([choice.launch.source.text for choice in choices], runtime.arch(index))
+    with runtime.current(index), ExitStack() as stack:
+        stream = runtime.call("cuStreamCreate", 0)
+        stack.callback(runtime.call, "cuStreamDestroy", stream)
+        start, stop = (runtime.call("cuEventCreate", 0) for _ in range(2))
+
+        def room(size: int) -> int:
+            address = runtime.call("cuMemAlloc", max(size, 4))
+            stack.callback(runtime.call, "cuMemFree", address)
+            runtime.call("cuMemsetD8Async", address, 0, max(size, 4), stream)
+            return int(address)
+
+        addresses = [room(size) if size else 0 for size in array_bytes(problem, FRAMES)]
+        exchange = room(4 * max(choice.exchange_words for choice in choices))
+        spans: list[list[float]] = [[] for _ in choices]
+        for turn in range(ROUNDS + 1):
+            for choice, span in zip(choices, spans, strict=True):
+                arguments = pass_arguments(choice, problem, FRAMES, addresses, 1.0, exchange)
+                runtime.fill_words(exchange, 0xFFFFFFFF, choice.exchange_words, int(stream))
+                runtime.call("cuEventRecord", start, stream)
+                launch_on(choice.launch, arguments, choice.explain, index, int(stream))
+                runtime.call("cuEventRecord", stop, stream)
+                runtime.call("cuEventSynchronize", stop)
+                if turn:  # the first one loads the kernel
+                    span.append(runtime.call("cuEventElapsedTime", start, stop) * 1e3 / FRAMES)
+        return [round(statistics.median(span), 4) for span in spans]
+
+
+def record_path(index: int) -> Path:
+    """Where the record of a GPU, driver and version of the sources lies."""
+    named = f"{runtime.device_name(index)} {runtime.driver_version()} {sources_digest()}"
+    return cache_dir() / f"tiles-{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+
+
+def records() -> list[tuple[Path, dict[str, Any]]]:
+    """All that is kept, of any GPU and version: path and content."""
+    found = []
+    for path in sorted(cache_dir().glob("tiles-*.json")):
+        try:
+            found.append((path, json.loads(path.read_text())))
+        except (OSError, ValueError):
+            continue  # damaged: measured anew when it is wanted
+    return found
+
+
+def forget() -> int:
+    """Remove all records; return how many there were."""
+    paths = list(cache_dir().glob("tiles-*.json"))
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        choices = json.loads(path.read_text())["choices"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return choices if isinstance(choices, dict) else {}
+
+
+def _write(path: Path, index: int, choices: Mapping[str, Any]) -> None:
+    about = {"gpu": runtime.device_name(index), "driver": runtime.driver_version(), "sources": sources_digest()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, private = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            json.dump({**about, "choices": choices}, file, indent=1)
+        os.replace(private, path)
+    except OSError as error:
+        warnings.warn(f"what was measured cannot be kept in {path.parent} ({error})", RuntimeWarning, stacklevel=2)
+
+
+def _build_together(texts: Sequence[str], arch: str) -> None:
+    """Compile each in a process of its own into the cache; what fails there fails again, with its message, here."""
+    code = "import sys; from ds2_ops.jit.build import build; build(sys.stdin.read(), sys.argv[1])"
+    running = []
+    for text in dict.fromkeys(texts):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, arch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            text=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        running.append(process)
+    for process in running:
+        process.wait()

@@ -1,0 +1,27 @@
+"""`ds2 doctor`: the calibrated kernels, shown and forgotten."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds2.commands import doctor
+
+PROBLEM = "relu bfloat16 H 1152 B 4 forward on 132 SMs"
+
+
+def test_calibrated_kernels_are_shown_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS2_OPS_CACHE_DIR", str(tmp_path))
+    choice = {"most": 5, "name": "cluster16 w36 b64 1x1", "us": {"cluster16 w36 b64 1x1": 0.75}}
+    record = {"gpu": "NVIDIA H200", "driver": "13.0", "sources": "older", "choices": {PROBLEM: choice}}
+    (tmp_path / "tiles-0123.json").write_text(json.dumps(record))
+    (tmp_path / "tiles-4567.json").write_text("{")
+    assert doctor.run([]) == 0
+    text = capsys.readouterr().out
+    assert "calibrated kernels: NVIDIA H200, CUDA 13.0, of other sources (tiles-0123.json)" in text
+    assert f"  {PROBLEM}: cluster16 w36 b64 1x1, 0.75 us a step, fastest of 5" in text
+    assert doctor.run(["--forget-tiles"]) == 0
+    assert f"2 records removed from {tmp_path}" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

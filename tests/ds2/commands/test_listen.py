@@ -1,0 +1,94 @@
+"""`ds2 listen` with a microphone that is not there, and with one that plays a recording."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds2.audio.read import read_audio
+from ds2.cli import main
+from ds2.config.schema import DecodeConfig
+from ds2.recognition.recogniser import Recogniser
+
+
+class PortAudioError(Exception):
+    pass
+
+
+def fake(samples: Any, rates_hz: tuple[int, ...]) -> SimpleNamespace:
+    """A sounddevice that hears samples, then Ctrl-C."""
+
+    class InputStream:
+        def __init__(self, samplerate: int, blocksize: int, callback: Callable[..., None], **others: Any) -> None:
+            if not rates_hz:
+                raise PortAudioError("Error querying device -1")
+            self.rate_hz, self.size, self.take = samplerate, blocksize, callback
+
+        def __enter__(self) -> None:
+            for start in range(0, len(samples), self.size):
+                self.take(samples[start : start + self.size, None], self.size, None, None)
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    def check(samplerate: int, **others: Any) -> None:
+        if samplerate not in rates_hz:
+            raise PortAudioError("Invalid sample rate")
+
+    def devices(device: Any = None, kind: str | None = None) -> Any:
+        if kind and not rates_hz:
+            raise PortAudioError("Error querying device -1")
+        return {"default_samplerate": float(rates_hz[0])} if kind else []
+
+    return SimpleNamespace(
+        InputStream=InputStream, check_input_settings=check, query_devices=devices, PortAudioError=PortAudioError
+    )
+
+
+def interrupted_when_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Queue(list[Any]):
+        put = list.append
+
+        def get(self) -> Any:
+            if not self:
+                raise KeyboardInterrupt
+            return self.pop(0)
+
+    monkeypatch.setattr("ds2.commands.listen._Samples", Queue)
+
+
+@pytest.mark.parametrize("rates_hz", [(16000,), (48000,)])
+def test_what_is_spoken_is_printed(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rates_hz: tuple[int, ...],
+) -> None:
+    model, samples = make_model(), read_audio(recording)
+    monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, rates_hz))
+    interrupted_when_empty(monkeypatch)
+    assert main(["listen", str(model), "--device", "cpu", "--format", "json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    live = Recogniser.load(model, device="cpu", decode=DecodeConfig()).live(sample_rate_hz=rates_hz[0])
+    live.accept(samples)
+    live.flush()
+    assert [record["text"] for record in found] == [segment.hypothesis.text for segment in live.final] != []
+
+
+def test_what_is_missing_is_named(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make_model())
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    assert main(["listen", model]) == 2
+    assert "ds2-speech[listen]" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "sounddevice", fake([], ()))
+    assert main(["listen", model, "--device", "cpu"]) == 2
+    assert "no microphone" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""Hot words and phrases of single sessions: brute force agrees, batches mix them, and what is gone leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from support.decoding_cases import CHARACTERS, CPU, language_model, random_log_probs, speechlike
+
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.beam.decoder import BeamDecoder
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.lexicon import HotWords, LexiconError
+
+OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
+WIDE = replace(OPEN, beam=4000, prune=1e9, label_min_log_prob=-1e9, nbest=50)
+
+
+def occurrences(words: list[str], phrase: str) -> int:
+    wanted = phrase.split()
+    return sum(words[at : at + len(wanted)] == wanted for at in range(len(words) - len(wanted) + 1))
+
+
+@pytest.mark.parametrize(
+    "hot", [{"a": 1.5}, {"a b": 2.0}, {"a b": 2.0, "a": 0.5, "b a b": 1.0, "b b": -1.0}, {"ab": 1.0, "ab a": 3.0}]
+)
+@pytest.mark.parametrize("unit", ["", "word"])
+def test_every_time_a_phrase_is_said_it_is_paid(hot: dict[str, float], unit: str, tmp_path: Path) -> None:
+    lm = language_model(tmp_path, unit) if unit else None
+    log_probs = random_log_probs(6, 1, 4)
+    scores = {}
+    for words in (None, hot):
+        decoder = BeamDecoder(CHARACTERS, WIDE, lm, 0.02, CPU)
+        decoding = decoder.start(1, words)
+        decoding.step(log_probs, torch.tensor([6]))
+        scores[words is None] = {h.text: h.score for h in decoding.finish()[0]}
+    both = scores[True].keys() & scores[False].keys()
+    assert len(both) > 10 and any(occurrences(text.split(), phrase) for text in both for phrase in hot)
+    for text in both:
+        bonus = sum(worth * occurrences(text.split(), phrase) for phrase, worth in hot.items())
+        assert scores[False][text] - scores[True][text] == pytest.approx(bonus, abs=1e-9)
+
+
+def test_a_phrase_is_found_that_the_beam_would_lose() -> None:
+    path = [2, 0, 1, 0, 3, 0]  # a b
+    log_probs = torch.full((6, 1, 4), 0.02)
+    for frame, label in enumerate(path):
+        log_probs[frame, 0, label] = 0.5
+        log_probs[frame, 0, {2: 3, 3: 2, 1: 2, 0: 2}[label]] = 0.5 - 0.04 + 0.02
+    log_probs = (log_probs / log_probs.sum(2, keepdim=True)).log()
+    decoder = BeamDecoder(CHARACTERS, replace(OPEN, beam=8), None, 0.02, CPU)
+
+    def text(hot: HotWords | None) -> str:
+        decoding = decoder.start(1, hot)
+        decoding.step(log_probs, torch.tensor([6]))
+        return decoding.finish()[0][0].text
+
+    assert text({"b b": 8.0}) == "b b" != text(None)
+    assert text({"a b": 8.0}) == "a b"
+
+
+@pytest.mark.parametrize("lexicon", [False, True])
+def test_sessions_with_other_hot_words_share_a_batch(lexicon: bool, tmp_path: Path) -> None:
+    decoder = BeamDecoder(CHARACTERS, replace(OPEN, lexicon=lexicon), language_model(tmp_path, "word"), 0.02, CPU)
+    log_probs = speechlike(40, 4, 4).log_softmax(2)
+    hot: list[HotWords | None] = [None, {"abab": 6.0}, {"ba ba": 4.0, "bbb": 2.0}, {"abab": 6.0}]
+    together = [decoder.start(1, words) for words in hot]
+    for start in range(0, 40, 7):
+        chunk = log_probs[start : start + 7]
+        decoder.step(together, chunk, torch.full((4,), len(chunk)))
+    found = decoder.finish(together)
+    for row, words in enumerate(hot):
+        alone = BeamDecoder(CHARACTERS, decoder.options, language_model(tmp_path, "word"), 0.02, CPU).start(1, words)
+        alone.step(log_probs[:, row : row + 1], torch.tensor([40]))
+        assert [h.text for h in found[row][0]] == [h.text for h in alone.finish()[0]]
+
+
+def test_an_unknown_hot_word_is_heard_in_a_lexicon(tmp_path: Path) -> None:
+    decoder = BeamDecoder(CHARACTERS, replace(OPEN, lexicon=True), language_model(tmp_path, "word"), 0.02, CPU)
+    labels = [3, 0, 3, 0, 2, 0, 2, 0, 3]
+    log_probs = torch.full((9, 1, 4), 0.01)
+    log_probs[range(9), 0, labels] = 0.97
+    text = {}
+    for hot in ((), ("bbaab",)):
+        decoding = decoder.start(1, dict.fromkeys(hot, 20.0))
+        decoding.step(log_probs.log(), torch.tensor([9]))
+        text[bool(hot)] = decoding.finish()[0][0].text
+    assert "bbaab" not in decoder.lexicon
+    assert text[True] == "bbaab" != text[False]
+
+
+def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds2.decoding.beam.hot._SPARE", 4)
+    decoder = BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU)
+    forest = decoder.beams.fusion.forest
+    texts = ["".join(letters) for letters in product("ab", repeat=4)]
+    kept = [decoder.start(1, {text: 1.0}) for text in texts]
+    most = len(forest.nodes.word)
+    assert len(forest._planted) == len(texts)
+    del kept
+    gc.collect()
+    assert not forest._planted and not forest._roots
+    for text in texts * 3:
+        same = [decoder.start(1, {text: 1.0}) for _ in range(3)]
+        assert len(forest._planted) == 1
+        del same
+    assert len(forest.nodes.word) == most
+
+
+@pytest.mark.parametrize(
+    ("hot", "message"),
+    [
+        ({"": 1.0}, "hot phrases"),
+        ({"A": 1.0}, "characters that the network writes: ab"),
+        ({"a" * 201: 1.0}, "200 characters"),
+        ({"a": float("nan")}, "finite"),
+        (dict.fromkeys((f"{n:b}".replace("0", "a").replace("1", "b") for n in range(1001)), 1.0), "1000 at most"),
+    ],
+)
+def test_what_cannot_be_looked_for_is_named(hot: HotWords, message: str) -> None:
+    with pytest.raises(LexiconError, match=message):
+        BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU).start(1, hot)
+    with pytest.raises(LexiconError, match=r"decode\.method=beam"):
+        GreedyDecoder(CHARACTERS, 0.02).start(1, hot)

@@ -1,0 +1,119 @@
+"""The kernel chunk by chunk: the labels of the search in PyTorch, whoever joins and leaves; also without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import kernel_on_cpu
+from support.decoding_cases import CHARACTERS, PIECES, language_model, speechlike
+from torch import Tensor
+
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.beam.decoder import BeamDecoder, BeamDecoding
+from ds2.decoding.beam.kernel_search import KernelSearch
+from ds2.decoding.hypothesis import Hypothesis
+
+CPU = torch.device("cpu")
+WHERE = [pytest.param("cpu", id="host"), pytest.param("cuda", marks=pytest.mark.gpu)]
+OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
+HOT = {"ab": 3.0, "ba ab": 5.0}
+CASES = {
+    "no model": (OPEN, CHARACTERS, ""),
+    "words": (OPEN, CHARACTERS, "word"),
+    "lexicon": (replace(OPEN, lexicon=True, hot_words=["bab"], hot_word_bonus=4.0), CHARACTERS, "word"),
+    "characters": (OPEN, CHARACTERS, "character"),
+    "pieces": (OPEN, PIECES, "piece"),
+}
+
+
+def by_kernel(case: str, folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> tuple[BeamDecoder, BeamDecoder]:
+    """A decoder that searches by the kernel, and one in PyTorch on the CPU."""
+    options, alphabet, unit = CASES[case]
+    lm = language_model(folder, unit) if unit else None
+    wanted = BeamDecoder(alphabet, options, lm, 0.02, CPU)
+    if where == "cpu":
+        kernel_on_cpu.patch(monkeypatch)
+    found = BeamDecoder(alphabet, options, lm, 0.02, torch.device(where))
+    found.beams.kernel = KernelSearch(found.beams.fusion, options)
+    return found, wanted
+
+
+def assert_same(found: list[Hypothesis], wanted: list[Hypothesis]) -> None:
+    assert [(h.text, h.labels) for h in found] == [(h.text, h.labels) for h in wanted]
+    assert [(w.start_s, w.end_s) for h in found for w in h.words] == [
+        (w.start_s, w.end_s) for h in wanted for w in h.words
+    ]
+    assert [h.score for h in found] == pytest.approx([h.score for h in wanted], abs=1e-5)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("case", CASES)
+def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
+    case: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.decoding.beam.places._PLACES", 1)
+    monkeypatch.setattr("ds2.decoding.beam.places._ROOM", 2)
+    monkeypatch.setattr("ds2.decoding.beam.places.MOST", 3)
+    found, wanted = by_kernel(case, tmp_path, where, monkeypatch)
+    draw, log_probs, count = random.Random(5), speechlike(60, 5, len(found.alphabet)), 5
+    log_probs[10:19, :, 1:] -= 12.0  # a run of blanks, that chunks end in
+    log_probs = log_probs.log_softmax(2)
+    hot = [None, HOT, None, {"b": 1.0}, HOT]
+    here: dict[int, BeamDecoding] = {}
+    at, ends = [0] * count, [60, 23, 41, 60, 1]
+    waiting = list(range(count))
+    while waiting or here:
+        if waiting and draw.random() < 0.6:
+            row = waiting.pop(0)
+            here[row] = found.start(1, hot[row])
+        chosen = [row for row in here if draw.random() < 0.7]
+        sizes = [min(draw.randrange(9), ends[row] - at[row]) for row in chosen]
+        chunk = torch.zeros(max(sizes, default=0), len(chosen), log_probs.shape[2])
+        for column, (row, size) in enumerate(zip(chosen, sizes, strict=True)):
+            chunk[:size, column] = log_probs[at[row] : at[row] + size, row]
+            at[row] += size
+        if chosen and len(chunk):
+            lengths = torch.tensor(sizes)
+            found.step([here[row] for row in chosen], _filled(chunk, lengths).to(where), lengths)
+        done = [row for row in here if at[row] == ends[row]]
+        if not done:
+            continue
+        leaving = [here.pop(row) for row in done]
+        for row, [best], [hypotheses] in zip(done, found.best(leaving), found.finish(leaving), strict=True):
+            alone = wanted.start(1, hot[row])
+            alone.step(log_probs[: ends[row], row : row + 1], torch.tensor([ends[row]]))
+            [[first]] = [alone.best()]
+            assert (best.text, best.labels) == (first.text, first.labels)
+            assert_same(hypotheses, alone.finish()[0])
+    del leaving
+    placed = found.beams.placed
+    assert placed is not None
+    gc.collect()
+    assert len(set(placed._free)) == placed._used
+
+
+def _filled(chunk: Tensor, lengths: Tensor) -> Tensor:
+    """What lies past a length is no distribution but finite."""
+    past = torch.arange(len(chunk))[:, None] >= lengths
+    return torch.where(past[..., None], -1.0, chunk)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_prefixes_that_never_agree_are_bounded(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds2.decoding.beam.places._ROOM", 4)
+    found, _ = by_kernel("no model", tmp_path, where, monkeypatch)
+    found.frame_s = 1.0
+    decoding = found.start()
+    frames = torch.tensor([0.02, 0.04, 0.47, 0.47]).log().expand(1, 1, 4)  # a or b, each second
+    blank = torch.tensor([0.97, 0.01, 0.01, 0.01]).log().expand(1, 1, 4)
+    for _ in range(150):
+        decoding.step(torch.cat([frames, blank]).to(where), torch.tensor([2]))
+    placed = found.beams.placed
+    assert placed is not None
+    assert placed._tables.spelled.shape[2] <= 128
+    assert len(decoding.finish()[0][0].labels) == 150

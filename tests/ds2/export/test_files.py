@@ -1,0 +1,165 @@
+"""Exported files in the programs that run them: ONNX Runtime, and torch in a process that cannot import ds2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from support.exported import heard, log_energies, of_energies, sound
+from torch import Tensor
+
+from ds2.audio.read import read_audio
+from ds2.data.manifest import read_manifest
+from ds2.export.files import DESCRIPTION, export_onnx, export_torch
+from ds2.export.model import Exported, ExportError
+from ds2.model.checkpoint import LoadedModel, load_model
+
+Make = Callable[..., LoadedModel]
+SHAPES: list[dict[str, Any]] = [{}, {"nonlinearity": "tanh"}, {"cell": "lstm"}, {"cell": "gru"}]
+ALONE = """
+import sys
+sys.modules["ds2"] = sys.modules["ds2_ops"] = None  # an import of them fails
+import json, torch
+extra = {"ds2": ""}
+program = torch.export.load(sys.argv[1], extra_files=extra)
+described = json.loads(extra["ds2"])
+given, model = torch.load(sys.argv[2], weights_only=True), program.module()
+state = [torch.zeros(1, *sizes, dtype=torch.int64 if name.endswith("_len") else torch.float32)
+         for name, sizes in described["inputs"].items()][2:]
+found = []
+for signal, length in given:
+    log_probs, frames, *state = model(signal, length, *state)
+    found.append((log_probs, frames))
+torch.save(found, sys.argv[3])
+"""
+
+
+def in_onnxruntime(path: Path) -> Callable[..., list[Tensor]]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(x) for x in session.run(None, given)]
+
+    return run
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("settings", SHAPES, ids=str)
+def test_onnx_errs_no_more_than_torch(random_model: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Beside float64, from the same float32 energies, twice the model's own error in float32 at most."""
+    loaded = random_model(**settings)
+    described = export_onnx(loaded, tmp_path / "model.onnx")
+    onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"), full_check=True)
+    exported = Exported.of(loaded, from_samples=False, chunk_s=0.16)
+    energies = [log_energies(loaded, sound(samples, samples)).float() for samples in (30_000, 9000)]
+    for one, found in zip(energies, heard(in_onnxruntime(tmp_path / "model.onnx"), exported, energies), strict=True):
+        truth = of_energies(loaded, one.double())
+        assert found.shape == truth.shape
+        assert rms(found - truth) <= 2 * rms(of_energies(loaded, one) - truth)
+    assert (described["chunk"], described["frame_s"], described["opset"]) == (16, 0.04, 17)
+
+
+@pytest.mark.parametrize("kind", ["nemo_fbank", "log_spectrogram"])
+def test_plain_onnx_hears_samples(random_model: Make, tmp_path: Path, kind: str) -> None:
+    loaded = random_model(kind, cell="lstm")
+    described = export_onnx(loaded, tmp_path / "model.onnx", for_sherpa=False)
+    assert described["chunk"] == 2560 and described["symbols"][:2] == ["<blk>", " "]
+    exported = Exported.of(loaded, from_samples=True, chunk_s=0.16)
+    samples = sound(20_000)
+    (found,) = heard(in_onnxruntime(tmp_path / "model.onnx"), exported, [samples])
+    truth = of_energies(loaded, log_energies(loaded, samples))
+    # Both transform the sound in float32, one by a product of 400 terms, which rounds it more: 50 u of its size.
+    assert found.shape == truth.shape and rms(found - truth) < 50 * torch.finfo(torch.float32).eps * rms(truth)
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm"])
+def test_bidirectional_models_hear_whole_utterances(random_model: Make, tmp_path: Path, cell: str) -> None:
+    loaded = random_model(cell=cell, bidirectional=True, max_lookahead_ms=0.0)
+    assert export_onnx(loaded, tmp_path / "model.onnx", for_sherpa=False)["chunk"] == 0
+    run = in_onnxruntime(tmp_path / "model.onnx")
+    signals = [sound(20_000, 1), sound(9000, 2)]
+    batch = torch.cat([torch.nn.functional.pad(s, (0, 20_000 - s.shape[1]), value=torch.nan) for s in signals])
+    log_probs, frames = run(batch, torch.tensor([20_000, 9000]))
+    for row, samples in enumerate(signals):
+        truth = of_energies(loaded, log_energies(loaded, samples))
+        found = log_probs[row, : frames[row]]
+        assert found.shape == truth.shape and rms(found - truth) < 50 * torch.finfo(torch.float32).eps * rms(truth)
+    with pytest.raises(ExportError, match="--to onnx --interface plain"):
+        export_torch(loaded, tmp_path / "model.pt2")
+
+
+def test_int8_is_small_and_hears_the_same(
+    random_model: Make, tone_run: Path, tone_manifest: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("model.onnx", "model.int8.onnx")]
+    for file in files:
+        export_onnx(random_model(hidden=160), file, int8="int8" in file.name)
+    written = onnx.load(files[1])
+    matrices = [w for w in written.graph.initializer if len(w.dims) == 2 and max(w.dims) >= 160 and min(w.dims) > 1]
+    assert len(matrices) == 7 and all(w.data_type == onnx.TensorProto.INT8 for w in matrices)
+    assert "vocab_size" in {entry.key for entry in written.metadata_props}
+    assert 3 * files[1].stat().st_size < files[0].stat().st_size
+    (tmp_path / "tokens.txt").unlink()
+    loaded = load_model(tone_run)
+    for file in files:
+        export_onnx(loaded, file, int8="int8" in file.name)
+    exported = Exported.of(loaded, from_samples=False, chunk_s=0.16)
+    sounds = [torch.from_numpy(read_audio(u.audio_filepath)) for u in read_manifest(tone_manifest)]
+    energies = [log_energies(loaded, samples[None]).float() for samples in sounds]
+    full, small = (torch.cat(heard(in_onnxruntime(file), exported, energies)).argmax(1) for file in files)
+    assert float((full == small).float().mean()) > 0.95
+
+
+def test_torch_program_runs_where_there_is_no_ds2(random_model: Make, tmp_path: Path) -> None:
+    loaded = random_model(row_convs=2, depth=2)
+    described = export_torch(loaded, tmp_path / "model.pt2", chunk_s=0.08)
+    chunk, samples = described["chunk"], sound(9000)
+    parts = [samples[:, at : at + chunk] for at in range(0, 9000, chunk)] + [samples[:, :0]] * 12
+    given = [
+        (torch.nn.functional.pad(part, (0, chunk - part.shape[1])), torch.tensor([part.shape[1]])) for part in parts
+    ]
+    torch.save(given, tmp_path / "given.pt")
+    files = [str(tmp_path / name) for name in ("model.pt2", "given.pt", "found.pt")]
+    subprocess.run([sys.executable, "-c", ALONE, *files], check=True, cwd=tmp_path, timeout=300)
+    found = [log_probs[0] for log_probs, _ in torch.load(tmp_path / "found.pt", weights_only=True)]
+    real = torch.cat([own[own[:, 1] > -1e4] for own in found])
+    truth = of_energies(loaded, log_energies(loaded, samples))
+    assert real.shape == truth.shape and rms(real - truth) < 50 * torch.finfo(torch.float32).eps * rms(truth)
+
+
+def test_files_say_what_they_are(random_model: Make, tmp_path: Path) -> None:
+    described = export_onnx(random_model(), tmp_path / "model.onnx", chunk_s=0.32)
+    stored = {entry.key: entry.value for entry in onnx.load(tmp_path / "model.onnx").metadata_props}
+    assert json.loads(stored[DESCRIPTION]) == described
+    assert (stored["window_size"], stored["chunk_shift"], stored["subsampling_factor"]) == ("32", "32", "4")
+    assert stored["vocab_size"] == "28" and len(described["symbols"]) == 29
+    assert np.isclose(described["tail_s"], (4 * described["lag_frames"] + 33) / 100)
+    lines = (tmp_path / "tokens.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[:4] == ["<blk> 0", "  1", "' 2", "a 3"] and len(lines) == 29
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(random_model: Make, tmp_path: Path) -> None:
+    loaded = random_model()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ExportError, match=r"file/model\.onnx could not be written .* --out"):
+        export_onnx(loaded, tmp_path / "file" / "model.onnx")
+    (tmp_path / "tokens.txt").write_text("<blk> 0\nx 1\n", encoding="utf-8")
+    with pytest.raises(ExportError, match=r"tokens\.txt is of another model"):
+        export_onnx(loaded, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

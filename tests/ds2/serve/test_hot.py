@@ -1,0 +1,93 @@
+"""Hot words by every protocol: each session has its own, whoever shares its batches."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+from support.serving import RATE_HZ, Running, samples_of, speech
+from websockets.asyncio.client import connect
+
+from ds2.config.schema import DecodeConfig
+from ds2.recognition.stream import step
+
+DATA = speech(2, 1.5)
+OPEN = DecodeConfig(method="beam", beam=32, label_min_log_prob=-1e9, prune=1e9)  # nothing is cut but by the beam
+
+
+def wanted(running: Running, hot: dict[str, float] | None) -> str:
+    session = running.recogniser.session(hot_words=hot)
+    session.accept(samples_of(DATA))
+    while session.ready():
+        step([session])
+    return session.finish().text
+
+
+async def vosk(running: Running, config: dict[str, Any]) -> str:
+    async with connect(running.vosk) as ws:
+        await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ, **config}}))
+        for start in range(0, len(DATA), 6400):
+            await ws.send(DATA[start : start + 6400])
+            answer = json.loads(await ws.recv())
+            if "error" in answer:
+                return str(answer["error"])
+        await ws.send('{"eof" : 1}')
+        return str(json.loads(await ws.recv())["text"])
+
+
+def test_sessions_of_vosk_have_their_own(serve: Callable[..., Running]) -> None:
+    running = serve(decode=OPEN)
+    plain = wanted(running, None)
+    other = wanted(running, {plain: -500.0})
+    hot = [None, {plain: -500.0}, {plain: -500.0, other: -500.0}]
+    texts = [wanted(running, words) for words in hot]
+    assert len(set(texts)) == 3
+
+    async def together() -> list[str]:
+        configs: list[dict[str, Any]] = [{"hot_words": words} for words in hot]
+        return await asyncio.gather(*(vosk(running, config) for config in configs * 3))
+
+    assert asyncio.run(together()) == texts * 3
+    assert asyncio.run(vosk(running, {"phrase_list": ["CAB", "b a"]})) == wanted(running, {"cab": 10.0, "b a": 10.0})
+
+
+def test_openais_prompt_is_a_hint_and_our_field_an_order(serve: Callable[..., Running]) -> None:
+    running = serve(decode=OPEN)
+    file = io.BytesIO()
+    soundfile.write(file, samples_of(DATA), RATE_HZ, format="WAV")
+    upload = ("talk.wav", file.getvalue())
+    create = running.client().audio.transcriptions.create
+    prompt = "Cab, b a; a sentence of many words that is no phrase. 123, zebra"
+    assert create(model="ds2", file=upload, prompt=prompt).text == wanted(running, {"cab": 10.0, "b a": 10.0})
+    hot = json.dumps({"cab": 90})
+    assert create(model="ds2", file=upload, extra_body={"hot_words": hot}).text == wanted(running, {"cab": 90.0})
+    with pytest.raises(openai.BadRequestError, match="zebra"):
+        create(model="ds2", file=upload, extra_body={"hot_words": '["zebra"]'})
+
+
+def test_realtime_takes_them_before_audio(serve: Callable[..., Running]) -> None:
+    running = serve(decode=OPEN)
+    client = openai.AsyncOpenAI(base_url=f"{running.web}/v1", api_key="none")
+
+    async def session(transcription: dict[str, Any]) -> Any:
+        async with client.realtime.connect(model="ds2", extra_query={"intent": "transcription"}) as connection:
+            await connection.recv()
+            audio = {"input": {"transcription": transcription}}
+            await connection.send({"type": "session.update", "session": {"type": "transcription", "audio": audio}})
+            return await connection.recv()
+
+    assert asyncio.run(session({"prompt": "cab, 7"})).type == "session.updated"
+    assert asyncio.run(session({"hot_words": {"cab": 3}})).type == "session.updated"
+    assert "zebra" in asyncio.run(session({"hot_words": ["zebra"]})).error.message
+
+
+def test_a_decoder_that_looks_for_none_says_so(serve: Callable[..., Running]) -> None:
+    running = serve("greedy")
+    assert "decode.method=beam" in asyncio.run(vosk(running, {"hot_words": {"cab": 3.0}}))
+    assert asyncio.run(vosk(running, {})) == wanted(running, None)

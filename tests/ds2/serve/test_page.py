@@ -1,0 +1,71 @@
+"""The page at /: one file that speaks to its own server only; in Chromium, where that is found, with a microphone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from support.serving import RATE_HZ, Running, samples_of, speech
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+
+
+def test_the_page_asks_no_other_host(serve: Callable[..., Running]) -> None:
+    running = serve()
+    with urllib.request.urlopen(running.web + "/", timeout=30) as answer:
+        html, policy = answer.read().decode(), answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert len(re.findall("sha256-", policy)) == 2 and "unsafe" not in policy
+    assert not re.search(r"https?://|//[a-z]|@import|url\(", html)
+    assert not re.search(r"\son[a-z]+=", html) and " style=" not in html  # the policy forbids them
+    labels = re.findall(r"<(?:button|label|input|meter)[^>]*>", html)
+    assert len(labels) >= 9 and 'lang="en"' in html and 'aria-live="polite"' in html
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_microphone_in_chromium(serve: Callable[..., Running], tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    if not CHROMIUM:
+        pytest.skip("needs chromium")
+    running = serve()
+    samples = np.concatenate([samples_of(speech(2, 2.0)), np.zeros(2 * RATE_HZ, np.float32)])
+    soundfile.write(tmp_path / "spoken.wav", samples, RATE_HZ, subtype="PCM_16")
+    fake = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
+    fake.append(f"--use-file-for-fake-audio-capture={tmp_path / 'spoken.wav'}%noloop")
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=fake)
+        page = browser.new_context(permissions=["microphone"]).new_page()
+        wrong, asked = list[str](), list[str]()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(running.web)
+        page.click("#microphone")
+        until(lambda: len(page.inner_text("#partial")) > 3)
+        assert page.inner_text("#level").endswith("dB") and page.inner_text("#delay").endswith("ms")
+        time.sleep(1.0)
+        page.click("#microphone")
+        until(lambda: page.inner_text("#state") == "Done.")
+        heard = page.inner_text("#final")
+        assert heard.strip() and page.inner_text("#partial") == ""
+        assert "% sure" in page.get_attribute("#final span", "title")
+        page.set_input_files("#file", str(tmp_path / "spoken.wav"))
+        until(lambda: page.inner_text("#state").startswith("Done: "))
+        assert len(page.inner_text("#final")) > len(heard)
+        browser.close()
+    assert wrong == []
+    assert asked and all(url.startswith((running.web, "blob:")) for url in asked)

@@ -1,0 +1,183 @@
+"""Clients that die, fall silent, send rubbish or never read; and a server that ends while they speak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.serving import RATE_HZ, Running, alone, speech, text_alone
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from ds2.serve.limits import Limits
+from ds2.serve.vosk import Vosk
+
+CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
+DIES = """
+import sys, os, signal
+from websockets.sync.client import connect
+ws = connect(sys.argv[1])
+ws.send(sys.argv[2]); ws.send(bytes(20000)); ws.recv(); ws.send(bytes(20000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def until_empty(running: Running) -> None:
+    deadline_s = time.monotonic() + 30
+    while running.metric("ds2_sessions") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert running.metric("ds2_sessions") == 0
+
+
+async def heard(ws: ClientConnection, data: bytes) -> str:
+    """What a client is told of all it sends, chunk by chunk."""
+    await ws.send(CONFIG)
+    texts = []
+    for start in range(0, len(data), 6400):
+        await ws.send(data[start : start + 6400])
+        texts.append(json.loads(await ws.recv()).get("text"))
+    await ws.send('{"eof" : 1}')
+    texts.append(json.loads(await ws.recv())["text"])
+    return " ".join(filter(None, texts))
+
+
+def test_others_hear_nothing_of_clients_that_misbehave(serve: Callable[..., Running]) -> None:
+    running, data = serve(idle_s=3.0, message_bytes=100_000), speech(5, 1.5)
+
+    async def damaged() -> None:  # a frame that is no frame of the protocol
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
+        writer.write(b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(bytes(range(255, 0, -1)))
+        await reader.read()
+        writer.close()
+
+    async def half_closed() -> None:  # sends, closes its side amid a message
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
+        writer.write(b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x82\xfe\x40\x00")
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+
+    async def sends(*messages: str | bytes) -> int:
+        async with connect(running.vosk) as ws:
+            try:
+                for message in messages:
+                    await ws.send(message)
+                while True:
+                    await ws.recv()
+            except ConnectionClosed as closed:
+                return closed.rcvd.code if closed.rcvd else 0
+
+    async def all_of_them() -> tuple[list[int], list[str]]:
+        async with connect(running.vosk) as first, connect(running.vosk) as second:
+            codes = asyncio.gather(
+                sends(bytes(200_000)), sends(CONFIG, "\u0000binary"), sends(CONFIG, speech(1, 0.3)), sends("{")
+            )
+            good = asyncio.gather(heard(first, data), heard(second, data))
+            await asyncio.gather(damaged(), half_closed())
+            return await codes, await good
+
+    codes, texts = asyncio.run(all_of_them())
+    assert codes == [1009, 1007, 1013, 1007]  # too large, no JSON, silent, no JSON
+    assert texts == [text_alone(running.recogniser, data)] * 2
+    until_empty(running)
+
+
+def test_a_client_that_is_killed_leaves_its_place(serve: Callable[..., Running]) -> None:
+    running, data = serve(sessions=2), speech(6, 1.0)
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", DIES, running.vosk, CONFIG], timeout=60, check=False)
+        assert killed.returncode == -9
+    until_empty(running)
+
+    async def next_one() -> str:
+        async with connect(running.vosk) as ws:
+            return await heard(ws, data)
+
+    assert asyncio.run(next_one()) == text_alone(running.recogniser, data)
+
+
+def test_a_client_that_never_reads_is_slowed_down(serve: Callable[..., Running]) -> None:
+    running, data = serve(idle_s=1.0), speech(7, 1.0)
+    with socket.create_connection(("127.0.0.1", running.port)) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(
+            b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        raw.settimeout(0.5)
+        sent, frame = 0, b"\x82\x82\0\0\0\0\0\0" * 500  # messages of a sample, each answered
+        deadline_s = time.monotonic() + 60
+        try:
+            while time.monotonic() < deadline_s:
+                sent += raw.send(frame)
+        except (TimeoutError, ConnectionError):
+            pass
+        assert time.monotonic() < deadline_s  # the server took no more, or ended it
+
+        async def meanwhile() -> str:
+            async with connect(running.vosk) as ws:
+                return await heard(ws, data)
+
+        assert asyncio.run(meanwhile()) == text_alone(running.recogniser, data)
+    until_empty(running)
+
+
+def test_a_client_that_takes_no_answer_is_refused_in_time() -> None:
+    class Stuck:
+        async def send_text(self, message: str) -> None:
+            await asyncio.sleep(60)
+
+    client: Any = Vosk(None, Limits(idle_s=0.01))  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        asyncio.run(client.send(Stuck(), {}))
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_a_server_that_ends_tells_all_their_last_words(serve: Callable[..., Running], method: str) -> None:
+    running = serve(method, sessions=8)
+    sources = [speech(seed, 0.7 + 0.1 * seed) for seed in range(6)]
+    wanted = [alone(running.recogniser, data).text for data in sources]
+    assert any(wanted)
+    sent = threading.Barrier(2)
+
+    async def speak(data: bytes, ready: asyncio.Semaphore) -> tuple[str, int]:
+        async with connect(running.vosk) as ws:
+            await ws.send(CONFIG)
+            await ws.send(data)
+            texts = [json.loads(await ws.recv()).get("text")]
+            ready.release()
+            try:
+                while True:
+                    texts.append(json.loads(await ws.recv()).get("text"))
+            except ConnectionClosed as closed:
+                return " ".join(filter(None, texts)), closed.rcvd.code if closed.rcvd else 0
+
+    async def speak_all() -> list[tuple[str, int]]:
+        ready = asyncio.Semaphore(0)
+        speaking = [asyncio.create_task(speak(data, ready)) for data in sources]
+        for _ in sources:
+            await ready.acquire()
+        await asyncio.to_thread(sent.wait)
+        return await asyncio.gather(*speaking)
+
+    found: list[tuple[str, int]] = []
+    client = threading.Thread(target=lambda: found.extend(asyncio.run(speak_all())))
+    client.start()
+    sent.wait(60)
+    running.end()
+    client.join(60)
+    assert found == [(text, 1012) for text in wanted]

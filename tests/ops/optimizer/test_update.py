@@ -1,0 +1,121 @@
+"""The update's kernels against torch's optimizers: from their own source on the CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ds2_ops.jit.build import build
+from ds2_ops.optimizer import update
+from ds2_ops.optimizer.update import ADAMW, LEAST_CAPABILITY, NESTEROV, SQUARES, FusedNorm, FusedUpdate, why_not
+from support.kernel_on_cpu import patch_run
+from torch import nn
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = [(3, 7), (8192,), (5,), (100, 300), (1,)]  # off and on the boundaries of vectors and of pieces
+
+
+def parameters(device: str) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(device)) for size in SIZES]
+
+
+def optimizer(name: str, given: list[nn.Parameter]) -> torch.optim.Optimizer:
+    device = given[0].device
+    groups = [
+        {"params": given[:2], "weight_decay": 0.1, "lr": torch.tensor(0.01, device=device)},
+        {"params": given[2:], "weight_decay": 0.0, "lr": torch.tensor(0.1, device=device)},
+    ]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.99, nesterov=True, foreach=False)
+    return torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.98), foreach=False, capturable=device.type == "cuda")
+
+
+def give_gradients(given: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in given:
+        grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad.copy_(grad)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        patch_run(monkeypatch, update)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("most", [0.0, 1.0, 1e6])
+def test_steps_are_those_of_torch(
+    emulated: None, monkeypatch: pytest.MonkeyPatch, name: str, most: float, device: str
+) -> None:
+    if device == "cuda":
+        monkeypatch.undo()
+    mine, theirs = parameters(device), parameters(device)
+    ours, reference = optimizer(name, mine), optimizer(name, theirs)
+    fused = None
+    rounded = {mine[3]: torch.zeros(SIZES[3], dtype=torch.bfloat16, device=device)}
+    for step in range(4):
+        give_gradients(mine, step)
+        give_gradients(theirs, step)
+        norm = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
+        if most:
+            for parameter in theirs:
+                assert parameter.grad is not None
+                parameter.grad.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+        reference.step()
+        if fused is None:
+            for one, other in zip(mine, theirs, strict=True):
+                one.data.copy_(other.data)
+            ours.load_state_dict(copy.deepcopy(reference.state_dict()))
+            ours.param_groups[0]["lr"], ours.param_groups[1]["lr"] = (g["lr"].clone() for g in reference.param_groups)
+            fused = FusedUpdate(ours, rounded)
+        else:
+            fused(norm.detach(), most)
+        for group in (*ours.param_groups, *reference.param_groups):
+            group["lr"].mul_(0.9)
+    for one, other in zip(mine, theirs, strict=True):
+        # three steps of some four roundings each of numbers up to the step's own size
+        apart = float((one - other).detach().abs().max())
+        assert apart <= 16 * 2.0**-24 * float(other.detach().abs().max() + 1)
+        for key, value in reference.state[other].items():
+            moved = float((ours.state[one][key] - value).abs().max())
+            assert moved <= 16 * 2.0**-24 * float(value.abs().max() + 1)
+    assert torch.equal(rounded[mine[3]], mine[3].detach().bfloat16())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_norm_is_that_of_all_tensors(emulated: None, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    if device == "cuda":
+        monkeypatch.undo()
+    tensors = [p.detach() for p in parameters(device)]
+    expected = torch.cat([t.double().view(-1) for t in tensors]).norm()
+    assert abs(float(FusedNorm(tensors)()) / float(expected) - 1) <= 4 * 2.0**-24
+    tensors[3][7, 5] = torch.inf
+    assert torch.isinf(FusedNorm(tensors)())
+
+
+def test_kernels_compile_without_spills_for_the_oldest_gpu_too() -> None:
+    for source in (SQUARES, NESTEROV, ADAMW):
+        for arch in ("sm_90a", "sm_{}{}".format(*LEAST_CAPABILITY)):
+            assert build(source.text, arch).local_bytes == 0
+
+
+def test_what_the_kernels_cannot_do_is_named() -> None:
+    given = parameters("cpu")
+    assert "float32 on a CUDA GPU" in str(why_not(optimizer("sgd", given)))
+    plain = torch.optim.SGD(given, lr=torch.tensor(0.1), foreach=False)
+    assert "Nesterov" in str(why_not(plain))
+    assert "host" in str(why_not(torch.optim.AdamW(given, lr=0.1)))
+    assert "amsgrad" in str(why_not(torch.optim.AdamW(given, lr=0.1, amsgrad=True)))
+    assert "knows SGD" in str(why_not(torch.optim.Adagrad(given))).replace("know ", "knows ")
+
+
+def test_tensors_off_a_boundary_are_refused() -> None:
+    with pytest.raises(ValueError, match="boundary of 16 bytes"):
+        FusedNorm([torch.zeros(9)[1:]])

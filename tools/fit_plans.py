@@ -1,0 +1,117 @@
+"""Fit the planner's performance model to one half of a recorded sweep, and judge its choices on the other.
+
+    python tools/fit_plans.py RECORD...            print how far from the fastest tile the model's choices are
+    python tools/fit_plans.py RECORD... --write    fit first, and write the constants that the planner uses
+
+Least squares of relative errors, every constant at least 0. The half that a problem belongs to is that of its place on
+a chessboard of hidden and batch sizes. GRNN (2019), section 8.3, gives what its model reaches: 1.03 times the fastest
+on average and 1.14 at worst by its first choice, 1.02 and 1.08 by its first five.
+"""
+
+import argparse
+import importlib.resources
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from ds2_ops.recurrent.plan.model import Constants, kind, step_us, terms
+from ds2_ops.recurrent.plan.problem import Choice
+from ds2_ops.recurrent.plan.record import Measured, halves, read
+
+
+def fit(problems: Iterable[Measured]) -> Constants:
+    """Find the constants of every kind of tile by which estimates come closest to what was measured."""
+    kinds: dict[str, list[tuple[Choice, float, float]]] = defaultdict(list)
+    for measured in problems:
+        best = min(us for _, us in measured.times)
+        for choice, us in measured.times:
+            kinds[kind(choice.work)].append((choice, us, best))
+    constants = {}
+    for name, rows in sorted(kinds.items()):
+        names = sorted({term for choice, _, _ in rows for term in terms(choice.work)})
+        counts = np.array([[terms(choice.work).get(term, 0.0) for term in names] for choice, _, _ in rows])
+        us = np.array([us / choice.work.tiles for choice, us, _ in rows])
+        # Relative errors; those of tiles that are far from the fastest matter less.
+        weight = np.array([(best / us) / (us / choice.work.tiles) for choice, us, best in rows])
+        constants[name] = _least_squares(counts * weight[:, None], us * weight, names)
+    return constants
+
+
+def _least_squares(a: np.ndarray, b: np.ndarray, names: list[str]) -> dict[str, float]:
+    """Solve without negative constants: the most negative one is left out until there is none."""
+    kept = [place for place in range(len(names)) if np.ptp(a[:, place]) or a[:, place].any()]
+    while True:
+        solution = np.linalg.lstsq(a[:, kept], b, rcond=1e-9)[0]
+        scale = solution * np.abs(a[:, kept]).mean(axis=0)
+        if not kept or scale.min() >= 0:
+            return {names[place]: float(f"{value:.4g}") for place, value in zip(kept, solution, strict=True)}
+        del kept[int(scale.argmin())]
+
+
+def judge(problems: list[Measured], constants: Constants | None = None) -> dict[str, float]:
+    """How far from the fastest the first choice and the first five are, on average and at worst."""
+    found: dict[str, float] = {"problems": len(problems)}
+    for most in (1, 5):
+        regrets = [measured.regret(lambda choice: step_us(choice.work, constants), most) for measured in problems]
+        found |= {f"top-{most} mean": round(statistics.mean(regrets), 4), f"top-{most} worst": round(max(regrets), 4)}
+    return found
+
+
+def errors(problems: list[Measured], constants: Constants | None = None) -> None:
+    """Print how well times are estimated, by kind."""
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for measured in problems:
+        for choice, us in measured.times:
+            kinds[kind(choice.work)].append(step_us(choice.work, constants) / us - 1)
+    for name, relative in sorted(kinds.items()):
+        rms, low, high = statistics.pstdev(relative, 0), min(relative), max(relative)
+        print(f"  {name:26} {len(relative):5} tiles, error rms {rms:.3f}, {low:+.2f} to {high:+.2f}")
+
+
+def worst(problems: list[Measured], constants: Constants | None, count: int) -> None:
+    """Print the problems whose first choice is furthest from the fastest."""
+
+    def cost(choice: Choice) -> float:
+        return step_us(choice.work, constants)
+
+    for measured in sorted(problems, key=lambda m: -m.regret(cost, 1))[:count]:
+        ranked = sorted(measured.times, key=lambda entry: cost(entry[0]))
+        best = min(measured.times, key=lambda entry: entry[1])
+        chosen, p = ranked[0], measured.problem
+        print(
+            f"  {p.nonlinearity} H {p.hidden} B {p.batch} {'backward' if p.backward else 'forward'}: "
+            f"{measured.regret(cost, 1):.3f}, top-5 {measured.regret(cost, 5):.3f}; chosen {chosen[0].name} "
+            f"{chosen[1]:.3f} (estimated {cost(chosen[0]):.3f}), fastest {best[0].name} {best[1]:.3f} "
+            f"({cost(best[0]):.3f})"
+        )
+
+
+def main() -> int:
+    """Fit or judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--worst", type=int, default=8)
+    options = parser.parse_args()
+    parted = [halves(read(path).problems) for path in options.records]
+    fitted_by, judged_by = ([m for halved in parted for m in halved[side]] for side in (0, 1))
+    constants = fit(fitted_by) if options.write else None
+    for name, problems in (("fitted by", fitted_by), ("judged by", judged_by)):
+        print(name, judge(problems, constants))
+    errors(judged_by, constants)
+    worst(judged_by, constants, options.worst)
+    if constants is not None:
+        path = Path(str(importlib.resources.files("ds2_ops.recurrent.plan").joinpath("constants.json")))
+        lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in constants.items()]
+        about = json.dumps({"fitted to": [path.name for path in options.records]})[1:-1]
+        path.write_text(f'{{{about}, "constants": {{\n' + ",\n".join(lines) + "\n}}\n")
+        print(f"{sum(map(len, constants.values()))} constants of {len(constants)} kinds -> {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
