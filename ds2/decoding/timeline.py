@@ -39,19 +39,16 @@ class Timeline:
         self.heard = 0  # frames
         self._period = max(1, round(PERIOD_S / frame_s))
         self.settled: list[Run] = []
+        self.kept = 0  # frames
         self._frames: list[Tensor] = []  # (T, V) each
         self._numbers: list[Tensor] = []  # (T,) which frames of the source they are
+        self._new: list[tuple[Tensor, int, int, int]] = []  # of batches: (T, B, V), row, first and last frame
 
-    def hear(self, log_probs: Tensor) -> None:
-        """Take the next frames (T, V), which must stay as they are."""
-        self._frames.append(log_probs)
-        self._numbers.append(torch.arange(self.heard, self.heard + len(log_probs)))
-        self.heard += len(log_probs)
-
-    @property
-    def kept(self) -> int:
-        """Frames that are kept."""
-        return sum(map(len, self._frames))
+    def hear(self, log_probs: Tensor, row: int, first: int, last: int) -> None:
+        """Take the next frames, `first` to before `last` of a row of a batch (T, B, V), which must stay as it is."""
+        self._new.append((log_probs, row, first, last))  # looked into when it is needed
+        self.heard += last - first
+        self.kept += last - first
 
     def until_turn(self) -> int:
         """Frames until the next time at which `settle` may be due, at least 1."""
@@ -85,11 +82,19 @@ class Timeline:
         cut = int(alignment.ends[count - 1]) if count else 0
         if late or count < known:  # what follows is certain too, or nobody will ever agree: it starts where it starts
             cut = min([limit, *alignment.starts[count : count + 1].tolist()])
-        self._frames, self._numbers = [frames[cut:].clone()], [numbers[cut:].clone()]
+        self._keep(frames[cut:].clone(), numbers[cut:].clone())
         return len(self.settled)
 
     def window(self) -> tuple[Tensor, Tensor]:
+        """The frames (T, V) that are kept and their numbers (T,)."""
+        start = self.heard - sum(last - first for *_, first, last in self._new)
+        self._frames += [log_probs[first:last, row] for log_probs, row, first, last in self._new]
+        self._numbers.append(torch.arange(start, self.heard))
+        self._new = []
         return torch.cat(self._frames), torch.cat(self._numbers)
+
+    def _keep(self, frames: Tensor, numbers: Tensor) -> None:
+        self._frames, self._numbers, self.kept = [frames], [numbers], len(numbers)
 
     def _drop_long_silences(self) -> None:
         frames, numbers = self.window()
@@ -97,7 +102,7 @@ class Timeline:
         place = torch.arange(len(frames))
         begun = torch.where(silent, 0, place + 1).cummax(0).values  # one past the last frame that is not silent
         wanted = place - begun < round(_SILENCE_S / self.frame_s)
-        self._frames, self._numbers = [frames[wanted.to(frames.device)]], [numbers[wanted]]
+        self._keep(frames[wanted.to(frames.device)], numbers[wanted])
 
 
 def _numbered(runs: Sequence[Run], numbers: Tensor) -> list[Run]:

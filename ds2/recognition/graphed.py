@@ -104,6 +104,23 @@ class GraphedBlocks:
         return stream
 
     @torch.inference_mode()
+    def prepare(self, streams: int) -> None:
+        """Make places for so many streams and, on a GPU, record what they may need: seconds, the first time more."""
+        before, self._places = self._places, max(self._places, streams + 1)
+        self._grow()
+        self._places = before
+        if self.device.type != "cuda":
+            return
+        sizes = [size for at, size in enumerate(SIZES) if at == 0 or SIZES[at - 1] < streams]
+        for size in reversed(sizes):  # the largest first: the others fit into its memory
+            batch = self._batch(size)
+            for edges in (True, False):
+                self._record(batch, edges)
+
+    def _batch(self, size: int) -> _Batch:
+        return self._batches.get(size) or self._batches.setdefault(size, _Batch(size, self.samples, self.device))
+
+    @torch.inference_mode()
     def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
         """See `Hearing`."""
         for first in range(0, len(streams), SIZES[-1]):
@@ -121,9 +138,8 @@ class GraphedBlocks:
     def _step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]], first_row: int) -> Iterator[Said]:
         count = len(streams)
         size = next(size for size in SIZES if size >= count) if self.device.type == "cuda" else count
-        if self._places > self._carried.rows.shape[1]:
-            self._grow()
-        batch = self._batches.get(size) or self._batches.setdefault(size, _Batch(size, self.samples, self.device))
+        self._grow()
+        batch = self._batch(size)
         begun = self.model.delay / self.model.frames  # blocks after which all frames given are a stream's
         edges = any(stream.blocks < begun or stream.ends < FOR_EVER for stream in streams)
         run = batch.run.get(edges) or self._record(batch, edges)
@@ -144,8 +160,10 @@ class GraphedBlocks:
             yield Said([first_row + row for row in rows], logits, lengths)
 
     def _grow(self) -> None:
-        """Make more places; graphs know the old ones, so they go."""
+        """Make more places if need be; graphs know the old ones, so they go."""
         before, most = self._carried, self._carried.rows.shape[1]
+        if self._places <= most:
+            return
         while most < self._places:
             most *= 2
         self._carried = self.model.start(most)

@@ -19,6 +19,9 @@ from ds2.recognition.parts import Parts, Said
 class Hearing(Protocol):
     """A model that hears any number of streams, those it is given in one batch."""
 
+    def prepare(self, streams: int) -> None:
+        """Do now what so many streams at once would else wait for."""
+
     def start(self) -> Any:
         """Begin a stream.
 
@@ -57,6 +60,9 @@ class Chunks:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
+
+    def prepare(self, streams: int) -> None:
+        """Nothing waits."""
 
     def start(self) -> Stream:
         """See `Hearing`."""

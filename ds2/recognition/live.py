@@ -6,9 +6,6 @@ import math
 from collections import deque
 from dataclasses import dataclass, fields, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ds2.config.schema import ConfigError
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import Hypothesis
@@ -82,12 +79,11 @@ class Live(Session):
         self._heard = self._first = self._silent = 0  # frames since then, of the segment's start, silent at the end
         self._spoken = False  # in this segment
 
-    def notice(self, quiet: NDArray[np.bool_]) -> bool:
+    def notice(self, frames: int, quiet: int) -> bool:
         """Whether a rule says that the segment ends."""
-        loud = np.flatnonzero(~quiet)
-        self._spoken = self._spoken or len(loud) > 0
-        self._silent = len(quiet) - 1 - int(loud[-1]) if len(loud) else self._silent + len(quiet)
-        self._heard += len(quiet)
+        self._spoken = self._spoken or quiet < frames
+        self._silent = quiet if quiet < frames else self._silent + quiet
+        self._heard += frames
         frame_s, rules = self.parts.frame_s, self.endpoints
         pause_s, length_s = self._silent * frame_s, (self._heard - self._first) * frame_s
         too_long_s = length_s - rules.longest_s

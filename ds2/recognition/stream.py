@@ -87,8 +87,8 @@ class Session:
         """The best hypothesis of what was heard so far, of a search without words: see `Decoding.best`."""
         return self.decoding.best()[0]
 
-    def notice(self, quiet: NDArray[np.bool_]) -> bool:
-        """Whether the hypothesis is to end after the next frames, of which (T',) are `quiet`."""
+    def notice(self, frames: int, quiet: int) -> bool:
+        """Whether the hypothesis is to end after the next frames, of which the last `quiet` were quiet."""
         return False
 
     def end(self, found: Hypothesis) -> None:
@@ -141,11 +141,19 @@ def hear(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) ->
         sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], some, frames[rows])
     symbols = sessions[0].parts.alphabet.symbols
     pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
-    quiet = pauses[logits.argmax(2)].cpu().numpy()
-    ended = [session for row, session in enumerate(sessions) if session.notice(quiet[: lengths[row], row])]
+    quiet = _quiet_at_end(pauses[logits.argmax(2)].cpu().numpy(), np.array(lengths)).tolist()
+    ended = [s for s, length, last in zip(sessions, lengths, quiet, strict=True) if s.notice(length, last)]
     for alike in _by_decoder(ended):
         for session, [[best, *_]] in zip(alike, alike[0].decoder.finish([s.decoding for s in alike]), strict=True):
             session.end(best)
+
+
+def _quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(B,) how many of the last frames of each of (T', B) are quiet."""
+    loud = ~quiet & (np.arange(len(quiet))[:, None] < lengths)
+    past = len(quiet) - lengths
+    found: NDArray[np.int64] = np.where(loud.any(0), loud[::-1].argmax(0) - past, lengths)
+    return found
 
 
 def best(sessions: Sequence[Session]) -> list[Hypothesis]:

@@ -121,7 +121,7 @@ class Batcher:
 
     def __init__(self, recogniser: Recogniser, most_sources: int, metrics: Metrics) -> None:
         self.recogniser, self.most_sources, self.metrics = recogniser, most_sources, metrics
-        recogniser.session()  # a model that cannot stream is refused here
+        recogniser.session().hearing.prepare(most_sources)  # a model that cannot stream is refused here
         self._open: set[Source] = set()
         self._ending = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

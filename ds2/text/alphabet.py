@@ -229,7 +229,7 @@ class Alphabet:
 
     def decode(self, labels: Iterable[int]) -> str:
         """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""
-        return "".join(self.symbols[label] for label in labels)
+        return "".join(map(self.symbols.__getitem__, labels))
 
 
 def describe(characters: Mapping[str, int]) -> str:

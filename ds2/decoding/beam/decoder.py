@@ -105,7 +105,7 @@ class BeamDecoder:
             _take(certain, rows)
             for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
                 if count > start and self.options.times:
-                    row.timeline.hear(log_probs[start : min(end, count), index])
+                    row.timeline.hear(log_probs, index, start, min(end, count))
                 row.heard += max(0, min(end, count) - start)
             due = [i for i, row in enumerate(rows) if counts[i] >= end and row.timeline.is_due()]
             held, start = self._settle(held, rows, due) if due else held, end

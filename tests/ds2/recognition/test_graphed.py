@@ -96,6 +96,18 @@ def test_more_streams_than_places_come_and_go(
 
 
 @pytest.mark.gpu
+def test_what_was_prepared_is_not_recorded_again(make_model: Callable[..., Path], recording: Path) -> None:
+    recogniser = load(make_model(), "cuda", GraphedBlocks)
+    hearing = recogniser.hearings[BLOCK_FRAMES]
+    wanted = hear(recogniser.session(), read_audio(recording), random.Random(0))
+    hearing.prepare(100)
+    graphs = [batch.run for batch in hearing._batches.values()]
+    assert sorted(hearing._batches) == [1, 2, 4, 8, 16, 32, 64, 128] and hearing._carried.rows.shape[1] >= 101
+    assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(wanted)
+    assert [batch.run for batch in hearing._batches.values()] == graphs
+
+
+@pytest.mark.gpu
 def test_bf16_blocks_are_as_near_as_the_model_as_it_is(make_model: Callable[..., Path], recording: Path) -> None:
     model, samples = make_model(), read_audio(recording)
     parts = load(model, "cuda", GraphedBlocks, precision="bf16")
