@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from ds2_ops.ctc import beam as kernel
+from ds2_ops.ctc.labels import spell
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
@@ -142,7 +143,7 @@ class PlacedSearch:
         grown = torch.empty(0, dtype=torch.int32, device=self.device)
         before = kernel.Found(self._halves, tables.names, tables.integers, tables.floats, grown)
         found = self.search.search(packed, counts, before, places, tables.roots)
-        certain = kernel.spell(counts, places, found, tables.spelled, tables.counts, most).cpu().numpy()
+        certain = spell(counts, places, found, tables.spelled, tables.counts, most).cpu().numpy()
         self._longest.update(zip(at.tolist(), certain[:, 1].tolist(), strict=True))
         return [row[2 : 2 + row[0]].tolist() for row in certain]
 
