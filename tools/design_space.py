@@ -68,7 +68,7 @@ def tiles(hidden: int, batch: int, options: argparse.Namespace) -> list[Point]:
         choices = space(problem, facts)
     except DoesNotFit:
         return []
-    points = [Point(hidden, batch, choice.name, step_us(choice.work, processor)) for choice in choices]
+    points = [Point(hidden, batch, choice.name, step_us(choice.work, processor=processor)) for choice in choices]
     return sorted(points, key=lambda point: point.us)
 
 

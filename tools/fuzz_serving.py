@@ -1,4 +1,4 @@
-"""What reaches a model from outside: uploads and messages to a server, manifests to align, audio in blocks."""
+"""What reaches a model from outside: uploads and messages to a server, manifests to align, audio in blocks, shards."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import numpy as np
 import soundfile
 import torch
 from fuzz_damage import BYTES, JSON_LINES, TEXT
-from fuzz_targets import CPU, RATE_HZ, TINY, Target, _lines, _make_manifest, _make_model, digest, noise
+from fuzz_targets import CPU, RATE_HZ, TINY, Target, digest, make_manifest, make_model, noise, speech, write_lines
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from ds2.audio.read import audio_blocks
+from ds2.audio.shard import Shard
 from ds2.config.schema import DecodeConfig
+from ds2.data.manifest import read_manifest
+from ds2.data.shards import write_shards
 from ds2.data.splits import scored_utterances
 from ds2.model.checkpoint import load_model
 from ds2.recognition.evaluate import recognition_loader
@@ -68,7 +71,7 @@ def _pcm(seconds: float) -> bytes:
 
 
 def _make_upload(folder: Path) -> None:
-    _make_model(folder)
+    make_model(folder)
     soundfile.write(folder / "a.flac", noise(0.5), RATE_HZ)
     fields = "".join(
         f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
@@ -115,8 +118,8 @@ def _make_messages(path: str) -> Callable[[Path], None]:
     ]
 
     def make(folder: Path) -> None:
-        _make_model(folder)
-        _lines(folder / "messages.jsonl", map(json.dumps, vosk if path == "/" else realtime))
+        make_model(folder)
+        write_lines(folder / "messages.jsonl", map(json.dumps, vosk if path == "/" else realtime))
 
     return make
 
@@ -162,8 +165,8 @@ def _binary(line: str) -> bytes | None:
 
 
 def _make_aligned(folder: Path) -> None:
-    _make_model(folder)
-    _make_manifest(folder)
+    make_model(folder)
+    make_manifest(folder)
 
 
 def _aligned(folder: Path) -> Any:
@@ -186,12 +189,22 @@ def _sound(container: str, subtype: str) -> Callable[[Path], None]:
     return lambda folder: soundfile.write(folder / "audio", noise(1.5), RATE_HZ // 2, format=container, subtype=subtype)
 
 
+def _make_shards(folder: Path) -> None:
+    write_shards(speech(folder / "files"), folder / "shards", RATE_HZ, 10_000)
+
+
+def _read_shards(folder: Path) -> Any:
+    paths = [utterance.audio_filepath for utterance in read_manifest(folder / "shards" / "manifest.jsonl")]
+    return digest(Shard(path.parent).read(path.name) for path in paths)  # opened anew, for they change
+
+
 def _targets() -> Mapping[str, Target]:
     rows = (
         *(
             Target(f"audio in blocks {sound.lower()}", _sound(*sound.split("/")), _blocks, BYTES)
             for sound in ("WAV/PCM_16", "FLAC/PCM_16", "OGG/OPUS")
         ),
+        Target("shards", _make_shards, _read_shards, TEXT, "shards/[0-9]*", checked=True),
         Target("ds2 align, manifest", _make_aligned, _aligned, JSON_LINES, "m.jsonl"),
         Target("ds2 align, audio", _make_aligned, _aligned, BYTES, "wav/*/*.wav"),
         Target("ds2 serve, upload", _make_upload, _upload, (*BYTES, *TEXT), "upload"),

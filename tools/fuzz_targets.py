@@ -89,7 +89,7 @@ def _audio(container: str, subtype: str) -> Target:
     return Target(f"audio {container.lower()} {subtype.lower()}", make, read, BYTES)
 
 
-def _speech(folder: Path, count: int = 3) -> list[Utterance]:
+def speech(folder: Path, count: int = 3) -> list[Utterance]:
     utterances = []
     for number in range(count):
         path = folder / "wav" / f"speaker{number}" / f"u{number}.wav"
@@ -99,27 +99,27 @@ def _speech(folder: Path, count: int = 3) -> list[Utterance]:
     return utterances
 
 
-def _make_manifest(folder: Path) -> None:
-    write_manifest(folder / "m.jsonl", _speech(folder))
+def make_manifest(folder: Path) -> None:
+    write_manifest(folder / "m.jsonl", speech(folder))
 
 
-def _lines(path: Path, lines: Iterable[str]) -> None:
+def write_lines(path: Path, lines: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _make_kaldi(folder: Path) -> None:
-    spoken = _speech(folder)
-    _lines(folder / "wav.scp", (f"r{n} {u.audio_filepath}" for n, u in enumerate(spoken)))
-    _lines(folder / "segments", (f"u{n} r{n} 0.0 0.15" for n in range(len(spoken))))
-    _lines(folder / "text", (f"u{n} {u.text}" for n, u in enumerate(spoken)))
-    _lines(folder / "utt2spk", (f"u{n} {u.speaker}" for n, u in enumerate(spoken)))
+    spoken = speech(folder)
+    write_lines(folder / "wav.scp", (f"r{n} {u.audio_filepath}" for n, u in enumerate(spoken)))
+    write_lines(folder / "segments", (f"u{n} r{n} 0.0 0.15" for n in range(len(spoken))))
+    write_lines(folder / "text", (f"u{n} {u.text}" for n, u in enumerate(spoken)))
+    write_lines(folder / "utt2spk", (f"u{n} {u.speaker}" for n, u in enumerate(spoken)))
 
 
 def _make_an4(folder: Path) -> None:
-    spoken = _speech(folder)
-    _lines(folder / "etc" / "an4_train.fileids", (f"{u.speaker}/u{n}" for n, u in enumerate(spoken)))
-    _lines(folder / "etc" / "an4_train.transcription", (f"<s> {u.text} </s> (u{n})" for n, u in enumerate(spoken)))
+    spoken = speech(folder)
+    write_lines(folder / "etc" / "an4_train.fileids", (f"{u.speaker}/u{n}" for n, u in enumerate(spoken)))
+    write_lines(folder / "etc" / "an4_train.transcription", (f"<s> {u.text} </s> (u{n})" for n, u in enumerate(spoken)))
 
 
 def _make_librispeech(folder: Path) -> None:
@@ -127,20 +127,20 @@ def _make_librispeech(folder: Path) -> None:
     chapter.mkdir(parents=True)
     for number in range(2):
         soundfile.write(chapter / f"10-7-000{number}.flac", noise(0.2, number), RATE_HZ)
-    _lines(chapter / "10-7.trans.txt", ("10-7-0000 ONE", "10-7-0001 TWO"))
+    write_lines(chapter / "10-7.trans.txt", ("10-7-0000 ONE", "10-7-0001 TWO"))
 
 
 def _make_csv(folder: Path) -> None:
-    spoken = _speech(folder)
+    spoken = speech(folder)
     rows = (f'{u.audio_filepath.relative_to(folder)},"{u.text}",{u.speaker}' for u in spoken)
-    _lines(folder / "table.csv", ["wav_filename,transcript,speaker", *rows])
+    write_lines(folder / "table.csv", ["wav_filename,transcript,speaker", *rows])
 
 
 def _make_deepspeech(folder: Path) -> None:
     samples = []
-    for utterance in _speech(folder):
+    for utterance in speech(folder):
         text = utterance.audio_filepath.with_suffix(".txt")
-        _lines(text, [utterance.text])
+        write_lines(text, [utterance.text])
         names = (str(path.relative_to(folder)) for path in (utterance.audio_filepath, text))
         samples.append(dict(zip(("wav_path", "transcript_path"), names, strict=True)))
     (folder / "m.json").write_text(json.dumps({"root_path": str(folder), "samples": samples}))
@@ -164,7 +164,7 @@ def _parts_of_model(config: Config = TINY) -> tuple[AcousticModel, Features, Alp
     return AcousticModel(config.model, features.bins, len(alphabet)), features, alphabet
 
 
-def _make_model(folder: Path) -> None:
+def make_model(folder: Path) -> None:
     save_model(folder / "best.safetensors", *_parts_of_model(), TINY, {"wer": 0.5, "epoch": 1})
 
 
@@ -195,7 +195,7 @@ def _read_state(folder: Path) -> Any:
 
 
 def _make_cache(folder: Path) -> None:
-    _make_manifest(folder)
+    make_manifest(folder)
     _read_cache(folder)
 
 
@@ -275,19 +275,19 @@ def _targets() -> Mapping[str, Target]:
     )
     rows = (
         *(_audio(*sound.split("/")) for sound in f"{sounds} AU/PCM_16 W64/PCM_16".split()),
-        Target("manifest", _make_manifest, lambda f: read_manifest(f / "m.jsonl"), JSON_LINES, "m.jsonl"),
-        Target("texts to score", _make_manifest, _texts, JSON_LINES, "m.jsonl"),
+        Target("manifest", make_manifest, lambda f: read_manifest(f / "m.jsonl"), JSON_LINES, "m.jsonl"),
+        Target("texts to score", make_manifest, _texts, JSON_LINES, "m.jsonl"),
         _importer("kaldi", _make_kaldi, "[!w]*"),
         _importer("an4", _make_an4, "etc/*"),
         _importer("librispeech", _make_librispeech, "dev-clean/10/7/*.txt"),
         _importer("csv", _make_csv, "table.csv", "table.csv"),
         _importer("deepspeech_pytorch", _make_deepspeech, "m.json", "m.json"),
-        Target("model file", _make_model, _read_model, TENSORS, checked=True),
+        Target("model file", make_model, _read_model, TENSORS, checked=True),
         Target("trainer state", _make_state, _read_state, TENSORS, checked=True),
         Target("audio cache", _make_cache, _read_cache, BYTES, "audio_cache/*", checked=True),
         Target("LM binary", lambda f: save_ngram(_language_model(), f / "lm"), _read_lm("lm"), TENSORS),
         Target("LM ARPA", lambda f: write_arpa(_language_model(), f / "lm.arpa"), _read_lm("lm.arpa"), TEXT),
-        Target("pieces", lambda f: _lines(f / "p.txt", ["on", "tw", "▁", "e", "n", "o"]),
+        Target("pieces", lambda f: write_lines(f / "p.txt", ["on", "tw", "▁", "e", "n", "o"]),
                lambda f: read_pieces(f / "p.txt"), TEXT),
         Target("tuned settings", _make_tuned, _read_tuned, TEXT),
         Target("overrides", _make_override, _read_override, (_override,)),

@@ -124,6 +124,9 @@ def works(base: Path) -> list[Work]:
     def preparing(folder: Path) -> Sequence[str]:
         return (*DS2, "data", "prepare", "recipe=synthetic", f"data.work_dir={folder / 'corpus'}")
 
+    def sharding(folder: Path) -> Sequence[str]:
+        return (*DS2, "data", "shards", str(manifest), str(folder / "shards"), "--shard-mb", "0.1")
+
     def caching(folder: Path) -> Sequence[str]:
         return (sys.executable, "-c", CACHE, str(manifest), str(folder / "work"))
 
@@ -133,6 +136,7 @@ def works(base: Path) -> list[Work]:
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
         Work("lm build", model_of_text, _built),
         Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
+        Work("data shards", sharding, lambda folder: _files(folder, "shards/**/*")),
         Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.audio", order=False)),
     ]
 

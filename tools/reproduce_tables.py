@@ -146,12 +146,18 @@ def _ablation(shape: Shape) -> Table:
     return Table("Ablation: each row the same minutes", rows, (*base, "train.evaluate_every_epochs=1000"))
 
 
+def _seeds(shape: Shape) -> Table:
+    rows = tuple(Row(f"seed {seed}", (f"train.seed={seed}",)) for seed in (1, 2, 3))
+    return Table("The recipe by seed", rows, ("recipe=librispeech_5h",))
+
+
 TABLES: dict[str, Callable[[Shape], Table]] = {
     "table1": _table_1,
     "table2": _table_2,
     "table3": _table_3,
     "fig8": _figure_8,
     "ablation": _ablation,
+    "seeds": _seeds,
 }
 """Tables by name."""
 OPTIMIZERS = tuple(_OPTIMIZERS)

@@ -117,17 +117,14 @@ def add_shards(commands: Any) -> None:
     parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
     parser.add_argument("manifests", type=Path, nargs="+")
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
-    parser.add_argument("--rate", type=int, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
-    parser.add_argument("--shard-mb", type=float, default=1000, help="of samples in one; FLAC takes half (1000)")
+    rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
+    parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
+    parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half (1000)")
     parser.add_argument("--skip-bad", action="store_true", help="name, count and leave out what cannot be read")
     parser.set_defaults(run=_shards)
 
 
 def _shards(given: argparse.Namespace) -> int:
-    if not given.shard_mb > 0 or not RATES_HZ[0] <= given.rate <= RATES_HZ[1]:
-        raise ConfigError(
-            f"--shard-mb {given.shard_mb:g} must be above 0 and --rate {given.rate} from {RATES_HZ[0]} to {RATES_HZ[1]}"
-        )
     shard_bytes = int(1e6 * given.shard_mb)
     written = write_shards(read_manifests(given.manifests), given.out, given.rate, shard_bytes, skip_bad=given.skip_bad)
     for error in written.left_out:

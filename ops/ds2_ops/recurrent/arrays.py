@@ -51,8 +51,10 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def view(name: str, array: Any) -> Any:
+def view(name: str, array: Any, stream: int) -> Any:
     """Read an array of a CUDA device by DLPack, or by the CUDA array interface.
+
+    Nothing waits, as the caller orders: -1 says so. JAX does not know it, and makes the stream wait for the array.
 
     Raises:
         TypeError: it has neither.
@@ -60,8 +62,12 @@ def view(name: str, array: Any) -> Any:
     """
     from cuda.core.utils import StridedMemoryView
 
+    read = StridedMemoryView.from_any_interface
     try:
-        found = StridedMemoryView.from_any_interface(array, stream_ptr=-1)  # no waits: the caller orders
+        try:
+            found = read(array, stream_ptr=-1)
+        except RuntimeError:
+            found = read(array, stream_ptr=stream or 1)  # 1 is the default stream there
     except (BufferError, TypeError, AttributeError) as error:
         raise TypeError(f"{name} is {type(array).__name__}, expected an array with __dlpack__: {error}") from error
     if not found.is_device_accessible:

@@ -90,19 +90,19 @@ class _Op:
         """Launch on arrays by their names."""
         handle = stream_handle(stream)
         with runtime.current(self.device):
-            base = self._workspace(workspace)
+            base = self._workspace(workspace, handle)
             addresses = [self._input(name, given.get(name), base, handle) for name in self._inputs]
-            addresses.append(self._address("lengths", given.get("lengths"), "int32"))
+            addresses.append(self._address("lengths", given.get("lengths"), handle, "int32"))
             moved: list[tuple[Array, Array]] = []
             for name in self._results:
-                target = self._check(name, given[name])
+                target = self._check(name, given[name], handle)
                 address = target.address
                 if not target.plain or beta:
                     address = base + self._room(name)
                     moved.append((Array(address, target.shape, contiguous(target.shape)), target))
                 addresses.append(address)
             if self.cell.gates > 1:
-                addresses += [self._of_gates(name, given.get(name)) for name in self._gates]
+                addresses += [self._of_gates(name, given.get(name), handle) for name in self._gates]
             if self.choice.exchange_words:
                 runtime.fill_words(base, 0xFFFFFFFF, self.choice.exchange_words, handle)
             arguments = pass_arguments(self.choice, self.problem, self.frames, addresses, self.clip, base)
@@ -114,7 +114,7 @@ class _Op:
         """Return where the kernel finds an array: as it is, or a copy in the workspace."""
         if array is None:
             return 0
-        found = self._check(name, array)
+        found = self._check(name, array, stream)
         if name == "weight_hh" and self.backward:  # which is given the transpose
             found = replace(found, shape=found.shape[::-1], strides=found.strides[::-1])
         if found.plain:
@@ -123,19 +123,19 @@ class _Op:
         self._move(found, Array(address, found.shape, contiguous(found.shape)), 0.0, stream)
         return address
 
-    def _of_gates(self, name: str, array: Any) -> int:
+    def _of_gates(self, name: str, array: Any, stream: int) -> int:
         state = name in ("c0", "c_n", "grad_c0", "grad_c_n")
         used = self.cell.carries_c if state else self.cell.last_apart if name in ("bias", "grad_last") else bool(name)
         written = name in ("c_n", "grad_c0", "grad_last")
         if not used or (array is None and not written and not (self.backward and name == "saved")):
             return 0
-        return self._address(name, array, "float32" if state else self.problem.dtype)
+        return self._address(name, array, stream, "float32" if state else self.problem.dtype)
 
-    def _address(self, name: str, array: Any, dtype: str) -> int:
+    def _address(self, name: str, array: Any, stream: int, dtype: str) -> int:
         """Return where an array lies that must be as the kernels take it."""
         if array is None and name == "lengths":
             return 0
-        found = self._check(name, array, dtype)
+        found = self._check(name, array, stream, dtype)
         if not found.plain:
             raise ValueError(f"{name} is not contiguous, or does not start at a multiple of 4 bytes: make a copy")
         return found.address
@@ -148,10 +148,10 @@ class _Op:
             )
         return self._rooms[name]
 
-    def _check(self, name: str, array: Any, dtype: str = "") -> Array:
+    def _check(self, name: str, array: Any, stream: int, dtype: str = "") -> Array:
         """Read an array by DLPack, or by the CUDA array interface; raise unless it is what is expected."""
         expected, dtype = self._shapes[name], dtype or self.problem.dtype
-        found = view(name, array)
+        found = view(name, array, stream)
         if tuple(found.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(found.shape)}, expected {expected}")
         if str(found.dtype) != dtype:
@@ -160,10 +160,10 @@ class _Op:
             raise ValueError(f"{name} is on device {found.device_id}, the op is for device {self.device}")
         return Array(int(found.ptr), expected, tuple(found.strides or contiguous(expected)))
 
-    def _workspace(self, workspace: Any) -> int:
+    def _workspace(self, workspace: Any, stream: int) -> int:
         if self.workspace_bytes == 0:
             return 0
-        found = view("workspace", workspace)
+        found = view("workspace", workspace, stream)
         size = found.dtype.itemsize * product(found.shape)
         if size < self.workspace_bytes or int(found.ptr) % ALIGNMENT:
             raise ValueError(

@@ -66,6 +66,8 @@ NUMBERS = (
     ("lm tune m l --alphas", "0:1:1000000000 nan:1:2 0:inf:2 1:0:2 0:1 x"),
     ("data split m --out o --seed", "-1 0.5"),
     ("data filter m o --min-s", "nan -1 x"),
+    ("data shards m o --rate", "0 -1 1e9"),
+    ("data shards m o --shard-mb", "0 nan inf"),
     ("data alphabet m --least", "0"),
     ("data pieces o recipe=synthetic --count", "0 10000000000"),
     ("evaluate m --batch-audio-s", "0 nan"),

@@ -224,4 +224,6 @@ def test_the_command_names_and_leaves_out_what_cannot_be_read(
     shown = capsys.readouterr().out
     assert "10 utterances" in shown and "left out: " in shown and "as they were" in shown
     assert len(read_manifest(tmp_path / "shards" / MANIFEST)) == 10
-    assert main([*command, "--shard-mb", "0"]) == 2 and "--shard-mb 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--shard-mb", "0"])
+    assert "--shard-mb: '0' is not allowed" in capsys.readouterr().err

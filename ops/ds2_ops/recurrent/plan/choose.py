@@ -19,7 +19,7 @@ def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) ->
 
 def rank(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
     """Order all tiles of :func:`space`, whose arguments and errors these are, by estimated time."""
-    return sorted(space(problem, device, max_sms), key=lambda choice: choice.step_cycles)
+    return sorted(space(problem, device, max_sms), key=lambda choice: choice.step_us)
 
 
 def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:

@@ -27,7 +27,7 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
     for cluster in (8, 16):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         cell = ALL[problem.nonlinearity]
-        owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates)
+        owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates, device.registers)
         if clusters == 0 or owned is None:
             continue
         sums = 1 if problem.backward else cell.gates
@@ -48,7 +48,9 @@ def _sample_counts(batch: int, clusters: int, groups: int) -> list[int]:
     return [spread, *(samples for samples in (2, 4, 8) if spread < samples <= -(-batch // groups))]
 
 
-def cluster_units(hidden: int, dtype: str, cluster: int, gates: int = 1) -> int | None:
+def cluster_units(
+    hidden: int, dtype: str, cluster: int, gates: int = 1, registers: int = DeviceFacts.registers
+) -> int | None:
     """Hidden units that each block of a cluster owns, or None if their rows do not fit its registers in both passes."""
     per_word = NUMBERS[dtype][1]
     # Blocks exchange 16 bytes at a time, and each of 8 warps takes a whole number of matrix instructions.
@@ -56,7 +58,7 @@ def cluster_units(hidden: int, dtype: str, cluster: int, gates: int = 1) -> int 
     owned = -(-hidden // (cluster * step)) * step
     for sums, sent in {(gates, 1), (1, gates)}:
         m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
-        if 4 * k_tiles * m_tiles > WEIGHT_REGISTERS or (gates > 1 and 4 * (k_tiles + 1) * m_tiles > WEIGHT_REGISTERS):
+        if 4 * (k_tiles + (gates > 1)) * m_tiles > WEIGHT_REGISTERS * registers // DeviceFacts.registers:
             return None
     return owned
 
@@ -76,9 +78,7 @@ def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tup
 
 def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
     """Warps that share portions of K, each for a part of the rows: as in cluster_shape.cuh."""
-    if sums == 1 or k_tiles % 2:
-        return 1
-    return next(split for split in (4, 2, 1) if m_tiles % split == 0)
+    return 1 if sums == 1 or k_tiles % 2 or m_tiles % 2 else 2
 
 
 def _choice(
@@ -98,7 +98,6 @@ def _choice(
     flags = (problem.backward, problem.hidden % per_word == 0)
     numbers = (cluster, owned, groups, head_tiles, *(str(flag).lower() for flag in flags))
     shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
-    cycles = _step_cycles(m_tiles, words, cluster, samples, groups, head_words, sums, sent)
     return Choice(
         design="cluster",
         launch=Launch(
@@ -112,10 +111,10 @@ def _choice(
         samples=samples,
         groups=groups,
         parts=parts,
-        step_cycles=-(-tiles // clusters) * cycles,
         work=Work(
             layout=f"cluster{cluster}",
             backward=problem.backward,
+            split_words=problem.hidden % per_word != 0,
             tiles=-(-tiles // clusters),
             m_tiles=m_tiles,
             k_tiles=k_tiles,
@@ -148,36 +147,13 @@ def _smem_bytes(
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    owned = head_words * NUMBERS[problem.dtype][1]
+    if problem.backward and cell.gates > 1 and owned == 2 * MMA_ROWS:  # pushes: received sums, and its own gradients
+        state_bytes = cluster * MMA_SAMPLES * owned * 4
+        partial_bytes = MMA_SAMPLES * ((4 * words + 63) // 128 * 128 + 64)
     rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
     slots, carried = 2 if problem.backward else 1, 0
     if cell.gates > 1:
         slots, carried = 1 + cell.saved, NUMBERS[problem.dtype][1]
     input_bytes = (1 + carried + STEPS_AHEAD * slots) * rounds * FINISHERS * 4  # 1: lengths
     return 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)
-
-
-def _step_cycles(
-    m_tiles: int, words: int, cluster: int, samples: int, groups: int, head_words: int, sums: int, sent: int
-) -> float:
-    """Cycles of one time step of one tile, fitted to measurements of version 8 (ops/notes/cluster.md) on an H200.
-
-    One group: its products, then a fixed path through partial sums, cell and network, then a share for each word sent
-    to each block, and for each further round in which the finishing threads take more utterances. Two parts: a longer
-    fixed path, but only the first part's sends count, and mostly by the piece. Two groups: two turns of the multiplying
-    warps, each with a fixed loss and a share of its sends. Within 13 % of all 86 tiles measured.
-
-    Gates make more sums of a unit, or more vectors sent: an estimate (ops/notes/gated.md).
-    """
-    multiply = 7.3 * m_tiles * (cluster * sent * words // MMA_WORDS) / 4  # 4 sub-cores
-    pieces = samples * cluster  # the network carries each utterance's share of the state to each block
-    rounds = -(-samples // (FINISHERS // head_words))
-    if head_words < words:
-        per_piece = 5.0 + 0.066 * head_words if cluster == 16 else 0.85 + 0.38 * head_words
-        return multiply + 880.0 + per_piece * pieces + 720.0 * (rounds - 1)
-    fixed, per_word = (770.0, 0.30) if cluster == 16 else (740.0, 0.244)
-    fixed += 40.0 * (sums + sent - 2)
-    one_group = multiply + fixed + per_word * sent * words * pieces + 380.0 * (rounds - 1)
-    if groups == 1:
-        return one_group
-    per_word = 0.195 if cluster == 16 else 0.25
-    return max(one_group, 2 * (multiply + 380.0 + 20.0 * (sums + sent - 2) + per_word * sent * words * pieces))

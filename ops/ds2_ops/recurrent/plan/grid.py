@@ -4,7 +4,6 @@ from ds2_ops.recurrent.plan.problem import NUMBERS, Problem
 
 SLOTS = 16  # of the exchange
 INPUTS_AHEAD = 8  # turns
-CYCLES_A_US = 1980  # of an H200 at its highest clock
 
 
 def state_words(problem: Problem) -> int:

@@ -3,7 +3,7 @@
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
-from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
+from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_ROWS,
@@ -22,6 +22,7 @@ MOST_WAVE = 6  # 16-byte loads that a lane has under way together
 REGISTERS = 208  # of a multiplying thread
 OTHER_REGISTERS = 28  # of these, neither weights nor sums nor chunks of the state
 PASSING_REGISTERS = 16  # and more where weights or chunks come in turns
+MOST_ROW_TILES = 11  # more sums than that spill
 CLUSTERS = (2, 4, 6, 8)  # blocks that split K between them
 MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 
@@ -38,7 +39,7 @@ def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choi
         for block_words in _block_words(words, cluster, clusters, sums * NUMBERS[problem.dtype][1]):
             for most_groups in MOST_GROUPS:
                 choices = [
-                    _choice(problem, words, cluster, block_words, most_groups, most_samples)
+                    _choice(problem, device, words, cluster, block_words, most_groups, most_samples)
                     for most_samples in _sample_limits(problem.batch, block_words)
                 ]
                 if choices[0] is not None and choices[0].launch.smem_bytes <= device.smem_bytes_per_block:
@@ -70,16 +71,23 @@ def _sample_limits(batch: int, block_words: int) -> list[int]:
 
 
 def _choice(
-    problem: Problem, words: int, cluster: int, block_words: int, most_groups: int, most_samples: int
+    problem: Problem,
+    device: DeviceFacts,
+    words: int,
+    cluster: int,
+    block_words: int,
+    most_groups: int,
+    most_samples: int,
 ) -> Choice | None:
-    """None where registers hold no weights."""
+    """None where registers hold no weights, or sums leave none for the rest."""
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     m_tiles = -(-block_words * cluster * sums * per_word // MMA_ROWS)
     k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
-    register_pairs = _register_pairs(m_tiles, k_pairs, REGISTERS - (16 if cell.gates > 1 else 0))
-    if register_pairs < 1:
+    registers = REGISTERS * device.registers // DeviceFacts.registers - (16 if cell.gates > 1 else 0)
+    register_pairs = _register_pairs(m_tiles, k_pairs, registers)
+    if register_pairs < 1 or (cell.gates == 1 and m_tiles > MOST_ROW_TILES):
         return None
     smem_pairs = k_pairs - register_pairs
     samples, groups, tiles = turns(problem.batch, most_samples, most_groups)
@@ -87,7 +95,6 @@ def _choice(
     numbers = (cluster, block_words, k_pairs, smem_pairs, most_groups, str(problem.backward).lower())
     shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     blocks = -(-words // (block_words * cluster)) * cluster
-    read_bytes = sent * words * samples * 4 / cluster
     return Choice(
         design="grid",
         launch=Launch(
@@ -101,11 +108,11 @@ def _choice(
         rows=sums * block_words * per_word,
         samples=samples,
         groups=groups,
-        step_cycles=tiles * _tile_us(cluster, m_tiles * k_pairs, groups, read_bytes) * CYCLES_A_US,
         exchange_words=SLOTS * groups * sent * words * samples,
         work=Work(
             layout=f"narrow{cluster}",
             backward=problem.backward,
+            split_words=problem.hidden % per_word != 0,
             tiles=tiles,
             m_tiles=m_tiles,
             k_tiles=2 * k_pairs,
@@ -118,6 +125,8 @@ def _choice(
             rounds=-(-m_tiles * MMA_ROWS * _pairs(samples) // FINISHERS),
             state_words=-(-sent * words // cluster),
             smem_k_tiles=2 * smem_pairs,
+            sums=sums,
+            sent=sent,
         ),
     )
 
@@ -149,16 +158,6 @@ def _smem_bytes(
     own_bytes = (most_groups * (1 + carried) + INPUTS_AHEAD * inputs) * FINISHERS * 4
     weight_bytes = THREADS * smem_pairs * m_tiles * 32
     return 2 * partial_bytes + 2 * most_groups * (received_bytes + 8) + own_bytes + weight_bytes
-
-
-def _tile_us(cluster: int, products: int, groups: int, read_bytes: float) -> float:
-    """Time of one step of a tile, fitted to H 1160 - 2816, B 1 - 64 on an H200 (ops/notes/grid_narrow.md) within 10 %.
-
-    One group is a chain of latencies, products of its last words and its share of the state; others hide a part of it.
-    """
-    if groups == 1:
-        return (1.24 if cluster == 2 else 1.13) + 0.026 * products + 2.66e-5 * read_bytes
-    return 0.2 + groups * (0.49 + 0.02 * products + 2.8e-5 * read_bytes)
 
 
 def _register_pairs(m_tiles: int, k_pairs: int, registers: int) -> int:

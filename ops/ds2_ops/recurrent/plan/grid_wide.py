@@ -3,7 +3,7 @@
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.entry import kernel
-from ds2_ops.recurrent.plan.grid import CYCLES_A_US, INPUTS_AHEAD, SLOTS, state_words, turns
+from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_ROWS,
@@ -33,7 +33,9 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     for cluster in CLUSTERS:
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
-            choice = _choice(problem, cluster, clusters, most_samples)
+            choice = _choice(
+                problem, cluster, clusters, most_samples, MOST_K_TILES * device.registers // DeviceFacts.registers
+            )
             if choice is None or choice.launch.smem_bytes > device.smem_bytes_per_block:
                 break
             if not found or choice.work != found[-1].work:  # smaller groups, in more turns
@@ -41,7 +43,7 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     return found
 
 
-def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) -> Choice | None:
+def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, most_k_tiles: int) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
@@ -52,15 +54,13 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) ->
         cell.gates > 1
         or per_word != 2
         or used > clusters
-        or k_tiles > MOST_K_TILES
+        or k_tiles > most_k_tiles
         or words <= (cluster - 1) * k_tiles * MMA_WORDS
     ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
     smem_bytes = _smem_bytes(problem.backward, cluster, k_tiles)
     shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {k_tiles}, {str(problem.backward).lower()}>"
-    # Fitted to H 1760 to 2560, B 32 and 64 (ops/notes/grid_wide.md): a chain of latencies; a second group fits into it.
-    tile_us = 1.85 + 0.033 * k_tiles + (0.5 if groups == 2 else 0)
     return Choice(
         design="grid",
         launch=Launch(
@@ -74,11 +74,11 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int) ->
         rows=-(-WORDS * per_word // cluster),
         samples=samples,
         groups=groups,
-        step_cycles=tiles * tile_us * CYCLES_A_US,
         exchange_words=SLOTS * groups * words * SAMPLES,
         work=Work(
             layout=f"wide{cluster}",
             backward=problem.backward,
+            split_words=problem.hidden % per_word != 0,
             tiles=tiles,
             m_tiles=WORDS * per_word // MMA_ROWS,
             k_tiles=k_tiles,

@@ -1,7 +1,7 @@
 """The performance model: microseconds of a time step from what a tile does in it.
 
 A step is a chain: products of what has come, partial sums, the cell, the message to the others, which grows with what
-is sent. Each kind of tile (layout, groups in turns or rows in parts, pass) has a constant for every link of its chain,
+is sent. Each kind of tile (layout, groups in turns or rows in parts, gates) has a constant for every link of its chain,
 the same for all sizes; tools/fit_plans.py fits them by least squares to one half of a recorded sweep and judges them on
 the other. `tiles` that do not fit on the chip together run one after the other.
 """
@@ -15,6 +15,8 @@ from ds2_ops.recurrent.plan.work import Work
 
 Constants = dict[str, dict[str, float]]
 EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277}  # of a step's chain, a message's way: measured alone, one word
+UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
+HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
 
 
@@ -29,20 +31,32 @@ class Processor:
 def kind(work: Work) -> str:
     """Name what has constants of its own."""
     how = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
-    return f"{work.layout}{how}{' backward' if work.backward else ''}"
+    return f"{work.layout}{how}{' gates' if work.sums * work.sent > 1 else ''}"
 
 
 def terms(work: Work) -> dict[str, float]:
     """Count what a step of a tile consists of, each in its unit."""
     if work.layout.startswith("cluster"):
-        return _cluster_terms(work)
-    return _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
+        found = _cluster_terms(work)
+    else:
+        found = _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
+    if work.backward:  # reads another array, and sends all gates' gradients
+        found |= {
+            "backward": work.groups,
+            "backward samples": work.groups * work.samples,
+            "backward words": work.samples * work.words,
+            "backward sent": work.sent - 1,
+            "backward split": work.groups * work.split_words,
+        }
+    return found
 
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
-    mine = (constants or fitted())[kind(work)]
-    chain = sum(mine.get(name, 0.0) * count for name, count in terms(work).items())
+    known, name = constants or fitted(), kind(work)
+    mine = known.get(name) or known[name.removesuffix(" gates")]
+    chain = sum(mine.get(term, 0.0) * count for term, count in terms(work).items())
+    chain *= 1.0 if name in known else UNKNOWN_GATES
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
     return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 
@@ -56,17 +70,20 @@ def fitted() -> Constants:
 
 
 def _cluster_terms(work: Work) -> dict[str, float]:
-    pieces = work.samples * work.cluster * work.sent  # the network carries each utterance's share to each block
+    products = work.m_tiles * work.k_tiles
+    messages = work.samples * work.cluster * work.sent  # the network carries each utterance's share to each block
+    words = messages * work.head_words
     return {
         "step": 1.0,
-        "products": work.m_tiles * work.k_tiles,
+        "products": max(0, products - HIDDEN_PRODUCTS),
         "row tiles": work.m_tiles,
-        "pieces": pieces,
-        "words": pieces * work.head_words,
-        "late words": pieces * (work.words - work.head_words),
+        "words": words,
+        "odd words": words * (work.head_words // 4 % 2),  # a warp's 128 bytes do not end with an utterance
+        "late words": messages * (work.words - work.head_words),
         "rounds": work.rounds - 1,
         "samples": work.samples,
-        "words made": work.words,
+        "split words": work.split_words,
+        "split idle": work.split_words * max(0.0, 1 - products / MOST_PRODUCTS),  # loads that no products hide
     }
 
 
@@ -81,6 +98,7 @@ def _narrow_terms(work: Work) -> dict[str, float]:
         "sums": work.rounds,
         "samples": work.samples,
         "blocks": work.blocks,
+        "split words": work.split_words,
     }
     return {"step": 1.0, "turns": work.groups - 1, **{name: count * work.groups for name, count in turn.items()}}
 
@@ -91,4 +109,6 @@ def _wide_terms(work: Work) -> dict[str, float]:
         "loads": work.k_tiles,
         "blocks": work.blocks,
         "samples": work.samples,
+        "split words": work.split_words,
+        "split samples": work.split_words * work.samples,
     }

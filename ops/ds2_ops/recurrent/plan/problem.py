@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ds2_ops.jit.launch import Launch
+from ds2_ops.recurrent.plan.model import step_us
 from ds2_ops.recurrent.plan.work import Work
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
@@ -41,6 +42,7 @@ class DeviceFacts:
         sms: streaming multiprocessors.
         smem_bytes_per_block: largest dynamic shared memory of a block.
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
+        registers: of 32 bits, of each multiprocessor.
         clock_mhz: of the multiprocessors, as the driver says it; under matrix instructions it may fall below.
     """
 
@@ -50,6 +52,7 @@ class DeviceFacts:
     smem_bytes_per_block: int = 232_448
     active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 5: 22, 6: 17, 8: 15, 16: 7})
     clock_mhz: int = 1980
+    registers: int = 65_536
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class Choice:
         samples: utterances of one tile, the columns of a matrix product.
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
         parts: of a block's rows, finished and sent one after the other, to the same end.
-        step_cycles: the cost model's estimate of one time step of the whole batch.
-        work: what that estimate is made of.
+        work: what a step of it is, from which its time is estimated.
         exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
 
@@ -84,10 +86,14 @@ class Choice:
     rows: int
     samples: int
     groups: int
-    step_cycles: float
     work: Work
     parts: int = 1
     exchange_words: int = 0
+
+    @property
+    def step_us(self) -> float:
+        """The model's estimate of one time step of the whole batch, on an H200."""
+        return step_us(self.work)
 
     @property
     def name(self) -> str:
@@ -103,5 +109,5 @@ class Choice:
             f"{self.design} design: {launch.grid} blocks of {launch.threads} threads in clusters of {launch.cluster}, "
             f"{self.rows} rows a block in {self.parts} part{'s'[: self.parts - 1]}, "
             f"{self.groups} x {self.samples} utterances in flight a cluster, "
-            f"{launch.smem_bytes} B shared memory a block, about {self.step_cycles:.0f} cycles a step"
+            f"{launch.smem_bytes} B shared memory a block, about {self.step_us:.2f} us a step"
         )

@@ -20,6 +20,7 @@ class Work:
         rounds: in which the threads that finish a step get through a group's utterances.
         state_words: of one utterance's state that a block reads.
         smem_k_tiles: of `k_tiles`, with weights in shared memory.
+        split_words: whether rows of arrays start between words, which costs loads that nothing hides.
         sums, sent: numbers of a unit that are added up, and that travel, in a step: 1 but for cells with gates.
     """
 
@@ -37,5 +38,6 @@ class Work:
     rounds: int
     state_words: int
     smem_k_tiles: int = 0
+    split_words: bool = False
     sums: int = 1
     sent: int = 1

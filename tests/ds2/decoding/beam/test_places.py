@@ -94,7 +94,7 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
     placed = found.beams.placed
     assert placed is not None
     gc.collect()
-    assert len(set(placed._free)) == placed._used
+    assert len(set(placed.free)) == placed.used
 
 
 def _filled(chunk: Tensor, lengths: Tensor) -> Tensor:
@@ -115,5 +115,5 @@ def test_prefixes_that_never_agree_are_bounded(where: str, tmp_path: Path, monke
         decoding.step(torch.cat([frames, blank]).to(where), torch.tensor([2]))
     placed = found.beams.placed
     assert placed is not None
-    assert placed._tables.spelled.shape[2] <= 128
+    assert placed.tables.spelled.shape[2] <= 128
     assert len(decoding.finish()[0][0].labels) == 150

@@ -1,0 +1,86 @@
+"""The model's choices beside the recorded sweep of all tiles: GRNN's (2019) figures, on the half not fitted."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ds2_ops.recurrent.plan.choose import choose, rank
+from ds2_ops.recurrent.plan.model import Processor, fitted, kind, step_us, terms
+from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
+from ds2_ops.recurrent.plan.record import Measured, Record, halves, read
+from support.paths import ROOT
+
+from tools import fit_plans
+
+RECORDS = {"relu": "plans_h200.json", "gated": "plans_h200_gated.json"}
+
+
+@functools.cache
+def record(name: str) -> Record:
+    return read(ROOT / "ops" / "figures" / RECORDS[name])
+
+
+def judged(name: str) -> list[Measured]:
+    return halves(record(name).problems)[1]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_choices_are_near_the_fastest(name: str) -> None:
+    found = fit_plans.judge(judged(name))
+    assert found["top-1 mean"] <= 1.03
+    assert found["top-1 worst"] <= 1.14
+    assert found["top-5 mean"] <= 1.02
+    assert found["top-5 worst"] <= 1.08
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_sweep_is_wide_enough_to_be_wrong_in(name: str) -> None:
+    problems = [measured.problem for measured in record(name).problems]
+    for cell in {problem.nonlinearity for problem in problems}:
+        for backward in (False, True):
+            of_it = [p for p in problems if (p.nonlinearity, p.backward) == (cell, backward)]
+            assert len({p.hidden for p in of_it}) >= (14 if cell == "relu" else 13)  # gates fit up to 512
+            assert len({p.batch for p in of_it}) >= 8
+    for measured in record(name).problems:
+        assert len(measured.times) >= (4 if name == "relu" else 2), measured.problem
+    spread = [max(us for _, us in m.times) / min(us for _, us in m.times) for m in record(name).problems]
+    assert sorted(spread)[len(spread) // 2] > 1.4  # a blind choice would cost
+
+
+def test_the_constants_are_those_of_the_fit() -> None:
+    fitted_by = [measured for name in RECORDS for measured in halves(record(name).problems)[0]]
+    assert fit_plans.fit(fitted_by) == fitted()
+
+
+def test_halves_share_no_problem_and_miss_none() -> None:
+    fitted_by, judged_by = halves(record("relu").problems)
+    assert {m.problem for m in fitted_by}.isdisjoint(m.problem for m in judged_by)
+    assert len(fitted_by) + len(judged_by) == len(record("relu").problems)
+    assert abs(len(fitted_by) - len(judged_by)) <= 4
+
+
+def test_regret() -> None:
+    problem = Problem(4, 512, "bfloat16", "relu", False)
+    a, b, c = rank(problem, DeviceFacts())[:3]
+    measured = Measured(problem, [(a, 2.0), (b, 1.0), (c, 4.0)])
+    order = {a.name: 0, b.name: 1, c.name: 2}
+    assert measured.regret(lambda choice: order[choice.name], 1) == 2.0
+    assert measured.regret(lambda choice: order[choice.name], 2) == 1.0
+
+
+def test_a_record_of_another_space_is_refused(tmp_path: Path) -> None:
+    text = (ROOT / "ops" / "figures" / RECORDS["relu"]).read_text()
+    (tmp_path / "old.json").write_text(text.replace('"cluster8 w', '"cluster7 w'))
+    with pytest.raises(ValueError, match=r"has no tile 'cluster7 w.* record the sweep anew"):
+        read(tmp_path / "old.json")
+
+
+def test_another_processor() -> None:
+    choice = choose(Problem(4, 1152, "bfloat16", "relu", False), DeviceFacts())
+    here = choice.step_us
+    assert step_us(choice.work, processor=Processor(clock=2.0, exchange=0.5)) == pytest.approx(here / 2)
+    assert here / 2 < step_us(choice.work, processor=Processor(clock=2.0)) < here
+    assert step_us(choice.work, processor=Processor(exchange=2.0)) > here
+    backward = replace(choice.work, backward=True)
+    assert set(fitted()[kind(backward)]) <= set(terms(backward))
