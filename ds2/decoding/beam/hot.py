@@ -76,6 +76,7 @@ class Forest:
         self.planted: dict[int, _Planted] = {}  # by root, which is its first node
         self.roots: dict[frozenset[tuple[tuple[str, ...], float]], int] = {}
 
+    @torch.inference_mode()  # the nodes may have grown in it
     def plant(self, phrases: HotWords) -> int:
         """Make a root of a session's own.
 

@@ -54,7 +54,10 @@ class _Tables:
 
 
 class PlacedSearch:
-    """A search that goes on from chunk to chunk on the GPU; one thread hears, others may start utterances."""
+    """A search that goes on from chunk to chunk on the GPU; one thread hears, others may start utterances.
+
+    Tables are written in inference mode only, in which they may have grown.
+    """
 
     def __init__(self, search: KernelSearch, options: DecodeConfig, labels: int) -> None:
         self.search, self.options, self.device = search, options, search.fusion.device
@@ -92,6 +95,7 @@ class PlacedSearch:
         weakref.finalize(places, self.free.extend, list(numbers))
         return places
 
+    @torch.inference_mode()
     def hear(self, parts: Sequence[Places], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Hear the next frames (T, B, V); return the labels of each utterance that all prefixes share now."""
         at = self._settled(parts, len(log_probs) + 1)
@@ -101,6 +105,7 @@ class PlacedSearch:
         tables.runs[at], tables.there[at] = run.log_probs, run.there
         return self._search(packed, counts, at)
 
+    @torch.inference_mode()
     def closed(self, parts: Sequence[Places]) -> Beams:
         """What is known once the open runs are heard too; the utterances themselves stay as they are."""
         count = sum(len(part.numbers) for part in parts)
@@ -113,6 +118,7 @@ class PlacedSearch:
         self._search(tables.runs[at][None].contiguous(), tables.there[at].long(), to, most=0)
         return self.beams([copies])
 
+    @torch.inference_mode()
     def beams(self, parts: Sequence[Places]) -> Beams:
         """The utterances as values, for reading."""
         at = self._settled(parts, 0)
@@ -124,6 +130,7 @@ class PlacedSearch:
         names, spelled, counts = t.names[at][..., :3], t.spelled[at][..., :room], t.counts[at].long()
         return Beams(t.blank[at], t.label[at], names, integers, t.floats[at], spelled, counts, run)
 
+    @torch.inference_mode()
     def only(self, parts: Sequence[Places], agrees: Tensor) -> list[list[int]]:
         """Drop the prefixes that are not among the wanted (B, K); return what all that are left share."""
         at, tables = self._settled(parts, 1), self.tables
