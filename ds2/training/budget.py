@@ -19,7 +19,8 @@ from ds2.training.state import Progress
 
 log = logging.getLogger(__name__)
 
-_TRIALS = 10
+_TRIALS = 24
+_LIMIT_S = 40.0  # no trial begins later
 _CLOSE = 0.97  # of the room: nearer is not worth another trial
 _BACK_OFF = 0.93  # of a budget that did not fit
 _FEW_BATCHES = 50
@@ -36,7 +37,13 @@ def check_device(batching: BatchingConfig, device: torch.device) -> None:
 
 
 def largest_budget(
-    durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int, measure: Measure, room: float
+    durations_s: NDArray[np.float64],
+    batching: BatchingConfig,
+    seed: int,
+    world: int,
+    measure: Measure,
+    room: float,
+    most_s: float = float("inf"),
 ) -> float:
     """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
 
@@ -50,11 +57,13 @@ def largest_budget(
         world: ranks that a batch is dealt to.
         measure: bytes that both passes over utterances (indices) need at their peak; None where they do not fit.
         room: bytes that they may need.
+        most_s: a budget that is not to be passed, whatever fits.
     Raises:
         ConfigError: the longest utterance alone does not fit.
     """
     longest_s = float(durations_s.max())
-    most_s = longest_s * len(durations_s)  # all in one batch
+    most_s = min(most_s, longest_s * len(durations_s))  # the latter is all in one batch
+    started = time.monotonic()
 
     def need(budget_s: float) -> float:
         config = replace(batching, utterances=0, audio_s=budget_s)
@@ -83,19 +92,19 @@ def largest_budget(
                 "lower data.max_duration_s, or choose a smaller model"
             )
         proposed_s = min(_proposal(fitting, room), _BACK_OFF * too_much_s, most_s)
-        if proposed_s <= fitting[-1][0] * 1.02:
+        if proposed_s <= fitting[-1][0] * 1.02 or time.monotonic() - started > _LIMIT_S:
             break
         budget_s = proposed_s
     return float(f"{_down(max(budget for budget, _ in fitting)):g}")
 
 
 def _proposal(fitting: Sequence[tuple[float, float]], room: float) -> float:
-    """Where the line through the last two trials that fit reaches the room; after one trial four times as much."""
+    """Where the line through the last two trials that fit reaches the room; at most twice as much."""
     if len(fitting) < 2:
-        return 4 * fitting[0][0]
+        return 2 * fitting[0][0]
     (low_s, low), (high_s, high) = sorted(fitting)[-2:]
     slope = (high - low) / (high_s - low_s)
-    return high_s + (room - high) / slope if slope > 0 else 4 * high_s
+    return min(2 * high_s, high_s + (room - high) / slope) if slope > 0 else 2 * high_s
 
 
 def _down(value: float) -> float:
@@ -119,7 +128,7 @@ def settle_batching(
     progress: Progress,
     comm: Communicator,
     durations_s: NDArray[np.float64],
-    trial: Callable[[], tuple[Measure, float]],
+    trial: Callable[[], tuple[Measure, float, float]],
 ) -> BatchingConfig:
     """Return how the run's batches are made: as the config says, or, with `batching.auto`, by the budget found.
 
@@ -130,7 +139,8 @@ def settle_batching(
         progress: of the run.
         comm: the ranks, of which the one with the least memory counts.
         durations_s: (U,) as long as the utterances can get.
-        trial: gives `measure` and `room` of `largest_budget`; called only where there is something to find.
+        trial: gives `measure`, `room` and, for one rank, `most_s` of `largest_budget`; called only where there is
+            something to find.
     Raises:
         ConfigError: nothing fits.
     """
@@ -139,8 +149,9 @@ def settle_batching(
         return batching
     if not progress.budget_s:
         started = time.monotonic()
-        measure, room = trial()
-        found_s = largest_budget(durations_s, batching, config.train.seed, comm.world, measure, room)
+        measure, room, most_s = trial()
+        world, seed = comm.world, config.train.seed
+        found_s = largest_budget(durations_s, batching, seed, world, measure, room, world * most_s)
         found_s = min(comm.allgather(found_s))
         log.info("batching=auto: %g s of audio a batch, found in %.0f s", found_s, time.monotonic() - started)
         _warn_of_few_batches(durations_s, found_s)

@@ -128,11 +128,11 @@ class Trainer:
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
         settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
 
-    def _trial(self) -> tuple[Trial, float]:
-        """What measures the memory of batches, and what there is of it."""
+    def _trial(self) -> tuple[Trial, float, float]:
+        """What measures the memory of batches, what there is of it, and the most audio that a rank should take."""
         parts = self.config, self.utterances, self.alphabet, self.features
         trial = Trial(*parts, autocast=self.precision == "bf16", padded=self.inputs.padded)
-        return trial, trial.room
+        return trial, trial.room, trial.most_s
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""

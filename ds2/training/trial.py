@@ -70,6 +70,16 @@ class Trial:
         free, _ = torch.cuda.mem_get_info(self._device)
         return _KEPT * float(free + torch.cuda.memory_reserved(self._device))
 
+    @property
+    def most_s(self) -> float:
+        """Padded audio of which no activation has 2^31 values: past that libraries have slow ways or none."""
+        features = self._passes.features
+        values, bins, frames_per_s = 1.0, features.bins, 1 / features.step_s
+        for conv in self._config.model.convs:
+            bins, frames_per_s = -(-bins // conv.stride[0]), frames_per_s / conv.stride[1]
+            values = max(values, conv.channels * bins * frames_per_s)
+        return 2.0**31 / max(values, features.bins / features.step_s)
+
     def __call__(self, indices: list[int]) -> float | None:
         """Bytes at the peak of both passes over utterances, with what training will hold besides; None: too much."""
         batch = self._batch(indices)
