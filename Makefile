@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 AN4 ?=
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test lint docs wheel clean
 
 # torch first and by its pinned version: a later request for any torch would fetch another build of several gigabytes.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -23,6 +23,10 @@ test: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
+
+# The API reference, from the docstrings, to build/api/index.html.
+docs: $(VENV)/installed
+	PYTHONPATH=.:ops $(BIN)/python tools/api_reference.py build/api
 
 wheel: $(VENV)/installed
 	$(BIN)/python -m build --wheel --outdir dist .

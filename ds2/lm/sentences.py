@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,23 @@ def cut(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
     return line.split()
 
 
+def _transcript(line: str, where: str) -> str:
+    """The text of a manifest's line."""
+    try:
+        record = json.loads(line) if line.strip() else {"text": ""}
+    except (ValueError, RecursionError) as error:
+        raise LanguageModelError(f"{where} is not JSON ({error}): a text that is no manifest ends in .txt") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise LanguageModelError(f'{where} has no "text": expected the lines of a manifest')
+    return text
+
+
 @dataclass
 class SentenceReader:
     """The sentences of texts as tokens, one a line, normalised by the alphabet; what was left out is counted.
+
+    A file whose name has .jsonl is a manifest, of which the transcripts count.
 
     `unit` "word" splits on white space; "character" writes a space as <space>; "piece" cuts words as an alphabet of
     pieces does, without one it splits on white space and takes the tokens as they are. Where the alphabet cannot write
@@ -53,7 +68,8 @@ class SentenceReader:
         for path in self.paths:
             for number, line in read_lines(path):
                 self.lines += 1
-                tokens = self._tokens(line, f"{path}:{number}")
+                where = f"{path}:{number}"
+                tokens = self._tokens(_transcript(line, where) if ".jsonl" in path.suffixes else line, where)
                 if tokens:
                     self.tokens += len(tokens)
                     yield tokens

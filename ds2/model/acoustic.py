@@ -171,7 +171,8 @@ class AcousticModel(nn.Module):
         if config.cell == "rnn" or config.backend != "auto":
             return None
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return why_torch(config.cell, config.hidden, dtype, self.classifier.weight.device)
+        cell = {"lstm": "lstm", "gru": "gru_after"}[config.cell]
+        return why_torch(cell, config.hidden, dtype, self.classifier.weight.device)
 
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""

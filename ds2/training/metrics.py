@@ -180,7 +180,7 @@ class RunLog:
         self._board.close()
 
 
-def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bool = True) -> tqdm[Any]:
+def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bool = True) -> tqdm:
     """A bar over the steps of an epoch; silent where `shown` is False or the error stream is no terminal."""
     return tqdm(
         total=total, initial=initial, desc=f"epoch {epoch}/{epochs}", unit="step", dynamic_ncols=True, leave=False,

@@ -9,17 +9,21 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
 
 
 def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
+    return _run([*mpirun_command(ranks, *options), str(HERE / script), *arguments], AS_ROOT)
+
+
+def mpirun_command(ranks: int, *options: str) -> list[str]:
+    """The words before a script: mpirun, its options, this Python."""
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.is_file() else shutil.which("mpirun")
     assert launcher, "the tests of several ranks need mpirun: pip install -e '.[dev]'"
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable]
-    return _run([*command, str(HERE / script), *arguments], root)
+    return [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable]
 
 
 def torchrun(

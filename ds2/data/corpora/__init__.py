@@ -2,6 +2,7 @@
 
 from ds2.data.corpora.an4 import import_an4
 from ds2.data.corpora.common import ImporterError
+from ds2.data.corpora.folder import import_folder
 from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
 from ds2.data.corpora.librispeech import import_librispeech
 from ds2.data.corpora.prepare import FORMATS, RECIPES, import_corpus, prepare
@@ -16,6 +17,7 @@ __all__ = [
     "import_corpus",
     "import_csv",
     "import_deepspeech_pytorch",
+    "import_folder",
     "import_kaldi",
     "import_librispeech",
     "prepare",

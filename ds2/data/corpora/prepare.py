@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ds2.data.corpora.an4 import import_an4
 from ds2.data.corpora.common import ImporterError
+from ds2.data.corpora.folder import import_folder
 from ds2.data.corpora.kaldi import import_kaldi
 from ds2.data.corpora.librispeech import import_librispeech, libri_root, parts
 from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _DEV_FRACTION = 0.05
 _DEV_SEED = 1
-FORMATS = ("librispeech", "an4", "kaldi", "csv", "deepspeech_pytorch")
+FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch")
 RECIPES = ("an4", "librispeech", "librispeech_5h", "synthetic")
 
 
@@ -39,6 +40,7 @@ def import_corpus(format: str, folder: str | Path, split: str = "", *, skip_bad:
     if format == "an4":
         return import_an4(folder, split or "train", skip_bad=skip_bad)
     importers: dict[str, Callable[..., list[Utterance]]] = {
+        "folder": import_folder,
         "kaldi": import_kaldi,
         "csv": import_csv,
         "deepspeech_pytorch": import_deepspeech_pytorch,

@@ -11,6 +11,8 @@ from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
+_UNKNOWN_SCORE = -1000.0  # of an n-gram with an unknown word, the package's OOV_SCORE
+
 
 class CtcdecodeSearch:
     """The package ctcdecode where a user has built it: its settings from ours, and its results in our form."""
@@ -52,8 +54,26 @@ class CtcdecodeSearch:
         for row in range(len(batch)):
             found = []
             for rank in range(min(self.options.nbest, labels.shape[1])):
-                text = self.rescorer.alphabet.decode(labels[row, rank, : int(sizes[row, rank])].tolist())
-                text = text.replace(WORD_MARK, " ")
-                found.append(self.rescorer.split(text, -float(scores[row, rank])))  # the package's score is minus Q
-            rows.append(found)
+                heard = labels[row, rank, : int(sizes[row, rank])].tolist()
+                text = self.rescorer.alphabet.decode(heard).replace(WORD_MARK, " ")
+                found.append(
+                    self.rescorer.hypothesis(text, self._acoustic(text, len(heard), -float(scores[row, rank])))
+                )
+            rows.append(sorted(found, key=lambda h: -h.score))
         return rows
+
+    def _acoustic(self, text: str, labels: int, returned: float) -> float:
+        """The log-probability of the labels alone, from what the package returns for a text.
+
+        With a model it takes back from its score alpha log p_lm with the end of the sentence, which it had not added,
+        and beta for each label, where it had added beta for each word (`ctc_beam_search_decoder.cpp`, approx_ctc).
+        """
+        lm, words = self.rescorer.lm, text.split()
+        if lm is None:
+            return returned
+        state = lm.start()
+        for word in words:
+            _, state = lm.score(state, word)
+        near = words[len(words) - min(len(words), lm.order - 1) :]  # one unknown word there is the score of the n-gram
+        end = lm.finish(state) if all(word in lm.ids for word in near) else _UNKNOWN_SCORE
+        return returned + self.options.alpha * end + self.options.beta * (labels - len(words))

@@ -174,9 +174,12 @@ def test_ctcdecode_gets_a_model_that_it_can_read_and_its_scores_are_split(
     options = DecodeConfig(method="ctcdecode", lm="model.lm", alpha=0.7, beta=0.4)
     rows = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(random_log_probs(4, 3, 4), torch.tensor([4, 4, 2]))
     for [found] in rows:
-        assert (found.text, found.labels, found.score) == ("ab", (2, 3), -2.5)
-        assert found.lm == pytest.approx(sum(lm.sentence(["ab"])))
-        assert found.acoustic + 0.7 * found.lm + found.bonus == pytest.approx(-2.5)
+        assert (found.text, found.labels) == ("ab", (2, 3))
+        word, end = lm.sentence(["ab"])
+        assert found.lm == pytest.approx(word + end) and found.bonus == pytest.approx(0.4)
+        # The package returned Q - alpha (word + end) - 2 beta, with Q = acoustic + alpha word + beta.
+        assert found.acoustic == pytest.approx(-2.5 + 0.7 * end + 0.4)
+        assert found.score == pytest.approx(found.acoustic + 0.7 * found.lm + found.bonus)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Recordings with transcripts beside them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from ds2.data.corpora import ImporterError, import_corpus
+
+
+def record(path: Path, text: str | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, np.full(8000, 0.1), 16000)
+    if text is not None:
+        path.with_suffix(".txt").write_text(text, encoding="utf-8")
+
+
+def test_pairs_become_utterances_and_folders_speakers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record(tmp_path / "ann" / "day 1" / "1.5.wav", "Grüße\n\nan alle\n")
+    record(tmp_path / "bob" / "1.flac", "\ufeffhello")
+    record(tmp_path / "alone.wav", "nobody")
+    record(tmp_path / "bob" / "untold.wav", None)
+    with caplog.at_level(logging.WARNING):
+        found = import_corpus("folder", tmp_path)
+    assert [(u.audio_filepath.name, u.text, u.speaker) for u in found] == [
+        ("alone.wav", "nobody", ""), ("1.5.wav", "Grüße an alle", "ann"), ("1.flac", "hello", "bob"),
+    ]  # fmt: skip
+    assert "1 recordings have no transcript" in caplog.text and "untold.wav" in caplog.text
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ImporterError, match=r"holds no NAME\.txt"):
+        import_corpus("folder", tmp_path)
+    record(tmp_path / "a.wav", "  \n")
+    (tmp_path / "b.txt").write_text("no audio")
+    record(tmp_path / "c.wav", "good")
+    with pytest.raises(ImporterError, match=r"2 of 3(.|\n)*a\.txt: the transcript is empty(.|\n)*b\.txt: no audio"):
+        import_corpus("folder", tmp_path)
+    assert [u.text for u in import_corpus("folder", tmp_path, skip_bad=True)] == ["good"]
+    (tmp_path / "d.txt").write_bytes(b"\xff")
+    with pytest.raises(ImporterError, match=r"d\.txt:1: byte 1 is not UTF-8"):
+        import_corpus("folder", tmp_path)
