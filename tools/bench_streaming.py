@@ -66,7 +66,7 @@ def hear(hearing: Hearing, parts: Parts, streams: int, block_frames: int, rounds
 
 def device_ms(hearing: GraphedBlocks, size: int, rounds: int = 50) -> float:
     """Time of the graph of a batch size on the device alone."""
-    run = hearing._batches[size].run[False]
+    run = hearing.batches[size].run[False]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(rounds):
@@ -96,7 +96,7 @@ def main() -> None:
     blocks = GraphedBlocks(parts, block_frames)
     for streams in given.batch:
         found, slowest = hear(blocks, parts, streams, block_frames, given.rounds)
-        alone = f"{device_ms(blocks, streams):.3f}" if device.type == "cuda" and streams in blocks._batches else ""
+        alone = f"{device_ms(blocks, streams):.3f}" if device.type == "cuda" and streams in blocks.batches else ""
         before, _ = hear(Chunks(parts), parts, streams, block_frames, max(10, given.rounds // 5))
         print(f"| {streams} | {found:.3f} | {slowest:.3f} | {alone} | {before:.3f} |", flush=True)
 

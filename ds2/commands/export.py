@@ -17,8 +17,6 @@ _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("to
 def run(arguments: Sequence[str]) -> int:
     """`ds2 export MODEL --to TARGET`; 0."""
     given = _parse(arguments)
-    if not 0 < given.chunk_ms <= 60_000:
-        raise ConfigError(f"--chunk-ms {given.chunk_ms:g}: allowed are lengths up to 60000 ms")
     for_sherpa = given.to == "onnx" and given.interface != "plain"
     if given.to == "torch" and given.interface == "sherpa":
         raise ConfigError("sherpa-onnx reads ONNX: --to onnx; --to torch has --interface plain alone")

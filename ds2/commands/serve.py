@@ -45,9 +45,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ds2 serve",
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="/v1/audio/transcriptions and /v1/realtime (transcription) as OpenAI has them, Vosk's WebSocket at "
-        "/, /healthz and /metrics; with DS2_API_KEY in the environment, clients must send it as Authorization: Bearer "
-        "KEY",
+        description="a page at / for microphone and files, /v1/audio/transcriptions and /v1/realtime (transcription) "
+        "as OpenAI has them, Vosk's WebSocket at /, /healthz and /metrics; with DS2_API_KEY in the environment, "
+        "clients must send it as Authorization: Bearer KEY",
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")

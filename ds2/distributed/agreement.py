@@ -37,7 +37,7 @@ def sources() -> list[tuple[str, Path]]:
         (file.relative_to(package).as_posix(), file)
         for package in (Path(str(module.__file__)).parent for module in (ds2, ds2_ops))
         for file in sorted(package.rglob("*"))
-        if file.suffix in (".py", ".cuh", ".h")
+        if file.suffix in (".py", ".cuh", ".h", ".json")
     ]
 
 

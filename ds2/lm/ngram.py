@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ _DENSE_LIMIT_BYTES = 2**30
 _CACHED_QUERIES = 2**18
 _CHECKED = 2**22  # entries at a time
 _ROUNDING = 1e-3  # what a log-prob may be above 0
-_NO_NUMBERS = "it holds numbers that are no log-probs: copy the file again or build it anew"
+_NO_NUMBERS = "it holds numbers that are no log-probs or no states: copy the file again or build it anew"
 TENSORS = ("keys", "log_prob", "next_state", "backoff", "suffix")
 log = logging.getLogger(__name__)
 
@@ -192,13 +193,22 @@ class NGram:
     def _start(self) -> int:
         return int(self.next_state[self.ids[START]])
 
+    def _view(self, name: str) -> memoryview:
+        return memoryview(np.require(getattr(self, name).cpu().numpy(), requirements="A"))  # a file may hold it askew
+
     @cached_property
     def _query(self) -> Callable[[int, int], tuple[float, int]]:
-        keys, log_prob, following, backoff, suffix = (memoryview(getattr(self, name).cpu().numpy()) for name in TENSORS)
+        keys, log_prob, following, backoff, suffix = map(self._view, TENSORS)
         size, depth = len(self.vocabulary), self.order - 1
 
         @lru_cache(maxsize=_CACHED_QUERIES)
         def query(state: int, word: int) -> tuple[float, int]:
+            try:
+                return walk(state, word)
+            except IndexError as error:  # of an automaton that nobody checked
+                raise LanguageModelError(f"the language model is damaged: {_NO_NUMBERS}") from error
+
+        def walk(state: int, word: int) -> tuple[float, int]:
             penalty = 0.0
             for _ in range(depth):  # as long as a chain of suffixes can be: a damaged one ends too
                 if not state:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ds2.config.schema import ConfigError, ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
-from ds2.model.norm import Count, SequenceBatchNorm
+from ds2.model.head import Head, classified
+from ds2.model.norm import SequenceBatchNorm
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import make_recurrent_layer, why_torch
 from ds2.model.stream_state import ModuleState, StreamState
@@ -72,15 +73,6 @@ class RecurrentModule(nn.Module):
     def _skip(self, x: Tensor) -> Tensor:
         skip: Tensor = x if self.projection is None else self.projection(x)
         return skip
-
-
-class Head(nn.Module):
-    """Batch norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
-
-    def __init__(self, width: int, labels: int, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
-        self.classifier = nn.Linear(width, labels)
 
 
 class AcousticModel(nn.Module):
@@ -171,7 +163,8 @@ class AcousticModel(nn.Module):
         if config.cell == "rnn" or config.backend != "auto":
             return None
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        return why_torch(config.cell, config.hidden, dtype, self.classifier.weight.device)
+        cell = {"lstm": "lstm", "gru": "gru_after"}[config.cell]
+        return why_torch(cell, config.hidden, dtype, self.classifier.weight.device)
 
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""
@@ -214,8 +207,8 @@ class AcousticModel(nn.Module):
         for number, module in enumerate(self.recurrent_modules, 1):
             x = module(x, ragged)
             if self.training and str(number) in self.heads:
-                every.append(_classified(x, ragged.count, cast(Head, self.heads[str(number)])))
-        every.append(_classified(x, ragged.count, self))
+                every.append(classified(x, ragged.count, cast(Head, self.heads[str(number)])))
+        every.append(classified(x, ragged.count, self))
         return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
 
     def start(self, streams: int = 1) -> StreamState:
@@ -269,7 +262,7 @@ class AcousticModel(nn.Module):
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         for module, module_state in zip(modules, state.modules, strict=True):
             x = module.stream(x, module_state, final=final)
-        return _classified(x, None, self)
+        return classified(x, None, self)
 
     def _scale_branches(self) -> None:
         """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
@@ -298,14 +291,6 @@ class AcousticModel(nn.Module):
         if on_cpu and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= frames:
             raise ValueError(f"lengths are {lengths.tolist()}, allowed are 0 to T = {frames} frames")
         return lengths.long()
-
-
-def _classified(x: Tensor, count: Count | None, head: "Head | AcousticModel") -> Tensor:
-    """(T, B, H) to logits (T, B, V) by the batch norm and the classifier of a head or of the model."""
-    with torch.autocast(x.device.type, enabled=False):
-        x = x.to(head.classifier.weight.dtype)
-        logits: Tensor = head.classifier(x if head.norm is None else head.norm(x, count))
-        return logits
 
 
 def time_major(x: Tensor) -> Tensor:

@@ -80,9 +80,9 @@ class GraphedBlocks:
         self.model = BlockModel(parts.model, block_frames, dtype)
         self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
         self._lock = threading.Lock()
-        self._free, self._places = list[int](), 1  # place 0 is for the rows of a batch that are empty
-        self._carried = self.model.start(_PLACES)
-        self._batches: dict[int, _Batch] = {}
+        self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
+        self.carried = self.model.start(_PLACES)
+        self.batches: dict[int, _Batch] = {}
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @staticmethod
@@ -95,20 +95,20 @@ class GraphedBlocks:
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""
         with self._lock:
-            if self._free:
-                place = self._free.pop()
+            if self.free:
+                place = self.free.pop()
             else:
-                place, self._places = self._places, self._places + 1
+                place, self.places = self.places, self.places + 1
         stream = Stream(place)
-        weakref.finalize(stream, self._free.append, place)
+        weakref.finalize(stream, self.free.append, place)
         return stream
 
     @torch.inference_mode()
     def prepare(self, streams: int) -> None:
         """Make places for so many streams and, on a GPU, record what they may need: seconds, the first time more."""
-        before, self._places = self._places, max(self._places, streams + 1)
+        before, self.places = self.places, max(self.places, streams + 1)
         self._grow()
-        self._places = before
+        self.places = before
         if self.device.type != "cuda":
             return
         sizes = [size for at, size in enumerate(SIZES) if at == 0 or SIZES[at - 1] < streams]
@@ -118,7 +118,7 @@ class GraphedBlocks:
                 self._record(batch, edges)
 
     def _batch(self, size: int) -> _Batch:
-        return self._batches.get(size) or self._batches.setdefault(size, _Batch(size, self.samples, self.device))
+        return self.batches.get(size) or self.batches.setdefault(size, _Batch(size, self.samples, self.device))
 
     @torch.inference_mode()
     def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
@@ -161,16 +161,16 @@ class GraphedBlocks:
 
     def _grow(self) -> None:
         """Make more places if need be; graphs know the old ones, so they go."""
-        before, most = self._carried, self._carried.rows.shape[1]
-        if self._places <= most:
+        before, most = self.carried, self.carried.rows.shape[1]
+        if self.places <= most:
             return
-        while most < self._places:
+        while most < self.places:
             most *= 2
-        self._carried = self.model.start(most)
-        for old, new in zip(before.convs, self._carried.convs, strict=True):
+        self.carried = self.model.start(most)
+        for old, new in zip(before.convs, self.carried.convs, strict=True):
             new[: len(old)] = old
-        self._carried.rows[:, : before.rows.shape[1]] = before.rows
-        self._batches.clear()
+        self.carried.rows[:, : before.rows.shape[1]] = before.rows
+        self.batches.clear()
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _record(self, batch: _Batch, edges: bool) -> Callable[[], Tensor]:
@@ -179,7 +179,7 @@ class GraphedBlocks:
         def run() -> Tensor:
             features = self.features.of_windows(waveforms, numbers[_FRAMES])
             place, block, ends, _ = numbers
-            return self.model.run(features, self._carried, place, block, ends, edges=edges)
+            return self.model.run(features, self.carried, place, block, ends, edges=edges)
 
         found = run if self.device.type != "cuda" else self._graph(run, batch.there)
         return batch.run.setdefault(edges, found)

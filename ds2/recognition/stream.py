@@ -141,14 +141,14 @@ def hear(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) ->
         sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], some, frames[rows])
     symbols = sessions[0].parts.alphabet.symbols
     pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
-    quiet = _quiet_at_end(pauses[logits.argmax(2)].cpu().numpy(), np.array(lengths)).tolist()
+    quiet = quiet_at_end(pauses[logits.argmax(2)].cpu().numpy(), np.array(lengths)).tolist()
     ended = [s for s, length, last in zip(sessions, lengths, quiet, strict=True) if s.notice(length, last)]
     for alike in _by_decoder(ended):
         for session, [[best, *_]] in zip(alike, alike[0].decoder.finish([s.decoding for s in alike]), strict=True):
             session.end(best)
 
 
-def _quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """(B,) how many of the last frames of each of (T', B) are quiet."""
     loud = ~quiet & (np.arange(len(quiet))[:, None] < lengths)
     past = len(quiet) - lengths

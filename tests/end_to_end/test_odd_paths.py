@@ -14,6 +14,7 @@ from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.training.loop import train
 
+pytestmark = pytest.mark.slow
 ODD = "a\nb ü 日本 \u202e [1] {x} $(y) 'q' \"d\" ,=;#%"
 
 

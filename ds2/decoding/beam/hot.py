@@ -73,9 +73,10 @@ class Forest:
         arrays = (self.children, self.word, self.is_word, self.hot, unfinished, follow)
         self.nodes = Nodes(*(_with_spare(torch.from_numpy(a).to(device), _SPARE) for a in arrays))
         self._lock = threading.Lock()
-        self._planted: dict[int, _Planted] = {}  # by root, which is its first node
-        self._roots: dict[frozenset[tuple[tuple[str, ...], float]], int] = {}
+        self.planted: dict[int, _Planted] = {}  # by root, which is its first node
+        self.roots: dict[frozenset[tuple[tuple[str, ...], float]], int] = {}
 
+    @torch.inference_mode()  # the nodes may have grown in it
     def plant(self, phrases: HotWords) -> int:
         """Make a root of a session's own.
 
@@ -87,21 +88,21 @@ class Forest:
         self._check(phrases, words)
         key = frozenset(words.items())
         with self._lock:
-            if key not in self._roots:
+            if key not in self.roots:
                 grafts = _Grafts(self, words)
                 first = self._find(len(grafts.word))
                 grafts.write(self.nodes, first)
-                self._roots[key], self._planted[first] = first, _Planted(key, len(grafts.word))
+                self.roots[key], self.planted[first] = first, _Planted(key, len(grafts.word))
                 self.has_hot = True
-            self._planted[self._roots[key]].users += 1
-            return self._roots[key]
+            self.planted[self.roots[key]].users += 1
+            return self.roots[key]
 
     def uproot(self, root: int) -> None:
         """Undo a `plant`; its nodes are free once all users have."""
         with self._lock:
-            self._planted[root].users -= 1
-            if not self._planted[root].users:
-                del self._roots[self._planted.pop(root).key]
+            self.planted[root].users -= 1
+            if not self.planted[root].users:
+                del self.roots[self.planted.pop(root).key]
 
     def _check(self, phrases: HotWords, words: Mapping[tuple[str, ...], float]) -> None:
         if len(phrases) > MOST_PHRASES:
@@ -119,7 +120,7 @@ class Forest:
     def _find(self, count: int) -> int:
         """The first of so many nodes that are free, making place if need be."""
         start = len(self.word)
-        for first, planted in sorted(self._planted.items()):
+        for first, planted in sorted(self.planted.items()):
             if first - start >= count:
                 break
             start = first + planted.nodes

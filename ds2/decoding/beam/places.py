@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from ds2_ops.ctc import beam as kernel
+from ds2_ops.ctc.labels import spell
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
@@ -53,14 +54,17 @@ class _Tables:
 
 
 class PlacedSearch:
-    """A search that goes on from chunk to chunk on the GPU; one thread hears, others may start utterances."""
+    """A search that goes on from chunk to chunk on the GPU; one thread hears, others may start utterances.
+
+    Tables are written in inference mode only, in which they may have grown.
+    """
 
     def __init__(self, search: KernelSearch, options: DecodeConfig, labels: int) -> None:
         self.search, self.options, self.device = search, options, search.fusion.device
         self._first = Beams.start(search.fusion, 1, search.beam, labels)
         self._lock = threading.Lock()
-        self._used, self._free = 0, list[int]()
-        self._halves, self._tables = self._make(_PLACES, _ROOM)
+        self.used, self.free = 0, list[int]()
+        self._halves, self.tables = self._make(_PLACES, _ROOM)
         self._longest: dict[int, int] = {}  # labels that a prefix of a place has at most
 
     def _make(self, places: int, room: int) -> tuple[Tensor, _Tables]:
@@ -83,39 +87,42 @@ class PlacedSearch:
     def start(self, rows: int, root: int) -> Places:
         """Begin utterances whose words start at a root of the trie."""
         with self._lock:
-            numbers = [self._free.pop() for _ in range(min(rows, len(self._free)))]
+            numbers = [self.free.pop() for _ in range(min(rows, len(self.free)))]
             while len(numbers) < rows:
-                numbers.append(self._used)
-                self._used += 1
+                numbers.append(self.used)
+                self.used += 1
         places = Places(numbers, root)
-        weakref.finalize(places, self._free.extend, list(numbers))
+        weakref.finalize(places, self.free.extend, list(numbers))
         return places
 
+    @torch.inference_mode()
     def hear(self, parts: Sequence[Places], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
         """Hear the next frames (T, B, V); return the labels of each utterance that all prefixes share now."""
         at = self._settled(parts, len(log_probs) + 1)
-        tables = self._tables
+        tables = self.tables
         before = OpenRun(tables.runs[at], tables.there[at])
         packed, counts, run = pack_next(log_probs, lengths, self.options, before)
         tables.runs[at], tables.there[at] = run.log_probs, run.there
         return self._search(packed, counts, at)
 
+    @torch.inference_mode()
     def closed(self, parts: Sequence[Places]) -> Beams:
         """What is known once the open runs are heard too; the utterances themselves stay as they are."""
         count = sum(len(part.numbers) for part in parts)
         copies = self.start(count, 0)
         copies.fresh = False
         at, to = self._settled(parts, 2), self._settled([copies], 2)
-        for table in vars(self._tables).values():
+        for table in vars(self.tables).values():
             table[to] = table[at]
-        tables = self._tables
+        tables = self.tables
         self._search(tables.runs[at][None].contiguous(), tables.there[at].long(), to, most=0)
         return self.beams([copies])
 
+    @torch.inference_mode()
     def beams(self, parts: Sequence[Places]) -> Beams:
         """The utterances as values, for reading."""
         at = self._settled(parts, 0)
-        t = self._tables
+        t = self.tables
         homes = t.roots[at].long()[:, None, None].expand(-1, self.search.beam, 1)
         room = 1 + max(self._longest.get(number, 0) for part in parts for number in part.numbers)
         run = OpenRun(t.runs[at], t.there[at])
@@ -123,9 +130,10 @@ class PlacedSearch:
         names, spelled, counts = t.names[at][..., :3], t.spelled[at][..., :room], t.counts[at].long()
         return Beams(t.blank[at], t.label[at], names, integers, t.floats[at], spelled, counts, run)
 
+    @torch.inference_mode()
     def only(self, parts: Sequence[Places], agrees: Tensor) -> list[list[int]]:
         """Drop the prefixes that are not among the wanted (B, K); return what all that are left share."""
-        at, tables = self._settled(parts, 1), self._tables
+        at, tables = self._settled(parts, 1), self.tables
         beams = self.beams(parts).only(agrees)
         tables.blank[at], tables.label[at] = beams.blank, beams.label
         tables.names[at] = torch.nn.functional.pad(beams.names, (0, 1))
@@ -138,11 +146,11 @@ class PlacedSearch:
         return found
 
     def _search(self, packed: Tensor, counts: Tensor, at: Tensor, most: int = MOST) -> list[list[int]]:
-        tables, places = self._tables, at.int()
+        tables, places = self.tables, at.int()
         grown = torch.empty(0, dtype=torch.int32, device=self.device)
         before = kernel.Found(self._halves, tables.names, tables.integers, tables.floats, grown)
         found = self.search.search(packed, counts, before, places, tables.roots)
-        certain = kernel.spell(counts, places, found, tables.spelled, tables.counts, most).cpu().numpy()
+        certain = spell(counts, places, found, tables.spelled, tables.counts, most).cpu().numpy()
         self._longest.update(zip(at.tolist(), certain[:, 1].tolist(), strict=True))
         return [row[2 : 2 + row[0]].tolist() for row in certain]
 
@@ -156,7 +164,7 @@ class PlacedSearch:
         return torch.tensor([number for part in parts for number in part.numbers], device=self.device)
 
     def _write_first(self, part: Places) -> None:
-        tables, first = self._tables, self._first
+        tables, first = self.tables, self._first
         at = torch.tensor(part.numbers, device=self.device)
         tables.blank[at], tables.label[at], tables.floats[at] = first.blank, first.label, first.floats
         tables.names[at] = torch.nn.functional.pad(first.names, (0, 1))
@@ -169,17 +177,17 @@ class PlacedSearch:
 
     def _grow(self, labels: int) -> None:
         """Have a place for every utterance and room for so many labels."""
-        places, _, room = before = self._tables.spelled.shape
-        while places < self._used:
+        places, _, room = before = self.tables.spelled.shape
+        while places < self.used:
             places *= 2
         while room < labels:
             room *= 2
         if (places, self.search.beam, room) == tuple(before):
             return
-        old, old_halves = self._tables, self._halves
-        self._halves, self._tables = self._make(places, room)
+        old, old_halves = self.tables, self._halves
+        self._halves, self.tables = self._make(places, room)
         self._halves[:, : before[0]] = old_halves
-        self._tables.spelled[: before[0], :, : before[2]] = old.spelled
+        self.tables.spelled[: before[0], :, : before[2]] = old.spelled
         for name, table in vars(old).items():
             if name not in ("blank", "label", "spelled"):
-                getattr(self._tables, name)[: before[0]] = table
+                getattr(self.tables, name)[: before[0]] = table

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 from ds2_ops.ctc import beam as kernel
+from ds2_ops.ctc import labels as traces
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,7 +53,7 @@ class BatchedBeamSearch:
             end = self.kernel.search(packed, counts)
             table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
             entries = end.names[..., _ENTRY].gather(1, slots)
-            return Found(read_labels(kernel.trace(entries, end.grown)), table.cpu().numpy())
+            return Found(read_labels(traces.trace(entries, end.grown)), table.cpu().numpy())
         start = Beams.start(self.fusion, len(lengths), self.options.beam, log_probs.shape[2])
         held, certain = self.hear(start, log_probs, lengths)
         return self.found(self.closed(held), certain)

@@ -8,7 +8,10 @@ from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source, names, parameters, translation_unit
 
 CHANNELS = 32
-STAGES = 3
+BIN_FRAMES = 64  # of a tile where the bins lie in a ring
+_AHEAD = 6  # bins of the ring that are on their way
+_SMEM_BYTES = 232448  # of a block on Hopper
+_MOST_STAGES = 8  # whose barriers lie at the head of shared memory
 _LEAST_FRAMES, _MOST_FRAMES = 64, 176  # of a warp group: accumulators that fit into registers
 _BLOCKS = 132  # multiprocessors of an H200: one block each
 _CORRELATION = parameters(
@@ -35,18 +38,31 @@ def correlate(pairs: int, utterances: int, frames: int, taps: int, group: int | 
     """The launch over all pairs of bins; `group` frames of a warp group."""
     group = group or frames_of_group(frames)
     rows = _padded(2 * group + taps - 1)
-    stage = 64 * rows + taps * CHANNELS * 2 * CHANNELS * 2
+    stages, smem_bytes = _stages(64 * rows + taps * CHANNELS * 2 * CHANNELS * 2)
     tiles = -(-frames // (2 * group))
-    source = _source("correlate", "Correlation", group, taps)
-    return Launch(source, 384, grid=pairs * tiles * utterances, smem_bytes=128 + STAGES * stage)
+    source = _source("correlate", "Correlation", group, taps, stages)
+    return Launch(source, 384, grid=pairs * tiles * utterances, smem_bytes=smem_bytes)
 
 
 def sum_weights(pairs: int, shares: int, taps: int, tile: int) -> Launch:
     """The launch over all pairs of taps, in so many shares, with tiles of so many frames."""
-    stage = 64 * (2 * _padded(tile + taps - 1) + _padded(tile))
-    return Launch(
-        _source("sum_weights", "WeightSums", tile, taps), 256, pairs * shares, smem_bytes=128 + STAGES * stage
-    )
+    stages, smem_bytes = _stages(64 * (2 * _padded(tile + taps - 1) + _padded(tile)))
+    source = _source("sum_weights", "WeightSums", tile, taps, stages)
+    return Launch(source, 256, grid=pairs * shares, smem_bytes=smem_bytes)
+
+
+def sum_weights_of_bins(pairs: int, shares: int) -> Launch:
+    """The launch over tiles of `BIN_FRAMES` frames, in so many shares, for all pairs of taps at once."""
+    slots = 2 * pairs - 2 + _AHEAD
+    head = -(-slots * 16 // 128) * 128
+    source = _source("sum_weights_of_bins", "WeightSums", BIN_FRAMES, pairs, _AHEAD)
+    return Launch(source, 256, grid=shares, smem_bytes=head + (slots + 1 + _AHEAD) * 64 * _padded(BIN_FRAMES))
+
+
+def _stages(stage_bytes: int) -> tuple[int, int]:
+    """Stages that fit, and bytes of shared memory."""
+    stages = min(_MOST_STAGES, (_SMEM_BYTES - 128) // stage_bytes)
+    return stages, 128 + stages * stage_bytes
 
 
 def _padded(rows: int) -> int:
@@ -55,14 +71,14 @@ def _padded(rows: int) -> int:
 
 
 @functools.cache
-def _source(function: str, struct: str, size: int, taps: int) -> Source:
+def _source(function: str, struct: str, size: int, taps: int, stages: int) -> Source:
     members = _CORRELATION if function == "correlate" else _WEIGHT_SUMS
     product = _product(size, transposed=False) if function == "correlate" else _product(CHANNELS, transposed=True)
     return translation_unit(
         "convolution/window.cuh",
         members,
         f"""    extern __shared__ __align__(128) unsigned char shared[];
-    ds2::{function}<{size}, {taps}, {STAGES}>(ds2::{struct}{{{names(members)}}}, shared);
+    ds2::{function}<{size}, {taps}, {stages}>(ds2::{struct}{{{names(members)}}}, shared);
 """,
         ahead=product,
         launch_bounds="384, 1" if function == "correlate" else "256, 1",

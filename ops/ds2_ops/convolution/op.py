@@ -134,12 +134,17 @@ def _correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, g
 def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, tile: int | None = None) -> Tensor:
     batch, bins_in, frames, _ = x.shape
     taps_bins, taps = weight.shape[2:]
-    tile = tile or 2 * kernels.frames_of_group(frames)
-    pairs, tiles, bins_out = (taps_bins + 1) // 2, -(-frames // tile), grad_y.shape[1]
-    shares = kernels.splits(pairs, batch * bins_out * tiles)
+    pairs, bins_out, of_bins = (taps_bins + 1) // 2, grad_y.shape[1], taps == stride == 1
+    tile = kernels.BIN_FRAMES if of_bins else tile or 2 * kernels.frames_of_group(frames)
+    tiles = -(-frames // tile)
+    if of_bins:
+        shares = kernels.splits(1, batch * tiles)
+        launch = kernels.sum_weights_of_bins(pairs, shares)
+    else:
+        shares = kernels.splits(pairs, batch * bins_out * tiles)
+        launch = kernels.sum_weights(pairs, shares, taps, tile)
     partial = torch.empty(shares, pairs, taps, 2, CHANNELS, CHANNELS, dtype=torch.float32, device=x.device)
     shape = (batch, bins_in, bins_out, frames, stride, -(taps_bins // 2), pairs, shares, tiles)
-    launch = kernels.sum_weights(pairs, shares, taps, tile)
     run(launch, [x, grad_y, partial, *shape], lambda: f"weight gradient of {tuple(x.shape)}", x.device)
     summed = partial.sum(0).permute(0, 2, 1, 3, 4).flatten(0, 1)[:taps_bins]  # (K, J, in, out)
     return summed.permute(3, 2, 0, 1).to(weight.dtype, memory_format=torch.contiguous_format)

@@ -270,3 +270,21 @@ def test_a_model_of_numbers_that_are_no_log_probs_is_refused_wherever_it_is_used
     hole[-1] = math.nan
     with pytest.raises(LanguageModelError, match="no log-probs"):
         replace(sound, backoff=hole).check()
+
+
+def test_a_query_that_a_damaged_transition_leads_astray_is_named() -> None:
+    sound = estimate(zipf_text(), 3).model
+    astray = replace(sound, next_state=torch.full_like(sound.next_state, 2**31 - 1))
+    with pytest.raises(LanguageModelError, match="damaged"):
+        astray.sentence(["w1", "w2", "w3"])
+
+
+def test_a_file_whose_tensors_lie_askew_is_queried(tmp_path: Path) -> None:
+    sound = estimate(zipf_text(), 3).model
+    save_ngram(sound, tmp_path / "m.lm")
+    content = (tmp_path / "m.lm").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    for shift in range(1, 8):
+        header = content[8 : 8 + size].rstrip() + b" " * shift
+        (tmp_path / "m.lm").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+        assert load_ngram(tmp_path / "m.lm").sentence(["w1", "w2"]) == sound.sentence(["w1", "w2"])

@@ -277,3 +277,9 @@ def test_a_plain_start_is_that_of_torch_with_whole_branches() -> None:
         assert 0.9 * 48**-0.5 < float(layer.weight_hh.detach().abs().max()) <= 48**-0.5
         assert bool((layer.norm.weight == 1).all())
     assert all(torch.equal(layer.weight_hh, 0.5 * torch.eye(48)) for layer in layers["damped"])
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_why_torch_names_the_device_not_the_cell(cell: str) -> None:
+    model = AcousticModel(ModelConfig(cell=cell, hidden=8, depth=1, skip=0), bins=20, labels=5)
+    assert "need a CUDA GPU" in (model.why_torch("bf16") or "")

@@ -92,7 +92,7 @@ def test_more_streams_than_places_come_and_go(
     assert [spoken(found[index]) for index in range(len(sources))] == alone
     gc.collect()
     hearing = recogniser.hearings[BLOCK_FRAMES]
-    assert len(set(hearing._free)) == len(hearing._free) == hearing._places - 1 <= 24
+    assert len(set(hearing.free)) == len(hearing.free) == hearing.places - 1 <= 24
 
 
 @pytest.mark.gpu
@@ -101,10 +101,10 @@ def test_what_was_prepared_is_not_recorded_again(make_model: Callable[..., Path]
     hearing = recogniser.hearings[BLOCK_FRAMES]
     wanted = hear(recogniser.session(), read_audio(recording), random.Random(0))
     hearing.prepare(100)
-    graphs = [batch.run for batch in hearing._batches.values()]
-    assert sorted(hearing._batches) == [1, 2, 4, 8, 16, 32, 64, 128] and hearing._carried.rows.shape[1] >= 101
+    graphs = [batch.run for batch in hearing.batches.values()]
+    assert sorted(hearing.batches) == [1, 2, 4, 8, 16, 32, 64, 128] and hearing.carried.rows.shape[1] >= 101
     assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(wanted)
-    assert [batch.run for batch in hearing._batches.values()] == graphs
+    assert [batch.run for batch in hearing.batches.values()] == graphs
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.live import NEVER, Endpoints, Live, Segment
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import hear, step
+from ds2.recognition.stream import hear, quiet_at_end, step
 
 FRAME_S = 0.02  # of the tiny model
 
@@ -115,6 +115,16 @@ def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Pat
         session.flush()
     assert len(live.final) > 1
     assert live.final == wanted.final
+
+
+def test_silence_is_counted_from_the_end_of_each_row() -> None:
+    draw = np.random.default_rng(2)
+    quiet, lengths = draw.random((7, 200)) < 0.8, draw.integers(1, 8, 200)
+    wanted = []
+    for row, length in enumerate(lengths):
+        own = quiet[:length, row].tolist()
+        wanted.append(next((at for at, silent in enumerate(reversed(own)) if not silent), length))
+    assert quiet_at_end(quiet, lengths).tolist() == wanted
 
 
 def test_nothing_grows_in_a_source_without_end(recogniser: Recogniser) -> None:

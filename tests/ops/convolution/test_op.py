@@ -89,7 +89,7 @@ def test_passes_on_a_cpu(emulated: None, bins: int, frames: int, taps: tuple[int
     ("device", "shape", "taps", "stride"),
     [
         ("cpu", (2, 1, 7, 41), (9, 11), 2),
-        ("cpu", (1, 1, 8, 16), (5, 3), 1),
+        ("cpu", (1, 1, 8, 70), (5, 3), 1),
         pytest.param("cuda", (4, 1, 161, 700), (41, 11), 2, marks=pytest.mark.gpu),
         pytest.param("cuda", (3, 1, 80, 351), (41, 11), 2, marks=pytest.mark.gpu),
     ],
@@ -141,7 +141,8 @@ def test_passes_on_a_gpu(batch: int, bins: int, frames: int, taps: tuple[int, in
 
 @pytest.mark.parametrize("group", [64, 112, 176])
 def test_kernels_compile_without_spills_or_waits(group: int) -> None:
-    for launch in (kernels.correlate(21, 4, 350, 11, group), kernels.sum_weights(11, 12, 11, 2 * group)):
+    launches = kernels.correlate(21, 4, 350, 11, group), kernels.sum_weights(11, 12, 11, 2 * group)
+    for launch in (*launches, kernels.correlate(41, 4, 350, 1, group), kernels.sum_weights_of_bins(11, 132)):
         binary = build(launch.source.text)
         assert binary.local_bytes == 0 and not binary.loss
         assert launch.smem_bytes <= 232448

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ds2_ops.ctc import align, beam, loss
+from ds2_ops.ctc import align, beam, labels, loss
 from ds2_ops.ctc.device import LEAST_CAPABILITY
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
@@ -24,7 +24,7 @@ def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
 
 def test_other_kernels_compile_without_spills() -> None:
     scored = (loss.plan(300, 29, H200_SMEM_BYTES).source, loss.SLOPES)
-    for source in (beam.TRACE, align.plan(300, H200_SMEM_BYTES).source, *scored):
+    for source in (labels.TRACE, labels.SPELL, align.plan(300, H200_SMEM_BYTES).source, *scored):
         assert build(source.text).local_bytes == 0
 
 

@@ -37,12 +37,20 @@ struct Stages {
         if (n >= STAGES) barrier_wait(empty(n), (n / STAGES - 1) % 2, "an empty stage", n);
     }
     __device__ void wait_full(int n) const { barrier_wait(full(n), n / STAGES % 2, "a full stage", n); }
-    // This thread's copies for stage n have landed, but for those of `PENDING` later ones.
+    // This thread has asked for the copies of stage n: those of the stage before the last PENDING have landed.
     template <int PENDING>
-    __device__ void filled(int n) const {
+    __device__ void asked(int n) const {
+        copies_commit();
         copies_wait<PENDING>();
         fence_shared_writes();
-        barrier_arrive(full(n));
+        if (n >= PENDING) barrier_arrive(full(n - PENDING));
+    }
+    // No stage follows the first `count`.
+    template <int PENDING>
+    __device__ void finished(int count) const {
+        copies_wait<0>();
+        fence_shared_writes();
+        for (int n = count > PENDING ? count - PENDING : 0; n < count; n++) barrier_arrive(full(n));
     }
     __device__ void emptied(int n) const {
         __syncwarp();
@@ -94,10 +102,9 @@ __device__ void correlate(const Correlation& p, unsigned char* memory) {
             const unsigned short* taps = p.weights + size_t(row) * TAPS * TAP_BYTES / 2;
             for (int i = thread; i < TAPS * TAP_BYTES / 16; i += PRODUCERS)
                 copy_async_16(stage + WINDOW_BYTES + i * 16, taps + i * 8, true);
-            copies_commit();
-            if (n > 0) stages.template filled<1>(n - 1);
+            stages.template asked<STAGES - 2>(n);
         }
-        if (end > begin) stages.template filled<0>(end - begin - 1);
+        stages.template finished<STAGES - 2>(end - begin);
         return;
     }
     float sums[N / 2] = {};
@@ -169,10 +176,9 @@ __device__ void sum_weights(const WeightSums& p, unsigned char* memory) {
             }
             const unsigned short* grad = p.grad_y + size_t(plane) * p.frames * CHANNELS;
             copy_window(stage + 2 * WINDOW_BYTES, grad, true, frame, FRAMES, GRAD_STRIDE, p.frames, thread);
-            copies_commit();
-            if (n > 0) stages.template filled<1>(n - 1);
+            stages.template asked<STAGES - 2>(n);
         }
-        if (end > begin) stages.template filled<0>(end - begin - 1);
+        stages.template finished<STAGES - 2>(end - begin);
         return;
     }
     float sums[TAPS][CHANNELS / 2] = {};
@@ -199,6 +205,66 @@ __device__ void sum_weights(const WeightSums& p, unsigned char* memory) {
         for (int i = 0; i < CHANNELS / 2; i++) {
             const int at = (tap * PAIR + row + i / 2 % 2 * 8) * CHANNELS + i / 4 * 8 + lane % 4 * 2 + i % 2;
             to[at] = sums[tap][i];
+        }
+}
+
+// The same without taps over frames and with stride 1, where a block would only load: all pairs of taps at once. Bins come one
+// after the other into a ring of which a bin of the gradient meets the last 2 PAIRS - 1; a pair that begins in the ring's last slot
+// ends in a copy of the first. Block: every `splits`-th (utterance, tile of frames).
+template <int FRAMES, int PAIRS, int AHEAD>
+__device__ void sum_weights_of_bins(const WeightSums& p, unsigned char* memory) {
+    constexpr int SPAN = 2 * PAIRS - 2, SLOTS = SPAN + AHEAD, ROW_STRIDE = padded_rows(FRAMES);
+    constexpr int SLOT_BYTES = CHUNKS * ROW_STRIDE * 16, HEAD_BYTES = (SLOTS * 16 + 127) / 128 * 128;
+    const unsigned base = smem_address(memory), ring = base + HEAD_BYTES, grads = ring + (SLOTS + 1) * SLOT_BYTES;
+    const Stages<SLOTS, 4> stages(base);
+    const int bins = p.bins_out + SPAN, columns = p.utterances * p.tiles;
+    const int own = (columns - int(blockIdx.x) + p.splits - 1) / p.splits, count = own * bins;
+    if (threadIdx.x >= 128) {
+        const int thread = threadIdx.x - 128;
+        for (int n = 0; n < count; n++) {
+            const int column = blockIdx.x + n / bins * p.splits, utterance = column / p.tiles, tile = column % p.tiles;
+            const int bin = n % bins + p.first, grad_bin = n % bins - SPAN, slot = n % SLOTS;
+            if (n >= AHEAD) barrier_wait(stages.empty(n - AHEAD), (n - AHEAD) / SLOTS % 2, "an empty slot", n);
+            const bool exists = bin >= 0 && bin < p.bins_in;
+            const unsigned short* from = p.x + (size_t(utterance) * p.bins_in + (exists ? bin : 0)) * p.frames * CHANNELS;
+            for (int copy = slot; copy <= SLOTS; copy += SLOTS)
+                copy_window(ring + copy * SLOT_BYTES, from, exists, tile * FRAMES, FRAMES, ROW_STRIDE, p.frames, thread);
+            if (grad_bin >= 0) {
+                const unsigned short* grad = p.grad_y + (size_t(utterance) * p.bins_out + grad_bin) * p.frames * CHANNELS;
+                copy_window(grads + n % AHEAD * SLOT_BYTES, grad, true, tile * FRAMES, FRAMES, ROW_STRIDE, p.frames, thread);
+            }
+            stages.template asked<AHEAD - 2>(n);
+        }
+        stages.template finished<AHEAD - 2>(count);
+        return;
+    }
+    float sums[PAIRS][CHANNELS / 2] = {};
+    for (int n = 0; n < count; n++) {
+        stages.wait_full(n);
+        if (n % bins >= SPAN) {
+            products_fence();
+            const auto grad = operand_at(grads + n % AHEAD * SLOT_BYTES, 128, ROW_STRIDE * 16);
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++) {
+                const int slot = (n - SPAN + 2 * pair) % SLOTS;
+                const auto window = operand_at(ring + slot * SLOT_BYTES, 128, ROW_STRIDE * 16);
+#pragma unroll
+                for (int step = 0; step < FRAMES / 16; step++)
+                    Product<CHANNELS, true>::add(sums[pair], window + 16 * step, grad + 16 * step);
+            }
+            products_commit();
+            products_wait();
+        }
+        stages.emptied(n);
+    }
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    float* to = p.partial + size_t(blockIdx.x) * PAIRS * PAIR * CHANNELS;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++)
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 2; i++) {
+            const int at = (pair * PAIR + row + i / 2 % 2 * 8) * CHANNELS + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            to[at] = sums[pair][i];
         }
 }
 

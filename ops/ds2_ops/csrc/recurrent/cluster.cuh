@@ -13,6 +13,15 @@
 // backward G, the gradients of its gates, whose chunks one quad finishes together. What a hidden unit carries from step to
 // step besides stays with the thread that finishes it.
 //
+// Backward of a cell with gates pushes instead where a block owns 32 hidden units: a block multiplies its own gates' gradients,
+// its part of K, by all rows, and sends finished sums in fp32 to the blocks whose units they are (PushMultiplier). Step i of it:
+//   1. Finishing warps wait at an mbarrier for the sums that all blocks sent at i - 1, add them up, apply the cell, leave the
+//      gradients in shared memory. 2. Multiplying warps wait for these, multiply and send, one destination after the other.
+//   Two buffers of each suffice: gradients of i are overwritten at i + 2, by whom received all blocks' sums of i + 1; to make
+//   those, each block had finished i + 1, so had received sums of i from all warps of mine, which had read their gradients.
+//   And a peer sends sums of i + 1 into the buffer of i - 1 after it has finished i + 1, so after it has received mine of i,
+//   which were multiplied after all my finishing warps had handed over gradients of i, made from what lay in that buffer.
+//
 // A unit is a group, or one of two parts of the only group's rows. With two groups, the second one's arithmetic runs while
 // the first one's state is finished and travels. With two parts, so does the second part's arithmetic, and the product with
 // what the first part sends begins before the second part arrives.
@@ -29,174 +38,9 @@
 //   (e) What is sent is always received: nothing is sent in the last iteration, so no block leaves with stores under way.
 #pragma once
 
-#include "recurrent/cluster_shape.cuh"
+#include "recurrent/cluster_multiply.cuh"
 
 namespace ds2 {
-
-template <class Shape>
-struct Multiplier {
-    using Number = typename Shape::Number;
-    Weights<Number, Shape::WARP_TILES, Shape::M_SPLIT * Shape::K_TILES> weights;
-    unsigned parity = 0;  // bit s: of the phase that stage s's mbarriers are in
-
-    // Within the warp's K slice a lane takes 16-byte chunks k + q / 2 of source q % 2, or 2 k + q of its only source.
-    static constexpr int PITCH = Shape::SOURCES == 2 ? 16 : 32;
-
-    // The first of the M_SPLIT portions of a warp's K, K_SPLIT apart, and of its rows. Portion w is one of warp w's own.
-    static __device__ int first_portion(int warp) { return Shape::M_SPLIT == 1 ? warp : warp % Shape::K_SPLIT; }
-    static __device__ int first_row(int warp) {
-        return Shape::M_SPLIT == 1 ? 0 : warp / Shape::K_SPLIT * (MMA_ROWS * Shape::WARP_TILES);
-    }
-
-    __device__ void load_weights(const Pass& pass) {
-        const int rank = cluster_rank(), warp = threadIdx.x / 32;
-        const auto word = [=](int k, int q, int words) {
-            const int portion = first_portion(warp) + k / Shape::K_TILES * Shape::K_SPLIT, tile = k % Shape::K_TILES;
-            return Shape::SOURCES == 2 ? (2 * portion + q % 2) * Shape::WORDS + 4 * tile + words * (q / 2)
-                                       : portion * Shape::WORDS + MMA_WORDS * tile + words * q;
-        };
-        weights.load_permuted(pass, word, [=, first = first_row(warp), hidden = pass.hidden](int row, int word) -> Place {
-            row += first;
-            if constexpr (!Shape::GATED) {
-                return Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
-            } else if constexpr (Shape::BACKWARD) {  // a row holds all gates, and so does what a block sends
-                const int source = word / Shape::WORDS, sent = word % Shape::WORDS, unit = rank * Shape::OWNED + row;
-                const int column = source * Shape::OWNED + sent % Shape::OWN_WORDS * Shape::PER_WORD;
-                return {(size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
-                        column, row < Shape::ROWS && unit < hidden};
-            } else {
-                const int column = word * Shape::PER_WORD, unit = rank * Shape::OWNED + row % Shape::OWNED;
-                return {(size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
-                        column, row < Shape::ROWS && unit < hidden};
-            }
-        });
-    }
-
-    // The warp's own K slice of the first state, which no other warp reads unless it shares it.
-    static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {
-        const Pass& pass = tile.pass;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-        for (int g = 0; g < Shape::GROUPS; g++)
-#pragma unroll 1
-            for (int s = 0; s < tile.live(g); s++)
-#pragma unroll 1
-                for (int i = lane; i < Shape::SOURCES * Shape::WORDS; i += 32) {
-                    const int source = Shape::SOURCES * warp + i / Shape::WORDS, word = i % Shape::WORDS;
-                    const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
-                    unsigned value = 0;
-                    if (!Shape::BACKWARD && pass.state)
-                        value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
-                                                  pass.hidden - column, Shape::WHOLE_WORDS);
-                    store_shared_4(smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
-                                       s * Shape::SAMPLE_PITCH + 4 * word,
-                                   Number::operand(value));
-                }
-        __syncwarp();
-        if constexpr (Shape::M_SPLIT > 1) block_wait(Shape::FIRST_STATE, THREADS);
-    }
-
-    __device__ void run(const Tile<Shape>& tile, char* smem) {
-        take_first_state(tile, smem);
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, quad_lane = lane % 4;
-        const int iterations = tile.iterations();
-        // Addresses of stage 0, group 0.
-        const unsigned barrier = pinned(smem_address(smem + Shape::barrier_at(0, 0, warp)));
-        const int portion = first_portion(warp);
-        const unsigned partial =
-            pinned(smem_address(smem + Shape::partial_at(0, 0)) +
-                   4 * ((portion * MMA_SAMPLES + 2 * quad_lane) * Shape::PARTIAL_STRIDE + first_row(warp) + column));
-        const unsigned first_barrier = Shape::M_SPLIT == 1 ? barrier : pinned(barrier + 8 * (portion - warp));
-        const int source = Shape::SOURCES * portion + quad_lane % Shape::SOURCES, chunk = quad_lane / Shape::SOURCES;
-        unsigned state[Shape::GROUPS];  // columns without utterance repeat the first
-        unsigned columns = 0;           // how many of this lane's two columns of the result have one, a byte a group
-#pragma unroll
-        for (int g = 0; g < Shape::GROUPS; g++) {
-            state[g] = pinned(smem_address(smem + Shape::state_at(0, g)) + source * Shape::SOURCE_PITCH +
-                              (column < tile.live(g) ? column : 0) * Shape::SAMPLE_PITCH + 16 * chunk);
-            columns |= max(0, min(2, tile.live(g) - 2 * quad_lane)) << 8 * g;
-        }
-        columns = pinned(columns);
-        const unsigned tail = pinned((Shape::K_TILES - 1) * PITCH - 8 * chunk);
-        for (int i = 0; i < iterations; i++) {
-            const int stage = i & 1;
-#pragma unroll
-            for (int g = 0; g < Shape::GROUPS; g++) {
-                const int first_unit = g * Shape::PARTS, live = tile.live(g);
-                if (i + 1 < iterations && lane < Shape::PARTS)
-                    barrier_expect(barrier + ((stage ^ 1) * Shape::UNITS + first_unit + lane) * 8 * WARPS,
-                                   live * Shape::SOURCES * 16 *
-                                       (lane == 0 ? Shape::HEAD_CHUNKS : Shape::CHUNKS - Shape::HEAD_CHUNKS));
-                const auto await = [&](int part, int portion) {
-                    if (i > 0)
-                        barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS +
-                                         portion * 8 * Shape::K_SPLIT,
-                                     parity >> stage & 1, "its peers' state", i);
-                };
-                const unsigned from = state[g] + stage * Shape::GROUPS * Shape::STATE_BYTES;
-                if constexpr (Shape::M_SPLIT > 1) {
-                    float c[Shape::WARP_TILES][4] = {}, odd[Shape::WARP_TILES][4] = {};  // more sums, fewer waits for each
-                    multiply_portions<0>(c, odd, from, [&](int portion) { await(0, portion); });
-                    report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
-                    continue;
-                }
-                float c[Shape::HEAD_TILES][4] = {};
-                await(0, 0);
-                multiply_add<PITCH, 0, 0, Shape::HEAD_K_TILES>(c, weights, from, from + tail);
-                if constexpr (Shape::PARTS == 2) {
-                    await(1, 0);
-                    multiply_add<PITCH, 0, Shape::HEAD_K_TILES, Shape::K_TILES>(c, weights, from, from + tail);
-                }
-                report<0>(c, i, g, live, partial, columns >> 8 * g & 0xff);
-                if constexpr (Shape::PARTS == 2) {
-                    float rest[Shape::M_TILES - Shape::HEAD_TILES][4] = {};
-                    multiply_add<PITCH, Shape::HEAD_TILES, 0, Shape::K_TILES>(rest, weights, from, from + tail);
-                    report<1>(rest, i, g, live, partial, columns >> 8 * g & 0xff);
-                }
-            }
-            if (i > 0) parity ^= 1u << stage;
-        }
-    }
-
-    // One portion after the other, as they come, with sums of their own for every second one.
-    template <int PORTION, class Await>
-    __device__ void multiply_portions(float (&c)[Shape::WARP_TILES][4], float (&odd)[Shape::WARP_TILES][4], unsigned from,
-                                      Await await) {
-        if constexpr (PORTION == Shape::M_SPLIT) {
-#pragma unroll
-            for (int m = 0; m < Shape::WARP_TILES; m++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[m][e] += odd[m][e];
-        } else {
-            constexpr int APART = Shape::K_SPLIT * Shape::SOURCES * Shape::SOURCE_PITCH - Shape::K_TILES * PITCH;
-            await(PORTION);
-            multiply_add<PITCH, 0, PORTION * Shape::K_TILES, (PORTION + 1) * Shape::K_TILES>(
-                PORTION % 2 ? odd : c, weights, from + PORTION * APART, 0);
-            multiply_portions<PORTION + 1>(c, odd, from, await);
-        }
-    }
-
-    // Hands partial sums c of one part, the first `columns` of this lane's two columns, to the finishing warps.
-    template <int PART, int TILES>
-    static __device__ void report(const float (&c)[TILES][4], int i, int g, int live, unsigned partial, int columns) {
-        const int stage = i & 1, unit = g * Shape::PARTS + PART;
-        const int threads = Shape::takes_part(live) ? Shape::PARTIALS_THREADS : THREADS;
-        const unsigned to = partial + (stage * Shape::GROUPS + g) * Shape::PARTIAL_BYTES;
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            if (n >= columns) break;
-#pragma unroll
-            for (int m = 0; m < TILES; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int row = MMA_ROWS * (PART * Shape::HEAD_TILES + m) + 8 * half;
-                    if (Shape::M_SPLIT > 1 || row < Shape::ROWS)
-                        store_shared_4(to + 4 * (n * Shape::PARTIAL_STRIDE + row), __float_as_uint(c[m][2 * half + n]));
-                }
-        }
-        block_arrive_or_wait(Shape::partials_ready(stage, unit), threads);
-    }
-};
 
 template <class Shape>
 struct Finisher {
@@ -208,8 +52,10 @@ struct Finisher {
     unsigned place;  // row(), sample() and first_peer() in 16, 8, 8 bits: registers are scarce
     // Addresses of stage 0.
     unsigned chunk, barrier;  // at the peers, for what this quad sends of sample 0
-    unsigned partial;         // here, for this thread's word of sample 0
+    unsigned partial;         // here, for this thread's word of sample 0: sums
+    unsigned operand;         // and, pushing, where its own warps multiply it
     unsigned input;           // here, for what this thread reads of x, dy and y
+    unsigned parity = 0;      // pushing, bit s: of the phase that stage s's mbarrier is in
 
     __device__ Finisher(const Pass& pass, char* smem) : pass(pass) {
         // Neighbours stay together: one instruction sends 128 bytes to each of 4 peers.
@@ -223,11 +69,17 @@ struct Finisher {
         place = pinned(rank * Shape::OWNED + word * Shape::PER_WORD | sample << 16 | rank + 1 + lane << 24);
         chunk = pinned(smem_address(smem) + Shape::state_at(0, group) + rank * Shape::SOURCE_PITCH + 16 * own_chunk);
         barrier = pinned(smem_address(smem + Shape::barrier_at(0, unit, rank / Shape::SOURCES)));
-        partial = pinned(smem_address(smem + Shape::partial_at(0, group)) + 4 * word * Shape::PER_WORD);
+        partial = pinned(smem_address(smem + (Shape::PUSH ? Shape::state_at(0, group) : Shape::partial_at(0, group))) +
+                         4 * word * Shape::PER_WORD);
+        if constexpr (Shape::PUSH) {
+            operand = pinned(smem_address(smem + Shape::partial_at(0, group)) + 4 * word);
+            barrier = pinned(smem_address(smem + Shape::barrier_at(0, unit, 0)));
+        }
         input = pinned(smem_address(smem + Shape::INPUT_AT) + unit * Shape::INPUT_BYTES + 4 * thread);
     }
 
-    __device__ int row() const { return pinned(place) & 0xffff; }           // the word's first element in a row of H
+    static __device__ int row(unsigned place) { return pinned(place) & 0xffff; }  // the word's first element in a row of H
+    __device__ int row() const { return row(place); }
     __device__ int sample() const { return pinned(place) >> 16 & 0xff; }    // in the first round
     __device__ unsigned first_peer() const { return pinned(place) >> 24; }  // of the blocks that this lane sends to
     __device__ int valid() const { return min(Shape::PER_WORD, pass.hidden - row()); }  // elements of the word that exist
@@ -244,8 +96,8 @@ struct Finisher {
         return input + ((Shape::AHEAD * Shape::SLOTS + 1) * Shape::ROUNDS + r) * Shape::FINISHERS * 4;
     }
     // This thread's word of sample s in frame t; with t = 0 also in (B, H) arrays.
-    __device__ Frame<Shape> at(const Tile<Shape>& tile, int s, int t) const {
-        return {pass, unsigned(t * pass.batch + tile.first + s), row()};  // T B < 2^31
+    __device__ auto at(const Tile<Shape>& tile, int s, int t) const {
+        return frame_at<Shape>(pass, unsigned(t * pass.batch + tile.first + s), [place = place] { return row(place); });  // T B < 2^31
     }
     __device__ unsigned load_state(const Tile<Shape>& tile, int s) const {
         return pass.state ? load_word<Number>(pass.state, at(tile, s, 0).element(), valid(), Shape::WHOLE_WORDS) : 0;
@@ -270,7 +122,7 @@ struct Finisher {
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(tile, i, live);
 #pragma unroll 1
-        for (int i = 0; i < (live || DEBUG_WAITS ? tile.iterations() : 0); i++) {
+        for (int i = 0; i < (live || (DEBUG_WAITS && !Shape::PUSH) ? tile.iterations() : 0); i++) {
             finish(tile, i, live);
             fetch_inputs(tile, i + Shape::AHEAD - 1, live);
         }
@@ -301,7 +153,7 @@ struct Finisher {
             const size_t plain = wanted ? at(tile, s, t).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
-                const void* array = Frame<Shape>::input_array(pass, a);
+                const void* array = input_array<Shape>(pass, a);
                 const size_t from = !Shape::GATED ? plain : wanted ? at(tile, s, t).input_element(a) : 0;
                 const unsigned to = input_at(i, r, a);
                 if constexpr (Shape::WHOLE_WORDS)
@@ -314,18 +166,21 @@ struct Finisher {
     }
 
     // The matrix times the state, for this thread's word. The order of the sum is fixed.
+    static constexpr int PARTS = Shape::PUSH ? Shape::CLUSTER : Shape::K_SPLIT;
+    static constexpr int PART_PITCH = 4 * MMA_SAMPLES * (Shape::PUSH ? Shape::OWNED : Shape::PARTIAL_STRIDE);
     static __device__ void sum_partials(float (&sum)[Shape::PER_WORD], unsigned from) {
-        float part[Shape::K_SPLIT][Shape::PER_WORD];
+        float part[PARTS][Shape::PER_WORD];
 #pragma unroll
-        for (int w = 0; w < Shape::K_SPLIT; w++) load_floats(part[w], from + w * 4 * MMA_SAMPLES * Shape::PARTIAL_STRIDE);
+        for (int w = 0; w < PARTS; w++) load_floats(part[w], from + w * PART_PITCH);
 #pragma unroll
-        for (int n = Shape::K_SPLIT / 2; n > 0; n /= 2)
-#pragma unroll
-            for (int w = 0; w < n; w++)
-#pragma unroll
-                for (int e = 0; e < Shape::PER_WORD; e++) part[w][e] = part[2 * w][e] + part[2 * w + 1][e];
-#pragma unroll
-        for (int e = 0; e < Shape::PER_WORD; e++) sum[e] = part[0][e];
+        for (int e = 0; e < Shape::PER_WORD; e++) sum[e] = added<0, PARTS>(part, e);
+    }
+    template <int FIRST, int N>
+    static __device__ float added(const float (&part)[PARTS][Shape::PER_WORD], int e) {
+        if constexpr (N == 1)
+            return part[FIRST][e];
+        else
+            return added<FIRST, N / 2>(part, e) + added<FIRST + N / 2, N / 2>(part, e);
     }
     static __device__ void load_floats(float (&v)[2], unsigned from) {
         const uint2 pair = load_shared_8(from);
@@ -360,6 +215,22 @@ struct Finisher {
                 store_async(address[j][0] + 4 * v * Shape::OWN_WORDS, address[j][1], w[v][0], w[v][1], w[v][2], w[v][3]);
     }
 
+    // Pushing: this thread's word of each vector, for the block's own multiplying warps.
+    __device__ void hand_over(const unsigned (&value)[Shape::SENT], int stage, int s) const {
+        const unsigned to = operand + stage * Shape::GROUPS * Shape::PARTIAL_BYTES + s * Shape::OPERAND_PITCH;
+#pragma unroll
+        for (int v = 0; v < Shape::SENT; v++) store_shared_4(to + 4 * v * Shape::OWN_WORDS, Number::operand(value[v]));
+    }
+    // Pushing: arms the next step's mbarrier, and waits until all blocks' sums of this one are there.
+    __device__ void await_sums(const Tile<Shape>& tile, int i, int live) {
+        const int stage = i & 1;
+        if (i + 1 < tile.iterations() && threadIdx.x % Shape::FINISHERS == 0)
+            barrier_expect(barrier + (stage ^ 1) * Shape::UNITS * 8 * WARPS, live * Shape::CLUSTER * Shape::OWNED * 4);
+        if (i == 0) return;
+        barrier_wait(barrier + stage * Shape::UNITS * 8 * WARPS, parity >> stage & 1, "its peers' sums", i);
+        parity ^= 1u << stage;
+    }
+
     static __device__ void wait_with_units(int stage, int first_unit, int end_unit) {
         for (int unit = first_unit; unit < end_unit; unit++)
             block_wait(Shape::partials_ready(stage, unit), Shape::PARTIALS_THREADS);
@@ -374,8 +245,9 @@ struct Finisher {
         for (int first = 0; first == 0 || first < live; first += Shape::ROUND_SAMPLES) {
             const bool mine = first + sample() < live;
             const int s = min(first + sample(), MMA_SAMPLES - 1), r = first / Shape::ROUND_SAMPLES;
-            const unsigned from =
-                pinned(partial + stage * Shape::GROUPS * Shape::PARTIAL_BYTES + 4 * s * Shape::PARTIAL_STRIDE);
+            const unsigned from = pinned(Shape::PUSH ? partial + stage * Shape::GROUPS * Shape::STATE_BYTES + 4 * s * Shape::OWNED
+                                                     : partial + stage * Shape::GROUPS * Shape::PARTIAL_BYTES +
+                                                           4 * s * Shape::PARTIAL_STRIDE);
             unsigned in[Shape::INPUTS], out[Shape::OUTPUTS], sent[Shape::SENT];
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) in[a] = load_shared_4(input_at(i, r, a));
@@ -385,12 +257,26 @@ struct Finisher {
                 kept_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
                 prepare(tile, in, s, t, frames, ready);
             }
-            if (DEBUG_WAITS && first == 0) wait_with_units(stage, 0, tile.own_unit());
-            if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
-            if (!__any_sync(0xffffffffu, mine)) continue;
+            if constexpr (Shape::PUSH) {
+                if (first == 0) await_sums(tile, i, live);
+            } else {
+                if (DEBUG_WAITS && first == 0) wait_with_units(stage, 0, tile.own_unit());
+                if (first == 0) block_wait(Shape::partials_ready(stage, tile.own_unit()), Shape::PARTIALS_THREADS);
+            }
+            const auto handed_over = [&] {  // a warp without utterances says so too
+                if (Shape::PUSH && t >= 0 && first + Shape::ROUND_SAMPLES >= live)
+                    block_arrive(Shape::partials_ready(stage, tile.own_unit()), Shape::PUSH_THREADS);
+            };
+            if (!__any_sync(0xffffffffu, mine)) {
+                handed_over();
+                continue;
+            }
             float sum[Shape::SUMS][Shape::PER_WORD], last[Shape::PER_WORD] = {};
 #pragma unroll
             for (int k = 0; k < Shape::SUMS; k++) sum_partials(sum[k], from + 4 * k * Shape::OWNED);
+            if (Shape::PUSH && i == 0)
+#pragma unroll
+                for (int e = 0; e < Shape::PER_WORD; e++) sum[0][e] = 0.f;
             if (Shape::BACKWARD && t < 0) {
                 if (mine) finish_first_state(tile, s, r, sum[0], frames);
                 continue;
@@ -405,13 +291,18 @@ struct Finisher {
             }
 #pragma unroll
             for (int v = 0; v < Shape::SENT; v++) sent[v] = out[v == Shape::SENT - 1 ? Shape::LAST_SENT : v];
-            if (i + 1 < tile.iterations()) send(sent, stage ^ 1, s, mine);
+            if constexpr (Shape::PUSH) {
+                if (mine) hand_over(sent, stage, s);
+                handed_over();
+            } else {
+                if (i + 1 < tile.iterations()) send(sent, stage ^ 1, s, mine);
+            }
             if constexpr (Shape::GATED)
                 if (t < frames) keep_carry<Shape, Shape::ROUNDS>(carry_at(r), carry);
 #pragma unroll
             for (int a = 0; a < Shape::OUTPUTS; a++) store_shared_4(input_at(i, r, a), out[a]);
         }
-        if (DEBUG_WAITS) wait_with_units(stage, tile.own_unit() + 1, Shape::UNITS);
+        if (DEBUG_WAITS && !Shape::PUSH) wait_with_units(stage, tile.own_unit() + 1, Shape::UNITS);
         if (Shape::BACKWARD && t < 0) return;
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
@@ -455,7 +346,7 @@ struct Finisher {
                             float (&ready)[Shape::READY][Shape::PER_WORD]) const {
         Floats other = {};
         if (!Shape::BACKWARD)
-            Frame<Shape>{pass, 0, row()}.load_bias(other, valid(), Shape::WHOLE_WORDS);
+            at(tile, s, 0).load_bias(other, valid(), Shape::WHOLE_WORDS);
         else if (pass.state && t >= 0 && t == frames - 1)
             Number::unpack(load_state(tile, s), other);
         prepare_gates<Shape>(in, other, ready);
@@ -469,7 +360,7 @@ __device__ void cluster_recurrence(const Pass& pass) {
     barrier_init_fence();
     if (threadIdx.x < THREADS) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
-        Multiplier<Shape> multiplier;
+        typename IfPush<Shape::PUSH, Shape>::Multiplier multiplier;
         multiplier.load_weights(pass);
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {

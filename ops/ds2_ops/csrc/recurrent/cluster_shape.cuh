@@ -30,7 +30,7 @@ struct ClusterShape {
     static constexpr int K_TILES = K_WORDS / MMA_WORDS / WARPS;
     static constexpr int SOURCES = CLUSTER / WARPS; // blocks that make one of the 8 portions of K
     // Warps that share a portion of K, each with some of the rows: fewer partial sums of many rows. K_TILES: of a portion.
-    static constexpr int M_SPLIT = SUMS == 1 || K_TILES % 2 ? 1 : M_TILES % 4 == 0 ? 4 : M_TILES % 2 == 0 ? 2 : 1;
+    static constexpr int M_SPLIT = SUMS == 1 || K_TILES % 2 ? 1 : M_TILES % 2 ? 1 : 2;
     static constexpr int K_SPLIT = WARPS / M_SPLIT, WARP_TILES = M_TILES / M_SPLIT;
     // The first part: as many of the rows, of the chunks that a block sends, and of a warp's K that consists of such chunks.
     static constexpr int HEAD_TILES = HEAD_TILES_, PARTS = HEAD_TILES < M_TILES ? 2 : 1;
@@ -58,8 +58,14 @@ struct ClusterShape {
     // The four sample pairs of a fragment's store fall 8 banks apart.
     static constexpr int PARTIAL_STRIDE = MMA_ROWS * M_TILES + 4;
 
-    static constexpr int STATE_BYTES = CLUSTER * SOURCE_PITCH;                      // one group, one stage, like the next
-    static constexpr int PARTIAL_BYTES = K_SPLIT * MMA_SAMPLES * PARTIAL_STRIDE * 4;
+    // Backward pushes where lanes send 16 bytes of sums: received ones in place of the state, [source][sample][unit] in fp32, and
+    // the block's own gradients, the operand, in place of partial sums, [sample][words].
+    static constexpr bool PUSH = BACKWARD && GATED && OWNED == 2 * MMA_ROWS;
+    static constexpr int OPERAND_PITCH = (4 * WORDS + 63) / 128 * 128 + 64;
+    static constexpr int PUSH_THREADS = THREADS + FINISHERS;
+    // One group, one stage:
+    static constexpr int STATE_BYTES = CLUSTER * (PUSH ? MMA_SAMPLES * OWNED * 4 : SOURCE_PITCH);
+    static constexpr int PARTIAL_BYTES = MMA_SAMPLES * (PUSH ? OPERAND_PITCH : K_SPLIT * PARTIAL_STRIDE * 4);
     static constexpr int INPUTS = pass_inputs<Cell, BACKWARD>();    // words read every step
     static constexpr int OUTPUTS = pass_outputs<Cell, BACKWARD>();  // and written
     static constexpr int SLOTS = INPUTS > OUTPUTS ? INPUTS : OUTPUTS;

@@ -9,22 +9,24 @@
 namespace ds2 {
 
 template <class Shape>
+__device__ const void* input_array(const Pass& pass, int a) {
+    return Shape::GATED ? (Shape::BACKWARD && a > 0 ? pass.saved : pass.input) : a == 0 ? pass.input : pass.output_y;
+}
+
+template <class Shape, class Column>
 struct Frame {
     using Number = typename Shape::Number;
     using Cell = typename Shape::Cell;
     const Pass& pass;
     const unsigned row;  // t B + the utterance; of (B, H) arrays, the utterance
-    const int column;    // the word's first hidden unit; `valid` of its elements exist
+    const Column column; // gives the word's first hidden unit when it is wanted; `valid` of its elements exist
 
     // The word in a (.., H) array, or in a plane of (.., PLANES, H).
     template <int PLANES = 1>
     __device__ size_t element(int plane = 0) const {
-        return size_t(row) * unsigned(PLANES * pass.hidden) + unsigned(plane * pass.hidden + column);
+        return size_t(row) * unsigned(PLANES * pass.hidden) + unsigned(plane * pass.hidden + column());
     }
 
-    static __device__ const void* input_array(const Pass& pass, int a) {
-        return Shape::GATED ? (Shape::BACKWARD && a > 0 ? pass.saved : pass.input) : a == 0 ? pass.input : pass.output_y;
-    }
     __device__ size_t input_element(int a) const {
         if constexpr (!Shape::GATED) return element();
         if constexpr (Shape::GATED && !Shape::BACKWARD) return element<Cell::GATES>(a);
@@ -64,9 +66,14 @@ struct Frame {
     }
     __device__ void load_bias(float (&bias)[Shape::PER_WORD], int valid, bool whole_words) const {
         const bool there = Cell::LAST_APART && !Shape::BACKWARD && pass.bias;
-        Number::unpack(there ? load_word<Number>(pass.bias, column, valid, whole_words) : 0, bias);
+        Number::unpack(there ? load_word<Number>(pass.bias, column(), valid, whole_words) : 0, bias);
     }
 };
+
+template <class Shape, class Column>
+__device__ Frame<Shape, Column> frame_at(const Pass& pass, unsigned row, Column column) {
+    return {pass, row, column};
+}
 
 // What a thread carries of its word from step to step, in shared memory of its own: element after element, FINISHERS apart.
 template <class Shape, int ROUNDS = 1>

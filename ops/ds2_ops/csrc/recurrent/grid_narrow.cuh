@@ -307,9 +307,9 @@ struct GridFinisher {
         return sample < tile.live_of(group) && word < state_units<Number>(pass) * 4;
     }
     // This thread's word in frame t; with t = 0 also in (B, H) arrays.
-    __device__ Frame<Shape> frame(const GridTile<Shape>& tile, int group, int t) const {
+    __device__ auto frame(const GridTile<Shape>& tile, int group, int t) const {
         const unsigned utterance = t * pass.batch + tile.first + group * pass.samples + sample;  // T B < 2^31
-        return {pass, utterance, word * Shape::PER_WORD};
+        return frame_at<Shape>(pass, utterance, [word = word] { return word * Shape::PER_WORD; });
     }
     __device__ unsigned load_state(const GridTile<Shape>& tile, int group) const {
         return pass.state ? load_word<Number>(pass.state, frame(tile, group, 0).element(), valid, pass.whole_words) : 0;
@@ -381,7 +381,7 @@ struct GridFinisher {
         const size_t plain = wanted ? frame(tile, at.group, t).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
         for (int a = 0; a < Shape::INPUTS; a++) {
-            const void* array = Frame<Shape>::input_array(pass, a);
+            const void* array = input_array<Shape>(pass, a);
             const size_t from = !Shape::GATED ? plain : wanted ? frame(tile, at.group, t).input_element(a) : 0;
             if (pass.whole_words)
                 copy_async(input_at(turn, a), static_cast<const typename Number::Storage*>(array) + from, wanted);

@@ -78,9 +78,7 @@ def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tup
 
 def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
     """Warps that share portions of K, each for a part of the rows: as in cluster_shape.cuh."""
-    if sums == 1 or k_tiles % 2:
-        return 1
-    return next(split for split in (4, 2, 1) if m_tiles % split == 0)
+    return 1 if sums == 1 or k_tiles % 2 or m_tiles % 2 else 2
 
 
 def _choice(
@@ -149,6 +147,10 @@ def _smem_bytes(
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4
+    owned = head_words * NUMBERS[problem.dtype][1]
+    if problem.backward and cell.gates > 1 and owned == 2 * MMA_ROWS:  # pushes: received sums, and its own gradients
+        state_bytes = cluster * MMA_SAMPLES * owned * 4
+        partial_bytes = MMA_SAMPLES * ((4 * words + 63) // 128 * 128 + 64)
     rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
     slots, carried = 2 if problem.backward else 1, 0
     if cell.gates > 1:

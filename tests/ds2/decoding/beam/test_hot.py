@@ -98,15 +98,18 @@ def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) 
     decoder = BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU)
     forest = decoder.beams.fusion.forest
     texts = ["".join(letters) for letters in product("ab", repeat=4)]
-    kept = [decoder.start(1, {text: 1.0}) for text in texts]
+    kept = []
+    for number, text in enumerate(texts):
+        with torch.inference_mode(number % 2 == 0):  # within a batch and outside
+            kept.append(decoder.start(1, {text: 1.0}))
     most = len(forest.nodes.word)
-    assert len(forest._planted) == len(texts)
+    assert len(forest.planted) == len(texts)
     del kept
     gc.collect()
-    assert not forest._planted and not forest._roots
+    assert not forest.planted and not forest.roots
     for text in texts * 3:
         same = [decoder.start(1, {text: 1.0}) for _ in range(3)]
-        assert len(forest._planted) == 1
+        assert len(forest.planted) == 1
         del same
     assert len(forest.nodes.word) == most
 

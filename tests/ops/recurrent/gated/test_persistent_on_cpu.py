@@ -64,7 +64,10 @@ CASES = [
     pytest.param("lstm", ("cluster", 8, 1, 1), (3, 2, 40), id="lstm"),
     pytest.param("gru_after", ("cluster", 8, 1, 2), (4, 21, 33), id="gru, odd rows, two groups, two tiles"),
     pytest.param("lstm", ("cluster", 16, 1, 2), (3, 11, 250), id="lstm, warps that share", marks=pytest.mark.slow),
-    pytest.param("gru_after", ("cluster", 16, 1, 1), (2, 3, 512), id="gru, warps that share", marks=pytest.mark.slow),
+    pytest.param("gru_after", ("cluster", 16, 1, 2), (4, 11, 512), id="gru that pushes", marks=pytest.mark.slow),
+    pytest.param("lstm", ("cluster", 8, 1, 1), (5, 3, 250), id="lstm that pushes"),
+    pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
+    pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
     pytest.param("lstm", ("grid", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
     pytest.param("gru_after", ("grid", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
 ]
@@ -77,12 +80,12 @@ def test_slow_warps_and_late_messages_change_nothing(
     assert not wrong_results(chip, cell, tile, shape)
 
 
-CLUSTER = "recurrent/cluster.cuh"
+CLUSTER, MULTIPLY = "recurrent/cluster.cuh", "recurrent/cluster_multiply.cuh"
 AWAIT = "barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS"
 FAULTS = [
-    pytest.param((CLUSTER, "await(PORTION);", ""), True, id="no wait for the peers"),
-    pytest.param((CLUSTER, "block_wait(Shape::FIRST_STATE, THREADS);", ";"), True, id="no wait for the first state"),
-    pytest.param((CLUSTER, AWAIT, "if (false) barrier_wait(0"), False, id="no wait for the peers' gradients"),
+    pytest.param((MULTIPLY, "await(PORTION);", ""), True, id="no wait for the peers"),
+    pytest.param((MULTIPLY, "block_wait(Shape::FIRST_STATE, THREADS);", ";"), True, id="no wait for the first state"),
+    pytest.param((MULTIPLY, AWAIT, "if (false) barrier_wait(0"), False, id="no wait for the peers' gradients"),
     pytest.param((CLUSTER, "if (t < frames) keep_carry", "keep_carry"), False, id="carry of padding"),
     pytest.param(("recurrent/cells.cuh", "= before * f", "= tanh_c * f"), False, id="c of the wrong frame"),
     pytest.param((CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap"),

@@ -2,7 +2,7 @@
 
 import pytest
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -58,6 +58,8 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
 def assert_no_spills(choice: Choice) -> None:
     binary = build(choice.launch.source.text)
     assert binary.local_bytes == 0, choice.explain()
+    launched = 65536 // choice.launch.threads // 8 * 8
+    assert binary.registers == launched, "what setmaxnreg moves is counted from these"
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
@@ -80,3 +82,15 @@ def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool)
     assert len(choices) >= len(hiddens)
     for choice in choices.values():
         assert_no_spills(choice)
+
+
+@pytest.mark.parametrize("cell", [name for name, cell in GATED.items() if cell.kernels])
+def test_largest_tile_with_gates_compiles_without_spills(cell: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    largest = largest_cluster_hidden("bfloat16", GATED[cell].gates)
+    assert largest == 512
+    for backward in (False, True):
+        choices = cluster_choices(Problem(64, largest, "bfloat16", cell, backward), H200, H200.sms)
+        two_groups = next(choice for choice in choices if choice.groups == 2)
+        assert_no_spills(choices[0])
+        assert_no_spills(two_groups)

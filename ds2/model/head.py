@@ -1,0 +1,35 @@
+"""What makes logits of a module's output: of the last one, and in training of those before it that have a head."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds2.config.schema import ModelConfig
+from ds2.model.norm import Count, SequenceBatchNorm
+
+
+class Classifier(Protocol):
+    """Anything with a batch norm, or none, before a classifier."""
+
+    norm: SequenceBatchNorm | None
+    classifier: nn.Linear
+
+
+class Head(nn.Module):
+    """Batch norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
+
+    def __init__(self, width: int, labels: int, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
+        self.classifier = nn.Linear(width, labels)
+
+
+def classified(x: Tensor, count: Count | None, head: Classifier) -> Tensor:
+    """(T, B, H) to logits (T, B, V) by the batch norm and the classifier of a head or of the whole model."""
+    with torch.autocast(x.device.type, enabled=False):
+        x = x.to(head.classifier.weight.dtype)
+        logits: Tensor = head.classifier(x if head.norm is None else head.norm(x, count))
+        return logits
