@@ -17,6 +17,9 @@ NEEDS = {"ds2_ops.row_convolution.triton_kernels": "triton"}  # left out where t
 
 def build(folder: Path) -> None:
     """Write a page for every module; warns of what cannot be imported or read."""
+    for package in map(import_module, PACKAGES):
+        for name in getattr(package, "__all__", ()):
+            setattr(package, name, getattr(package, name))  # what a package gives when asked pdoc does not ask for
     pdoc.render.configure(docformat="google", footer_text="from the docstrings, by pdoc")
     with warnings.catch_warnings():
         for name, package in NEEDS.items():
