@@ -23,8 +23,9 @@ def test_a_run_whose_every_step_was_skipped_fails(
 ) -> None:
     healthy = Passes.losses
 
-    def broken(self: Passes, inputs: Inputs) -> torch.Tensor:
-        return healthy(self, inputs) * torch.nan
+    def broken(self: Passes, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, objective = healthy(self, inputs)
+        return losses * torch.nan, objective * torch.nan
 
     monkeypatch.setattr(Passes, "losses", broken)
     with pytest.raises(TrainingError, match=r"nothing was learned: 3 steps were tried, none .*ds2 data check"):
