@@ -10,6 +10,7 @@ import pytest
 import soundfile
 import torch
 from hypothesis import HealthCheck, settings
+from support.tiny import tiny_overrides_in
 
 from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
@@ -62,28 +63,7 @@ def tone_manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
     """Overrides of a model of a few thousand parameters on the tone corpus."""
-    return [
-        f"data.train=[{tone_manifest}]",
-        f"data.dev=[{tone_manifest}]",
-        f"data.work_dir={tmp_path / 'work'}",
-        "data.workers=0",
-        "alphabet.symbols='abc '",
-        "model=rnn_small",
-        "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]",
-        "model.hidden=48",
-        "model.depth=2",
-        "model.skip=1",
-        "model.row_convs=1",
-        "model.row_conv_context=2",
-        "optim=adamw",
-        "optim.learning_rate=0.01",
-        "optim.warmup_steps=0",
-        "batching.utterances=4",
-        "train.epochs=4",
-        "train.log_every_steps=1",
-        "device=cpu",
-        f"run_dir={tmp_path / 'run'}",
-    ]
+    return tiny_overrides_in(tmp_path, tone_manifest)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
+from ds2_ops.jit.launch import run_loaded
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.device import device_facts
 from ds2_ops.recurrent.gated import gemm
@@ -148,16 +149,7 @@ class Bench:
         kernel, stream = runtime.load(text, self.index), torch.cuda.current_stream().cuda_stream
 
         def call() -> None:
-            runtime.launch(
-                kernel,
-                packed,
-                grid=launch.grid,
-                block=launch.threads,
-                cluster=launch.cluster,
-                smem_bytes=launch.smem_bytes,
-                cooperative=launch.cooperative,
-                stream=stream,
-            )
+            run_loaded(launch, kernel, packed, stream)
 
         return call
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds2_ops.jit import runtime
 from ds2_ops.jit.source import Argument, Source
@@ -37,6 +37,20 @@ class Launch:
     cooperative: bool = False
 
 
+def run_loaded(launch: Launch, kernel: Any, packed: Any, stream: int) -> None:
+    """Launch a loaded kernel with packed arguments on a stream, asynchronously; as `runtime.launch`."""
+    runtime.launch(
+        kernel,
+        packed,
+        grid=launch.grid,
+        block=launch.threads,
+        cluster=launch.cluster,
+        smem_bytes=launch.smem_bytes,
+        cooperative=launch.cooperative,
+        stream=stream,
+    )
+
+
 def launch_on(
     launch: Launch, arguments: Sequence[Argument], what: Callable[[], str], device_index: int, stream: int
 ) -> None:
@@ -53,16 +67,8 @@ def launch_on(
         RuntimeError: the compiler's or driver's error, with `what` and the GPU's name.
     """
     try:
-        runtime.launch(
-            runtime.load(launch.source.text, device_index, runtime.arch(device_index)),
-            launch.source.pack(arguments),
-            grid=launch.grid,
-            block=launch.threads,
-            cluster=launch.cluster,
-            smem_bytes=launch.smem_bytes,
-            cooperative=launch.cooperative,
-            stream=stream,
-        )
+        kernel = runtime.load(launch.source.text, device_index, runtime.arch(device_index))
+        run_loaded(launch, kernel, launch.source.pack(arguments), stream)
     except RuntimeError as error:
         raise RuntimeError(f"{what()} failed on {runtime.device_name(device_index)}: {error}") from error
 

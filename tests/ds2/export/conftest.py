@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import tiny_overrides_in
 
 from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
@@ -66,27 +67,11 @@ def tone_run(tone_manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A run folder whose model writes the letters of tones, in seconds."""
     folder = tmp_path_factory.mktemp("export")
     overrides = [
-        f"data.train=[{tone_manifest}]",
-        f"data.dev=[{tone_manifest}]",
-        f"data.work_dir={folder / 'work'}",
-        "data.workers=0",
-        "alphabet.symbols='abc '",
+        *tiny_overrides_in(folder, tone_manifest),
         "features=nemo_fbank",
-        "model=rnn_small",
         "model.convs=[{kernel:[11,5],stride:[4,2],channels:4},{kernel:[5,5],stride:[2,2],channels:8}]",
-        "model.hidden=48",
-        "model.depth=2",
-        "model.skip=1",
-        "model.row_convs=1",
-        "model.row_conv_context=2",
-        "optim=adamw",
-        "optim.learning_rate=0.01",
-        "optim.warmup_steps=0",
-        "batching.utterances=4",
         "train.epochs=25",
         "train.evaluate_every_epochs=25",
-        "device=cpu",
-        f"run_dir={folder / 'run'}",
     ]
     assert train(compose_config(overrides), folder / "run") == 0
     return folder / "run"

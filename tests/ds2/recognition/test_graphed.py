@@ -7,10 +7,9 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from support.streams import hear
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import DecodeConfig
@@ -31,17 +30,6 @@ def load(model: Path, device: str, way: type, method: str = "greedy", precision:
     found = Recogniser.of(load_model(model, chosen), DecodeConfig(method=method, beam=16), chosen, precision)
     found.hearings[BLOCK_FRAMES] = GraphedBlocks(found, BLOCK_FRAMES) if way is GraphedBlocks else Chunks(found)
     return found
-
-
-def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) -> Hypothesis:
-    start = 0
-    while start < len(samples):
-        end = start + round(draw.uniform(0.01, 3.0) * session.sample_rate_hz)
-        session.accept(samples[start:end])
-        start = end
-        while session.ready():
-            step([session])
-    return session.finish()
 
 
 def spoken(hypothesis: Hypothesis) -> list[tuple[str, float, float]]:

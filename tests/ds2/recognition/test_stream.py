@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from numpy.typing import NDArray
+from support.streams import hear
 
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
@@ -50,18 +50,6 @@ def recogniser(request: pytest.FixtureRequest, make_model: Callable[..., Path], 
     lm = str(tmp_path / "model.lm") if request.param == "beam" else ""
     options = DecodeConfig(method=request.param, lm=lm, beam=16, unknown_score=-2.0)
     return Recogniser.of(load_model(make_model()), options, torch.device("cpu"))
-
-
-def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) -> Hypothesis:
-    """Hear samples in chunks of 10 ms to 3 s."""
-    start = 0
-    while start < len(samples):
-        end = start + round(draw.uniform(0.01, 3.0) * session.sample_rate_hz)
-        session.accept(samples[start:end])
-        start = end
-        while session.ready():
-            step([session])
-    return session.finish()
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -14,6 +14,11 @@ from torch import Tensor
 from ds2_ops.recurrent.cells import GATED
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """In which a cell's sums and c are kept: float32, or float64 where tensors are."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def forward(
     cell: str,
     x: Tensor,
@@ -42,7 +47,7 @@ def forward(
     """
     frames, batch, _ = x.shape
     hidden = weight_hh.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     carries_c = GATED[cell].carries_c
     h = x.new_zeros(batch, hidden) if h0 is None else h0
     c = x.new_zeros(batch, hidden if carries_c else 0, dtype=wide) if c0 is None else c0
@@ -113,13 +118,12 @@ def backward_data(
     """
     frames, batch, hidden = grad_y.shape
     row = GATED[cell]
-    wide = torch.promote_types(grad_y.dtype, torch.float32)
+    wide = wide_dtype(grad_y)
     grad_x = grad_y.new_empty(frames, batch, row.gates * hidden)
     grad_last = grad_y.new_empty((frames, batch, hidden) if row.last_apart else 0)
     zeros = grad_y.new_zeros(batch, hidden, dtype=wide)
-    dh = (
-        zeros if grad_h_n is None else grad_h_n.to(wide)
-    )  # of the state after frame t, but for what y_t itself is given
+    # of the state after frame t, but for what y_t itself is given
+    dh = zeros if grad_h_n is None else grad_h_n.to(wide)
     dc = zeros if grad_c_n is None else grad_c_n
     valid = None if lengths is None else torch.arange(frames, device=grad_y.device)[:, None, None] < lengths[:, None]
     for t in range(frames - 1, -1, -1):

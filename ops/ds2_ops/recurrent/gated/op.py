@@ -15,6 +15,7 @@ from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent.backends import BACKENDS, resolve
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.gated import gemm, persistent
+from ds2_ops.recurrent.gated.gemm import wide_dtype
 from ds2_ops.recurrent.gated.reference import gated_reference
 from ds2_ops.recurrent.weights import backward_weights, frame_products
 
@@ -124,17 +125,13 @@ def gated(
         lengths = lengths_on(lengths, x.shape[0], x.device)
         narrow = None if c0 is None else c0.to(x.dtype)
         y, h_n, c_n = gated_reference(cell, x, weight_hh, bias, h0, narrow, lengths)
-        return y, h_n, c_n.to(_wide(x))
+        return y, h_n, c_n.to(wide_dtype(x))
     inputs = (x, weight_hh, bias, h0, c0)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     op: Callable[..., Outputs] = _forward if torch.compiler.is_compiling() else _run_forward
     if save and not torch.compiler.is_compiling():
         op = _Eager.apply
     return op(*inputs, lengths, cell, backend, max_sms, save)[:3]
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check(cell: str, x: Tensor, weight_hh: Tensor, bias: Tensor | None, h0: Tensor | None, c0: Tensor | None) -> None:
@@ -150,8 +147,8 @@ def _check(cell: str, x: Tensor, weight_hh: Tensor, bias: Tensor | None, h0: Ten
             check_like(name, tensor, x)
     if c0 is not None:
         check_shape("c0", c0, (batch, hidden), "(B, H)")
-        if c0.dtype != _wide(x):
-            raise TypeError(f"c0 is {c0.dtype}, expected {_wide(x)}: the cell state is never rounded to {x.dtype}")
+        if c0.dtype != wide_dtype(x):
+            raise TypeError(f"c0 is {c0.dtype}, expected {wide_dtype(x)}: the cell state is never rounded to {x.dtype}")
         if c0.device != x.device:
             raise ValueError(f"c0 is on {c0.device} but x is on {x.device}: move one with .to(device)")
 
@@ -274,7 +271,7 @@ def _(
     return (
         x.new_empty(frames, batch, hidden),
         x.new_empty(batch, hidden),
-        x.new_empty((batch, hidden) if row.carries_c else (0,), dtype=_wide(x)),
+        x.new_empty((batch, hidden) if row.carries_c else (0,), dtype=wide_dtype(x)),
         x.new_empty((frames, batch, row.saved, hidden) if args[-1] else (0,)),
     )
 
@@ -288,7 +285,7 @@ def _(
         grad_y.new_empty(frames, batch, row.gates * hidden),
         grad_y.new_empty((frames, batch, hidden) if row.last_apart else (0,)),
         grad_y.new_empty(batch, hidden),
-        grad_y.new_empty((batch, hidden) if row.carries_c else (0,), dtype=_wide(grad_y)),
+        grad_y.new_empty((batch, hidden) if row.carries_c else (0,), dtype=wide_dtype(grad_y)),
     )
 
 

@@ -1,0 +1,23 @@
+"""Sources that come in pieces."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.recognition.stream import Session, step
+
+
+def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) -> Hypothesis:
+    """Hear samples in chunks of 10 ms to 3 s."""
+    start = 0
+    while start < len(samples):
+        end = start + round(draw.uniform(0.01, 3.0) * session.sample_rate_hz)
+        session.accept(samples[start:end])
+        start = end
+        while session.ready():
+            step([session])
+    return session.finish()
