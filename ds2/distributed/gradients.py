@@ -74,14 +74,11 @@ class _Bucket:
         came = [(part, grad) for part, grad in zip(self._parts, gradients, strict=True) if grad is not None]
         if self.passes > 0:
             torch._foreach_add_([part for part, _ in came], [grad.to(part.dtype) for part, grad in came])
-        elif len(came) < len(self._parts):
-            self.flat.zero_()
-            torch._foreach_copy_([part for part, _ in came], [grad for _, grad in came])
         else:
-            if self._rounded is not None:
-                self.flat[: len(self._rounded)] = _concatenated([grad for _, grad in came[: len(self._low)]])
-            if rest := came[len(self._low) :]:
-                torch._foreach_copy_([part for part, _ in rest], [grad for _, grad in rest])
+            if len(came) < len(self._parts):
+                self.flat.zero_()
+            for alike in _alike(came):
+                torch._foreach_copy_([part for part, _ in alike], [grad for _, grad in alike])
         self.passes += 1
 
 
@@ -104,6 +101,14 @@ def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
         if gap := -tensor.numel() % _ALIGNED:
             pieces.append(tensor.new_zeros(gap))
     return torch.cat(pieces)
+
+
+def _alike(came: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The pairs in groups of one type and of rows that follow one another or not: torch copies such a group at once."""
+    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for part, grad in came:
+        groups.setdefault((grad.dtype, grad.is_contiguous()), []).append((part, grad))
+    return list(groups.values())
 
 
 class _Copies(torch.autograd.Function):
@@ -156,7 +161,7 @@ class GradientReducer:
             bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
         self._under_way: list[Pending] = []
-        self._armed = False
+        self._armed = self._finished = False
 
     @property
     def buckets(self) -> list[Tensor]:
@@ -180,25 +185,31 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
-        self._armed = False
+        self._armed = self._finished = False
         self._under_way = []
         for bucket in self._buckets:
             bucket.passes = 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums begin during the last backward pass of a step."""
+        return self.overlap and self.comm.world > 1
 
     @property
     def fresh(self) -> bool:
         """Whether no backward pass of this step has added gradients yet."""
         return all(bucket.passes == 0 for bucket in self._buckets)
 
-    def count_pass(self) -> None:
-        """Take notice of a backward pass that ran as a recording of an earlier one."""
+    def count_pass(self, *, finished: bool) -> None:
+        """Take notice of a backward pass that runs as a recording of an earlier one, which may hold `finish` too."""
+        self._finished = finished
         for bucket in self._buckets:
             bucket.passes += 1
 
     @contextmanager
     def passing(self, *, last: bool) -> Iterator[None]:
         """The block is a forward pass, the step's last one if `last`: its gradients are then final as they arrive."""
-        self._armed = self.overlap and last and self.comm.world > 1
+        self._armed = self.overlaps and last
         self._passing = True
         try:
             yield
@@ -226,8 +237,14 @@ class GradientReducer:
         self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat))
 
     def finish(self) -> list[tuple[Moment, Moment]]:
-        """Launch what is left and wait for all; returns when the sums went on, time that they share counted once."""
-        self._armed = False
+        """Launch what is left and wait for all, once a step.
+
+        Returns:
+            When the sums went on, time that they share counted once; nothing where a recording held them.
+        """
+        if self._finished:
+            return []
+        self._armed, self._finished = False, True
         for bucket in self._buckets:
             if bucket.passes == 0:
                 bucket.flat.zero_()
