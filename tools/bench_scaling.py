@@ -58,13 +58,14 @@ def measure(
     plan = [list(range(batch))]
     part: Batch = next(iter(trainer.loader.epoch([deal(plan[0], comm.rank, comm.world)], 1)))
     part = part.pin_memory() if trainer.device.type == "cuda" else part
+    batches = trainer.ahead(itertools.repeat(part))
     for _ in range(args.warmup):
-        trainer.step(trainer.ahead(iter([part])), plan)
+        trainer.step(batches, plan)
     trainer.timer.means(1)
     comm.allgather(None)
     began = time.perf_counter()
     for _ in range(args.steps):
-        trainer.step(trainer.ahead(iter([part])), plan)
+        trainer.step(batches, plan)
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     step_s = (time.perf_counter() - began) / args.steps

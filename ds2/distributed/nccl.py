@@ -20,12 +20,26 @@ _SUM = 0  # ncclRedOp_t
 _TYPES = {torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}  # ncclDataType_t
 
 
+GRADIENT_BLOCKS = 32  # of sums of gradients
+_MAGIC, _UNSET = 0xCAFEBEEF, -(2**31)  # NCCL_API_MAGIC, NCCL_CONFIG_UNDEF_INT
+
+
 class NcclError(UserError):
     """NCCL refused a call; run again with NCCL_DEBUG=INFO to see why."""
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t as of NCCL 2.18: later ones take it, by its size, and fill in what they added."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int), ("min_ctas", ctypes.c_int), ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p), ("split_share", ctypes.c_int),
+    ]  # fmt: skip
 
 
 @cache
@@ -40,7 +54,9 @@ def load_library() -> Any:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     library = ctypes.CDLL("libnccl.so.2")
     library.ncclGetErrorString.restype = ctypes.c_char_p
-    library.ncclCommInitRank.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int]
+    library.ncclCommInitRankConfig.argtypes = [
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config),
+    ]  # fmt: skip
     library.ncclAllReduce.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip
@@ -59,17 +75,20 @@ class NcclCommunicator(Ranks):
     def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
         super().__init__(world, device, timeout_s)
         self._library = load_library()
-        self._gradients, self._statistics = self._open(), self._open()
+        self._gradients, self._statistics = self._open(GRADIENT_BLOCKS), self._open(1)
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def _open(self) -> ctypes.c_void_p:
+    def _open(self, blocks: int) -> ctypes.c_void_p:
+        """Open a communicator whose kernels take at most so many blocks, a multiprocessor each."""
         identifier = _UniqueId()
         if self.rank == 0:
             self._check(self._library.ncclGetUniqueId(ctypes.byref(identifier)))
         identifier = _UniqueId.from_buffer_copy(self.broadcast(bytes(identifier)))
         opened = ctypes.c_void_p()
-        with self.whereabouts.wait_in("ncclCommInitRank"):
-            self._check(self._library.ncclCommInitRank(ctypes.byref(opened), self.world, identifier, self.rank))
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, 21800, *[_UNSET] * 3, blocks, None, _UNSET)
+        call = self._library.ncclCommInitRankConfig
+        with self.whereabouts.wait_in("ncclCommInitRankConfig"):
+            self._check(call(ctypes.byref(opened), self.world, identifier, self.rank, ctypes.byref(config)))
         return opened
 
     def _check(self, result: int) -> None:
