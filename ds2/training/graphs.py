@@ -132,13 +132,14 @@ class GraphedPasses(Passes):
             self._count = int(utterances)
             self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
         sums = last and self.gradients.overlaps
-        key = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current), int(sums))
-        came_before = key in self._seen
-        self._seen[key] = None
-        self._seen.move_to_end(key)
+        shape = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
+        key = (*shape, int(sums))
+        came_before = shape in self._seen
+        self._seen[shape] = None
+        self._seen.move_to_end(shape)
         if len(self._seen) > _REMEMBERED_SHAPES:
             self._seen.popitem(last=False)
-        self._running = None
+        self._running, self.usual = None, False
         if idle or not came_before or not all(norm.settled for norm in self._norms):
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         recorded = self._kept.get(key)
@@ -147,6 +148,7 @@ class GraphedPasses(Passes):
         if recorded is None:
             recorded = self._record(key, inputs, sums=sums)  # which counts the batch, as if it had run
         else:
+            self.usual = True
             inputs.into(self._waveforms, self._numbers)
             for norm in self._norms:
                 norm.batches += 1
