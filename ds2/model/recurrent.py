@@ -16,6 +16,7 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.product import linear, sink_of
 from ds2.model.ragged import Ragged, reverse
 
 State = tuple[Tensor, ...] | None
@@ -60,7 +61,7 @@ class RecurrentLayer(nn.Module):
             (T, B, H), 0 past each length, and the state after each utterance's last frame.
         """
         x = self.dropout(x, ragged.keys)
-        z = functional.linear(x, self.weight_ih, self.bias)
+        z = linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
         y, h_n = self._recur(z, self.weight_hh, None if state is None else state[0], ragged)
@@ -71,7 +72,14 @@ class RecurrentLayer(nn.Module):
 
     def _recur(self, z: Tensor, weight_hh: Tensor, h0: Tensor | None, ragged: Ragged) -> tuple[Tensor, Tensor]:
         return recurrence(
-            z, weight_hh, h0, ragged.lengths, nonlinearity=self.nonlinearity, clip=self.clip, backend=self.backend
+            z,
+            weight_hh,
+            h0,
+            ragged.lengths,
+            nonlinearity=self.nonlinearity,
+            clip=self.clip,
+            backend=self.backend,
+            sink=sink_of(weight_hh),
         )
 
 

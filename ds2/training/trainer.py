@@ -58,7 +58,14 @@ class TrainingError(UserError):
 
 
 class Trainer:
-    """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
+    """The state of one run on one device, and what happens to it in a step, an evaluation and a save.
+
+    Attributes:
+        grad_norm: of the last step.
+        heard: the sum over ranks of its news.
+    """
+
+    _took_s = _read_s = 0.0  # the last step, and when its report was read
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
@@ -87,8 +94,7 @@ class Trainer:
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
-        self.grad_norm = 0.0
-        self.heard: list[float] = []  # the sum over ranks of the last step's news
+        self.grad_norm, self.heard = 0.0, list[float]()
         self.model.to(self.device)
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -107,7 +113,6 @@ class Trainer:
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
         self.overlap = OverlapTrial(self.gradients)
-        self._took_s, self._read_s = 0.0, time.perf_counter()  # the last step, and when its report was read
         longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
         longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
         no_loss = why_no_loss(longest, len(self.alphabet), self.device)
@@ -162,7 +167,7 @@ class Trainer:
             batches: this rank's parts of the batches, as `epoch` gives them; the inputs of the one behind the step's
                 are made before its results are waited for.
             group: the whole batches that make up the step, as utterance indices.
-            news: further numbers of this rank, asked once its passes are launched; `heard` is then their sum over ranks.
+            news: further numbers of this rank, asked once its passes are launched; `heard` is then their sum.
 
         Returns:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.

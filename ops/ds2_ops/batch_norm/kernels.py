@@ -109,7 +109,7 @@ class Rows:
     def run(
         self, kernel: str, lengths: Tensor | None, partial: Tensor | None, x: Tensor, *arguments: Tensor | float | None
     ) -> None:
-        """Launch a kernel. `partial` holds the sums of each chunk, or of all: (1, 2, C); None: a block makes its own."""
+        """Launch a kernel. `partial` has the sums of each chunk, or of all: (1, 2, C); None: a block makes its own."""
         chunk_rows, _ = self.chunk
         chunks = 1 if partial is None else len(partial)
         shape = (lengths, self.rows, self.channels, chunk_rows, chunks, self.columns, self.bins, self.frames)
