@@ -190,6 +190,7 @@ def _gradients(
     ctx: Any,
     grad_y: Tensor | None,
     grad_h_n: Tensor | None,
+    *,
     sink: Sink | None = None,
     weight: int = 1,
 ) -> tuple[Tensor | None, ...]:
@@ -216,9 +217,9 @@ class _EagerRecurrence(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("recurrence")
-        return None, *_gradients(_run_backward_data, ctx, *grads, sink=ctx.sink, weight=2)
+        return None, *_gradients(_run_backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
 
 
 _forward = torch.library.custom_op("ds2::recurrence_forward", _run_forward, mutates_args=())
