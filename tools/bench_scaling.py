@@ -6,7 +6,8 @@
 Starts `mpirun -n RANKS`, or torchrun (--launcher), itself for each number of ranks, and there takes whole training
 steps of the trainer for every combination of recurrent backend, batch, overlap and batch norm. Utterances are noise of
 equal length. Sustained TFLOP/s: 2 for each weight, frame and pass that uses it (forward, data, weights). Writes
-scaling.json and, where matplotlib is installed, scaling.png into --out. Options of mpirun (hosts, binding) go into --mpirun.
+scaling.json and, where matplotlib is installed, scaling.png into --out. Options of mpirun (hosts, binding) go into
+--mpirun.
 """
 
 from __future__ import annotations
