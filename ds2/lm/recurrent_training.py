@@ -16,7 +16,7 @@ from torch.nn import utils
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
 from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
-from ds2.lm.recurrent import BOUNDARY, RecurrentLM, Shape
+from ds2.lm.recurrent import BOUNDARY, RecurrentLM
 from ds2.text.alphabet import Alphabet
 
 _CLIP_NORM = 1.0
@@ -137,7 +137,9 @@ def train(
             break
         warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
-        targets, lengths = _gather(labels, torch.from_numpy(batch).to(device, non_blocking=True), int(batch[:, 1].max()))
+        targets, lengths = _gather(
+            labels, torch.from_numpy(batch).to(device, non_blocking=True), int(batch[:, 1].max())
+        )
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = -model.log_probs(targets, lengths).sum() / lengths.sum()
         optimizer.zero_grad()
