@@ -189,6 +189,7 @@ class CheckpointConfig:
 
     every_minutes: float = number(10.0, 0, UNLIMITED)  # timed trainer states between epochs; 0: only at epochs
     every_steps: int = number(0, 0, COUNT)  # 0: off
+    every_epochs: int = number(1, 1, COUNT)  # states and last models; epochs of seconds are longer with their saves
     keep_last: int = number(1, 1, COUNT)
     init_from: str = ""  # a model file or run folder: its architecture, features, alphabet and weights start this run
     resume: bool = True  # continue the run folder's last trainer state where there is one

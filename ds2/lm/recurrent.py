@@ -102,8 +102,8 @@ class RecurrentLM(nn.Module):
         text, unknown = self.alphabet.normalise(text)
         if unknown:
             raise LanguageModelError(
-                f"the recurrent language model does not know {describe(unknown)}: train one with `ds2 lm train --model` "
-                "of the network that writes them"
+                f"the recurrent language model does not know {describe(unknown)}: train one with "
+                "`ds2 lm train --model` of the network that writes them"
             )
         return [*self.alphabet.spell(text), BOUNDARY]
 

@@ -71,8 +71,7 @@ class Text:
         edges = self.starts[np.unique(np.append(0, ends))]
         first, sizes = edges[:-1], np.diff(edges) - self.separator
         parts = np.maximum(1, -(-sizes // longest))
-        number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-        begins = number * longest
+        begins = longest * (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts))
         return np.stack(
             [np.repeat(first, parts) + begins, np.minimum(longest, np.repeat(sizes, parts) - begins)], axis=1
         )
@@ -129,8 +128,8 @@ def train(
     total, steps, tokens, step = torch.zeros((), device=device), 0, 0, 0
     passed = Passed(1, 0, 0.0, math.nan, 0.0)
     model.train()
-    for epoch, number, batches, batch in _batches(text, settings):
-        part = (epoch - 1 + number / batches) / settings.epochs
+    for epoch, position, batches, batch in _batches(text, settings):
+        part = (epoch - 1 + position / batches) / settings.epochs
         if settings.max_minutes:
             part = max(part, (time.monotonic() - began) / (60 * settings.max_minutes))
         if part >= 1:
@@ -149,7 +148,7 @@ def train(
         step, steps, tokens = step + 1, steps + 1, tokens + int(batch[:, 1].sum()) + len(batch)
         total += loss.detach()
         now = time.monotonic()
-        if now - told >= report_every_s or (epoch == settings.epochs and number == batches - 1):
+        if now - told >= report_every_s or (epoch == settings.epochs and position == batches - 1):
             mean = float(total) / steps
             passed = Passed(epoch, step, part, mean, tokens / (time.monotonic() - told))
             if not math.isfinite(mean):
@@ -162,12 +161,12 @@ def train(
 
 
 def _batches(text: Text, settings: Settings) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
-    """Yield (epoch, number of the batch, batches of the epoch, the batch's stretches)."""
+    """Yield (epoch, position of the batch, batches of the epoch, the batch's stretches)."""
     for epoch in range(1, settings.epochs + 1):
         rng = np.random.default_rng([settings.seed, epoch])
         batches = plan(text.stretches(settings.join, settings.longest, rng), settings.batch_tokens, rng)
-        for number, batch in enumerate(batches):
-            yield epoch, number, len(batches), batch
+        for position, batch in enumerate(batches):
+            yield epoch, position, len(batches), batch
 
 
 def _gather(labels: Tensor, stretches: Tensor, longest: int) -> tuple[Tensor, Tensor]:
