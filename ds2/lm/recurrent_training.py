@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -124,8 +124,8 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
     )
-    began = told = time.monotonic()
-    total, steps, tokens, step = torch.zeros((), device=device), 0, 0, 0
+    began = time.monotonic()
+    window = _Window(device)
     passed = Passed(1, 0, 0.0, math.nan, 0.0)
     model.train()
     for epoch, position, batches, batch in _batches(text, settings):
@@ -134,30 +134,50 @@ def train(
             part = max(part, (time.monotonic() - began) / (60 * settings.max_minutes))
         if part >= 1:
             break
-        warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+        warm = min(1.0, (passed.step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
-        targets, lengths = _gather(
-            labels, torch.from_numpy(batch).to(device, non_blocking=True), int(batch[:, 1].max())
-        )
+        targets, lengths = _gather(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = -model.log_probs(targets, lengths).sum() / lengths.sum()
         optimizer.zero_grad()
         loss.backward()
         utils.clip_grad_norm_(model.parameters(), _CLIP_NORM, foreach=True)
         optimizer.step()
-        step, steps, tokens = step + 1, steps + 1, tokens + int(batch[:, 1].sum()) + len(batch)
-        total += loss.detach()
-        now = time.monotonic()
-        if now - told >= report_every_s or (epoch == settings.epochs and position == batches - 1):
-            mean = float(total) / steps
-            passed = Passed(epoch, step, part, mean, tokens / (time.monotonic() - told))
-            if not math.isfinite(mean):
-                raise LanguageModelError(f"the loss is {mean} at step {step}: lower --learning-rate")
+        window.add(loss.detach(), int(batch[:, 1].sum()) + len(batch))
+        passed = replace(passed, epoch=epoch, step=passed.step + 1, part=part)
+        if window.age_s >= report_every_s:
+            passed = window.close(passed)
             report(passed)
-            total.zero_()
-            told, steps, tokens = time.monotonic(), 0, 0
+    if window.steps:
+        passed = window.close(passed)
+        report(passed)
     model.eval()
     return passed
+
+
+class _Window:
+    """The steps since the last report."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss, self.steps, self._tokens, self._began = torch.zeros((), device=device), 0, 0, time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        self._loss += loss
+        self.steps, self._tokens = self.steps + 1, self._tokens + tokens
+
+    def close(self, passed: Passed) -> Passed:
+        """Fill in what the window saw, and begin another; waits for the device."""
+        mean = float(self._loss) / self.steps
+        if not math.isfinite(mean):
+            raise LanguageModelError(f"the loss is {mean} at step {passed.step}: lower --learning-rate")
+        found = replace(passed, loss=mean, tokens_per_s=self._tokens / self.age_s)
+        self._loss.zero_()
+        self.steps, self._tokens, self._began = 0, 0, time.monotonic()
+        return found
 
 
 def _batches(text: Text, settings: Settings) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
