@@ -5,10 +5,10 @@ Shape letters: T tokens, B texts, H hidden, V labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from ds2_ops import lstm
@@ -59,9 +59,10 @@ class RecurrentLM(nn.Module):
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Map (T, B) int64 tokens, of which `lengths` (B,) count, to logits (T, B, V) float32 of what follows each."""
         x = self.embedding(tokens)
-        for layer in self.layers:
-            z = functional.linear(self.drop(x), layer.weight_ih_l0, layer.bias_ih_l0 + layer.bias_hh_l0)
-            x = x + lstm(z, layer.weight_hh_l0, lengths=lengths)[0]
+        for layer in cast(Iterable[nn.LSTM], self.layers):
+            weight_ih, weight_hh, bias_ih, bias_hh = layer.parameters()
+            z = functional.linear(self.drop(x), weight_ih, bias_ih + bias_hh)
+            x = x + lstm(z, weight_hh, lengths=lengths)[0]
         with torch.autocast(x.device.type, enabled=False):
             logits: Tensor = self.classifier(self.drop(x.float()))
         return logits

@@ -140,7 +140,7 @@ def train(
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = -model.log_probs(targets, lengths).sum() / lengths.sum()
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         utils.clip_grad_norm_(model.parameters(), _CLIP_NORM, foreach=True)
         optimizer.step()
         window.add(loss.detach(), int(batch[:, 1].sum()) + len(batch))
