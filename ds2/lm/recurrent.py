@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ds2.config.allowed import number
 from ds2.config.check import check_allowed
+from ds2.config.schema import ConfigError
 from ds2.lm.ngram import LanguageModelError
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, save
@@ -154,8 +155,9 @@ def load_recurrent(path: Path, device: torch.device | str = "cpu") -> RecurrentL
         )
     try:
         stored = from_plain(_Stored, metadata, "metadata")
-        model = RecurrentLM(Alphabet.from_dict(stored.alphabet), stored.shape)
-        model.load_state_dict(tensors)
-    except (FieldError, AlphabetError, RuntimeError) as error:
+        with torch.device("meta"):  # memory is taken for what the file holds, not for what it says that it holds
+            model = RecurrentLM(Alphabet.from_dict(stored.alphabet), stored.shape)
+        model.load_state_dict({name: tensor.float().clone() for name, tensor in tensors.items()}, assign=True)
+    except (FieldError, AlphabetError, ConfigError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {' '.join(str(error).split())}; {WAY_OUT}") from error
-    return model.to(device).eval()
+    return model.eval()

@@ -20,7 +20,7 @@ from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import Passed, Settings, Text, plan, train
 from ds2.lm.sentences import SentenceReader
-from ds2.system.tensor_file import CheckpointError
+from ds2.system.tensor_file import CheckpointError, save
 from ds2.text.alphabet import Alphabet
 
 AB = Alphabet(("", " ", "a", "b"))
@@ -146,6 +146,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         load_recurrent(tmp_path / "none")
     save_recurrent(tmp_path / "lm", small(), {})
+    for changes in ({"hidden": 65_536}, {"layers": 3}, {"hidden": 0}, {"hidden": "16"}):
+        model = small()
+        shape = {"hidden": 16, "layers": 2, "dropout": 0.1, **changes}
+        metadata = {"kind": "recurrent-lm", "shape": shape, "alphabet": AB.to_dict(), "facts": {}}
+        save(tmp_path / "misfit", model.state_dict(), metadata)
+        with pytest.raises(CheckpointError, match="misfit: "):
+            load_recurrent(tmp_path / "misfit")
     damaged = bytearray((tmp_path / "lm").read_bytes())
     damaged[-3] ^= 1
     (tmp_path / "damaged").write_bytes(damaged)
