@@ -97,7 +97,6 @@ class Trainer:
         self.dev_watch = DevWatch(self.dev_loader, self.alphabet, self.features)
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
-        self._coming = ComingBatches(self.loader, self._plan, config.train.epochs, self.comm)
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
         self.grad_norm = 0.0
         self.model.to(self.device)
@@ -128,6 +127,8 @@ class Trainer:
         self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
+        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=seed)  # by the number of the epoch
+        self._coming = ComingBatches(self.loader, self._plan, config.train.epochs, self.comm)
         settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
 
     def _trial(self) -> tuple[Trial, float, float]:
@@ -152,9 +153,6 @@ class Trainer:
     def plan(self) -> list[list[int]]:
         """The batches of the running epoch, as utterance indices."""
         return self._plan(self.progress.epoch)
-
-    def _plan(self, epoch: int) -> list[list[int]]:
-        return plan_epoch(self.durations_s, self.batching, epoch, self.config.train.seed)
 
     def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
         """This rank's parts of the batches that are left of the running epoch."""
