@@ -140,7 +140,7 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat))
+        self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat, beside=self.overlap))
 
     def finish(self) -> list[tuple[Moment, Moment]]:
         """Launch what is left and wait for all, once a step.
