@@ -5,11 +5,20 @@
 
 namespace ds2 {
 
+// With two directions weights are loaded between tiles: what follows from the warp is computed anew there, not kept meanwhile.
+template <class Shape>
+__device__ int own_warp() {
+    return Shape::DIRECTIONS == 1 ? threadIdx.x / 32 : pinned(threadIdx.x / 32);
+}
+
 template <class Shape>
 struct Multiplier {
     using Number = typename Shape::Number;
     Weights<Number, Shape::WARP_TILES, Shape::M_SPLIT * Shape::K_TILES> weights;
     unsigned parity = 0;  // bit s: of the phase that stage s's mbarriers are in
+
+    // With two directions a tile may follow one of which a group was empty: each group has bits of its own.
+    static __device__ int phase_bit(int stage, int g) { return Shape::DIRECTIONS == 1 ? stage : 2 * g + stage; }
 
     // Within the warp's K slice a lane takes 16-byte chunks k + q / 2 of source q % 2, or 2 k + q of its only source.
     static constexpr int PITCH = Shape::SOURCES == 2 ? 16 : 32;
@@ -20,8 +29,9 @@ struct Multiplier {
         return Shape::M_SPLIT == 1 ? 0 : warp / Shape::K_SPLIT * (MMA_ROWS * Shape::WARP_TILES);
     }
 
-    __device__ void load_weights(const Pass& pass) {
-        const int rank = cluster_rank(), warp = threadIdx.x / 32;
+    // Of a matrix that begins at element `begin`.
+    __device__ void load_weights(const Pass& pass, size_t begin) {
+        const int rank = cluster_rank(), warp = own_warp<Shape>();
         const auto word = [=](int k, int q, int words) {
             const int portion = first_portion(warp) + k / Shape::K_TILES * Shape::K_SPLIT, tile = k % Shape::K_TILES;
             return Shape::SOURCES == 2 ? (2 * portion + q % 2) * Shape::WORDS + 4 * tile + words * (q / 2)
@@ -30,15 +40,18 @@ struct Multiplier {
         weights.load_permuted(pass, word, [=, first = first_row(warp), hidden = pass.hidden](int row, int word) -> Place {
             row += first;
             if constexpr (!Shape::GATED) {
-                return Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+                Place place =
+                    Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+                place.element += begin;
+                return place;
             } else if constexpr (Shape::BACKWARD) {  // a row holds all gates, and so does what a block sends
                 const int source = word / Shape::WORDS, sent = word % Shape::WORDS, unit = rank * Shape::OWNED + row;
                 const int column = source * Shape::OWNED + sent % Shape::OWN_WORDS * Shape::PER_WORD;
-                return {(size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
+                return {begin + (size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
                         column, row < Shape::ROWS && unit < hidden};
             } else {
                 const int column = word * Shape::PER_WORD, unit = rank * Shape::OWNED + row % Shape::OWNED;
-                return {(size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
+                return {begin + (size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
                         column, row < Shape::ROWS && unit < hidden};
             }
         });
@@ -58,7 +71,7 @@ struct Multiplier {
                     const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
                     unsigned value = 0;
                     if (!Shape::BACKWARD && pass.state)
-                        value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
+                        value = load_word<Number>(pass.state, size_t(tile.row(tile.begin(g), s)) * pass.hidden + column,
                                                   pass.hidden - column, Shape::WHOLE_WORDS);
                     store_shared_4(smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
                                        s * Shape::SAMPLE_PITCH + 4 * word,
@@ -95,7 +108,7 @@ struct Multiplier {
 #pragma unroll
             for (int g = 0; g < Shape::GROUPS; g++) {
                 const int first_unit = g * Shape::PARTS, live = tile.live(g);
-                // Nothing would hold warps that share at each other's pace. No tile follows one with such a group.
+                // Nothing would hold warps that share at each other's pace.
                 if (Shape::M_SPLIT > 1 && live <= 0) continue;
                 if (i + 1 < iterations && lane < Shape::PARTS)
                     barrier_expect(barrier + ((stage ^ 1) * Shape::UNITS + first_unit + lane) * 8 * WARPS,
@@ -105,7 +118,7 @@ struct Multiplier {
                     if (i > 0)
                         barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS +
                                          portion * 8 * Shape::K_SPLIT,
-                                     parity >> stage & 1, "its peers' state", i);
+                                     parity >> phase_bit(stage, g) & 1, "its peers' state", i);
                 };
                 const unsigned from = state[g] + stage * Shape::GROUPS * Shape::STATE_BYTES;
                 if constexpr (Shape::M_SPLIT > 1) {
@@ -128,7 +141,10 @@ struct Multiplier {
                     report<1>(rest, i, g, live, partial, columns >> 8 * g & 0xff);
                 }
             }
-            if (i > 0) parity ^= 1u << stage;
+#pragma unroll
+            for (int g = 0; g < (Shape::DIRECTIONS == 1 ? 1 : Shape::GROUPS); g++)
+                if (i > 0 && (Shape::DIRECTIONS == 1 || Shape::M_SPLIT == 1 || tile.live(g) > 0))
+                    parity ^= 1u << phase_bit(stage, g);
         }
     }
 
@@ -184,15 +200,16 @@ struct PushMultiplier {
     static_assert(TILES == 2, "a lane's sums of two tiles are 16 bytes of neighbouring units of an utterance");
     Weights<Number, DESTINATIONS * TILES, K_TILES> weights;
 
-    __device__ void load_weights(const Pass& pass) {
-        const int rank = cluster_rank(), warp = threadIdx.x / 32;
+    __device__ void load_weights(const Pass& pass, size_t begin) {
+        const int rank = cluster_rank(), warp = own_warp<Shape>();
         const auto word = [](int k, int q, int words) { return MMA_WORDS * k + words * q; };
         weights.load_permuted(pass, word, [=, hidden = pass.hidden](int row, int word) -> Place {
             // Rows g and g + 8 of both tiles are units 4 g to 4 g + 3.
             const int tile = row / MMA_ROWS, unit = row % 8 * 4 + tile % TILES * 2 + row % MMA_ROWS / 8;
             const int to = (DESTINATIONS * warp + tile / TILES) * Shape::OWNED + unit;
             const int column = rank * Shape::OWNED + word % Shape::OWN_WORDS * Shape::PER_WORD;
-            return {(size_t(to) * Shape::SENT + word / Shape::OWN_WORDS) * hidden + column, column, to < hidden};
+            return {begin + (size_t(to) * Shape::SENT + word / Shape::OWN_WORDS) * hidden + column, column,
+                    to < hidden};
         });
     }
 

@@ -65,14 +65,14 @@ def common(addresses: Sequence[int]) -> int:
 def array_bytes(problem: Problem, frames: int) -> list[int]:
     """Sizes of the arrays whose addresses `pass_arguments` takes, 0 for those that a pass can do without."""
     cell, size = ALL[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
-    state = problem.batch * problem.hidden * size
-    rows, matrix = frames * state, problem.hidden**2 * size * cell.gates
+    state = problem.directions * problem.batch * problem.hidden * size
+    rows, matrix = frames * state, problem.directions * problem.hidden**2 * size * cell.gates
     of_gates = rows * cell.gates
     output_y = rows if problem.backward and cell.gates == 1 else 0
     ends = (rows, of_gates) if problem.backward else (of_gates, rows)
     sizes = [ends[0], output_y, matrix, 0, 0, ends[1], state]
     if cell.gates == 1:
         return sizes
-    carry = problem.batch * problem.hidden * 4 if cell.carries_c else 0
+    carry = problem.directions * problem.batch * problem.hidden * 4 if cell.carries_c else 0
     result_last = rows if problem.backward and cell.last_apart else 0
     return [*sizes, rows * cell.saved, 0, carry, carry, result_last]
