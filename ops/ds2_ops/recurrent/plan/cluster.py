@@ -105,11 +105,12 @@ def _choice(
     if problem.directions > 1:
         numbers = (*numbers, problem.directions)
     shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    threads = THREADS + units * FINISHERS
     return Choice(
         design="cluster",
         launch=Launch(
-            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, exchange=False),
-            threads=THREADS + units * FINISHERS,
+            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, exchange=False),
+            threads=threads,
             grid=cluster * min(tiles, clusters),
             cluster=cluster,
             smem_bytes=smem_bytes,

@@ -1,8 +1,10 @@
 """Tiles of the cluster design, without a GPU: they fit, and compile without spills."""
 
 import pytest
-from ds2_ops.jit.build import build
+from ds2_ops.jit import build as builder
+from ds2_ops.jit.build import build, check_registers
 from ds2_ops.recurrent.cells import CELLS, GATED
+from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -60,6 +62,22 @@ def assert_no_spills(choice: Choice) -> None:
     assert binary.local_bytes == 0, choice.explain()
     launched = 65536 // choice.launch.threads // 8 * 8
     assert binary.registers == launched, "what setmaxnreg moves is counted from these"
+
+
+@pytest.mark.parametrize("hidden", [512, 1152, 1760, 2560])  # of every design
+def test_a_kernel_compiled_to_other_registers_than_its_warps_share_is_refused(
+    hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "compiler_version", lambda: "nvrtc 0.0")
+    for choice in space(problem(hidden, 64), H200):
+        launched = 65536 // choice.launch.threads // 8 * 8
+        check_registers(choice.launch.source.text, launched)
+        with pytest.raises(RuntimeError, match=f"to {launched - 8} registers a thread; its warps count on {launched}"):
+            check_registers(choice.launch.source.text, launched - 8)
+
+
+def test_kernels_that_share_no_registers_may_have_any() -> None:
+    check_registers('extern "C" __global__ void ds2_kernel() {}', 7)
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
