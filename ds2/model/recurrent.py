@@ -107,7 +107,8 @@ class GatedRecurrentLayer(nn.Module):
             x = self.norm(x, ragged.count)
         x = self.dropout(x, ragged.keys)
         if self.cell_reverse is None:
-            return self.cell(x, state, ragged, self.backend)
+            y, last = self.cell(x, state, ragged, self.backend)
+            return y, last
         cells = (self.cell, self.cell_reverse)
         if not self.cell.ours(x, self.backend):
             y, _ = self.cell(x, None, ragged, self.backend)
@@ -117,7 +118,7 @@ class GatedRecurrentLayer(nn.Module):
         z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input() for cell in cells]))
         weights = torch.stack([cell.weight_hh_l0 for cell in cells])
         biases = None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn() for cell in cells])
-        both = z.unflatten(2, (2, -1))
+        both = z.view(*z.shape[:2], 2, -1)
         return bidirectional(self.cell.name, both, weights, biases, ragged.lengths, backend=self.backend).sum(2), None
 
 

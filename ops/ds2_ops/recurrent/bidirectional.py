@@ -151,7 +151,8 @@ def forward(
     frames, batch, _, _ = x.shape
     hidden, row = weight_hh.shape[2], ALL[cell]
     y, last = x.new_empty(frames, batch, WAYS, hidden), x.new_empty(batch, WAYS, hidden)
-    saved, of_gates = None, ()
+    saved: Tensor | None = None
+    of_gates: tuple[Tensor | None, ...] = ()
     if cell in GATED:
         saved = x.new_empty((frames, batch, WAYS, row.saved, hidden) if save else 0)
         c_n = last.new_empty(last.shape if row.carries_c else 0, dtype=torch.float32)

@@ -22,8 +22,8 @@
 //   And a peer sends sums of i + 1 into the buffer of i - 1 after it has finished i + 1, so after it has received mine of i,
 //   which were multiplied after all my finishing warps had handed over gradients of i, made from what lay in that buffer.
 //
-// Two directions in one launch: tiles of the second follow those of the first, whose clusters load its weights then; where one
-// cluster takes tiles of one direction only, both run at once. Nothing else of a step knows: only where its frame lies.
+// Two directions in one launch: a cluster for each tile, of the first direction and then of the second; a cluster keeps the
+// weights of its tile's direction. Nothing else of a step knows of it: only where its frame lies.
 //
 // A unit is a group, or one of two parts of the only group's rows. With two groups, the second one's arithmetic runs while
 // the first one's state is finished and travels. With two parts, so does the second part's arithmetic, and the product with
@@ -371,16 +371,12 @@ __device__ void cluster_recurrence(const Pass& pass) {
     if (threadIdx.x < THREADS) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
         typename IfPush<Shape::PUSH, Shape>::Multiplier multiplier;
-        Tile<Shape> tile(pass);
+        multiplier.load_weights(pass, Tile<Shape>(pass).first_element());
 #pragma unroll 1
-        for (int direction = 0; direction < Shape::DIRECTIONS; direction++) {
-            if (tile.direction != direction || (Shape::DIRECTIONS > 1 && !tile.exists())) continue;
-            multiplier.load_weights(pass, tile.first_element());
-#pragma unroll 1
-            for (; tile.exists() && tile.direction == direction; tile.next()) {
-                tile.open();
-                multiplier.run(tile, smem);
-            }
+        for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
+            tile.open();
+            multiplier.run(tile, smem);
+            if (Shape::DIRECTIONS > 1) break;
         }
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
@@ -389,6 +385,7 @@ __device__ void cluster_recurrence(const Pass& pass) {
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
             tile.open();
             finisher.run(tile);
+            if (Shape::DIRECTIONS > 1) break;
         }
     }
     __syncthreads();  // nobody leaves while others wait where it has arrived

@@ -5,20 +5,11 @@
 
 namespace ds2 {
 
-// With two directions weights are loaded between tiles: what follows from the warp is computed anew there, not kept meanwhile.
-template <class Shape>
-__device__ int own_warp() {
-    return Shape::DIRECTIONS == 1 ? threadIdx.x / 32 : pinned(threadIdx.x / 32);
-}
-
 template <class Shape>
 struct Multiplier {
     using Number = typename Shape::Number;
     Weights<Number, Shape::WARP_TILES, Shape::M_SPLIT * Shape::K_TILES> weights;
     unsigned parity = 0;  // bit s: of the phase that stage s's mbarriers are in
-
-    // With two directions a tile may follow one of which a group was empty: each group has bits of its own.
-    static __device__ int phase_bit(int stage, int g) { return Shape::DIRECTIONS == 1 ? stage : 2 * g + stage; }
 
     // Within the warp's K slice a lane takes 16-byte chunks k + q / 2 of source q % 2, or 2 k + q of its only source.
     static constexpr int PITCH = Shape::SOURCES == 2 ? 16 : 32;
@@ -31,7 +22,7 @@ struct Multiplier {
 
     // Of a matrix that begins at element `begin`.
     __device__ void load_weights(const Pass& pass, size_t begin) {
-        const int rank = cluster_rank(), warp = own_warp<Shape>();
+        const int rank = cluster_rank(), warp = threadIdx.x / 32;
         const auto word = [=](int k, int q, int words) {
             const int portion = first_portion(warp) + k / Shape::K_TILES * Shape::K_SPLIT, tile = k % Shape::K_TILES;
             return Shape::SOURCES == 2 ? (2 * portion + q % 2) * Shape::WORDS + 4 * tile + words * (q / 2)
@@ -108,7 +99,7 @@ struct Multiplier {
 #pragma unroll
             for (int g = 0; g < Shape::GROUPS; g++) {
                 const int first_unit = g * Shape::PARTS, live = tile.live(g);
-                // Nothing would hold warps that share at each other's pace.
+                // Nothing would hold warps that share at each other's pace. No tile follows one with such a group.
                 if (Shape::M_SPLIT > 1 && live <= 0) continue;
                 if (i + 1 < iterations && lane < Shape::PARTS)
                     barrier_expect(barrier + ((stage ^ 1) * Shape::UNITS + first_unit + lane) * 8 * WARPS,
@@ -118,7 +109,7 @@ struct Multiplier {
                     if (i > 0)
                         barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS +
                                          portion * 8 * Shape::K_SPLIT,
-                                     parity >> phase_bit(stage, g) & 1, "its peers' state", i);
+                                     parity >> stage & 1, "its peers' state", i);
                 };
                 const unsigned from = state[g] + stage * Shape::GROUPS * Shape::STATE_BYTES;
                 if constexpr (Shape::M_SPLIT > 1) {
@@ -141,10 +132,7 @@ struct Multiplier {
                     report<1>(rest, i, g, live, partial, columns >> 8 * g & 0xff);
                 }
             }
-#pragma unroll
-            for (int g = 0; g < (Shape::DIRECTIONS == 1 ? 1 : Shape::GROUPS); g++)
-                if (i > 0 && (Shape::DIRECTIONS == 1 || Shape::M_SPLIT == 1 || tile.live(g) > 0))
-                    parity ^= 1u << phase_bit(stage, g);
+            if (i > 0) parity ^= 1u << stage;
         }
     }
 
@@ -201,7 +189,7 @@ struct PushMultiplier {
     Weights<Number, DESTINATIONS * TILES, K_TILES> weights;
 
     __device__ void load_weights(const Pass& pass, size_t begin) {
-        const int rank = cluster_rank(), warp = own_warp<Shape>();
+        const int rank = cluster_rank(), warp = threadIdx.x / 32;
         const auto word = [](int k, int q, int words) { return MMA_WORDS * k + words * q; };
         weights.load_permuted(pass, word, [=, hidden = pass.hidden](int row, int word) -> Place {
             // Rows g and g + 8 of both tiles are units 4 g to 4 g + 3.

@@ -21,6 +21,7 @@ struct ClusterShape {
     static constexpr int ROWS = SUMS * OWNED;                // of the matrix that a block keeps, gate after gate
     static constexpr bool WHOLE_WORDS = WHOLE_WORDS_;  // every row of H elements starts on a word boundary
     // 2: rows of both directions alternate in every array but the matrix, and the second hears an utterance from its end.
+    // There is a cluster for every tile then.
     static constexpr int DIRECTIONS = DIRECTIONS_;
 
     static constexpr int PER_WORD = Number::PER_WORD;
@@ -130,11 +131,8 @@ struct Tile {
         turn_around();
     }
     __device__ bool exists() const { return begin(0) < pass.batch; }
-    __device__ void next() {
-        first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples;
-        turn_around();
-    }
-    // The second direction's tiles follow those of the first.
+    __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
+    // The second direction's tiles follow those of the first; no cluster has a tile of both.
     __device__ void turn_around() {
         if constexpr (Shape::DIRECTIONS > 1) {
             const int full = Shape::GROUPS * pass.samples, past = (pass.batch + full - 1) / full * full;

@@ -37,7 +37,9 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
             for samples in _sample_counts(problem, clusters, groups):
                 choice = _choice(problem, cluster, clusters, owned, groups, head_tiles, samples)
-                if choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                # With two directions every tile has its cluster: the chip, not the launch, holds some back.
+                free = choice.launch.grid <= cluster * clusters or clusters == device.active_clusters[cluster]
+                if free and choice.launch.smem_bytes <= device.smem_bytes_per_block:
                     found.append(choice)
     return found
 
@@ -111,7 +113,7 @@ def _choice(
         launch=Launch(
             kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, exchange=False),
             threads=threads,
-            grid=cluster * min(tiles, clusters),
+            grid=cluster * (tiles if problem.directions > 1 else min(tiles, clusters)),
             cluster=cluster,
             smem_bytes=smem_bytes,
         ),
