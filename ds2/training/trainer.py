@@ -66,6 +66,8 @@ class Trainer:
         heard: the sum over ranks of its news.
     """
 
+    grad_norm = 0.0
+    heard: Sequence[float] = ()
     _took_s = _read_s = 0.0  # the last step, and when its report was read
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
@@ -95,7 +97,6 @@ class Trainer:
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
-        self.grad_norm, self.heard = 0.0, list[float]()
         self.model.to(self.device)
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
