@@ -1,4 +1,4 @@
-"""The launches of batch norm: sums over rows, then the transform, both ways, or both in one; and where they can run.
+"""The launches of batch norm: sums over rows, then the transform, both ways; and where they can run.
 
 Shape letters: B utterances, F bins, T frames, C channels, N rows: all axes but the channels taken together.
 """
@@ -22,8 +22,6 @@ _BYTES = 16  # of a load
 # block of the second launch reads the sums of all chunks of its columns.
 _BLOCKS = 264
 _LEAST_ROWS = 4  # of a thread: each chunk costs a block its start
-_LANES_WHOLE = 2  # of blocks that own their columns whole: a sector of memory, 32 bytes, on each row
-MOST_ROWS_WHOLE = 4096  # 32 of a thread
 _ROWS = (
     "const int* lengths, int rows, int channels, int chunk_rows, int chunks, int column_blocks, int bins, int frames"
 )
@@ -62,7 +60,6 @@ class Rows:
         rows, channels: N and C.
         bins, frames: F and T where rows are (B, F, T) and lengths say which count; else 0 and all of them count.
         clipped: whether clipped ReLU follows.
-        whole: whether a block owns its columns whole, so that it need not wait for another launch's sums.
     """
 
     dtype: torch.dtype
@@ -71,13 +68,10 @@ class Rows:
     bins: int = 0
     frames: int = 0
     clipped: bool = False
-    whole: bool = False
 
     @property
     def lanes(self) -> int:
         """Threads beside each other on a row."""
-        if self.whole:
-            return _LANES_WHOLE
         return 8 if self.channels > 4 * _BYTES // self.dtype.itemsize else 4
 
     @property
@@ -88,7 +82,7 @@ class Rows:
     @functools.cached_property
     def chunk(self) -> tuple[int, int]:
         """Rows a chunk, and chunks."""
-        most, at_once = 1 if self.whole else _BLOCKS // self.columns, THREADS // self.lanes
+        most, at_once = _BLOCKS // self.columns, THREADS // self.lanes
         chunks = max(1, min(most, self.rows // (_LEAST_ROWS * at_once)))
         rows = -(-self.rows // chunks)
         rows += -rows % at_once
@@ -102,22 +96,18 @@ class Rows:
         """The launch of a kernel over all rows."""
         clipped = self.clipped and kernel != "sum_rows"
         source = _source(kernel, self.dtype, self.lanes, self.bins > 0, clipped)
-        sums = self.whole or kernel.startswith("sum")
-        smem_bytes = THREADS * 2 * (_BYTES // self.dtype.itemsize) * 8 if sums else THREADS * 8
+        smem_bytes = THREADS * 2 * (_BYTES // self.dtype.itemsize) * 8 if kernel.startswith("sum") else THREADS * 8
         return Launch(source, THREADS, grid=self.chunk[1] * self.columns, smem_bytes=smem_bytes)
 
-    def run(
-        self, kernel: str, lengths: Tensor | None, partial: Tensor | None, x: Tensor, *arguments: Tensor | float | None
-    ) -> None:
-        """Launch a kernel. `partial` has the sums of each chunk, or of all: (1, 2, C); None: a block makes its own."""
+    def run(self, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: Tensor | float | None) -> None:
+        """Launch a kernel. `partial` holds the sums of each chunk, or of all: (1, 2, C)."""
         chunk_rows, _ = self.chunk
-        chunks = 1 if partial is None else len(partial)
-        shape = (lengths, self.rows, self.channels, chunk_rows, chunks, self.columns, self.bins, self.frames)
+        shape = (lengths, self.rows, self.channels, chunk_rows, len(partial), self.columns, self.bins, self.frames)
 
         def what() -> str:
             return f"batch norm, {kernel} of {self.rows} rows of {self.channels} channels in {self.dtype}"
 
-        run(self.launch(kernel), [*shape, partial, x, *arguments], what, x.device)
+        run(self.launch(kernel), [*shape, partial, *arguments], what, partial.device)
 
 
 @functools.cache

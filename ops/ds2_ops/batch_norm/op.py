@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.batch_norm.kernels import MOST_ROWS_WHOLE, Rows
+from ds2_ops.batch_norm.kernels import Rows
 from ds2_ops.checks import refuse_second_derivative
 
 Reduce = Callable[[Tensor], None]
@@ -41,9 +41,9 @@ def batch_norm(
 ) -> Tensor:
     """Normalise each channel over the positions that count, y = (x - mean) / sqrt(var + eps) * weight + bias.
 
-    (Deep Speech 2, section 3.2.) Two launches each way, one for few rows of one rank; statistics in float64 of sums of
-    up to eight numbers in float32; on torch's current stream, can be captured in a CUDA graph, the same bits on every
-    run. Differentiable in ``x``, ``weight`` and ``bias``. Where `kernels.why_not` finds no reason against it.
+    (Deep Speech 2, section 3.2.) Two launches each way, statistics in float64 of sums of four numbers in float32; on
+    torch's current stream, can be captured in a CUDA graph, the same bits on every run. Differentiable in ``x``,
+    ``weight`` and ``bias``. Where `kernels.why_not` finds no reason against it.
 
     Args:
         x: (..., C) contiguous, bfloat16, float16 or float32. Without ``lengths`` it is 0 where it does not count, and
@@ -76,15 +76,11 @@ class _BatchNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         channels, device = x.shape[-1], x.device
         bins, frames = (x.shape[1], x.shape[2]) if lengths is not None else (0, 0)
-        count_rows = x.numel() // channels
-        whole = reduce is None and count_rows <= MOST_ROWS_WHOLE
-        rows = Rows(x.dtype, count_rows, channels, bins, frames, clip is not None, whole)
+        rows = Rows(x.dtype, x.numel() // channels, channels, bins, frames, clip is not None)
         limit = 0.0 if clip is None else clip
-        partial = None
-        if not whole:
-            partial = rows.partial(device)
-            rows.run("sum_rows", lengths, partial, x)
-        if partial is not None and reduce is not None:
+        partial = rows.partial(device)
+        rows.run("sum_rows", lengths, partial, x)
+        if reduce is not None:
             packed = torch.cat([partial.sum(0).view(-1), count.double()])
             reduce(packed)
             partial, count = packed[:-1].view(1, 2, channels), packed[-1:].to(torch.int32)
@@ -103,14 +99,12 @@ class _BatchNorm(torch.autograd.Function):
         rows = ctx.rows
         channel = (weight, bias, mean, inverse)
         grad_y = grad_y.contiguous()
-        partial = None
-        if not rows.whole:
-            partial = rows.partial(x.device)
-            rows.run("sum_gradients", lengths, partial, grad_y, x, *channel, ctx.clip)
+        partial = rows.partial(x.device)
+        rows.run("sum_gradients", lengths, partial, grad_y, x, *channel, ctx.clip)
         grad_weight: Tensor | None = torch.empty_like(mean)
         grad_bias: Tensor | None = torch.empty_like(mean)
         gradients = grad_weight, grad_bias
-        if partial is not None and ctx.reduce is not None:
+        if ctx.reduce is not None:
             partial = partial.sum(0, keepdim=True)
             gradients = (partial[0, 1] * inverse).float(), partial[0, 0].float()
             ctx.reduce(partial.view(-1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ds2_ops.batch_norm import kernels, op
+from ds2_ops.batch_norm import kernels
 from ds2_ops.batch_norm.kernels import LEAST_CAPABILITY, Rows, why_not
 from ds2_ops.batch_norm.op import Running, batch_norm
 from ds2_ops.batch_norm.reference import batch_norm_reference
@@ -105,14 +105,12 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         ((300, 4, 96), False, 2.0),
     ],
 )
-@pytest.mark.parametrize("whole", [False, True], ids=["two launches", "one launch"])
 def test_values_and_gradients(
     emulated: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], ragged: bool, clip: float | None,
-    dtype: torch.dtype, device: str, whole: bool,
+    dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     if device == "cuda":
         monkeypatch.undo()
-    monkeypatch.setattr(op, "MOST_ROWS_WHOLE", 4096 if whole else 0)
     case = Case(shape, dtype, device, ragged=ragged, clip=clip)
     first, second = case.run(), case.run()
     case.check(*first)
@@ -122,16 +120,14 @@ def test_values_and_gradients(
 
 def test_kernels_compile_without_spills_for_the_oldest_gpu_too() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for whole in (False, True):
-            rows = Rows(dtype, 10_000, 1152 if dtype != torch.float16 else 32, 4, 50, clipped=True, whole=whole)
-            for kernel in ("sum_rows", "normalise", "sum_gradients", "backward_rows"):
-                assert build(rows.launch(kernel).source.text, "sm_{}{}".format(*LEAST_CAPABILITY)).local_bytes == 0
+        rows = Rows(dtype, 10_000, 1152 if dtype != torch.float16 else 32, 4, 50, clipped=True)
+        for kernel in ("sum_rows", "normalise", "sum_gradients", "backward_rows"):
+            assert build(rows.launch(kernel).source.text, "sm_{}{}".format(*LEAST_CAPABILITY)).local_bytes == 0
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 1400, 22_400, 1_800_000])
 @pytest.mark.parametrize("channels", [8, 32, 72, 1152, 4000])
 def test_chunks_cover_all_rows_and_none_is_empty(rows: int, channels: int) -> None:
-    assert Rows(torch.bfloat16, rows, channels, whole=True).chunk[1] == 1
     chunk_rows, chunks = Rows(torch.bfloat16, rows, channels).chunk
     assert (chunks - 1) * chunk_rows < rows <= chunks * chunk_rows
 

@@ -1,7 +1,6 @@
 // Batch norm over rows of channels, two launches each way: sums over rows, then the transform. A block owns some columns and
 // a chunk of rows; what it adds up goes out as float64, and each block of the second launch adds up the chunks of its own
-// columns, in their order. Few rows take one launch: a block then owns its columns whole, and reads them a second time from
-// its caches. No atomics, no waits between blocks: the same bits on every run.
+// columns, in their order. No atomics, no waits between blocks: the same bits on every run.
 //
 // Shape letters: N rows, C channels. With lengths, rows are (B, F, T), utterances, bins and frames, and count where
 // t < length; without, rows that do not count hold 0, and so do their gradients.
@@ -103,10 +102,11 @@ __device__ void want_turn(const Rows& p, const At& at, int row, bool (&wanted)[T
     }
 }
 
-// Both sums of every thread into shared memory (ROWS, 2, COLUMNS).
+// Adds up both sums of all threads of the block, thread row after thread row, into `partial` (chunks, 2, C).
+// `memory` is shared: (ROWS, 2, COLUMNS).
 template <class At>
-__device__ void keep_sums(const At& at, const double (&first)[At::NUMBERS], const double (&second)[At::NUMBERS],
-                          double* memory) {
+__device__ void write_partial(const Rows& p, const At& at, const double (&first)[At::NUMBERS],
+                              const double (&second)[At::NUMBERS], double* partial, double* memory) {
     const int mine = at.row * 2 * At::COLUMNS + at.column - at.first_column;
 #pragma unroll
     for (int i = 0; i < At::NUMBERS; i++) {
@@ -114,14 +114,6 @@ __device__ void keep_sums(const At& at, const double (&first)[At::NUMBERS], cons
         memory[mine + At::COLUMNS + i] = second[i];
     }
     __syncthreads();
-}
-
-// Adds up both sums of all threads of the block, thread row after thread row, into `partial` (chunks, 2, C).
-// `memory` is shared: (ROWS, 2, COLUMNS).
-template <class At>
-__device__ void write_partial(const Rows& p, const At& at, const double (&first)[At::NUMBERS],
-                              const double (&second)[At::NUMBERS], double* partial, double* memory) {
-    keep_sums(at, first, second, memory);
     for (int sum = threadIdx.x; sum < 2 * At::COLUMNS; sum += NORM_THREADS) {
         const int column = at.first_column + sum % At::COLUMNS;
         double total = 0.0;
@@ -131,20 +123,21 @@ __device__ void write_partial(const Rows& p, const At& at, const double (&first)
     }
 }
 
-// Both sums of this block's columns over `count` parts, a `stride` apart, into shared memory (2, COLUMNS); `from` is this
-// thread's first one. Half of the threads, or more, add up the first share of the parts, the others the rest.
+// Both sums of this block's columns over all chunks, into shared memory (2, COLUMNS). Half of the threads add up the first
+// half of the chunks, the others the rest.
 template <class At>
-__device__ void merge(const double* from, bool inside, int count, size_t stride, double* memory) {
+__device__ void merge_partial(const Rows& p, const At& at, const double* partial, double* memory) {
     constexpr int SUMS = 2 * At::COLUMNS, PARTS = NORM_THREADS / SUMS;
-    static_assert(PARTS >= 1 && NORM_THREADS % SUMS == 0, "each thread adds up parts of one sum");
-    const int sum = threadIdx.x % SUMS, part = threadIdx.x / SUMS;
-    const int share = (count + PARTS - 1) / PARTS, last = part * share + share;
+    static_assert(PARTS >= 1 && NORM_THREADS % SUMS == 0, "each thread adds up chunks of one sum");
+    const int sum = threadIdx.x % SUMS, part = threadIdx.x / SUMS, column = at.first_column + sum % At::COLUMNS;
+    const int share = (p.chunks + PARTS - 1) / PARTS, last = part * share + share;
     double total = 0.0;
-    if (inside) {
+    if (column < p.channels) {
+        const double* from = partial + size_t(sum / At::COLUMNS) * p.channels + column;
 #pragma unroll 16
-        for (int i = part * share; i < (last < count ? last : count); i++) total += from[i * stride];
+        for (int chunk = part * share; chunk < (last < p.chunks ? last : p.chunks); chunk++)
+            total += from[size_t(chunk) * 2 * p.channels];
     }
-    __syncthreads(); // the parts may lie in `memory` themselves
     memory[threadIdx.x] = total;
     __syncthreads();
     if (part == 0) {
@@ -155,26 +148,12 @@ __device__ void merge(const double* from, bool inside, int count, size_t stride,
     __syncthreads();
 }
 
-// Over all chunks of `partial`.
-template <class At>
-__device__ void merge_partial(const Rows& p, const At& at, const double* partial, double* memory) {
-    const int sum = threadIdx.x % (2 * At::COLUMNS), column = at.first_column + sum % At::COLUMNS;
-    const double* from = partial + size_t(sum / At::COLUMNS) * p.channels + column;
-    merge<At>(from, column < p.channels, p.chunks, 2 * size_t(p.channels), memory);
-}
-
-// Over all thread rows of this block, which owns its columns whole. `memory` is shared: (ROWS, 2, COLUMNS).
-template <class At>
-__device__ void merge_block(const At& at, const double (&first)[At::NUMBERS], const double (&second)[At::NUMBERS],
-                            double* memory) {
-    keep_sums(at, first, second, memory);
-    merge<At>(memory + threadIdx.x % (2 * At::COLUMNS), true, At::ROWS, 2 * At::COLUMNS, memory);
-}
-
-// Adds a thread's rows of x and of x * x.
-template <class Number, bool RAGGED, class At>
-__device__ void add_rows(const Rows& p, const At& at, const void* x, double (&sums)[At::NUMBERS],
-                         double (&squares)[At::NUMBERS]) {
+// partial: sums of x and of x * x.
+template <class Number, int LANES, bool RAGGED>
+__device__ void sum_rows(const Rows& p, const void* x, double* partial, double* memory) {
+    using At = Place<Number, LANES>;
+    const At at(p);
+    double sums[At::NUMBERS] = {}, squares[At::NUMBERS] = {};
     for (int row = at.begin + at.row; row < at.end; row += SUM_TURN * At::ROWS) {
         bool wanted[SUM_TURN];
         uint4 words[SUM_TURN];
@@ -197,14 +176,6 @@ __device__ void add_rows(const Rows& p, const At& at, const void* x, double (&su
             squares[i] += square[i];
         }
     }
-}
-
-// partial: sums of x and of x * x.
-template <class Number, int LANES, bool RAGGED>
-__device__ void sum_rows(const Rows& p, const void* x, double* partial, double* memory) {
-    const Place<Number, LANES> at(p);
-    double sums[at.NUMBERS] = {}, squares[at.NUMBERS] = {};
-    add_rows<Number, RAGGED>(p, at, x, sums, squares);
     write_partial(p, at, sums, squares, partial, memory);
 }
 
@@ -216,20 +187,13 @@ struct Averages {
     float share;
 };
 
-// y = (x - mean) / sqrt(var + eps) * weight + bias, from 0 to `clip` if CLIPPED; 0 where a row does not count. The sums are
-// those of `partial`, or, where that is null, this block's own.
+// y = (x - mean) / sqrt(var + eps) * weight + bias, from 0 to `clip` if CLIPPED; 0 where a row does not count.
 template <class Number, int LANES, bool RAGGED, bool CLIPPED>
 __device__ void normalise(const Rows& p, const void* x, void* y, const double* partial, const int* count, const float* weight,
                           const float* bias, const Averages& averages, float eps, float clip, double* memory) {
     using At = Place<Number, LANES>;
     const At at(p);
-    if (partial == nullptr) {
-        double sums[At::NUMBERS] = {}, squares[At::NUMBERS] = {};
-        add_rows<Number, RAGGED>(p, at, x, sums, squares);
-        merge_block(at, sums, squares, memory);
-    } else {
-        merge_partial(p, at, partial, memory);
-    }
+    merge_partial(p, at, partial, memory);
     float* means = reinterpret_cast<float*>(memory + 2 * At::COLUMNS);
     float* scales = means + At::COLUMNS;
     if (threadIdx.x < At::COLUMNS && at.first_column + threadIdx.x < p.channels) {
@@ -297,10 +261,12 @@ __device__ void behind_clip(float (&grad)[N], const float (&centred)[N], const f
     }
 }
 
-// Adds a thread's rows of the gradient and of its product with x - mean.
-template <class Number, bool RAGGED, bool CLIPPED, class At>
-__device__ void add_gradients(const Rows& p, const At& at, const void* grad_y, const void* x, const Channel& channel, float clip,
-                              double (&sums)[At::NUMBERS], double (&products)[At::NUMBERS]) {
+// partial: sums of the gradient and of its product with x - mean.
+template <class Number, int LANES, bool RAGGED, bool CLIPPED>
+__device__ void sum_gradients(const Rows& p, const void* grad_y, const void* x, const Channel& channel, double* partial,
+                              float clip, double* memory) {
+    using At = Place<Number, LANES>;
+    const At at(p);
     float mean[At::NUMBERS], scale[At::NUMBERS], shift[At::NUMBERS];
 #pragma unroll
     for (int i = 0; i < At::NUMBERS; i++) {
@@ -308,6 +274,7 @@ __device__ void add_gradients(const Rows& p, const At& at, const void* grad_y, c
         scale[i] = CLIPPED && at.inside ? channel.weight[at.column + i] * channel.inverse[at.column + i] : 0.0f;
         shift[i] = CLIPPED && at.inside ? channel.bias[at.column + i] : 0.0f;
     }
+    double sums[At::NUMBERS] = {}, products[At::NUMBERS] = {};
     for (int row = at.begin + at.row; row < at.end; row += NORM_TURN * At::ROWS) {
         bool wanted[NORM_TURN];
         uint4 words[NORM_TURN], gradients[NORM_TURN];
@@ -335,33 +302,18 @@ __device__ void add_gradients(const Rows& p, const At& at, const void* grad_y, c
             products[i] += product[i];
         }
     }
-}
-
-// partial: sums of the gradient and of its product with x - mean.
-template <class Number, int LANES, bool RAGGED, bool CLIPPED>
-__device__ void sum_gradients(const Rows& p, const void* grad_y, const void* x, const Channel& channel, double* partial,
-                              float clip, double* memory) {
-    const Place<Number, LANES> at(p);
-    double sums[at.NUMBERS] = {}, products[at.NUMBERS] = {};
-    add_gradients<Number, RAGGED, CLIPPED>(p, at, grad_y, x, channel, clip, sums, products);
     write_partial(p, at, sums, products, partial, memory);
 }
 
 // grad_x = weight * inverse * (grad_y - mean(grad_y) - x_hat * mean(grad_y * x_hat)), means over rows that count; 0 at the
-// others. The gradients of weight and bias are the sums themselves, if they are wanted; `partial` as in `normalise`.
+// others. The gradients of weight and bias are the sums themselves, if they are wanted.
 template <class Number, int LANES, bool RAGGED, bool CLIPPED>
 __device__ void backward_rows(const Rows& p, const void* grad_y, const void* x, void* grad_x, const double* partial,
                               const int* count, const Channel& channel, float* grad_weight, float* grad_bias, float clip,
                               double* memory) {
     using At = Place<Number, LANES>;
     const At at(p);
-    if (partial == nullptr) {
-        double sums[At::NUMBERS] = {}, products[At::NUMBERS] = {};
-        add_gradients<Number, RAGGED, CLIPPED>(p, at, grad_y, x, channel, clip, sums, products);
-        merge_block(at, sums, products, memory);
-    } else {
-        merge_partial(p, at, partial, memory);
-    }
+    merge_partial(p, at, partial, memory);
     float* offsets = reinterpret_cast<float*>(memory + 2 * At::COLUMNS);
     float* slopes = offsets + At::COLUMNS;
     if (threadIdx.x < At::COLUMNS && at.first_column + threadIdx.x < p.channels) {
