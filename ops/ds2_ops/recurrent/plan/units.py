@@ -1,0 +1,98 @@
+"""Tiles of the design for small layers, whose warps own hidden units with all of K: on one multiprocessor, or a cluster."""
+
+from ds2_ops.jit.launch import Launch
+from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.plan.entry import kernel
+from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.work import Work
+
+MOST_WARPS, MOST_REGISTERS = 32, 255  # of a block, of a thread
+PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
+
+
+def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
+    """Every tile of this design that can run this problem on ``sms`` multiprocessors."""
+    found = []
+    for cluster in (1, 2, 4, 8, 16):
+        clusters = sms if cluster == 1 else min(device.active_clusters.get(cluster, 0), sms // cluster)
+        if clusters == 0:
+            continue
+        spread = -(-problem.batch // clusters)
+        for samples in {min(spread, 8), *(s for s in (2, 4, 8) if spread < s <= problem.batch)}:
+            choice = _choice(problem, device, cluster, clusters, samples)
+            if choice is not None:
+                found.append(choice)
+    return found
+
+
+def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
+    number, per_word = NUMBERS[problem.dtype]
+    cell = ALL[problem.nonlinearity]
+    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    warp_units = 16 if sums == 1 else 8
+    step = warp_units if cluster == 1 else PAIR_WORDS * per_word
+    owned = -(-problem.hidden // (cluster * step)) * step
+    warps = owned // warp_units
+    words = -(-owned // per_word // PAIR_WORDS) * PAIR_WORDS
+    columns = 1 if samples <= 4 else 2
+    k_tiles = cluster * words * sent // MMA_WORDS
+    most = min(MOST_REGISTERS, device.registers // (32 * warps) // 8 * 8)
+    if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns) > most:
+        return None
+    smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns)
+    if smem_bytes > device.smem_bytes_per_block:
+        return None
+    tiles = -(-problem.batch // samples)
+    blocks = cluster * min(tiles, clusters)
+    shape = f"UnitsShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {warps}, {columns}, {str(problem.backward).lower()}>"
+    return Choice(
+        design="units",
+        launch=Launch(
+            kernel("units.cuh", "units_recurrence", shape, cell, smem_bytes, exchange=False),
+            threads=32 * warps,
+            grid=blocks,
+            cluster=cluster,
+            smem_bytes=smem_bytes,
+        ),
+        rows=sums * owned,
+        samples=samples,
+        groups=1,
+        work=Work(
+            layout=f"units{cluster}",
+            backward=problem.backward,
+            tiles=-(-tiles // clusters),
+            m_tiles=1 if sums == 1 else -(-sums // 2),
+            k_tiles=k_tiles,
+            words=words,
+            head_words=words,
+            samples=samples,
+            groups=1,
+            cluster=cluster,
+            blocks=blocks,
+            rounds=-(-warps // 4),
+            state_words=cluster * sent * words,
+            sums=sums,
+            sent=sent,
+        ),
+    )
+
+
+def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int) -> int:
+    """What a thread needs: weights, and of each of its units and utterances what goes in and out; as compiled."""
+    rows = 1 if backward else cell.gates  # of 8; the last gate of three fills half a tile
+    weights = k_tiles * (4 if rows == 1 else 2 * rows)
+    return weights + 56
+
+
+def _smem_bytes(
+    problem: Problem, cell: Cell | GatedCell, cluster: int, warps: int, words: int, columns: int
+) -> int:
+    """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
+    vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
+    state_bytes = cluster * 4 * columns * ((4 * vectors * words + 63) // 128 * 128 + 64)
+    if cell.gates == 1:
+        inputs = 2 if problem.backward else 1
+    else:
+        inputs = 1 + cell.saved if problem.backward else cell.gates
+    lane_units = 2 if problem.backward or cell.gates == 1 else 1
+    return 2 * state_bytes + 8 // columns * columns * lane_units * inputs * 32 * warps * 4 + 16
