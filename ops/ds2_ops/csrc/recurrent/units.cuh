@@ -9,7 +9,7 @@
 //   3. Barrier of the block. In a cluster the block's part of the state goes to all peers by st.async, and each block waits at
 //      an mbarrier for theirs.
 // A GRU that resets before its last gate's product takes two such rounds a step: forward r h is exchanged, then h; backward the
-// gradients of z and n, then that of r (GRNN, Holmes et al. 2019, section 5.1: two synchronisations).
+// gradient of n, then those of r and z (GRNN, Holmes et al. 2019, section 5.1: two synchronisations).
 //
 // States are numbered by epochs, PHASES a step; epoch e lies in buffer e % 2. Two buffers are enough: who writes e + 2 has all of
 // e + 1, to which every warp of every block gives a part after it has read e. And what a block sends of e lies untouched until
@@ -166,9 +166,8 @@ struct Units {
             open();
             const int iterations = Shape::BACKWARD ? steps + 1 : steps;
             const int epochs = Shape::PHASES * iterations - (Shape::BACKWARD ? Shape::PHASES - 1 : 0);
-            Parts part = {};
 #pragma unroll 1
-            for (int i = 0; i < iterations; i++) step(i, epochs, part);
+            for (int i = 0; i < iterations; i++) step(i, epochs);
             if (!Shape::BACKWARD && steps > 0) store_outputs(steps - 1);
 #pragma unroll 1
             for (int t = steps; t < pass.frames; t++)
@@ -264,9 +263,8 @@ struct Units {
         });
     }
 
-    // part += row tiles TILE .. + PHASE_TILES - 1 of the weights, vectors FIRST .. + COUNT - 1 of K, times those vectors of a
-    // state, of which they are the SKIP-th and on.
-    template <int TILE, int FIRST, int COUNT, int SKIP>
+    // part += row tiles TILE .. + PHASE_TILES - 1 of the weights, vectors FIRST .. + COUNT - 1 of K, times the vectors of a state.
+    template <int TILE, int FIRST, int COUNT>
     __device__ void multiply(Parts& part, int epoch) const {
         const int column = Shape::COLUMNS == 1 ? lane() / 8 : lane() / 4;
         const unsigned from = smem + epoch % 2 * Shape::STATE_BYTES + (column < live ? column : 0) * Shape::SAMPLE_PITCH +
@@ -274,7 +272,7 @@ struct Units {
 #pragma unroll
         for (int p = 0; p < COUNT * Shape::PAIRS; p++) {
             const int k = 2 * (FIRST * Shape::PAIRS + p);
-            const uint4 b = load_shared_16(from + Shape::pair_at(SKIP * Shape::PAIRS + p));
+            const uint4 b = load_shared_16(from + Shape::pair_at(p));
 #pragma unroll
             for (int m = 0; m < Shape::PHASE_TILES; m++)
                 Matrix::multiply_add(part[k % Shape::CHAINS][m], weights.a[TILE + m][k], b.x, b.y);
@@ -292,27 +290,17 @@ struct Units {
                                                 : (part[0][m][j] + part[1][m][j]) + (part[2 % Shape::CHAINS][m][j] +
                                                                                      part[3 % Shape::CHAINS][m][j]);
     }
-    static __device__ void clear(Parts& part) {
-#pragma unroll
-        for (int c = 0; c < Shape::CHAINS; c++)
-#pragma unroll
-            for (int m = 0; m < Shape::PHASE_TILES; m++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) part[c][m][j] = 0.f;
-    }
-
     // A unit's sums of one utterance.
     static __device__ float sum_of(const Sums& sums, int k, int n, int e) {
         return Shape::SUMS == 1 ? sums[0][2 * e + n] : sums[k / 2][k % 2 * 2 + n];
     }
 
-    // One time step. Where there are two phases, backward, part has that of z of the frame above.
-    __device__ void step(int i, int epochs, Parts& part) {
+    __device__ void step(int i, int epochs) {
         const int t = frame(i), epoch = Shape::PHASES * i;
+        Parts part = {};
         Sums sums;
         await(epoch, epochs);
-        if constexpr (!(Shape::BACKWARD && Shape::PHASES == 2)) clear(part);
-        multiply<0, 0, Shape::PHASES == 1 ? Shape::SENT : 1, 0>(part, epoch);
+        multiply<0, 0, Shape::VECTORS>(part, epoch);
         if (i > 0) store_outputs(i - 1);
         prepare(i);
         fetch_inputs(i + Shape::AHEAD - 1);
@@ -332,14 +320,14 @@ struct Units {
                 publish(epoch + 1, v, [&](int n, int e) { return units[n][e].out[v == Shape::SENT - 1 ? Shape::LAST_SENT : v]; });
             exchange<Shape::SENT>(epoch + 1);
         } else if constexpr (Shape::BACKWARD) {
-            step_back_again(t, epoch + 1, epochs, part, sums);
+            step_back_again(t, epoch + 1, epochs, sums);
         } else {
-            step_again(t, epoch + 1, epochs, part, sums);
+            step_again(t, epoch + 1, epochs, sums);
         }
     }
 
     // Forward, sums of r and z: the last gate multiplies r h.
-    __device__ void step_again(int t, int epoch, int epochs, Parts& part, const Sums& sums) {
+    __device__ void step_again(int t, int epoch, int epochs, const Sums& sums) {
         publish(epoch, 0, [&](int n, int e) {
             const Unit& u = units[n][e];  // ready: bias, x of r, ...
             const float reset[1] = {Cell::reset(sums[0][n], u.ready[1][0], u.carry[0])};
@@ -347,8 +335,8 @@ struct Units {
         });
         exchange<1>(epoch);
         await(epoch, epochs);
-        clear(part);
-        multiply<1, 0, 1, 0>(part, epoch);
+        Parts part = {};
+        multiply<1, 0, 1>(part, epoch);
         Sums last;
         add_up(part, last);
         each([&](int n, int e) {
@@ -360,22 +348,19 @@ struct Units {
         exchange<1>(epoch + 1);
     }
 
-    // Backward, the gradient of h: those of z and n, multiplied, give that of r h, and so that of r.
-    __device__ void step_back_again(int t, int epoch, int epochs, Parts& part, const Sums& sums) {
+    // Backward, the gradient of h: that of n, multiplied, gives that of r h, and so that of r.
+    __device__ void step_back_again(int t, int epoch, int epochs, const Sums& sums) {
         each([&](int n, int e) {
             const float sum[1][1] = {{sum_of(sums, 0, n, e)}};
             finish(units[n][e], sum, t < frames[n]);
         });
-        publish(epoch, 0, [&](int n, int e) { return units[n][e].out[1]; });
-        publish(epoch, 1, [&](int n, int e) { return units[n][e].out[2]; });
-        exchange<2>(epoch);
+        publish(epoch, 0, [&](int n, int e) { return units[n][e].out[2]; });
+        exchange<1>(epoch);
         await(epoch, epochs);
-        Parts of_n = {};
-        multiply<0, 2, 1, 1>(of_n, epoch);
-        clear(part);
-        multiply<0, 1, 1, 0>(part, epoch);
+        Parts part = {};
+        multiply<0, 2, 1>(part, epoch);
         Sums resets;
-        add_up(of_n, resets);
+        add_up(part, resets);
         each([&](int n, int e) {
             Unit& u = units[n][e];
             if (t >= frames[n]) return;
@@ -386,7 +371,8 @@ struct Units {
             u.out[0] = Number::pack(grad);
         });
         publish(epoch + 1, 0, [&](int n, int e) { return units[n][e].out[0]; });
-        exchange<1>(epoch + 1);
+        publish(epoch + 1, 1, [&](int n, int e) { return units[n][e].out[1]; });
+        exchange<2>(epoch + 1);
     }
 
     __device__ void finish(Unit& u, const float (&sum)[Shape::SUMS][1], bool exists) const {
@@ -416,7 +402,7 @@ struct Units {
     }
 
     // Vectors that a block sends of an epoch.
-    static constexpr __device__ int vectors(int epoch) { return Shape::PHASES == 2 && epoch % 2 == 0 ? 1 : Shape::VECTORS; }
+    static constexpr __device__ int vectors(int epoch) { return Shape::PHASES == 2 && epoch % 2 ? 1 : Shape::VECTORS; }
     __device__ unsigned barrier(int epoch) const { return smem + Shape::BARRIER_AT + epoch % 2 * 8; }
 
     // Waits until all of an epoch is there, and arms the next one's mbarrier.

@@ -14,7 +14,19 @@ from importlib import resources
 from ds2_ops.recurrent.plan.work import Work
 
 Constants = dict[str, dict[str, float]]
-EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277}  # of a step's chain, a message's way: measured alone, one word
+PREDICTED: Constants = {
+    f"units{cluster}{phases}{gates}": {
+        "step": ((0.10 if gates else 0.07) + way) * (2 if phases else 1),
+        "products": 0.0041,
+        "warps": 0.01,
+        "words": 0.00004,
+        "samples": 0.003,
+        "backward": 0.03,
+    }
+    for cluster, way in ((1, 0.02), (2, 0.24), (4, 0.24), (8, 0.26), (16, 0.32))
+    for phases, gates in (("", ""), ("", " gates"), (" phases", " gates"))
+}
+EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277, "units1": 0.0, "units8": 0.228, "units16": 0.277}  # of a step's chain, a message's way: measured alone, one word
 UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
@@ -31,12 +43,15 @@ class Processor:
 def kind(work: Work) -> str:
     """Name what has constants of its own."""
     how = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
+    how += " phases" if work.phases > 1 else ""
     return f"{work.layout}{how}{' gates' if work.sums * work.sent > 1 else ''}"
 
 
 def terms(work: Work) -> dict[str, float]:
     """Count what a step of a tile consists of, each in its unit."""
-    if work.layout.startswith("cluster"):
+    if work.layout.startswith("units"):
+        found = _units_terms(work)
+    elif work.layout.startswith("cluster"):
         found = _cluster_terms(work)
     else:
         found = _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
@@ -53,7 +68,7 @@ def terms(work: Work) -> dict[str, float]:
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
-    known, name = constants or fitted(), kind(work)
+    known, name = {**PREDICTED, **(constants or fitted())}, kind(work)
     mine = known.get(name) or known[name.removesuffix(" gates")]
     chain = sum(mine.get(term, 0.0) * count for term, count in terms(work).items())
     chain *= 1.0 if name in known else UNKNOWN_GATES
@@ -84,6 +99,17 @@ def _cluster_terms(work: Work) -> dict[str, float]:
         "samples": work.samples,
         "split words": work.split_words,
         "split idle": work.split_words * max(0.0, 1 - products / MOST_PRODUCTS),  # loads that no products hide
+    }
+
+
+def _units_terms(work: Work) -> dict[str, float]:
+    return {
+        "step": 1.0,
+        "products": work.m_tiles * work.k_tiles * work.rounds,  # of a sub-core
+        "warps": work.rounds,
+        "words": (work.cluster - 1) * work.samples * work.sent * work.words,
+        "samples": work.samples,
+        "split words": work.split_words,
     }
 
 

@@ -60,6 +60,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
         work=Work(
             layout=f"units{cluster}",
             backward=problem.backward,
+            split_words=problem.hidden % per_word != 0,
             tiles=-(-tiles // clusters),
             m_tiles=1 if sums == 1 else -(-sums // 2),
             k_tiles=k_tiles,
@@ -73,15 +74,18 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
             state_words=cluster * sent * words,
             sums=sums,
             sent=sent,
+            phases=cell.phases,
         ),
     )
 
 
 def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int) -> int:
-    """What a thread needs: weights, and of each of its units and utterances what goes in and out; as compiled."""
-    rows = 1 if backward else cell.gates  # of 8; the last gate of three fills half a tile
-    weights = k_tiles * (4 if rows == 1 else 2 * rows)
-    return weights + 56
+    """What a thread needs to keep weights and the loop without spills: as compiled."""
+    sums = 1 if backward else cell.gates
+    weights = k_tiles * (4 if sums == 1 else 2 * sums)  # the last gate of three fills half a tile
+    if backward and cell.gates > 1:
+        return weights + (60 if columns == 1 else 112)
+    return weights + (56 if columns == 1 else 64)
 
 
 def _smem_bytes(
