@@ -10,7 +10,7 @@ from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidd
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
 from ds2_ops.recurrent.plan.grid_wide import wide_choices
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
-from ds2_ops.recurrent.plan.units import units_choices
+from ds2_ops.recurrent.plan.units import largest_units_hidden, units_choices
 
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
@@ -63,6 +63,12 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
+    if ALL[problem.nonlinearity].phases > 1:
+        return (
+            f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be used "
+            f"on {device.name}, {problem.nonlinearity} has kernels for at most "
+            f"{largest_units_hidden(problem, device, sms)}; use reset_after=True, a smaller size, or backend='gemm'"
+        )
     gates = ALL[problem.nonlinearity].gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
     times = f"{gates} x " if gates > 1 else ""

@@ -1,5 +1,7 @@
 """Tiles of the design for small layers, whose warps own hidden units with all of K: on one multiprocessor, or a cluster."""
 
+from dataclasses import replace
+
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
@@ -23,6 +25,19 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
             if choice is not None:
                 found.append(choice)
     return found
+
+
+def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:
+    """The largest hidden size whose both passes this design can run."""
+
+    def fits(hidden: int) -> bool:
+        passes = (replace(problem, batch=1, hidden=hidden, backward=backward) for backward in (True, False))
+        return all(units_choices(one, device, sms) for one in passes)
+
+    hidden = 0
+    while fits(hidden + 1):
+        hidden += 1
+    return hidden
 
 
 def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
@@ -81,8 +96,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
 
 def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int) -> int:
     """What a thread needs to keep weights and the loop without spills: as compiled."""
-    sums = 1 if backward else cell.gates
-    weights = k_tiles * (4 if sums == 1 else 2 * sums)  # the last gate of three fills half a tile
+    weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
     if backward and cell.gates > 1:
         return weights + (60 if columns == 1 else 112)
     return weights + (56 if columns == 1 else 64)

@@ -96,6 +96,14 @@ FAULTS = [
     pytest.param(("recurrent/cells.cuh", "= before * f", "= tanh_c * f"), False, id="c of the wrong frame"),
     pytest.param((CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap"),
 ]
+UNITS = "recurrent/units.cuh"
+UNITS_FAULTS = [
+    pytest.param("gru_before", 1, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), True, id="no barrier of the block"),
+    pytest.param("gru_before", 2, (UNITS, "barrier_wait(barrier(epoch), parity", "if (false) barrier_wait(0, parity"), True, id="no wait"),
+    pytest.param("gru_before", 2, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), False, id="other bytes"),
+    pytest.param("lstm", 1, (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"), False, id="carry of padding"),
+    pytest.param("gru_before", 1, ("recurrent/cells.cuh", "carry += q * slope[3];", ""), False, id="no gradient of r h"),
+]
 
 
 @pytest.mark.parametrize(("fault", "forward"), FAULTS)
@@ -104,6 +112,18 @@ def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, ch
     shape = (3, 2, 250) if forward else (3, 2, 40)  # warps share where rows are many
     try:
         wrong = wrong_results(chip, "lstm", ("cluster", 16 if forward else 8, 1, 1), shape, faults)
+    except AssertionError:
+        return  # the emulation itself saw it
+    assert wrong
+
+
+@pytest.mark.parametrize(("cell", "cluster", "fault", "forward"), UNITS_FAULTS)
+def test_planted_faults_of_small_layers_are_found(
+    cell: str, cluster: int, fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
+) -> None:
+    faults = ((fault,), ()) if forward else ((), (fault,))
+    try:
+        wrong = wrong_results(chip, cell, ("units", cluster, 1, 1), (5, 2, 40), faults)
     except AssertionError:
         return  # the emulation itself saw it
     assert wrong
