@@ -51,7 +51,8 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     words = -(-owned // per_word // PAIR_WORDS) * PAIR_WORDS
     columns = 1 if samples <= 4 else 2
     k_tiles = cluster * words * sent // MMA_WORDS
-    most = min(MOST_REGISTERS, device.registers // (32 * warps) // 8 * 8)
+    warps_of_sub_core = -(-warps // 4)  # of four, each with a quarter of the registers
+    most = min(MOST_REGISTERS, device.registers // (128 * warps_of_sub_core) // 8 * 8)
     if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns) > most:
         return None
     smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns)
@@ -85,7 +86,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
             groups=1,
             cluster=cluster,
             blocks=blocks,
-            rounds=-(-warps // 4),
+            rounds=warps_of_sub_core,
             state_words=cluster * sent * words,
             sums=sums,
             sent=sent,
@@ -99,7 +100,7 @@ def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: in
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
     if backward and cell.gates > 1:
         return weights + (60 if columns == 1 else 112)
-    return weights + (56 if columns == 1 else 64)
+    return weights + (56 if columns == 1 else 48 + 16 * cell.phases)
 
 
 def _smem_bytes(
