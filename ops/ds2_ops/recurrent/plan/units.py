@@ -98,6 +98,8 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
 def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int) -> int:
     """What a thread needs to keep weights and the loop without spills: as compiled."""
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
+    if cell.gates == 1:
+        return weights + 64
     if backward and cell.gates > 1:
         return weights + (60 if columns == 1 else 112)
     return weights + (56 if columns == 1 else 48 + 16 * cell.phases)
