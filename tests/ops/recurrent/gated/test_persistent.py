@@ -12,7 +12,8 @@ from support.persistent_cases import TF32_ERROR, one_a_kernel
 from torch import Tensor
 
 # Odd rows, one utterance, more tiles than clusters, units of one multiprocessor and of clusters.
-SHAPES = [(6, 3, 65), (5, 1, 64), (4, 150, 77), (7, 9, 128), (5, 20, 250), (4, 7, 256)]
+CASES = [((6, 3, 65), torch.bfloat16), ((5, 1, 64), torch.bfloat16), ((4, 150, 77), torch.bfloat16)]
+CASES += [((5, 20, 250), torch.bfloat16), ((6, 3, 65), torch.float16), ((5, 9, 100), torch.float32)]
 
 
 def tiles(problem: Problem) -> list[Choice]:
@@ -22,14 +23,11 @@ def tiles(problem: Problem) -> list[Choice]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", GATED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_every_tile_is_as_good_as_stock(
     shape: tuple[int, int, int], dtype: torch.dtype, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames, batch, hidden = shape
-    if cell == "gru_before" and dtype == torch.float32 and hidden > 128:
-        pytest.skip("does not fit")
     name = str(dtype).removeprefix("torch.")
     lengths = ragged_lengths(frames, batch).to(CUDA, torch.int32)
     inputs, cotangents = problem(cell, shape, CUDA, dtype)
