@@ -397,6 +397,10 @@ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
     chip::pause();
     if (wanted) v = *at;
 }
+template <class Storage>
+void store_if(bool wanted, Storage* at, Storage value) {
+    if (wanted) *at = value;
+}
 inline void store_relaxed(unsigned* at, unsigned word) { chip::self().stores.push_back({at, word}); }
 inline void store_relaxed(unsigned* at, uint4 v) {
     store_relaxed(at, v.x), store_relaxed(at + 1, v.y), store_relaxed(at + 2, v.z), store_relaxed(at + 3, v.w);

@@ -219,6 +219,18 @@ __device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
         : "memory");
 }
 
+// Stores if `wanted`, without a branch.
+__device__ inline void store_if(bool wanted, unsigned* at, unsigned word) {
+    asm volatile("{.reg .pred wanted;\nsetp.ne.u32 wanted, %0, 0;\n@wanted st.global.u32 [%1], %2;}"
+                 ::"r"(unsigned(wanted)), "l"(at), "r"(word)
+                 : "memory");
+}
+__device__ inline void store_if(bool wanted, unsigned short* at, unsigned short half) {
+    asm volatile("{.reg .pred wanted;\nsetp.ne.u32 wanted, %0, 0;\n@wanted st.global.u16 [%1], %2;}"
+                 ::"r"(unsigned(wanted)), "l"(at), "h"(half)
+                 : "memory");
+}
+
 __device__ inline void store_relaxed(unsigned* at, unsigned word) {
     rest_at_random();
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");

@@ -39,16 +39,20 @@ struct Single {
     }
 };
 
-template <class Matrix_, class Cell_, int CLUSTER_, int BLOCK_WARPS, int COLUMNS_, bool BACKWARD_>
+template <class Matrix_, class Cell_, int CLUSTER_, int BLOCK_WARPS, int COLUMNS_, bool BACKWARD_, bool WHOLE_WORDS_>
 struct UnitsShape {
     using Matrix = Matrix_;         // numbers as they are multiplied,
     using Number = Single<Matrix>;  // and as lanes read and write them
     using Cell = Cell_;
     static constexpr int CLUSTER = CLUSTER_, COLUMNS = COLUMNS_, ALL_THREADS = 32 * BLOCK_WARPS, PER_WORD = 1;
     static constexpr bool BACKWARD = BACKWARD_, GATED = Cell::GATES > 1;
+    static constexpr bool WHOLE_WORDS = WHOLE_WORDS_;  // every row of H elements starts on a word boundary
     static constexpr int PHASES = cell_phases<Cell>();
     static constexpr int SUMS = BACKWARD ? 1 : Cell::GATES;  // of each hidden unit that a step needs
     static constexpr int LANE_UNITS = SUMS == 1 ? 2 : 1, WARP_UNITS = 8 * LANE_UNITS;
+    static constexpr bool HALVES = sizeof(typename Number::Storage) == 2;
+    static constexpr int WORD_UNITS = WHOLE_WORDS && HALVES ? LANE_UNITS : 1;  // of a lane that are read and written together
+    static constexpr int LANE_WORDS = LANE_UNITS / WORD_UNITS;
     static constexpr int TILES = SUMS == 1 ? 1 : (SUMS + 1) / 2;  // of rows; two gates each, if there are several
     static constexpr int PHASE_TILES = PHASES == 1 ? TILES : 1;
     static constexpr int CHAINS = 4 / PHASE_TILES;  // of sums: an instruction waits for the one before it in its chain
@@ -68,7 +72,7 @@ struct UnitsShape {
     static constexpr int LAST_SENT = OUTPUTS > SENT && BACKWARD ? SENT : SENT - 1;  // the last vector sent, among these
     static constexpr int AHEAD = 8 / COLUMNS;  // steps that inputs are fetched early
     static constexpr int INPUT_AT = 2 * STATE_BYTES;
-    static constexpr int STEP_BYTES = COLUMNS * LANE_UNITS * INPUTS * ALL_THREADS * 4;
+    static constexpr int STEP_BYTES = COLUMNS * LANE_WORDS * INPUTS * ALL_THREADS * 4;
     static constexpr int BARRIER_AT = INPUT_AT + AHEAD * STEP_BYTES;
     static constexpr int SMEM_BYTES = BARRIER_AT + 16;
 
@@ -82,16 +86,6 @@ struct UnitsShape {
     }
 };
 
-// Copies one number behind the thread's back, into the half of a word where it lies in its array.
-template <class Storage>
-__device__ void copy_number(unsigned to, const void* array, size_t element, bool wanted) {
-    const Storage* at = static_cast<const Storage*>(array) + element;
-    if constexpr (sizeof(Storage) == 4)
-        copy_async(to, at, wanted);
-    else  // the array may end with it
-        copy_async_part(to, at - element % 2, wanted ? 2 + 2 * int(element % 2) : 0);
-}
-
 template <class Shape>
 struct Units {
     using Number = typename Shape::Number;
@@ -101,8 +95,8 @@ struct Units {
     using Parts = float[Shape::CHAINS][Shape::PHASE_TILES][4];
     using Sums = float[Shape::PHASE_TILES][4];
     struct Unit {  // of one utterance
-        float carry[1], last[1], ready[Shape::READY][1];  // last: forward the bias, backward the last state's gradient
-        unsigned in[Shape::INPUTS], out[Shape::OUTPUTS];
+        float carry[1], given[1], ready[Shape::READY][1];  // given: forward the bias, backward the last state's gradient
+        unsigned in[Shape::INPUTS], out[Shape::OUTPUTS], last;  // forward: the last h
     };
 
     const Pass& pass;
@@ -168,7 +162,13 @@ struct Units {
             const int epochs = Shape::PHASES * iterations - (Shape::BACKWARD ? Shape::PHASES - 1 : 0);
 #pragma unroll 1
             for (int i = 0; i < iterations; i++) step(i, epochs);
-            if (!Shape::BACKWARD && steps > 0) store_outputs(steps - 1);
+            if constexpr (!Shape::BACKWARD) {
+                store_outputs(steps - 1);
+                each([&](int n, int e) {
+                    store_state(n, e, units[n][e].last);
+                    if constexpr (Shape::GATED) at(n, e, 0).store_carry(valid(n, e), units[n][e].carry);
+                });
+            }
 #pragma unroll 1
             for (int t = steps; t < pass.frames; t++)
                 each([&](int n, int e) { at(n, e, t).store_padding(valid(n, e), false); });
@@ -188,14 +188,13 @@ struct Units {
         fill_states();
         each([&](int n, int e) {
             Unit& u = units[n][e];
-            u.last[0] = 0.f;
+            u.last = load_state(n, e);
+            u.given[0] = 0.f;
+            if constexpr (Shape::BACKWARD) Number::unpack(u.last, u.given);
             if constexpr (Shape::GATED) {
-                at(n, e, 0).load_carry(load_state(n, e), valid(n, e), u.carry);
-                at(n, e, 0).load_bias(u.last, valid(n, e), false);
+                at(n, e, 0).load_carry(u.last, valid(n, e), u.carry);
+                if (!Shape::BACKWARD) at(n, e, 0).load_bias(u.given, valid(n, e), false);
             }
-            if (Shape::BACKWARD || frames[n] > 0) return;
-            store_state(n, e, load_state(n, e));
-            if constexpr (Shape::GATED) at(n, e, 0).store_carry(valid(n, e), u.carry);
         });
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(i);
@@ -216,20 +215,31 @@ struct Units {
         }
     }
 
-    __device__ unsigned input_at(int i, int n, int e, int a) const {
+    __device__ unsigned input_at(int i, int n, int word, int a) const {
         return input + i % Shape::AHEAD * Shape::STEP_BYTES +
-               ((n * Shape::LANE_UNITS + e) * Shape::INPUTS + a) * Shape::ALL_THREADS * 4;
+               ((n * Shape::LANE_WORDS + word) * Shape::INPUTS + a) * Shape::ALL_THREADS * 4;
     }
     // Asks for what iteration i consumes. Each thread reads only what itself has fetched.
     __device__ void fetch_inputs(int i) const {
         const int t = frame(i);
-        each([&](int n, int e) {
-            const bool wanted = t >= 0 && t < frames[n] && unit(e) < pass.hidden;
 #pragma unroll
-            for (int a = 0; a < Shape::INPUTS; a++)
-                copy_number<Storage>(input_at(i, n, e, a), input_array<Shape>(pass, a),
-                                     wanted ? at(n, e, t).input_element(a) : 0, wanted);
-        });
+        for (int n = 0; n < Shape::COLUMNS; n++)
+#pragma unroll
+            for (int w = 0; w < Shape::LANE_WORDS; w++) {
+                const int e = w * Shape::WORD_UNITS;
+                const bool wanted = t >= 0 && t < frames[n] && unit(e) < pass.hidden;
+#pragma unroll
+                for (int a = 0; a < Shape::INPUTS; a++) {
+                    const size_t element = at(n, e, t).input_element(a);
+                    const Storage* from = static_cast<const Storage*>(input_array<Shape>(pass, a)) + element;
+                    if constexpr (!Shape::HALVES)
+                        copy_async(input_at(i, n, w, a), from, wanted);
+                    else if constexpr (Shape::WHOLE_WORDS)
+                        copy_async(input_at(i, n, w, a), from - unit(e) % 2, wanted);
+                    else  // the array may end with it
+                        copy_async_part(input_at(i, n, w, a), from - element % 2, wanted ? 2 + 2 * int(element % 2) : 0);
+                }
+            }
         copies_commit();  // one an iteration: copies_wait counts them
     }
     // What of iteration i's end can be done before its sums are there.
@@ -240,27 +250,52 @@ struct Units {
             Unit& u = units[n][e];
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
-                u.in[a] = load_shared_4(input_at(i, n, e, a));
-                if (sizeof(Storage) == 2) u.in[a] >>= at(n, e, t).input_element(a) % 2 * 16;
+                u.in[a] = load_shared_4(input_at(i, n, e / Shape::WORD_UNITS, a));
+                if constexpr (Shape::HALVES)
+                    u.in[a] >>= 16 * ((Shape::WHOLE_WORDS ? unsigned(unit(e)) : unsigned(at(n, e, t).input_element(a))) % 2);
             }
-            if (Shape::BACKWARD) {
-                u.last[0] = 0.f;
-                if (pass.state && t >= 0 && t == frames[n] - 1) Number::unpack(load_state(n, e), u.last);
-            }
-            if constexpr (Shape::GATED) prepare_gates<Shape>(u.in, u.last, u.ready);
+            const float given[1] = {!Shape::BACKWARD || t == frames[n] - 1 ? u.given[0] : 0.f};
+            if constexpr (Shape::GATED)
+                prepare_gates<Shape>(u.in, given, u.ready);
+            else
+                u.ready[0][0] = given[0];
         });
     }
 
-    __device__ void store_outputs(int i) const {
+    // Without branches: products are under way.
+    __device__ void store_outputs(int i) {
         const int t = frame(i);
-        each([&](int n, int e) {
-            const Unit& u = units[n][e];
 #pragma unroll
-            for (int a = 0; a < Shape::OUTPUTS; a++) at(n, e, t).store_output(a, u.out[a], valid(n, e), false);
-            if (Shape::BACKWARD || t != frames[n] - 1) return;
-            store_state(n, e, u.out[0]);
-            if constexpr (Shape::GATED) at(n, e, 0).store_carry(valid(n, e), u.carry);
-        });
+        for (int n = 0; n < Shape::COLUMNS; n++)
+#pragma unroll
+            for (int w = 0; w < Shape::LANE_WORDS; w++) {
+                const int e = w * Shape::WORD_UNITS;
+                const bool exists = i >= 0 && valid(n, e);
+#pragma unroll
+                for (int a = 0; a < Shape::OUTPUTS; a++) {
+                    Storage* to = output_at(n, e, t, a);
+                    const unsigned value = units[n][e].out[a];
+                    const bool wanted = exists && (Shape::BACKWARD || a == 0 || pass.saved);
+                    if constexpr (Shape::WORD_UNITS == 2)
+                        store_if(wanted, reinterpret_cast<unsigned*>(to), value | units[n][e + 1].out[a] << 16);
+                    else
+                        store_if(wanted, to, static_cast<Storage>(value));
+                }
+            }
+        if (!Shape::BACKWARD)
+            each([&](int n, int e) { units[n][e].last = t == frames[n] - 1 && i >= 0 ? units[n][e].out[0] : units[n][e].last; });
+    }
+    __device__ Storage* output_at(int n, int e, int t, int a) const {
+        const auto frame = at(n, e, t);
+        void* array = !Shape::BACKWARD ? (a == 0 ? pass.result : pass.saved) : a < Cell::GATES ? pass.result : pass.result_last;
+        size_t element;
+        if constexpr (!Shape::GATED)
+            element = frame.element();
+        else if constexpr (Shape::BACKWARD)
+            element = a < Cell::GATES ? frame.template element<Cell::GATES>(a) : frame.element();
+        else
+            element = a == 0 ? frame.element() : frame.template element<Cell::SAVED>(a - 1);
+        return static_cast<Storage*>(array) + element;
     }
 
     // part += row tiles TILE .. + PHASE_TILES - 1 of the weights, vectors FIRST .. + COUNT - 1 of K, times the vectors of a state.
@@ -301,7 +336,7 @@ struct Units {
         Sums sums;
         await(epoch, epochs);
         multiply<0, 0, Shape::VECTORS>(part, epoch);
-        if (i > 0) store_outputs(i - 1);
+        store_outputs(i - 1);
         prepare(i);
         fetch_inputs(i + Shape::AHEAD - 1);
         add_up(part, sums);
@@ -386,7 +421,7 @@ struct Units {
             float x[1], y[1], value[1];
             Number::unpack(u.in[0], x);
             if (Shape::BACKWARD) Number::unpack(u.in[Shape::INPUTS - 1], y);
-            value[0] = apply_cell<Shape>(Shape::BACKWARD ? sum[0][0] + x[0] + u.last[0] : sum[0][0] + x[0], y[0], pass.clip);
+            value[0] = apply_cell<Shape>(Shape::BACKWARD ? sum[0][0] + x[0] + u.ready[0][0] : sum[0][0] + x[0], y[0], pass.clip);
             u.out[0] = exists ? Number::pack(value) : 0;
         }
     }

@@ -60,7 +60,9 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
         return None
     tiles = -(-problem.batch // samples)
     blocks = cluster * min(tiles, clusters)
-    shape = f"UnitsShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {warps}, {columns}, {str(problem.backward).lower()}>"
+    flags = (problem.backward, problem.hidden % per_word == 0)
+    numbers = (cluster, warps, columns, *(str(flag).lower() for flag in flags))
+    shape = f"UnitsShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="units",
         launch=Launch(
@@ -115,5 +117,7 @@ def _smem_bytes(
         inputs = 2 if problem.backward else 1
     else:
         inputs = 1 + cell.saved if problem.backward else cell.gates
-    lane_units = 2 if problem.backward or cell.gates == 1 else 1
-    return 2 * state_bytes + 8 // columns * columns * lane_units * inputs * 32 * warps * 4 + 16
+    per_word = NUMBERS[problem.dtype][1]
+    pairs = (problem.backward or cell.gates == 1) and (per_word == 1 or problem.hidden % per_word != 0)
+    lane_words = 2 if pairs else 1  # of a lane's two units, where they do not share one
+    return 2 * state_bytes + 8 // columns * columns * lane_words * inputs * 32 * warps * 4 + 16
