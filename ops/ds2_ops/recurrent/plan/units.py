@@ -53,9 +53,11 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     k_tiles = cluster * words * sent // MMA_WORDS
     warps_of_sub_core = -(-warps // 4)  # of four, each with a quarter of the registers
     most = min(MOST_REGISTERS, device.registers // (128 * warps_of_sub_core) // 8 * 8)
-    if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns) > most:
+    # A lane's two units, if it has two, may share a word.
+    lane_words = 2 if warp_units == 16 and (per_word == 1 or problem.hidden % per_word != 0) else 1
+    if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns, lane_words) > most:
         return None
-    smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns)
+    smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns, lane_words)
     if smem_bytes > device.smem_bytes_per_block:
         return None
     tiles = -(-problem.batch // samples)
@@ -97,18 +99,19 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     )
 
 
-def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int) -> int:
-    """What a thread needs to keep weights and the loop without spills: as compiled."""
+def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:
+    """What a thread needs to keep weights and the loop without spills: as compiled, of every tile."""
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
+    wide = columns - 1
     if cell.gates == 1:
-        return weights + 64
-    if backward and cell.gates > 1:
-        return weights + (60 if columns == 1 else 112)
-    return weights + (56 if columns == 1 else 48 + 16 * cell.phases)
+        return weights + 64 + 40 * wide * (lane_words - 1)
+    if backward:
+        return weights + (60 + 72 * wide if lane_words == 1 else 88 + 92 * wide)
+    return weights + 60 + 8 * (cell.phases - 1) + 24 * wide
 
 
 def _smem_bytes(
-    problem: Problem, cell: Cell | GatedCell, cluster: int, warps: int, words: int, columns: int
+    problem: Problem, cell: Cell | GatedCell, cluster: int, warps: int, words: int, columns: int, lane_words: int
 ) -> int:
     """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
     vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
@@ -117,7 +120,4 @@ def _smem_bytes(
         inputs = 2 if problem.backward else 1
     else:
         inputs = 1 + cell.saved if problem.backward else cell.gates
-    per_word = NUMBERS[problem.dtype][1]
-    pairs = (problem.backward or cell.gates == 1) and (per_word == 1 or problem.hidden % per_word != 0)
-    lane_words = 2 if pairs else 1  # of a lane's two units, where they do not share one
     return 2 * state_bytes + 8 // columns * columns * lane_words * inputs * 32 * warps * 4 + 16
