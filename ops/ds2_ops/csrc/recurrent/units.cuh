@@ -104,14 +104,17 @@ struct Units {
     Unit units[Shape::COLUMNS][Shape::LANE_UNITS];
     int frames[Shape::COLUMNS];  // 0 where there is no utterance
     int first, live, steps;      // of the tile: utterances, and frames of the longest
-    unsigned smem, own, input, parity = 0;
+    unsigned smem, input, parity = 0;
+    // Addresses in buffer 0: of this lane's operands, of what it makes, and in a cluster of the first 16 bytes that this thread
+    // sends, here, at the peer (0: it sends nothing) and at the peer's mbarrier.
+    unsigned state, own, sent, sent_to, sent_barrier;
     int rank, warp_unit;
 
     __device__ Units(const Pass& pass, char* memory) : pass(pass) {
         rank = Shape::CLUSTER == 1 ? 0 : cluster_rank();
         warp_unit = rank * Shape::OWNED + int(threadIdx.x) / 32 * Shape::WARP_UNITS;
         smem = smem_address(memory);
-        own = pinned(smem + rank * Shape::SOURCE_PITCH +
+        own = pinned(smem + rank * Shape::SOURCE_PITCH + sample(0) * Shape::SAMPLE_PITCH +
                      int(sizeof(Storage)) * (int(threadIdx.x) / 32 * Shape::WARP_UNITS + lane() / 4 * Shape::LANE_UNITS));
         input = pinned(smem + Shape::INPUT_AT + 4 * threadIdx.x);
         first = int(blockIdx.x) / Shape::CLUSTER * pass.samples;
@@ -171,7 +174,12 @@ struct Units {
             }
 #pragma unroll 1
             for (int t = steps; t < pass.frames; t++)
-                each([&](int n, int e) { at(n, e, t).store_padding(valid(n, e), false); });
+                each([&](int n, int e) {
+                    // Who forms r h from what was saved does so of padding too.
+#pragma unroll
+                    for (int a = 0; a < (Shape::BACKWARD || Shape::PHASES == 2 ? Shape::OUTPUTS : 1); a++)
+                        at(n, e, t).store_output(a, 0, valid(n, e), false);
+                });
         }
     }
 
@@ -186,6 +194,13 @@ struct Units {
 #pragma unroll
         for (int n = 0; n < Shape::COLUMNS; n++) frames[n] = sample(n) < live ? length_of(pass, first + sample(n)) : 0;
         fill_states();
+        const int column = Shape::COLUMNS == 1 ? lane() / 8 : lane() / 4;  // without an utterance: repeats the first
+        state = pinned(smem + (column < live ? column : 0) * Shape::SAMPLE_PITCH + 16 * (lane() % 4));
+        if constexpr (Shape::CLUSTER > 1) {
+            const int peer = find_message(threadIdx.x, sent);
+            sent_to = pinned(peer == rank ? 0 : remote_address(sent, peer));
+            sent_barrier = pinned(remote_address(barrier(0), peer));
+        }
         each([&](int n, int e) {
             Unit& u = units[n][e];
             u.last = load_state(n, e);
@@ -301,9 +316,7 @@ struct Units {
     // part += row tiles TILE .. + PHASE_TILES - 1 of the weights, vectors FIRST .. + COUNT - 1 of K, times the vectors of a state.
     template <int TILE, int FIRST, int COUNT>
     __device__ void multiply(Parts& part, int epoch) const {
-        const int column = Shape::COLUMNS == 1 ? lane() / 8 : lane() / 4;
-        const unsigned from = smem + epoch % 2 * Shape::STATE_BYTES + (column < live ? column : 0) * Shape::SAMPLE_PITCH +
-                              16 * (lane() % 4);
+        const unsigned from = state + epoch % 2 * Shape::STATE_BYTES;
 #pragma unroll
         for (int p = 0; p < COUNT * Shape::PAIRS; p++) {
             const int k = 2 * (FIRST * Shape::PAIRS + p);
@@ -457,7 +470,7 @@ struct Units {
 #pragma unroll
         for (int n = 0; n < Shape::COLUMNS; n++) {
             if (sample(n) >= live) break;
-            const unsigned sample_to = to + sample(n) * Shape::SAMPLE_PITCH;
+            const unsigned sample_to = to + n * Shape::SAMPLE_PITCH;
             if constexpr (sizeof(Storage) == 4) {
 #pragma unroll
                 for (int e = 0; e < Shape::LANE_UNITS; e++) store_shared_4(sample_to + 4 * e, Matrix::operand(value(n, e)));
@@ -468,23 +481,36 @@ struct Units {
             }
         }
     }
-    // When the block's part of an epoch is complete, it goes to the peers.
+    // Message j of an epoch: neighbouring threads send what is contiguous. Where its 16 bytes lie in buffer 0, and to whom they go;
+    // of an utterance or a peer that does not exist, where no message is: to this block itself.
+    static constexpr int CHUNKS = Shape::VECTORS * Shape::OWN_WORDS / 4;
+    __device__ int rounded() const { return live > 4 ? 8 : live > 2 ? 4 : live; }
+    __device__ int find_message(int j, unsigned& from) const {
+        const int s = j / CHUNKS & (rounded() - 1), ahead = 1 + (j / CHUNKS >> (__ffs(rounded()) - 1));
+        from = smem + rank * Shape::SOURCE_PITCH + s * Shape::SAMPLE_PITCH + 16 * (j % CHUNKS);
+        return s < live && ahead < Shape::CLUSTER ? (rank + ahead) % Shape::CLUSTER : rank;
+    }
+    // When the block's part of an epoch is complete, it goes to the peers: the first SENT of its vectors.
     template <int SENT>
     __device__ void exchange(int epoch) const {
         block_wait(1, Shape::ALL_THREADS);
         if constexpr (Shape::CLUSTER > 1) {
-            constexpr int CHUNKS = SENT * Shape::OWN_WORDS / 4;  // of 16 bytes, of an utterance
-            const int rounded = live > 4 ? 8 : live > 2 ? 4 : live, all = (Shape::CLUSTER - 1) * rounded * CHUNKS;
+            if (sent_to) send<SENT>(threadIdx.x, sent, sent_to, sent_barrier, epoch);
 #pragma unroll 1
-            for (int j = threadIdx.x; j < all; j += Shape::ALL_THREADS) {
-                const int s = j / CHUNKS & (rounded - 1), peer = (rank + 1 + (j / CHUNKS >> __ffs(rounded) - 1)) % Shape::CLUSTER;
-                if (s >= live) continue;
-                const unsigned from = smem + epoch % 2 * Shape::STATE_BYTES + rank * Shape::SOURCE_PITCH +
-                                      s * Shape::SAMPLE_PITCH + 16 * (j % CHUNKS);
-                const uint4 w = load_shared_16(from);
-                store_async(remote_address(from, peer), remote_address(barrier(epoch), peer), w.x, w.y, w.z, w.w);
+            for (int j = threadIdx.x + Shape::ALL_THREADS; j < (Shape::CLUSTER - 1) * rounded() * CHUNKS;
+                 j += Shape::ALL_THREADS) {
+                unsigned from;
+                const int peer = find_message(j, from);
+                if (peer != rank) send<SENT>(j, from, remote_address(from, peer), remote_address(barrier(0), peer), epoch);
             }
         }
+    }
+    template <int SENT>
+    static __device__ void send(int j, unsigned from, unsigned to, unsigned to_barrier, int epoch) {
+        if (SENT < Shape::VECTORS && j % CHUNKS >= SENT * Shape::OWN_WORDS / 4) return;
+        const unsigned buffer = epoch % 2 * Shape::STATE_BYTES;
+        const uint4 w = load_shared_16(from + buffer);
+        store_async(to + buffer, to_barrier + epoch % 2 * 8, w.x, w.y, w.z, w.w);
     }
 };
 

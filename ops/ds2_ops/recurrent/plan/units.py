@@ -104,10 +104,10 @@ def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: in
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
     wide = columns - 1
     if cell.gates == 1:
-        return weights + 64 + 40 * wide * (lane_words - 1)
+        return weights + 64 + wide * (8 + 40 * (lane_words - 1))
     if backward:
         return weights + (60 + 72 * wide if lane_words == 1 else 88 + 92 * wide)
-    return weights + 60 + 8 * (cell.phases - 1) + 24 * wide
+    return weights + (60 if cell.gates == 4 else 76) + 24 * wide
 
 
 def _smem_bytes(
