@@ -64,10 +64,11 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
     if ALL[problem.nonlinearity].phases > 1:
+        even, odd = largest_units_hidden(problem, device, sms)
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be used "
-            f"on {device.name}, {problem.nonlinearity} has kernels for at most "
-            f"{largest_units_hidden(problem, device, sms)}; use reset_after=True, a smaller size, or backend='gemm'"
+            f"on {device.name}, {problem.nonlinearity} has kernels for at most {even}, or {odd} if it is odd; use "
+            "reset_after=True, a smaller size, or backend='gemm'"
         )
     gates = ALL[problem.nonlinearity].gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)

@@ -14,19 +14,9 @@ from importlib import resources
 from ds2_ops.recurrent.plan.work import Work
 
 Constants = dict[str, dict[str, float]]
-PREDICTED: Constants = {
-    f"units{cluster}{phases}{gates}": {
-        "step": ((0.10 if gates else 0.07) + way) * (2 if phases else 1),
-        "products": 0.0041,
-        "warps": 0.01,
-        "words": 0.00004,
-        "samples": 0.003,
-        "backward": 0.03,
-    }
-    for cluster, way in ((1, 0.02), (2, 0.24), (4, 0.24), (8, 0.26), (16, 0.32))
-    for phases, gates in (("", ""), ("", " gates"), (" phases", " gates"))
-}
-EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277, "units1": 0.0, "units8": 0.228, "units16": 0.277}  # of a step's chain, a message's way: measured alone, one word
+# Of a step's chain, a message's way: measured alone, one word.
+EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
+EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two not measured: as of 8
 UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
@@ -68,7 +58,7 @@ def terms(work: Work) -> dict[str, float]:
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
-    known, name = {**PREDICTED, **(constants or fitted())}, kind(work)
+    known, name = constants or fitted(), kind(work)
     mine = known.get(name) or known[name.removesuffix(" gates")]
     chain = sum(mine.get(term, 0.0) * count for term, count in terms(work).items())
     chain *= 1.0 if name in known else UNKNOWN_GATES
@@ -108,6 +98,9 @@ def _units_terms(work: Work) -> dict[str, float]:
         "products": work.m_tiles * work.k_tiles * work.rounds,  # of a sub-core
         "warps": work.rounds,
         "words": (work.cluster - 1) * work.samples * work.sent * work.words,
+        "columns": work.samples > 4,  # a lane finishes two utterances
+        "idle": work.samples < 4,  # some have none
+        "split idle": work.split_words * (work.samples < 4),
         "samples": work.samples,
         "split words": work.split_words,
     }

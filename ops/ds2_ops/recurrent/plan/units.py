@@ -27,17 +27,19 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
     return found
 
 
-def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:
-    """The largest hidden size whose both passes this design can run."""
+def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tuple[int, int]:
+    """The largest hidden sizes, even and odd, whose both passes this design can run."""
 
     def fits(hidden: int) -> bool:
         passes = (replace(problem, batch=1, hidden=hidden, backward=backward) for backward in (True, False))
         return all(units_choices(one, device, sms) for one in passes)
 
-    hidden = 0
-    while fits(hidden + 1):
-        hidden += 1
-    return hidden
+    even, odd = 0, -1
+    while fits(even + 2):
+        even += 2
+    while fits(odd + 2):
+        odd += 2
+    return even, odd
 
 
 def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
@@ -106,8 +108,8 @@ def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: in
     if cell.gates == 1:
         return weights + 64 + wide * (8 + 40 * (lane_words - 1))
     if backward:
-        return weights + (60 + 72 * wide if lane_words == 1 else 88 + 92 * wide)
-    return weights + (60 if cell.gates == 4 else 76) + 24 * wide
+        return weights + (60 + 72 * wide if lane_words == 1 else 96 + 84 * wide)
+    return weights + 64 - 4 * (cell.gates == 4) + 12 * (cell.phases - 1) + 24 * wide
 
 
 def _smem_bytes(

@@ -98,11 +98,25 @@ FAULTS = [
 ]
 UNITS = "recurrent/units.cuh"
 UNITS_FAULTS = [
-    pytest.param("gru_before", 1, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), True, id="no barrier of the block"),
-    pytest.param("gru_before", 2, (UNITS, "barrier_wait(barrier(epoch), parity", "if (false) barrier_wait(0, parity"), True, id="no wait"),
-    pytest.param("gru_before", 2, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), False, id="other bytes"),
-    pytest.param("lstm", 1, (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"), False, id="carry of padding"),
-    pytest.param("gru_before", 1, ("recurrent/cells.cuh", "carry += q * slope[3];", ""), False, id="no gradient of r h"),
+    pytest.param(
+        "gru_before", 1, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), True, id="no barrier of the block"
+    ),
+    pytest.param(
+        "gru_before",
+        2,
+        (UNITS, "barrier_wait(barrier(epoch), parity", "if (false) barrier_wait(0, parity"),
+        True,
+        id="no wait",
+    ),
+    pytest.param(
+        "gru_before", 2, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), False, id="other bytes"
+    ),
+    pytest.param(
+        "lstm", 1, (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"), False, id="carry of padding"
+    ),
+    pytest.param(
+        "gru_before", 1, ("recurrent/cells.cuh", "carry += q * slope[3];", ""), False, id="no gradient of r h"
+    ),
 ]
 
 

@@ -31,6 +31,7 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
         launch = choice.launch
         assert launch.grid <= sms and launch.grid % launch.cluster == 0
         assert launch.cluster == 1 or launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
+        assert choice.step_us > 0
         assert launch.smem_bytes <= H200.smem_bytes_per_block and launch.threads <= 1024
         assert choice.rows * launch.cluster >= hidden * (1 if backward else ALL[cell].gates)
         assert launch.grid // launch.cluster * choice.samples * choice.work.tiles >= batch
