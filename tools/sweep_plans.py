@@ -62,7 +62,7 @@ def key_of(problem: Problem) -> Key:
 
 
 def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> list[Choice]:
-    """All tiles of a problem, of some designs, or those of them that the model likes most; none where it does not fit."""
+    """All tiles of a problem, of some designs, or those that the model likes most; none where it does not fit."""
     try:
         ranked = rank(problem, facts, options.max_sms)
         return [choice for choice in ranked if choice.design in options.designs][: options.most]

@@ -1,4 +1,4 @@
-"""The kernels' own source, whole-chip and of small layers, on a CPU, with slow warps and late messages, against float64 (chip_on_cpu.h)."""
+"""The kernels' own source, whole-chip and of small layers, on a CPU, with slow warps and late messages."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Tiles of the design for small layers, whose warps own hidden units with all of K: on one multiprocessor, or a cluster."""
+"""Tiles of the design for small layers, whose warps own hidden units with all of K, on one multiprocessor or a few."""
 
 from dataclasses import replace
 
@@ -13,8 +13,10 @@ PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
 
 
 def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of this design that can run this problem on ``sms`` multiprocessors."""
-    found = []
+    """Every tile of this design that can run this problem on ``sms`` multiprocessors; none for two directions."""
+    found: list[Choice] = []
+    if problem.directions > 1:
+        return found
     for cluster in (1, 2, 4, 8, 16):
         clusters = sms if cluster == 1 else min(device.active_clusters.get(cluster, 0), sms // cluster)
         if clusters == 0:
@@ -70,7 +72,16 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     return Choice(
         design="units",
         launch=Launch(
-            kernel("units.cuh", "units_recurrence", shape, cell, smem_bytes, exchange=False),
+            kernel(
+                "units.cuh",
+                "units_recurrence",
+                shape,
+                cell,
+                smem_bytes,
+                threads=32 * warps,
+                exchange=False,
+                hands_registers=False,
+            ),
             threads=32 * warps,
             grid=blocks,
             cluster=cluster,
@@ -118,8 +129,6 @@ def _smem_bytes(
     """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
     vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
     state_bytes = cluster * 4 * columns * ((4 * vectors * words + 63) // 128 * 128 + 64)
-    if cell.gates == 1:
-        inputs = 2 if problem.backward else 1
-    else:
-        inputs = 1 + cell.saved if problem.backward else cell.gates
+    read_back = 2 if cell.gates == 1 else 1 + cell.saved
+    inputs = read_back if problem.backward else cell.gates
     return 2 * state_bytes + 8 // columns * columns * lane_words * inputs * 32 * warps * 4 + 16

@@ -47,7 +47,7 @@ def test_the_largest_on_one_multiprocessor_and_one_past_it(cell: str, hidden: in
 
 
 def test_a_cell_with_two_phases_that_does_not_fit_names_the_way_out() -> None:
-    with pytest.raises(DoesNotFit, match="hidden size 257 in bfloat16 does not fit.* at most 256.* reset_after=True"):
+    with pytest.raises(DoesNotFit, match=r"hidden size 257 in bfloat16 does not fit.* at most 256.* reset_after=True"):
         choose(Problem(4, 257, "bfloat16", "gru_before", True), H200)
 
 
