@@ -63,7 +63,7 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
-    if ALL[problem.nonlinearity].phases > 1:
+    if ALL[problem.nonlinearity].phases > 1 and problem.directions == 1:
         even, odd = largest_units_hidden(problem, device, sms)
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be "
