@@ -50,6 +50,9 @@ def bench(work: Work, contenders: list[str]) -> list[Result]:
             if contender.startswith("nn."):
                 other = work.in_dtype(getattr(torch, graph)) if graph else work
                 calls = {"projected_forward": other.torch_rnn(False), "projected_both": other.torch_rnn(True)}
+            elif contender == "flashrnn":
+                calls = {"forward": work.flashrnn(False), "both": work.flashrnn(True)}
+                row["errors"] = {"y": work.error_of(calls["forward"]())}  # type: ignore[arg-type]
             else:
                 row["errors"] = errors = work.errors(backend)
                 wrong = [
@@ -186,7 +189,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--cell", "--nonlinearity", choices=tuple(ALL), default="relu")
     parser.add_argument(
-        "--contenders", nargs="+", help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
+        "--contenders",
+        nargs="+",
+        help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16', flashrnn",
     )
     parser.add_argument("--grnn", action="store_true", help="GRNN's Table 1 instead: LSTM and both GRUs, T 100")
     parser.add_argument("--threads", type=int, help="CPU threads")
