@@ -153,7 +153,7 @@ def print_table(rows: list[Result]) -> None:
             " ".join(f"{row[f'{n}_{key}']:.2f}" if f"{n}_{key}" in row else "-" for n in ("forward", "both"))
             for key in ("tflops", "vs_rnn", "vs_gemm_graph")
         ]
-        projected = " ".join(f"{row[f'projected_{n}_us'][0]:.2f}" for n in ("forward", "both"))
+        projected = " ".join(f"{row.get(f'projected_{n}_us', [float('nan')])[0]:.2f}" for n in ("forward", "both"))
         print(head + f"{cells[0]:>22} {cells[1]:>22} {pairs[0]:>12} {pairs[1]:>12} {pairs[2]:>12} {projected:>20}")
 
 
