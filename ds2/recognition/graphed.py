@@ -118,6 +118,8 @@ class GraphedBlocks:
                 self._record(batch, edges)
 
     def _batch(self, size: int) -> _Batch:
+        if self.device.type != "cuda":  # nothing is recorded, so only memory would be kept: a buffer for every size
+            return _Batch(size, self.samples, self.device)
         return self.batches.get(size) or self.batches.setdefault(size, _Batch(size, self.samples, self.device))
 
     @torch.inference_mode()

@@ -139,9 +139,8 @@ def hear(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) ->
     for rows in of_decoder.values():
         some = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
         sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], some, frames[rows])
-    symbols = sessions[0].parts.alphabet.symbols
-    pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
-    quiet = quiet_at_end(pauses[logits.argmax(2)].cpu().numpy(), np.array(lengths)).tolist()
+    pauses = sessions[0].parts.pauses[logits.argmax(2)].cpu().numpy()
+    quiet = quiet_at_end(pauses, np.array(lengths)).tolist()
     done = [s for s, length, last in zip(sessions, lengths, quiet, strict=True) if s.notice(length, last)]
     for session, found in zip(done, ended(done), strict=True):
         session.end(found)

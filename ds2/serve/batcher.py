@@ -130,11 +130,21 @@ class Batcher:
     def __init__(self, recogniser: Recogniser, most_sources: int, metrics: Metrics) -> None:
         self.recogniser, self.most_sources, self.metrics = recogniser, most_sources, metrics
         recogniser.session().hearing.prepare(most_sources)  # a model that cannot stream is refused here
+        self._rehearse()
         self._open: set[Source] = set()
         self._ending = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recogniser", daemon=True)
         self._thread.start()
+
+    def _rehearse(self) -> None:
+        """Hear a second of nothing: what is built once, as a search's kernels are, no client waits for."""
+        live = self.recogniser.live()
+        live.accept(np.zeros(live.sample_rate_hz, np.float32))
+        while live.ready():
+            step([live])
+        best([live])
+        live.flush()
 
     def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Source:
         """Let a source join.
