@@ -61,6 +61,8 @@ struct UnitsShape {
     static constexpr int VECTORS = BACKWARD ? SENT - (PHASES - 1) : 1;  // at most, in one epoch
     static constexpr int OWN_WORDS = (OWNED / Matrix::PER_WORD + 15) / 16 * 16;  // of one of them
     static constexpr int PAIRS = CLUSTER * OWN_WORDS / 16;  // of matrix instructions along a vector: a 16-byte load each
+    // A cluster has time while the state travels; but what is made ready then is kept through the products.
+    static constexpr bool IN_FLIGHT = CLUSTER > 1 && TILES * PAIRS * SENT <= 20;
     static constexpr int SAMPLES = 4 * COLUMNS;
     // State: [source block][sample][vector][words]. Two samples' 64 bytes fall into different banks.
     static constexpr int SAMPLE_PITCH = (4 * VECTORS * OWN_WORDS + 63) / 128 * 128 + 64;
@@ -163,8 +165,12 @@ struct Units {
             open();
             const int iterations = Shape::BACKWARD ? steps + 1 : steps;
             const int epochs = Shape::PHASES * iterations - (Shape::BACKWARD ? Shape::PHASES - 1 : 0);
+            if (Shape::IN_FLIGHT) between(0);
 #pragma unroll 1
-            for (int i = 0; i < iterations; i++) step(i, epochs);
+            for (int i = 0; i < iterations; i++) {
+                step(i, epochs);
+                if (Shape::IN_FLIGHT && i + 1 < iterations) between(i + 1);
+            }
             if constexpr (!Shape::BACKWARD) {
                 store_outputs(steps - 1);
                 each([&](int n, int e) {
@@ -343,15 +349,20 @@ struct Units {
         return Shape::SUMS == 1 ? sums[0][2 * e + n] : sums[k / 2][k % 2 * 2 + n];
     }
 
+    // What nobody waits for, before step i: while the matrix unit works, or while the state travels.
+    __device__ void between(int i) {
+        store_outputs(i - 1);
+        prepare(i);
+        fetch_inputs(i + Shape::AHEAD - 1);
+    }
+
     __device__ void step(int i, int epochs) {
         const int t = frame(i), epoch = Shape::PHASES * i;
         Parts part = {};
         Sums sums;
         await(epoch, epochs);
         multiply<0, 0, Shape::VECTORS>(part, epoch);
-        store_outputs(i - 1);
-        prepare(i);
-        fetch_inputs(i + Shape::AHEAD - 1);
+        if (!Shape::IN_FLIGHT) between(i);
         add_up(part, sums);
         if (Shape::BACKWARD && t < 0) {
             each([&](int n, int e) { finish_first_state(n, e, sum_of(sums, 0, n, e)); });
@@ -449,10 +460,10 @@ struct Units {
         return false;
     }
 
-    // Vectors that a block sends of an epoch.
-    static constexpr __device__ int vectors(int epoch) { return Shape::PHASES == 2 && epoch % 2 ? 1 : Shape::VECTORS; }
     __device__ unsigned barrier(int epoch) const { return smem + Shape::BARRIER_AT + epoch % 2 * 8; }
 
+    // Vectors that a block sends of an epoch.
+    static constexpr __device__ int vectors(int epoch) { return Shape::PHASES == 2 && epoch % 2 ? 1 : Shape::VECTORS; }
     // Waits until all of an epoch is there, and arms the next one's mbarrier.
     __device__ void await(int epoch, int epochs) {
         if constexpr (Shape::CLUSTER == 1) return;
