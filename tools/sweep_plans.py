@@ -1,18 +1,18 @@
-"""Measure every tile that the planner could choose, fit its model on one half of that, and judge it on the other.
+"""Measure every tile that the planner could choose: what tools/fit_plans.py fits its model to.
 
     python tools/sweep_plans.py record --out ops/figures/plans_h200.json   on a GPU: compile, check, time
-    python tools/sweep_plans.py fit ops/figures/plans_h200.json            the constants of plan/model.py
-    python tools/sweep_plans.py judge ops/figures/plans_h200.json          how far from the fastest its choices are
 
 A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
 T 256 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
-that hangs is killed, noted and left out. Shape letters: T frames, B batch, H hidden.
+that hangs is killed, noted and left out; the journal beside the record keeps what is done, and the same command goes on
+from there. Shape letters: T frames, B batch, H hidden.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -40,20 +40,21 @@ BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
 FRAMES, FEW_FRAMES, CHECKED_FRAMES = 256, 64, 5
 ROUNDS, LAUNCHES = 2, 2
 CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
-STALL_S = 25.0
 _CLOCK = "if (threadIdx.x == 0 && blockIdx.x == 0) { clocks[%d] = clock64(); clocks[%d] = ds2::now_ns(); }"
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Return what is measured, one after the other."""
-    return [
+    """Return what is measured, in an order that leaves a record that is cut short spread over all sizes."""
+    found = [
         Problem(batch, hidden, options.dtype, cell, backward)
         for cell in options.cells
         for hidden in options.hidden
         for backward in (False, True)
         for batch in options.batch
     ]
+    random.Random(0).shuffle(found)
+    return found
 
 
 def key_of(problem: Problem) -> Key:
@@ -285,7 +286,7 @@ def record(options: argparse.Namespace) -> int:
             now = journal.stat().st_size if journal.exists() else 0
             if now != size:
                 size, changed = now, time.monotonic()
-            if time.monotonic() - changed > STALL_S:
+            if time.monotonic() - changed > options.stall_s:
                 break
         if child.poll() == 0:
             break
@@ -364,7 +365,8 @@ def parse() -> argparse.Namespace:
         one.add_argument("--designs", nargs="+", default=["units", "cluster", "grid"])
         one.add_argument("--most", type=int, help="only so many tiles of each problem, the model's best")
         one.add_argument("--workers", type=int, default=os.cpu_count())
-        one.add_argument("--budget_s", type=float, default=1e9)
+        one.add_argument("--budget_s", type=float, default=1e9, help="then what there is by then is written")
+        one.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
     return parser.parse_args()
 
 
