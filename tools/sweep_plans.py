@@ -29,7 +29,7 @@ from ds2_ops.jit.launch import run_loaded
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.device import device_facts
 from ds2_ops.recurrent.gated import gemm
-from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
 from torch import Tensor
@@ -62,10 +62,11 @@ def key_of(problem: Problem) -> Key:
     return problem.nonlinearity, problem.backward, problem.hidden, problem.batch
 
 
-def tiles(problem: Problem, facts: DeviceFacts, max_sms: int | None) -> list[Choice]:
-    """All tiles of a problem; none where it does not fit."""
+def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> list[Choice]:
+    """All tiles of a problem, of some designs, or those that the model likes most; none where it does not fit."""
     try:
-        return space(problem, facts, max_sms)
+        ranked = rank(problem, facts, options.max_sms)
+        return [choice for choice in ranked if choice.design in options.designs][: options.most]
     except DoesNotFit:
         return []
 
@@ -229,7 +230,7 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
             key = key_of(problem)
             if key in finished:
                 continue
-            choices = [c for c in tiles(problem, facts, options.max_sms) if (*key, c.name) not in hung]
+            choices = [c for c in tiles(problem, facts, options) if (*key, c.name) not in hung]
             if not choices:
                 continue
             bench, right = Bench(problem), []
@@ -267,7 +268,7 @@ def record(options: argparse.Namespace) -> int:
     facts = _facts_of_gpu()
     wanted, clocked = set(), set()
     for problem in problems(options):
-        for choice in tiles(problem, facts, options.max_sms):
+        for choice in tiles(problem, facts, options):
             wanted.add(choice.launch.source.text)
             if (problem.hidden, problem.batch) in CLOCKED:
                 clocked.add(clocked_text(choice))
@@ -361,6 +362,8 @@ def parse() -> argparse.Namespace:
         one.add_argument("--batch", type=int, nargs="+", default=BATCH)
         one.add_argument("--dtype", default="bfloat16")
         one.add_argument("--max-sms", type=int)
+        one.add_argument("--designs", nargs="+", default=["units", "cluster", "grid"])
+        one.add_argument("--most", type=int, help="only so many tiles of each problem, the model's best")
         one.add_argument("--workers", type=int, default=os.cpu_count())
         one.add_argument("--budget_s", type=float, default=1e9, help="then what there is by then is written")
         one.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
