@@ -15,4 +15,5 @@ backends    which of these runs
 weights     the gradient of a recurrent matrix
 rnn         the operator: checks, autograd, the public function and module
 gated       LSTM and GRU: their own reference, gemm, persistent and op
+bidirectional  all of these over whole utterances in both directions, in one launch where that pays
 """
