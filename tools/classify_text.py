@@ -3,8 +3,8 @@
     python tools/classify_text.py books.txt an4/train.jsonl lj.jsonl --epochs 5
 
 Each file is a class: lines of a text (.gz, .xz too) or transcripts of a manifest (.jsonl), read as characters; what
-is not a to z, space or ' is dropped. A tenth of the lines, drawn by seed, is held out; prints the accuracy on it with its
-interval, and which classes are taken for which.
+is not a to z, space or ' is dropped. A tenth of the lines, drawn by seed, is held out; prints the accuracy on it with
+its interval, and which classes are taken for which.
 """
 
 from __future__ import annotations
