@@ -8,6 +8,7 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
+from ds2_ops.lengths import turned
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.persistent import why_not
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.product import linear, sink_of
-from ds2.model.ragged import Ragged, reverse
+from ds2.model.ragged import Ragged
 
 State = tuple[Tensor, ...] | None
 _RECURRENT_GAIN = 0.5
@@ -114,8 +115,8 @@ class GatedRecurrentLayer(nn.Module):
         cells = (self.cell, self.cell_reverse)
         if not self.cell.ours(x, self.backend):
             y, _ = self.cell(x, None, ragged, self.backend)
-            flipped, _ = self.cell_reverse(reverse(x, ragged), None, ragged, self.backend)
-            return y + reverse(flipped, ragged), None
+            flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend)
+            return y + turned(flipped, ragged.lengths), None
         weight_ih = torch.cat([cell.weight_ih_l0 for cell in cells])
         z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input() for cell in cells]))
         weights = torch.stack([cell.weight_hh_l0 for cell in cells])

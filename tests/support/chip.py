@@ -17,7 +17,7 @@ from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
 from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
 
-_KERNELS = ("recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh")
+_KERNELS = ("recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh", "recurrent/units.cuh")
 Faults = tuple[tuple[str, str, str], ...]
 
 
