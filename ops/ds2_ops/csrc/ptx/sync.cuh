@@ -231,6 +231,14 @@ __device__ inline unsigned long long now_ns() {
     return t;
 }
 
+// Kernels of one stream that overlap (programmatic dependent launch). A kernel launched so may start as soon as all blocks of
+// the one before it have released it, or have ended. It must not touch what an earlier kernel writes, nor write what one
+// reads, before it has waited: then the one before has ended, and its results are visible. Each kernel that releases another
+// waits too, and ends after that, so by induction all earlier ones have ended. What may be read at once is what no kernel
+// that releases writes: weights, which other kernels make, and these nobody overlaps. Launched plainly, both do nothing.
+__device__ inline void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void release_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
 
 // Waits for the end of the phase of this parity. In debug builds a wait of more than MAX_WAIT_NS names itself and traps:

@@ -58,7 +58,7 @@ struct Multiplier {
                     const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
                     unsigned value = 0;
                     if (!Shape::BACKWARD && pass.state)
-                        value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
+                        value = load_word<Number, false>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
                                                   pass.hidden - column, Shape::WHOLE_WORDS);
                     store_shared_4(smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
                                        s * Shape::SAMPLE_PITCH + 4 * word,

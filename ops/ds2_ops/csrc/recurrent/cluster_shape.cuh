@@ -118,7 +118,7 @@ struct Tile {
     __device__ int begin(int g) const { return first + (g - own_group()) * pass.samples; }
     __device__ int live(int g) const { return max(0, min(pass.samples, pass.batch - begin(g))); }
     __device__ int length(int utterance) const {
-        return pass.lengths ? max(0, min(pass.frames, __ldg(pass.lengths + utterance))) : pass.frames;
+        return pass.lengths ? max(0, min(pass.frames, pass.lengths[utterance])) : pass.frames;
     }
     __device__ int iterations() const { return Shape::BACKWARD ? steps + 1 : steps; }
 
