@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from ds2_ops import lookahead, recurrence
+from ds2_ops import lookahead
+from ds2_ops.recurrent.layer import recurrent_layer
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
@@ -171,20 +172,19 @@ class BlockModel:
         edges: bool,
     ) -> Tensor:
         y, frames, at = x, self.frames, 0
-        begun = lengths = None
+        begin = lengths = None
         if edges:  # a state stays 0 until its stream begins, and nothing is heard past the end
             first = blocks * frames - module.delay
-            begun = (first + torch.arange(frames, device=x.device)[:, None] >= 0)[..., None]
-            lengths = (ends - first).clamp(0, frames).int()
+            begin, lengths = (-first).clamp(0, frames).int(), (ends - first).clamp(0, frames).int()
         for layer in module.layers:
-            z = nn.functional.linear(y, layer.weight, layer.bias)
-            if begun is not None:
-                z = z * begun
-            y, state = recurrence(
-                z,
+            y, state = recurrent_layer(
+                y,
+                layer.weight,
+                layer.bias,
                 layer.weight_hh,
                 rows[at],
                 lengths,
+                begin,
                 nonlinearity=layer.nonlinearity,
                 clip=layer.clip,
                 backend=layer.backend,

@@ -338,6 +338,8 @@ inline void store_async(unsigned to, unsigned barrier, unsigned w0, unsigned w1,
 inline void barrier_init(unsigned barrier, unsigned arrivals) {
     chip::block().barriers[barrier] = {int(arrivals), int(arrivals), 0, 0};
 }
+inline uint4 load_early_16(const void* at) { return *static_cast<const uint4*>(at); }
+inline uint2 load_early_8(const void* at) { return *static_cast<const uint2*>(at); }
 inline void barrier_init_fence() {}
 inline void await_kernel_before() {}
 inline void release_kernel_behind() {}

@@ -154,7 +154,7 @@ def _run_forward(
     lengths = lengths_on(lengths, x.shape[0], x.device)
     chosen = resolve(backend, x, nonlinearity, max_sms)
     forward = persistent.forward if chosen == "persistent" else gemm.forward
-    options = _options(nonlinearity, clip, max_sms, x.dtype)
+    options = options_of(nonlinearity, clip, max_sms, x.dtype)
     return forward(x.contiguous(), weight_hh.contiguous(), _contiguous(h0), lengths, options)
 
 
@@ -172,7 +172,7 @@ def _run_backward_data(
     lengths = lengths_on(lengths, y.shape[0], y.device)
     chosen = resolve(backend, y, nonlinearity, max_sms)
     backward_data = persistent.backward_data if chosen == "persistent" else gemm.backward_data
-    options = _options(nonlinearity, clip, max_sms, y.dtype)
+    options = options_of(nonlinearity, clip, max_sms, y.dtype)
     return backward_data(grad_y.contiguous(), _contiguous(grad_h_n), y, weight_hh.contiguous(), lengths, options)
 
 
@@ -227,6 +227,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 @functools.cache
-def _options(nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype) -> Options:
+def options_of(
+    nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype, *, early: bool = False
+) -> Options:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
-    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms)
+    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms, early)

@@ -200,6 +200,18 @@ __device__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Loads that stay before a wait that follows; the assembler moves those through the read-only path (__ldg) behind it.
+__device__ inline uint4 load_early_16(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+__device__ inline uint2 load_early_8(const void* at) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+    return v;
+}
+
 // Loads if `wanted`, under a predicate: a branch would part the lanes of a warp, which the matrix unit needs together.
 __device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
     asm volatile(

@@ -111,9 +111,9 @@ struct Weights {
                     const auto* at = matrix + (inside[half][k / 2] ? from.element : 0);
                     uint4& v = group[half][k / 2];
                     if (both) {
-                        v = __ldg(reinterpret_cast<const uint4*>(at));
+                        v = load_early_16(at);
                     } else {
-                        const uint2 two = __ldg(reinterpret_cast<const uint2*>(at));
+                        const uint2 two = load_early_8(at);
                         v = make_uint4(two.x, two.y, 0, 0);
                     }
                 }
