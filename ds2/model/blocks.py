@@ -11,7 +11,8 @@ Shapes: N streams with a place, B in a batch, C channels, F bins, H hidden, T fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,11 +22,15 @@ from ds2_ops.recurrent.layer import recurrent_layer
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
+from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.folded import FoldedConv, FoldedRecurrence, before
 from ds2.model.structure import frames_after
 
+WAVE_LANES = 7  # layers beside each other: as many clusters of 16 multiprocessors as an H200 holds
+WAVE_SMS = 16  # of each
+MOST_STREAMS_IN_WAVES = 16  # that a cluster runs at once
 FOR_EVER = 2**62  # feature frames of a stream whose end is not known
 
 
@@ -67,17 +72,23 @@ class BlockModel:
         model: unidirectional, with recurrent layers of our own, in evaluation mode; what it learns later is not seen.
         block_frames: a multiple of the model's stride in time.
         dtype: of weights and activations; the classifier's are float32 at least.
+        piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run the block piece by piece,
+            on a GPU those of few streams beside each other (`ds2.model.wavefront`). None: all at once.
 
     Raises:
         ConfigError: a model that cannot be heard so.
         ValueError: blocks that are no multiple of the stride.
     """
 
-    def __init__(self, model: AcousticModel, block_frames: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: AcousticModel, block_frames: int, dtype: torch.dtype, piece_frames: int | None = None
+    ) -> None:
         if reason := why_not(model):
             raise ConfigError(reason)
         if block_frames < 1 or block_frames % model.time_stride:
             raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
+        self.piece, self._streams = (piece_frames or block_frames) // model.time_stride, list[torch.cuda.Stream]()
+        self.lanes = WAVE_LANES
         self.block_frames, self.dtype, self.bins, self.hidden = block_frames, dtype, model.bins, model.config.hidden
         self.strides = [conv.stride[1] for conv in model.config.convs]
         self.device = model.classifier.weight.device
@@ -101,6 +112,10 @@ class BlockModel:
             self.modules.append(_module(module, delay, dtype))
             delay += self.modules[-1].ahead
         self.delay = delay
+        starts = torch.arange(0, self.frames, self.piece, device=self.device)
+        delays = torch.tensor([module.delay for module in self.modules], device=self.device)
+        self._first = (starts - delays[:, None])[..., None]  # (M, C, 1): a block's first frame of each module and piece
+        self._long = (self.frames - starts).clamp_max(self.piece)[:, None]
         self._rows = sum(_rows(module) for module in self.modules)
         weight, bias = before(model.classifier, model.norm)
         wide = torch.promote_types(dtype, torch.float32)
@@ -153,56 +168,101 @@ class BlockModel:
         rows = carried.rows.index_select(1, places)
         if edges:
             rows = rows * (blocks > 0)[:, None]
-        x, kept, first = time_major(x), list[Tensor](), 0
-        for module in self.modules:
-            x = self._module(module, x, rows[first:], kept, blocks, ends, edges)
-            first += _rows(module)
+        x, kept = self.layers(time_major(x), rows, blocks, ends, edges=edges)
         carried.rows.index_copy_(1, places, torch.cat(kept))
         weight, bias = self._classifier
         return nn.functional.linear(x.to(weight.dtype), weight, bias)
 
-    def _module(
-        self,
-        module: ModuleLevel,
-        x: Tensor,
-        rows: Tensor,
-        kept: list[Tensor],
-        blocks: Tensor,
-        ends: Tensor,
-        edges: bool,
-    ) -> Tensor:
-        y, frames, at = x, self.frames, 0
-        begin = lengths = None
+    @torch.no_grad()
+    def layers(
+        self, x: Tensor, rows: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run all recurrent modules on a block (T, B, D), piece by piece.
+
+        Args:
+            x: what the convolutions made of the block.
+            rows: (R, B, H) what the streams carry.
+            blocks, ends, edges: as of `run`, `ends` in output frames.
+
+        Returns:
+            (T, B, H), and what is carried now, whose concatenation is (R, B, H).
+        """
+        pieces = x.split(self.piece)
+        lanes = self._lanes(x.shape[1]) if len(pieces) > 1 else []
+        begins = lengths = None
         if edges:  # a state stays 0 until its stream begins, and nothing is heard past the end
-            first = blocks * frames - module.delay
-            begin, lengths = (-first).clamp(0, frames).int(), (ends - first).clamp(0, frames).int()
-        for layer in module.layers:
-            y, state = recurrent_layer(
-                y,
-                layer.weight,
-                layer.bias,
-                layer.weight_hh,
-                rows[at],
-                lengths,
-                begin,
-                nonlinearity=layer.nonlinearity,
-                clip=layer.clip,
-                backend=layer.backend,
-            )
-            kept.append(state[None])
-            at += 1
-        for taps in module.taps:
-            tau = taps.shape[1] - 1
-            held = torch.cat([rows[at : at + tau], y])
-            kept.append(held[frames:])
-            y = lookahead(held, taps)[:frames]
-            at += tau
-        if not module.residual:
-            return y
-        skip = x if module.projection is None else nn.functional.linear(x, module.projection)
-        waiting = torch.cat([rows[at : at + module.ahead], skip])
-        kept.append(waiting[frames:])
-        return y + waiting[:frames]
+            first = blocks * self.frames + self._first  # (M, C, B): of each module and piece
+            begins = (-first).clamp_min(0).int()
+            lengths = torch.minimum((ends - first).clamp_min(0), self._long).int()
+        stages, kept, at = list[Callable[[int, Tensor], Tensor]](), list[list[Tensor]](), 0
+        for number, module in enumerate(self.modules):
+            held = _Held(module, list(rows[at : at + _rows(module)].split(_parts(module))), {})
+            kept.append(held.rows)
+            at += _rows(module)
+            edge = None if begins is None or lengths is None else (begins[number], lengths[number])
+            stages += [
+                functools.partial(_through, held, layer, edge, beside=bool(lanes))
+                for layer in range(len(module.layers))
+            ]
+        values = wavefront.run(stages, pieces, lanes)
+        return torch.cat(values) if len(values) > 1 else values[0], [row for part in kept for row in part]
+
+    def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
+        """Streams for a batch whose layers take so few multiprocessors that several fit beside each other."""
+        if self.device.type != "cuda" or batch > MOST_STREAMS_IN_WAVES:
+            return []
+        while len(self._streams) < self.lanes:
+            self._streams.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        return self._streams[: self.lanes]
+
+
+@dataclass
+class _Held:
+    """A module on its way through a block: what is carried of it by now, and the inputs of pieces amid it."""
+
+    module: ModuleLevel
+    rows: list[Tensor]
+    inputs: dict[int, Tensor]
+
+
+def _through(
+    held: _Held, at: int, edge: tuple[Tensor, Tensor] | None, piece: int, x: Tensor, *, beside: bool
+) -> Tensor:
+    """Run a layer on a piece (T, B, D) and, behind the last one, what closes its module; (T, B, H)."""
+    module, rows = held.module, held.rows
+    begin, lengths = (None, None) if edge is None else (part[piece] for part in edge)
+    layer, frames = module.layers[at], len(x)
+    if at == 0:
+        held.inputs[piece] = x
+    y, state = recurrent_layer(
+        x,
+        layer.weight,
+        layer.bias,
+        layer.weight_hh,
+        rows[at][0],
+        lengths,
+        begin,
+        nonlinearity=layer.nonlinearity,
+        clip=layer.clip,
+        backend=layer.backend,
+        max_sms=WAVE_SMS if beside else None,
+        overlap=not beside,
+    )
+    rows[at] = state[None]
+    if at + 1 < len(module.layers):
+        return y
+    x, at = held.inputs.pop(piece), at + 1
+    for taps in module.taps:
+        waiting = torch.cat([rows[at], y])
+        rows[at] = waiting[frames:]
+        y = lookahead(waiting, taps)[:frames]
+        at += 1
+    if not module.residual:
+        return y
+    skip = x if module.projection is None else nn.functional.linear(x, module.projection)
+    waiting = torch.cat([rows[at], skip])
+    rows[at] = waiting[frames:]
+    return y + waiting[:frames]
 
 
 def why_not(model: AcousticModel) -> str | None:
@@ -227,9 +287,14 @@ def _module(module: RecurrentModule, delay: int, dtype: torch.dtype) -> ModuleLe
     return ModuleLevel(layers, taps, projection, module.residual, delay, ahead)
 
 
+def _parts(module: ModuleLevel) -> list[int]:
+    """Rows that a stream carries for a module: states, tails of the row convolutions, frames that wait for these."""
+    tails = [taps.shape[1] - 1 for taps in module.taps]
+    return [1] * len(module.layers) + tails + [module.ahead] * module.residual
+
+
 def _rows(module: ModuleLevel) -> int:
-    """Rows that a stream carries for a module."""
-    return len(module.layers) + module.ahead * (1 + module.residual)
+    return sum(_parts(module))
 
 
 def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ def recurrent_layer(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
+    overlap: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
@@ -43,6 +44,7 @@ def recurrent_layer(
         weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
         h0, lengths, nonlinearity, clip, backend, max_sms: as :func:`ds2_ops.recurrence`.
         begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0; all 0 when None.
+        overlap: False launches plainly: where layers on several streams share the GPU.
 
     Returns:
         y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
@@ -58,7 +60,7 @@ def recurrent_layer(
         check_like(name, tensor, x)
     x = x.contiguous()
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
-    if _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
+    if overlap and _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
         z = projection.project(x, weight_ih, bias, begin)
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
         h0 = None if h0 is None else h0.contiguous()
@@ -66,9 +68,7 @@ def recurrent_layer(
     z = functional.linear(x, weight_ih, bias)
     if begin is not None:
         z = z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
-    return recurrence(
-        z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms
-    )
+    return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
 
 
 def _overlaps(x: Tensor, weight_ih: Tensor, backend: str, nonlinearity: str, max_sms: int | None) -> bool:

@@ -90,9 +90,12 @@ def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: i
 @pytest.mark.parametrize(
     "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}]
 )
-def test_streams_that_come_and_go_get_the_logits_of_their_whole(convs: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(("block_frames", "piece_frames"), [(12, None), (48, 12), (36, 24)])
+def test_streams_that_come_and_go_get_the_logits_of_their_whole(
+    convs: str, options: dict[str, object], block_frames: int, piece_frames: int | None
+) -> None:
     model = make(convs, **options)
-    heard = BlockModel(model, 12, torch.float64)
+    heard = BlockModel(model, block_frames, torch.float64, piece_frames)
     draw = torch.Generator().manual_seed(1)
     sources = [
         torch.randn(BINS, frames, generator=draw, dtype=torch.float64)
@@ -123,3 +126,28 @@ def test_what_cannot_be_heard_in_blocks_is_refused() -> None:
         BlockModel(make(cell="gru"), 12, torch.float64)
     with pytest.raises(ValueError, match="stride, 2"):
         BlockModel(make(), 13, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "batch"), [(4, 1), (9, 3), (3, 16)])
+def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: int, batch: int) -> None:
+    model = make("none", hidden=1152, depth=depth, skip=3, row_convs=3).float().cuda()
+    heard = BlockModel(model, 85, torch.bfloat16, 20)  # the last piece is shorter
+    draw = torch.Generator("cuda").manual_seed(2)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    x, rows = drawn(85, batch, BINS), 0.1 * drawn(heard.start(1).rows.shape[0], batch, 1152)
+    blocks = torch.arange(batch, device="cuda") % 3
+    ends = 85 * blocks + torch.randint(0, 200, (batch,), device="cuda")
+    for edges in (True, False):
+        found = []
+        for lanes in (1, 7, 3):
+            heard.lanes = lanes
+            for _ in range(3):
+                y, kept = heard.layers(x, rows, blocks, ends, edges=edges)
+                found.append((y, torch.cat(kept)))
+        for y, kept in found[1:]:
+            assert torch.equal(y, found[0][0]) and torch.equal(kept, found[0][1])
+        assert bool(found[0][0].isfinite().all())
