@@ -72,8 +72,8 @@ class BlockModel:
         model: unidirectional, with recurrent layers of our own, in evaluation mode; what it learns later is not seen.
         block_frames: a multiple of the model's stride in time.
         dtype: of weights and activations; the classifier's are float32 at least.
-        piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run the block piece by piece,
-            on a GPU those of few streams beside each other (`ds2.model.wavefront`). None: all at once.
+        piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run the block piece by
+            piece, on a GPU those of few streams beside each other (`ds2.model.wavefront`). None: all at once.
 
     Raises:
         ConfigError: a model that cannot be heard so.
