@@ -35,7 +35,7 @@ def test_wrong_arguments_are_refused() -> None:
     x = torch.zeros(2, 1, 16)
     with pytest.raises(ValueError, match=r"weight_ih has shape \(24, 16\), expected \(H, K\) = \(24, 15\)"):
         recurrent_layer(x[..., :15], ih, bias, hh)
-    with pytest.raises(TypeError, match="bias is torch.float64"):
+    with pytest.raises(TypeError, match=r"bias is torch\.float64"):
         recurrent_layer(x, ih, bias.double(), hh)
     with pytest.raises(ValueError, match="weight_hh has shape"):
         recurrent_layer(x, ih, bias, hh[:, :3])
