@@ -70,16 +70,17 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Te
 @functools.lru_cache(maxsize=256)
 def projection_launch(width: int, hidden: int, dtype: str) -> Launch:
     """The kernel for a width, a hidden size and a dtype as `Problem` names it."""
+    smem_bytes = WARPS * THREADS * 4
     source = translation_unit(
         "recurrent/projection.cuh",
         _PROJECTION,
         f"    ds2::project<Shape>({{{names(_PROJECTION)}}});\n",
-        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {_pairs(width)}>;\n",
-        launch_bounds="ds2::THREADS, 1",
+        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {_pairs(width)}, {_CLUSTER}>;\n"
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "projection.py and projection.cuh disagree");\n',
+        launch_bounds="Shape::ALL_THREADS, 1",
     )
     blocks = -(-hidden // MMA_ROWS)
     grid = -(-blocks // _CLUSTER) * _CLUSTER
-    smem_bytes = WARPS * THREADS * 4
     return Launch(source, THREADS, grid=grid, cluster=_CLUSTER, smem_bytes=smem_bytes, early=True)
 
 

@@ -22,9 +22,10 @@ struct Projection {
     int rows, batch, width, hidden;
 };
 
-template <class Number_, int PAIRS_>
+template <class Number_, int PAIRS_, int CLUSTER_>
 struct ProjectionShape {
     using Number = Number_;
+    static constexpr int CLUSTER = CLUSTER_, ALL_THREADS = THREADS;
     static constexpr int PAIRS = PAIRS_;  // of matrix instructions along a warp's share of K
     static constexpr int COLUMNS = 2 * MMA_SAMPLES;  // rows of x that go by together
     static constexpr int SUMS = COLUMNS * MMA_ROWS;
