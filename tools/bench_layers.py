@@ -3,8 +3,8 @@
     python tools/bench_layers.py model=rnn_48_skip_4 --frames 350 1500 --batch 1 16
 
 All recurrent modules of a model, row convolutions and skips included, as one CUDA graph. "Whole": a layer after the
-other, each at once. Lanes: pieces of `--piece` frames on so many streams, whose bits are compared. Weights are random: no time
-depends on them.
+other, each at once. Lanes: pieces of `--piece` frames on so many streams, whose bits are compared. Weights are random:
+no time depends on them.
 """
 
 from __future__ import annotations

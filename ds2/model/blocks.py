@@ -18,7 +18,9 @@ from typing import cast
 
 import torch
 from ds2_ops import lookahead
+from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.layer import recurrent_layer
+from ds2_ops.recurrent.persistent import why_not as why_not_persistent
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
@@ -88,7 +90,7 @@ class BlockModel:
         if block_frames < 1 or block_frames % model.time_stride:
             raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
         self.piece, self._streams = (piece_frames or block_frames) // model.time_stride, list[torch.cuda.Stream]()
-        self.lanes = WAVE_LANES
+        self.lanes, self.waves = WAVE_LANES, runs_waves(model, dtype)
         self.block_frames, self.dtype, self.bins, self.hidden = block_frames, dtype, model.bins, model.config.hidden
         self.strides = [conv.stride[1] for conv in model.config.convs]
         self.device = model.classifier.weight.device
@@ -209,7 +211,7 @@ class BlockModel:
 
     def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
         """Streams for a batch whose layers take so few multiprocessors that several fit beside each other."""
-        if self.device.type != "cuda" or batch > MOST_STREAMS_IN_WAVES:
+        if not self.waves or batch > MOST_STREAMS_IN_WAVES:
             return []
         while len(self._streams) < self.lanes:
             self._streams.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
@@ -272,6 +274,15 @@ def why_not(model: AcousticModel) -> str | None:
     if model.config.cell != "rnn":
         return f"model.cell={model.config.cell} is torch's, which is heard chunk by chunk"
     return None
+
+
+def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
+    """Whether several layers of a model of this type fit on its GPU beside each other."""
+    config, device = model.config, model.classifier.weight.device
+    if device.type != "cuda" or config.backend not in ("auto", "persistent"):
+        return False
+    unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
+    return not (unasked or why_not_persistent(1, 1, config.hidden, dtype, device, config.nonlinearity, WAVE_SMS))
 
 
 def _dense_frames(channels: int) -> int:

@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.model.blocks import FOR_EVER, BlockModel, why_not
+from ds2.model.blocks import FOR_EVER, WAVE_LANES, BlockModel, runs_waves, why_not
 from ds2.recognition.parts import Parts, Said
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
-_LONGEST_S = 1.0  # a longer block fills the GPU by itself
+_LONGEST_S = 1.0  # a longer block fills the GPU by itself, unless its layers run beside each other
+_PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
 _FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
 
 
@@ -75,9 +76,8 @@ class GraphedBlocks:
     """
 
     def __init__(self, parts: Parts, block_frames: int) -> None:
-        dtype = torch.bfloat16 if parts.precision == "bf16" else torch.float32
         self.features, self.device = parts.features, parts.device
-        self.model = BlockModel(parts.model, block_frames, dtype)
+        self.model = BlockModel(parts.model, block_frames, _dtype(parts), min(block_frames, _piece_frames(parts)))
         self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
         self._lock = threading.Lock()
         self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
@@ -88,9 +88,17 @@ class GraphedBlocks:
     @staticmethod
     def why_not(parts: Parts, block_frames: int) -> str | None:
         """Why blocks are not heard so; None if they are."""
-        if block_frames * parts.features.step_s > _LONGEST_S:
-            return f"blocks of more than {_LONGEST_S:g} s are heard as they come"
-        return why_not(parts.model)
+        if reason := why_not(parts.model):
+            return reason
+        longest_s = max(_LONGEST_S, GraphedBlocks.wave_frames(parts) * parts.features.step_s)
+        if block_frames * parts.features.step_s > longest_s:
+            return f"blocks of more than {longest_s:g} s are heard as they come"
+        return None
+
+    @staticmethod
+    def wave_frames(parts: Parts) -> int:
+        """Feature frames of the longest block, whose layers run beside each other; 0 where they cannot."""
+        return WAVE_LANES * _piece_frames(parts) if runs_waves(parts.model, _dtype(parts)) else 0
 
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""
@@ -200,3 +208,11 @@ class GraphedBlocks:
             return logits
 
         return replay
+
+
+def _dtype(parts: Parts) -> torch.dtype:
+    return torch.bfloat16 if parts.precision == "bf16" else torch.float32
+
+
+def _piece_frames(parts: Parts) -> int:
+    return _PIECE_FRAMES * parts.model.time_stride
