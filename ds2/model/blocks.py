@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from ds2_ops import lookahead
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.layer import recurrent_layer
 from ds2_ops.recurrent.persistent import why_not as why_not_persistent
+from ds2_ops.row_convolution.chain import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
@@ -52,7 +52,7 @@ class ModuleLevel:
     """A recurrent module; its row convolutions delay its output by `ahead`."""
 
     layers: list[FoldedRecurrence]
-    taps: list[Tensor]  # (H, tau + 1) of each row convolution
+    taps: Tensor | None  # (N, tau + 1, H) of its row convolutions
     projection: Tensor | None  # (H, D) of the skip
     residual: bool
     delay: int  # of the input
@@ -233,7 +233,7 @@ def _through(
     """Run a layer on a piece (T, B, D) and, behind the last one, what closes its module; (T, B, H)."""
     module, rows = held.module, held.rows
     begin, lengths = (None, None) if edge is None else (part[piece] for part in edge)
-    layer, frames = module.layers[at], len(x)
+    layer = module.layers[at]
     if at == 0:
         held.inputs[piece] = x
     y, state = recurrent_layer(
@@ -254,17 +254,13 @@ def _through(
     if at + 1 < len(module.layers):
         return y
     x, at = held.inputs.pop(piece), at + 1
-    for taps in module.taps:
-        waiting = torch.cat([rows[at], y])
-        rows[at] = waiting[frames:]
-        y = lookahead(waiting, taps)[:frames]
-        at += 1
-    if not module.residual:
-        return y
-    skip = x if module.projection is None else nn.functional.linear(x, module.projection)
-    waiting = torch.cat([rows[at], skip])
-    rows[at] = waiting[frames:]
-    return y + waiting[:frames]
+    skip = None
+    if module.residual:
+        skip = x if module.projection is None else nn.functional.linear(x, module.projection)
+    if module.taps is None:
+        return y if skip is None else y + skip
+    y, rows[at] = lookahead_chain(y, module.taps, rows[at], skip)
+    return y
 
 
 def why_not(model: AcousticModel) -> str | None:
@@ -279,7 +275,7 @@ def why_not(model: AcousticModel) -> str | None:
 def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
     """Whether several layers of a model of this type fit on its GPU beside each other."""
     config, device = model.config, model.classifier.weight.device
-    if device.type != "cuda" or config.backend not in ("auto", "persistent"):
+    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
     return not (unasked or why_not_persistent(1, 1, config.hidden, dtype, device, config.nonlinearity, WAVE_SMS))
@@ -292,16 +288,16 @@ def _dense_frames(channels: int) -> int:
 
 def _module(module: RecurrentModule, delay: int, dtype: torch.dtype) -> ModuleLevel:
     layers = [FoldedRecurrence(layer, dtype) for layer in module.recurrent]  # type: ignore[arg-type]
-    taps = [row_conv.weight.detach().to(dtype) for row_conv in cast(Iterable[RowConvolution], module.row_convs)]
+    weights = [row_conv.weight.detach().to(dtype).t() for row_conv in cast(Iterable[RowConvolution], module.row_convs)]
+    taps = torch.stack(weights) if weights else None
     projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
-    ahead = sum(weight.shape[1] - 1 for weight in taps)
+    ahead = sum(len(weight) - 1 for weight in weights)
     return ModuleLevel(layers, taps, projection, module.residual, delay, ahead)
 
 
 def _parts(module: ModuleLevel) -> list[int]:
-    """Rows that a stream carries for a module: states, tails of the row convolutions, frames that wait for these."""
-    tails = [taps.shape[1] - 1 for taps in module.taps]
-    return [1] * len(module.layers) + tails + [module.ahead] * module.residual
+    """Rows that a stream carries for a module: states; tails of the row convolutions and frames that wait for these."""
+    return [1] * len(module.layers) + [module.ahead * (1 + module.residual)]
 
 
 def _rows(module: ModuleLevel) -> int:

@@ -74,8 +74,7 @@ def transcribe_file(
 
 
 def _hear_stream(parts: Parts, path: Path, block_frames: int, context_frames: int) -> Transcript:
-    if not GraphedBlocks.why_not(parts, wave_frames := GraphedBlocks.wave_frames(parts)):
-        block_frames = min(block_frames, wave_frames or block_frames)
+    block_frames = min(block_frames, GraphedBlocks.wave_frames(parts) or block_frames)
     session = Session(parts, block_frames / parts.model.time_stride * parts.frame_s)
     for samples in audio_blocks(path, parts.features.sample_rate_hz):
         session.accept(samples)

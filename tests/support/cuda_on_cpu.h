@@ -147,6 +147,9 @@ inline float __int_as_float(int x) { return same_bits<float>(x); }
 
 namespace ds2 {
 
+inline unsigned load_early_4(const void* at) { return *static_cast<const unsigned*>(at); }
+inline void await_kernel_before() {}
+inline void release_kernel_behind() {}
 inline float* smem_address(float* at) { return at; }
 inline void copy_async(float* to, const float* from, bool) { *to = *from; }
 inline void copies_commit() {}

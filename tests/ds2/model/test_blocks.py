@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
+from ds2_ops.jit import runtime
 from torch import Tensor
 
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
@@ -151,3 +153,49 @@ def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: in
         for y, kept in found[1:]:
             assert torch.equal(y, found[0][0]) and torch.equal(kept, found[0][1])
         assert bool(found[0][0].isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [1, 3])
+def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
+    streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("one", hidden=1152, depth=8, skip=4, row_convs=10).float().cuda()
+    heard = BlockModel(model, 20, torch.bfloat16)
+    draw = torch.Generator("cuda").manual_seed(2)
+    inputs = [torch.randn(streams, BINS, 20, generator=draw, device="cuda") for _ in range(12)]
+    places = torch.arange(streams, device="cuda")
+    features, blocks, ends = inputs[0].clone(), torch.zeros_like(places), torch.full_like(places, FOR_EVER)
+
+    def said(run: Callable[[], Tensor]) -> list[Tensor]:
+        carried.rows.zero_()
+        found = []
+        for block, given in enumerate(inputs):
+            features.copy_(given)
+            blocks.fill_(block)
+            found.append(run().clone())
+        return found
+
+    carried = heard.start(streams)
+
+    def eager() -> Tensor:
+        return heard.run(features, carried, places, blocks, ends, edges=True)
+
+    with monkeypatch.context() as patched:
+        runtime._config.cache_clear()
+        patched.setattr(runtime, "_knows_early", lambda config: False)
+        wanted = said(eager)
+    runtime._config.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    found = said(eager)
+    with torch.cuda.graph(graph):
+        out = eager()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    for again in (found, *(said(replay) for _ in range(5))):
+        for ours, plain in zip(again, wanted, strict=True):
+            assert torch.equal(ours, plain)
+    assert bool(torch.stack(wanted).isfinite().all())

@@ -206,6 +206,11 @@ __device__ inline uint4 load_early_16(const void* at) {
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
     return v;
 }
+__device__ inline unsigned load_early_4(const void* at) {
+    unsigned v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
 __device__ inline uint2 load_early_8(const void* at) {
     uint2 v;
     asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
