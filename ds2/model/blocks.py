@@ -18,20 +18,18 @@ from typing import cast
 
 import torch
 from ds2_ops.recurrent.backends import why_not_unasked
-from ds2_ops.recurrent.layer import recurrent_layer
 from ds2_ops.recurrent.persistent import why_not as why_not_persistent
-from ds2_ops.row_convolution.chain import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
 from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
-from ds2.model.convolution import MaskedConv, RowConvolution
-from ds2.model.folded import FoldedConv, FoldedRecurrence, before
+from ds2.model.convolution import MaskedConv
+from ds2.model.folded import FoldedConv, before
+from ds2.model.folded_module import WAVE_SMS, FoldedModule, Passage
 from ds2.model.structure import frames_after
 
 WAVE_LANES = 7  # layers beside each other: as many clusters of 16 multiprocessors as an H200 holds
-WAVE_SMS = 16  # of each
 MOST_STREAMS_IN_WAVES = 16  # that a cluster runs at once
 FOR_EVER = 2**62  # feature frames of a stream whose end is not known
 
@@ -45,18 +43,6 @@ class ConvLevel:
     delay: int
     tail: int  # input frames that are carried
     needed: int  # of the carried and the new ones together
-
-
-@dataclass(frozen=True)
-class ModuleLevel:
-    """A recurrent module; its row convolutions delay its output by `ahead`."""
-
-    layers: list[FoldedRecurrence]
-    taps: Tensor | None  # (N, tau + 1, H) of its row convolutions
-    projection: Tensor | None  # (H, D) of the skip
-    residual: bool
-    delay: int  # of the input
-    ahead: int
 
 
 @dataclass
@@ -109,16 +95,16 @@ class BlockModel:
             self.convs.append(level)
             channels, bins = conv.weight.shape[0], conv.output_bins(bins)
         self.frames = frames
-        self.modules: list[ModuleLevel] = []
+        self.modules: list[FoldedModule] = []
         for module in cast(Iterable[RecurrentModule], model.recurrent_modules):
-            self.modules.append(_module(module, delay, dtype))
+            self.modules.append(FoldedModule(module, delay, dtype))
             delay += self.modules[-1].ahead
         self.delay = delay
         starts = torch.arange(0, self.frames, self.piece, device=self.device)
         delays = torch.tensor([module.delay for module in self.modules], device=self.device)
         self._first = (starts - delays[:, None])[..., None]  # (M, C, 1): a block's first frame of each module and piece
         self._long = (self.frames - starts).clamp_max(self.piece)[:, None]
-        self._rows = sum(_rows(module) for module in self.modules)
+        self._rows = sum(module.rows for module in self.modules)
         weight, bias = before(model.classifier, model.norm)
         wide = torch.promote_types(dtype, torch.float32)
         self._classifier = weight.to(wide), bias.to(wide)
@@ -189,25 +175,21 @@ class BlockModel:
         Returns:
             (T, B, H), and what is carried now, whose concatenation is (R, B, H).
         """
-        pieces = x.split(self.piece)
+        pieces = torch.split(x, self.piece)
         lanes = self._lanes(x.shape[1]) if len(pieces) > 1 else []
         begins = lengths = None
         if edges:  # a state stays 0 until its stream begins, and nothing is heard past the end
             first = blocks * self.frames + self._first  # (M, C, B): of each module and piece
             begins = (-first).clamp_min(0).int()
             lengths = torch.minimum((ends - first).clamp_min(0), self._long).int()
-        stages, kept, at = list[Callable[[int, Tensor], Tensor]](), list[list[Tensor]](), 0
+        stages, passages, at = list[Callable[[int, Tensor], Tensor]](), list[Passage](), 0
         for number, module in enumerate(self.modules):
-            held = _Held(module, list(rows[at : at + _rows(module)].split(_parts(module))), {})
-            kept.append(held.rows)
-            at += _rows(module)
             edge = None if begins is None or lengths is None else (begins[number], lengths[number])
-            stages += [
-                functools.partial(_through, held, layer, edge, beside=bool(lanes))
-                for layer in range(len(module.layers))
-            ]
+            passages.append(Passage(module, rows[at : at + module.rows], edge, beside=bool(lanes)))
+            stages += [functools.partial(passages[-1].layer, layer) for layer in range(len(module.layers))]
+            at += module.rows
         values = wavefront.run(stages, pieces, lanes)
-        return torch.cat(values) if len(values) > 1 else values[0], [row for part in kept for row in part]
+        return torch.cat(values) if len(values) > 1 else values[0], [row for way in passages for row in way.kept]
 
     def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
         """Streams for a batch whose layers take so few multiprocessors that several fit beside each other."""
@@ -216,51 +198,6 @@ class BlockModel:
         while len(self._streams) < self.lanes:
             self._streams.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         return self._streams[: self.lanes]
-
-
-@dataclass
-class _Held:
-    """A module on its way through a block: what is carried of it by now, and the inputs of pieces amid it."""
-
-    module: ModuleLevel
-    rows: list[Tensor]
-    inputs: dict[int, Tensor]
-
-
-def _through(
-    held: _Held, at: int, edge: tuple[Tensor, Tensor] | None, piece: int, x: Tensor, *, beside: bool
-) -> Tensor:
-    """Run a layer on a piece (T, B, D) and, behind the last one, what closes its module; (T, B, H)."""
-    module, rows = held.module, held.rows
-    begin, lengths = (None, None) if edge is None else (part[piece] for part in edge)
-    layer = module.layers[at]
-    if at == 0:
-        held.inputs[piece] = x
-    y, state = recurrent_layer(
-        x,
-        layer.weight,
-        layer.bias,
-        layer.weight_hh,
-        rows[at][0],
-        lengths,
-        begin,
-        nonlinearity=layer.nonlinearity,
-        clip=layer.clip,
-        backend=layer.backend,
-        max_sms=WAVE_SMS if beside else None,
-        overlap=not beside,
-    )
-    rows[at] = state[None]
-    if at + 1 < len(module.layers):
-        return y
-    x, at = held.inputs.pop(piece), at + 1
-    skip = None
-    if module.residual:
-        skip = x if module.projection is None else nn.functional.linear(x, module.projection)
-    if module.taps is None:
-        return y if skip is None else y + skip
-    y, rows[at] = lookahead_chain(y, module.taps, rows[at], skip)
-    return y
 
 
 def why_not(model: AcousticModel) -> str | None:
@@ -284,24 +221,6 @@ def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
 def _dense_frames(channels: int) -> int:
     """Frames up to which a GPU convolves faster by one product (measured on an H200: recipes/live.md)."""
     return 1 << 30 if channels == 1 else 80
-
-
-def _module(module: RecurrentModule, delay: int, dtype: torch.dtype) -> ModuleLevel:
-    layers = [FoldedRecurrence(layer, dtype) for layer in module.recurrent]  # type: ignore[arg-type]
-    weights = [row_conv.weight.detach().to(dtype).t() for row_conv in cast(Iterable[RowConvolution], module.row_convs)]
-    taps = torch.stack(weights) if weights else None
-    projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
-    ahead = sum(len(weight) - 1 for weight in weights)
-    return ModuleLevel(layers, taps, projection, module.residual, delay, ahead)
-
-
-def _parts(module: ModuleLevel) -> list[int]:
-    """Rows that a stream carries for a module: states; tails of the row convolutions and frames that wait for these."""
-    return [1] * len(module.layers) + [module.ahead * (1 + module.residual)]
-
-
-def _rows(module: ModuleLevel) -> int:
-    return sum(_parts(module))
 
 
 def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:

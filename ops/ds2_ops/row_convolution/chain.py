@@ -55,7 +55,7 @@ def lookahead_chain(y: Tensor, taps: Tensor, held: Tensor, skip: Tensor | None =
     if why_not(y, taps) is None:
         return _launched(y.contiguous(), taps.contiguous(), held.contiguous(), skip)
     kept = []
-    for weight, tail in zip(taps, held[:waiting].split(width - 1) if waiting else [held] * count, strict=True):
+    for weight, tail in zip(taps, torch.split(held[:waiting], width - 1) if waiting else [held] * count, strict=True):
         whole = torch.cat([tail, y])
         y, rest = lookahead(whole, weight.t())[:frames], whole[frames:]
         kept.append(rest)
