@@ -41,8 +41,8 @@ class _Batch:
 
     def __init__(self, size: int, samples: int, device: torch.device) -> None:
         self.size = size
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._here = torch.zeros(8 * size + size * samples, pin_memory=self._copied is not None)
+        self._heard = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._here = torch.zeros(8 * size + size * samples, pin_memory=self._heard is not None)
         self.there = torch.zeros_like(self._here, device=device)
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by whether a stream may be at its edges; gives (T', B, V)
 
@@ -51,18 +51,27 @@ class _Batch:
         return buffer[: 8 * self.size].view(torch.int64).view(4, self.size), buffer[8 * self.size :].view(self.size, -1)
 
     def fill(self, columns: Sequence[Sequence[int]], blocks: Sequence[NDArray[np.float32]]) -> None:
-        """Bring the numbers and samples of some streams to the device; the other rows are empty."""
-        if self._copied is not None:
-            self._copied.synchronize()  # what was there before is read
+        """Take the numbers and samples of some streams; the other rows are empty."""
+        if self._heard is not None:
+            self._heard.synchronize()  # what was there before is read
         numbers, waveforms = (part.numpy() for part in self.parts(self._here))
         numbers[:] = ((0,), (0,), (FOR_EVER,), (0,))
-        numbers[:, : len(columns)] = np.array(columns).T
+        if columns:
+            numbers[:, : len(columns)] = np.array(columns).T
         for row, samples in zip(waveforms, blocks, strict=False):
             row[: len(samples)] = samples
             row[len(samples) :] = 0.0
+
+    def bring(self) -> None:
+        """Copy what was filled in to the device."""
         self.there.copy_(self._here, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+
+    def hear(self, edges: bool) -> Tensor:
+        """Run what was recorded."""
+        said = self.run[edges]()
+        if self._heard is not None:
+            self._heard.record()
+        return said
 
 
 class GraphedBlocks:
@@ -150,11 +159,12 @@ class GraphedBlocks:
         batch = self._batch(size)
         begun = self.model.delay / self.model.frames  # blocks after which all frames given are a stream's
         edges = any(stream.blocks < begun or stream.ends < FOR_EVER for stream in streams)
-        run = batch.run.get(edges) or self._record(batch, edges)
+        if edges not in batch.run:
+            self._record(batch, edges)
         frames = [self.features.windows(len(samples)) for samples in blocks]
         columns = [(s.place, s.blocks, s.ends, n) for s, n in zip(streams, frames, strict=True)]
         batch.fill(columns, blocks)
-        said = run()
+        said = batch.hear(edges)
         of_first: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, stream in enumerate(streams):
             first, last = self.model.given(stream.blocks, stream.ends)
@@ -181,22 +191,22 @@ class GraphedBlocks:
         self.batches.clear()
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def _record(self, batch: _Batch, edges: bool) -> Callable[[], Tensor]:
+    def _record(self, batch: _Batch, edges: bool) -> None:
         numbers, waveforms = batch.parts(batch.there)
 
         def run() -> Tensor:
+            batch.bring()
             features = self.features.of_windows(waveforms, numbers[_FRAMES])
             place, block, ends, _ = numbers
             return self.model.run(features, self.carried, place, block, ends, edges=edges)
 
-        found = run if self.device.type != "cuda" else self._graph(run, batch.there)
-        return batch.run.setdefault(edges, found)
+        batch.fill([], [])  # all rows at the empty place
+        batch.run[edges] = run if self.device.type != "cuda" else self._graph(run)
 
-    def _graph(self, run: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
+    def _graph(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # libraries make their plans, kernels are built: all rows at the empty place
-            inputs.zero_()
+        with torch.cuda.stream(stream):  # libraries make their plans, kernels are built
             run()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
