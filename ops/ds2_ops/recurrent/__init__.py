@@ -13,6 +13,8 @@ primitives  such arrays -> launch
 persistent  tensors -> launch
 backends    which of these runs
 weights     the gradient of a recurrent matrix
+projection  the product before a recurrence of few frames, on a kernel that overlaps with it
 rnn         the operator: checks, autograd, the public function and module
+layer       projection and recurrence for inference
 gated       LSTM and GRU: their own reference, gemm, persistent and op
 """
