@@ -76,16 +76,15 @@ def test_a_projection_that_starts_early_waits(chip: Callable[..., None], shape: 
 
 
 WAIT = "        await_kernel_before();\n"
-LOADED = "        multiplier.load_weights(pass);\n"
+LOADED = "        cluster_barrier();  // all blocks are there, and their mbarriers\n"
+MADE = "finisher(pass, smem);\n        cluster_barrier();\n"
 
 
 @pytest.mark.parametrize(
     "fault",
     [
         pytest.param((CLUSTER, LOADED + WAIT, LOADED), id="multiplying warps do not wait"),
-        pytest.param(
-            (CLUSTER, "finisher(pass, smem);\n" + WAIT, "finisher(pass, smem);\n"), id="finishing warps do not wait"
-        ),
+        pytest.param((CLUSTER, MADE + WAIT, MADE), id="finishing warps do not wait"),
         pytest.param(
             (CLUSTER, LOADED + WAIT, LOADED + "        static_cast<unsigned*>(pass.result)[0] = 1;\n" + WAIT),
             id="a store before the wait",

@@ -365,6 +365,7 @@ __device__ void cluster_recurrence(const Pass& pass) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
         typename IfPush<Shape::PUSH, Shape>::Multiplier multiplier;
         multiplier.load_weights(pass);
+        cluster_barrier();  // all blocks are there, and their mbarriers
         await_kernel_before();
         release_kernel_behind();
 #pragma unroll 1
@@ -375,6 +376,7 @@ __device__ void cluster_recurrence(const Pass& pass) {
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
         Finisher<Shape> finisher(pass, smem);
+        cluster_barrier();
         await_kernel_before();
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {

@@ -125,11 +125,12 @@ struct Tile {
     __device__ explicit Tile(const Pass& pass)
         : pass(pass), first((blockIdx.x / Shape::CLUSTER * Shape::GROUPS + own_group()) * pass.samples), steps(0) {}
     __device__ bool exists() const { return begin(0) < pass.batch; }
-    __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
-
     // All threads of the cluster: waits until no block uses the previous tile.
+    __device__ void next() {
+        first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples;
+        if (exists()) cluster_barrier();
+    }
     __device__ void open() {
-        cluster_barrier();
         steps = 0;
 #pragma unroll 1
         for (int g = 0; g < Shape::GROUPS; g++)
