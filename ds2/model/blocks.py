@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from ds2_ops.classifier.op import classify
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.persistent import why_not as why_not_persistent
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds2.config.schema import ConfigError
 from ds2.model import wavefront
@@ -158,8 +159,7 @@ class BlockModel:
             rows = rows * (blocks > 0)[:, None]
         x, kept = self.layers(time_major(x), rows, blocks, ends, edges=edges)
         carried.rows.index_copy_(1, places, torch.cat(kept))
-        weight, bias = self._classifier
-        return nn.functional.linear(x.to(weight.dtype), weight, bias)
+        return classify(x, *self._classifier)
 
     @torch.no_grad()
     def layers(

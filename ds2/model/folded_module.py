@@ -76,7 +76,7 @@ class Passage:
             clip=layer.clip,
             backend=layer.backend,
             max_sms=WAVE_SMS if self.beside else None,
-            overlap=not self.beside,
+            beside=self.beside,
         )
         self.kept[number] = state[None]
         if number + 1 < len(module.layers):

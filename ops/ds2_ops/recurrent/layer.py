@@ -31,7 +31,7 @@ def recurrent_layer(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
-    overlap: bool = True,
+    beside: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
@@ -44,7 +44,8 @@ def recurrent_layer(
         weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
         h0, lengths, nonlinearity, clip, backend, max_sms: as :func:`ds2_ops.recurrence`.
         begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0; all 0 when None.
-        overlap: False launches plainly: where layers on several streams share the GPU.
+        beside: layers on other streams share the GPU: only the recurrence starts early, and the projection leaves them
+            their multiprocessors.
 
     Returns:
         y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
@@ -60,8 +61,8 @@ def recurrent_layer(
         check_like(name, tensor, x)
     x = x.contiguous()
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
-    if overlap and _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
-        z = projection.project(x, weight_ih, bias, begin)
+    if _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
+        z = projection.project(x, weight_ih, bias, begin, beside=beside)
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
         h0 = None if h0 is None else h0.contiguous()
         return persistent.forward(z, weight_hh.contiguous(), h0, lengths_on(lengths, len(x), x.device), options)

@@ -38,7 +38,7 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Tensor:
+def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, beside: bool = False) -> Tensor:
     """Compute z = x W^T + b, 0 before each utterance's first frame.
 
     Args:
@@ -46,6 +46,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Te
         weight: (H, K) contiguous.
         bias: (H,).
         begin: (B,) int32 first frames, or None for 0.
+        beside: start in turn, in blocks of their own: clusters would wait for those of recurrences on other streams.
 
     Returns:
         (T, B, H). Its bits do not depend on T, B or the other rows.
@@ -59,7 +60,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Te
         return f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}"
 
     run(
-        projection_launch(width, hidden, dtype),
+        projection_launch(width, hidden, dtype, beside),
         [x, weight, bias, begin, z, frames * batch, batch, width, hidden],
         what,
         x.device,
@@ -68,20 +69,21 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Te
 
 
 @functools.lru_cache(maxsize=256)
-def projection_launch(width: int, hidden: int, dtype: str) -> Launch:
+def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False) -> Launch:
     """The kernel for a width, a hidden size and a dtype as `Problem` names it."""
+    cluster = 1 if beside else _CLUSTER
     smem_bytes = WARPS * THREADS * 4
     source = translation_unit(
         "recurrent/projection.cuh",
         _PROJECTION,
         f"    ds2::project<Shape>({{{names(_PROJECTION)}}});\n",
-        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {_pairs(width)}, {_CLUSTER}>;\n"
+        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {_pairs(width)}, {cluster}>;\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "projection.py and projection.cuh disagree");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
     blocks = -(-hidden // MMA_ROWS)
-    grid = -(-blocks // _CLUSTER) * _CLUSTER
-    return Launch(source, THREADS, grid=grid, cluster=_CLUSTER, smem_bytes=smem_bytes, early=True)
+    grid = -(-blocks // cluster) * cluster
+    return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not beside)
 
 
 def _pairs(width: int) -> int:
