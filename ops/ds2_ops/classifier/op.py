@@ -16,7 +16,7 @@ from ds2_ops.jit.source import names, parameters, translation_unit
 
 _NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 _ROWS, _WARPS = 4, 8  # of a block
-_MOST_WIDTH = 2048  # whose words fit the registers of a warp
+_MOST_WIDTH = 1536  # whose words fit the registers of a warp
 _MOST_WORK = 1 << 20  # rows x labels: beyond, a library's product is faster
 _CLASSIFY = parameters(
     "const uint2* x, const float4* weight, const float* bias, float* logits, int rows, int labels",
