@@ -41,11 +41,15 @@ def stack(
     draw = torch.Generator(device).manual_seed(1)
     width = blocks.modules[0].layers[0].weight.shape[1]
     x = torch.randn(frames, batch, width, generator=draw, device=device, dtype=torch.bfloat16)
-    rows = 0.1 * torch.randn(
-        blocks.start(1).rows.shape[0], batch, blocks.hidden, generator=draw, device=device, dtype=torch.bfloat16
-    )
+    carried, places = blocks.start(batch), torch.arange(batch, device=device)
     number = torch.full((batch,), 100, device=device)
-    return lambda: blocks.layers(x, rows, number, number, edges=False)[0]
+
+    def call() -> Tensor:
+        carried.states.zero_()
+        carried.rows.zero_()
+        return blocks.layers(x, carried, places, number, number, edges=False)
+
+    return call
 
 
 @torch.inference_mode()

@@ -51,7 +51,8 @@ class Carried:
     """What streams carry from block to block."""
 
     convs: list[Tensor]  # (N, C, F, T) a convolution
-    rows: Tensor  # (R, N, H): states, tails of row convolutions and frames that wait for them, module by module
+    states: Tensor  # (L, N, H) of the recurrent layers
+    rows: Tensor  # (R, N, H): tails of row convolutions and frames that wait for them, module by module
 
 
 class BlockModel:
@@ -105,7 +106,6 @@ class BlockModel:
         delays = torch.tensor([module.delay for module in self.modules], device=self.device)
         self._first = (starts - delays[:, None])[..., None]  # (M, C, 1): a block's first frame of each module and piece
         self._long = (self.frames - starts).clamp_max(self.piece)[:, None]
-        self._rows = sum(module.rows for module in self.modules)
         weight, bias = before(model.classifier, model.norm)
         wide = torch.promote_types(dtype, torch.float32)
         self._classifier = weight.to(wide), bias.to(wide)
@@ -113,7 +113,12 @@ class BlockModel:
     def start(self, places: int) -> Carried:
         """Places for streams; what is in them does not matter before a stream's first block."""
         convs = [torch.zeros(places, *shape, dtype=self.dtype, device=self.device) for shape in self._conv_shapes]
-        return Carried(convs, torch.zeros(self._rows, places, self.hidden, dtype=self.dtype, device=self.device))
+        layers = sum(len(module.layers) for module in self.modules)
+        states, rows = (
+            torch.zeros(count, places, self.hidden, dtype=self.dtype, device=self.device)
+            for count in (layers, sum(module.rows for module in self.modules))
+        )
+        return Carried(convs, states, rows)
 
     def output_frames(self, frames: int) -> int:
         """Output frames of a stream of so many feature frames."""
@@ -154,26 +159,23 @@ class BlockModel:
             if edges:
                 ends = frames_after(ends, stride)
                 x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, None, :]
-        rows = carried.rows.index_select(1, places)
         if edges:
-            rows = rows * (blocks > 0)[:, None]
-        x, kept = self.layers(time_major(x), rows, blocks, ends, edges=edges)
-        carried.rows.index_copy_(1, places, torch.cat(kept))
-        return classify(x, *self._classifier)
+            for table in (carried.states, carried.rows):
+                table.index_copy_(1, places, table.index_select(1, places) * (blocks > 0)[:, None])
+        return classify(self.layers(time_major(x), carried, places, blocks, ends, edges=edges), *self._classifier)
 
     @torch.no_grad()
     def layers(
-        self, x: Tensor, rows: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, x: Tensor, carried: Carried, places: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
+    ) -> Tensor:
         """Run all recurrent modules on a block (T, B, D), piece by piece.
 
         Args:
             x: what the convolutions made of the block.
-            rows: (R, B, H) what the streams carry.
-            blocks, ends, edges: as of `run`, `ends` in output frames.
+            carried, places, blocks, ends, edges: as of `run`, `ends` in output frames.
 
         Returns:
-            (T, B, H), and what is carried now, whose concatenation is (R, B, H).
+            (T, B, H).
         """
         pieces = torch.split(x, self.piece)
         lanes = self._lanes(x.shape[1]) if len(pieces) > 1 else []
@@ -182,14 +184,17 @@ class BlockModel:
             first = blocks * self.frames + self._first  # (M, C, B): of each module and piece
             begins = (-first).clamp_min(0).int()
             lengths = torch.minimum((ends - first).clamp_min(0), self._long).int()
-        stages, passages, at = list[Callable[[int, Tensor], Tensor]](), list[Passage](), 0
+        states = iter(carried.states.index_select(1, places))
+        rows = iter(torch.split(carried.rows, [module.rows for module in self.modules]))
+        stages, passages = list[Callable[[int, Tensor], Tensor]](), list[Passage]()
         for number, module in enumerate(self.modules):
             edge = None if begins is None or lengths is None else (begins[number], lengths[number])
-            passages.append(Passage(module, rows[at : at + module.rows], edge, beside=bool(lanes)))
+            own = [next(states) for _ in module.layers]
+            passages.append(Passage(module, own, next(rows), places, edge, beside=bool(lanes)))
             stages += [functools.partial(passages[-1].layer, layer) for layer in range(len(module.layers))]
-            at += module.rows
         values = wavefront.run(stages, pieces, lanes)
-        return torch.cat(values) if len(values) > 1 else values[0], [row for way in passages for row in way.kept]
+        carried.states.index_copy_(1, places, torch.stack([state for way in passages for state in way.states]))
+        return torch.cat(values) if len(values) > 1 else values[0]
 
     def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
         """Streams for a batch whose layers take so few multiprocessors that several fit beside each other."""

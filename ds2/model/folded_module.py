@@ -5,7 +5,7 @@ Shapes: B streams in a batch, D width of the input, H hidden, T frames, R rows t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -36,9 +36,8 @@ class FoldedModule:
         self.projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
         self.residual, self.delay = module.residual, delay
         self.ahead = sum(len(weight) - 1 for weight in weights)  # frames that its output is later
-        # Rows that a stream carries: states; what the row convolutions heard last and the frames that wait for these.
-        self.parts = [1] * len(self.layers) + [self.ahead * (1 + self.residual)]
-        self.rows = sum(self.parts)
+        # Rows that a stream carries beside its states: what the convolutions heard last, frames that wait for these.
+        self.rows = self.ahead * (1 + self.residual)
 
 
 class Passage:
@@ -46,16 +45,25 @@ class Passage:
 
     Args:
         module: the module.
-        rows: (R, B, H) what the streams carry.
+        states: (B, H) of each layer.
+        rows: (R, N, H) what streams of N places carry beside these; updated.
+        places: (B,) int64 those of the batch.
         edges: first frames and lengths, (C, B) int32 each, of the streams in each piece; None where all are amid.
         beside: other layers run at the same time.
     """
 
     def __init__(
-        self, module: FoldedModule, rows: Tensor, edges: tuple[Tensor, Tensor] | None, *, beside: bool
+        self,
+        module: FoldedModule,
+        states: Sequence[Tensor],
+        rows: Tensor,
+        places: Tensor,
+        edges: tuple[Tensor, Tensor] | None,
+        *,
+        beside: bool,
     ) -> None:
-        self.module, self.edges, self.beside = module, edges, beside
-        self.kept = list(torch.split(rows, module.parts))  # what is carried by now
+        self.module, self.rows, self.places, self.edges, self.beside = module, rows, places, edges, beside
+        self.states = list(states)  # by now
         self._inputs: dict[int, Tensor] = {}  # of pieces that are amid the module
 
     def layer(self, number: int, piece: int, x: Tensor) -> Tensor:
@@ -69,7 +77,7 @@ class Passage:
             layer.weight,
             layer.bias,
             layer.weight_hh,
-            self.kept[number][0],
+            self.states[number],
             lengths,
             begin,
             nonlinearity=layer.nonlinearity,
@@ -78,7 +86,7 @@ class Passage:
             max_sms=WAVE_SMS if self.beside else None,
             beside=self.beside,
         )
-        self.kept[number] = state[None]
+        self.states[number] = state
         if number + 1 < len(module.layers):
             return y
         x = self._inputs.pop(piece)
@@ -87,5 +95,4 @@ class Passage:
             skip = x if module.projection is None else nn.functional.linear(x, module.projection)
         if module.taps is None:
             return y if skip is None else y + skip
-        y, self.kept[-1] = lookahead_chain(y, module.taps, self.kept[-1], skip)
-        return y
+        return lookahead_chain(y, module.taps, self.rows, skip, self.places)

@@ -187,7 +187,7 @@ class GraphedBlocks:
 
     def _grow(self) -> None:
         """Make more places if need be; graphs know the old ones, so they go."""
-        before, most = self.carried, self.carried.rows.shape[1]
+        before, most = self.carried, self.carried.states.shape[1]
         if self.places <= most:
             return
         while most < self.places:
@@ -195,7 +195,8 @@ class GraphedBlocks:
         self.carried = self.model.start(most)
         for old, new in zip(before.convs, self.carried.convs, strict=True):
             new[: len(old)] = old
-        self.carried.rows[:, : before.rows.shape[1]] = before.rows
+        for old, new in ((before.states, self.carried.states), (before.rows, self.carried.rows)):
+            new[:, : old.shape[1]] = old
         self.batches.clear()
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 

@@ -53,7 +53,7 @@ def whole(model: AcousticModel, features: Tensor) -> Tensor:
 def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: int) -> list[Tensor]:
     """Hear sources that join and leave at random, in batches of any of them, at random places."""
     draw = random.Random(seed)
-    free = list(range(carried.rows.shape[1]))
+    free = list(range(carried.states.shape[1]))
     draw.shuffle(free)
     waiting, found = list(range(len(sources))), [torch.empty(0, LABELS, dtype=torch.float64) for _ in sources]
     here: dict[int, tuple[int, int]] = {}  # source: place, blocks
@@ -140,7 +140,9 @@ def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: in
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, device="cuda", dtype=torch.bfloat16)
 
-    x, rows = drawn(85, batch, BINS), 0.1 * drawn(heard.start(1).rows.shape[0], batch, 1152)
+    x, start = drawn(85, batch, BINS), heard.start(batch + 2)
+    start.states, start.rows = (0.1 * drawn(*table.shape) for table in (start.states, start.rows))
+    places = torch.randperm(batch + 2, device="cuda", generator=draw)[:batch]
     blocks = torch.arange(batch, device="cuda") % 3
     ends = 85 * blocks + torch.randint(0, 200, (batch,), device="cuda")
     for edges in (True, False):
@@ -148,10 +150,11 @@ def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: in
         for lanes in (1, 7, 3):
             heard.lanes = lanes
             for _ in range(3):
-                y, kept = heard.layers(x, rows, blocks, ends, edges=edges)
-                found.append((y, torch.cat(kept)))
-        for y, kept in found[1:]:
-            assert torch.equal(y, found[0][0]) and torch.equal(kept, found[0][1])
+                carried = Carried([], start.states.clone(), start.rows.clone())
+                y = heard.layers(x, carried, places, blocks, ends, edges=edges)
+                found.append((y, carried.states, carried.rows))
+        for again in found[1:]:
+            assert all(torch.equal(ours, first) for ours, first in zip(again, found[0], strict=True))
         assert bool(found[0][0].isfinite().all())
 
 
@@ -168,6 +171,7 @@ def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
     features, blocks, ends = inputs[0].clone(), torch.zeros_like(places), torch.full_like(places, FOR_EVER)
 
     def said(run: Callable[[], Tensor]) -> list[Tensor]:
+        carried.states.zero_()
         carried.rows.zero_()
         found = []
         for block, given in enumerate(inputs):

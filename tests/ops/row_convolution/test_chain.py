@@ -27,13 +27,16 @@ def in_blocks(y: Tensor, taps: Tensor, skip: Tensor | None, cut: list[int]) -> T
     """The same by blocks of so many frames, each stream from its first frame on."""
     count, width, _ = taps.shape
     waiting = count * (width - 1)
-    held = y.new_zeros(waiting * (1 if skip is None else 2), *y.shape[1:])
+    batch, hidden = y.shape[1:]
+    places = torch.arange(batch, device=y.device).flip(0) + 1
+    held = y.new_full((waiting * (1 if skip is None else 2), batch + 2, hidden), float("nan"))  # of others
+    held[:, places] = 0
     silence = y.new_zeros(waiting, *y.shape[1:])
     ys, skips = torch.cat([y, silence]).split(cut), None if skip is None else torch.cat([skip, silence]).split(cut)
     found = []
     for number, block in enumerate(ys):
-        out, held = lookahead_chain(block, taps, held, None if skips is None else skips[number])
-        found.append(out)
+        found.append(lookahead_chain(block, taps, held, None if skips is None else skips[number], places))
+    assert bool(held[:, [0, batch + 1]].isnan().all())
     return torch.cat(found)[waiting:]
 
 

@@ -132,10 +132,11 @@ struct Tile {
     }
     __device__ void open() {
         steps = 0;
-#pragma unroll 1
+#pragma unroll
         for (int g = 0; g < Shape::GROUPS; g++)
-#pragma unroll 1
-            for (int s = 0; s < live(g); s++) steps = max(steps, length(begin(g) + s));
+#pragma unroll
+            for (int s = 0; s < MMA_SAMPLES; s++)
+                if (s < live(g)) steps = max(steps, length(begin(g) + s));
     }
 };
 

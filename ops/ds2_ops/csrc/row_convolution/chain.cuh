@@ -5,6 +5,8 @@
 // A block's first outputs belong to frames before it: each convolution carries its last TAU inputs, the skip the N TAU frames
 // that wait for the convolutions. Every feature of every utterance is on its own: a thread takes a word of them through all
 // frames, what is carried in registers. Sums are fp32, rounded behind each convolution as if it were a launch of its own.
+// What is carried lies in a table of P places, where this launch finds it and leaves it: a thread has read a row before it
+// writes it, since what it writes to a row was in one behind it.
 // Shape letters: T frames, B batch, H hidden, R = N TAU rows that are carried, twice that with a skip.
 #pragma once
 
@@ -16,11 +18,11 @@ namespace ds2 {
 struct Chain {
     const unsigned* y;     // (T, B, H), as words
     const unsigned* taps;  // (N, TAU + 1, H)
-    const unsigned* held;  // (R, B, H)
+    unsigned* held;        // (R, P, H)
+    const long long* places;  // (B) or null: utterance b has place b
     const unsigned* skip;  // (T, B, H) or null
     unsigned* out;         // (T, B, H)
-    unsigned* kept;        // (R, B, H)
-    int frames, words, row_words;  // words of (B, H), and of H
+    int frames, words, row_words, places_words;  // words of (B, H), of H, and of (P, H)
 };
 
 template <class Number, int N, int TAU, bool SKIP, int THREADS>
@@ -35,16 +37,18 @@ __device__ void chain(const Chain& given) {
         tap[i] = load_early_4(given.taps + size_t(i) * given.row_words + (exists ? word % given.row_words : 0));
     await_kernel_before();
     if (!exists) return;
-    const size_t step = given.words;
+    const size_t step = given.words, held_step = given.places_words;
+    const int at = word / given.row_words;
+    unsigned* const held = given.held + (given.places ? given.places[at] : at) * given.row_words + word % given.row_words;
     // What is added to frame t: of the skip's frames those that wait come first.
     const auto skipped = [&](int t) {
-        return t < WAITING ? given.held[(WAITING + t) * step + word] : given.skip[(t - WAITING) * step + word];
+        return t < WAITING ? held[(WAITING + t) * held_step] : given.skip[(t - WAITING) * step + word];
     };
     unsigned window[N + 1][TAU + 1];
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int i = 0; i < TAU; i++) window[n][i] = given.held[(n * TAU + i) * step + word];
+        for (int i = 0; i < TAU; i++) window[n][i] = held[(n * TAU + i) * held_step];
     for (int first = 0; first < given.frames; first += TURN) {
         unsigned in[TURN], beside[TURN];
 #pragma unroll
@@ -84,10 +88,10 @@ __device__ void chain(const Chain& given) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int i = 0; i < TAU; i++) given.kept[(n * TAU + i) * step + word] = window[n][i];
+        for (int i = 0; i < TAU; i++) held[(n * TAU + i) * held_step] = window[n][i];
     if (SKIP)
 #pragma unroll
-        for (int i = 0; i < WAITING; i++) given.kept[(WAITING + i) * step + word] = skipped(given.frames + i);
+        for (int i = 0; i < WAITING; i++) held[(WAITING + i) * held_step] = skipped(given.frames + i);
 }
 
 }  // namespace ds2
