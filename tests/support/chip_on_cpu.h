@@ -433,6 +433,8 @@ inline void fence_stores() {
     while (!chip::self().stores.empty()) chip::drain_one(chip::self());
 }
 
+inline void fence_loads() {}
+
 struct Bf16 {
     using Storage = unsigned short;
     static constexpr int PER_WORD = 2;

@@ -17,4 +17,5 @@ projection  the product before a recurrence of few frames, on a kernel that over
 rnn         the operator: checks, autograd, the public function and module
 layer       projection and recurrence for inference
 gated       LSTM and GRU: their own reference, gemm, persistent and op
+bidirectional  all of these over whole utterances in both directions, in one launch where that pays
 """

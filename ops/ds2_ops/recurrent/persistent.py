@@ -27,6 +27,7 @@ def why_not(
     device: torch.device,
     nonlinearity: str,
     max_sms: int | None,
+    directions: int = 1,
 ) -> str | None:
     """Say why the persistent backend cannot run this recurrence, forward and backward; None if it can.
 
@@ -38,15 +39,16 @@ def why_not(
         device: where they are.
         nonlinearity: "relu", "clipped_relu" or "tanh".
         max_sms: the most multiprocessors to use, or None.
+        directions: 2 for both in one launch.
     """
     if device.type != "cuda":
         return f"the tensors are on {device}; the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
     if frames == 0 or batch == 0 or hidden == 0:
         return f"there is nothing to launch for shape ({frames}, {batch}, {hidden}): use backend='gemm'"
     try:
-        check_rows(frames, batch)
+        check_rows(frames, directions * batch)
         for backward in (False, True):
-            problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
+            problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward, directions)
             plan_for(problem, device_index(device), max_sms)
     except (DoesNotFit, RuntimeError) as error:
         return str(error)
@@ -153,7 +155,7 @@ def launch_pass(
         options: clip and the most multiprocessors to use.
         of_gates: its pointers from saved on, where the cell has gates.
     """
-    check_rows(frames, problem.batch)
+    check_rows(frames, problem.directions * problem.batch)
     inputs = tensors[0]
     assert inputs is not None
     choice = plan_for(problem, device_index(inputs.device), options.max_sms)

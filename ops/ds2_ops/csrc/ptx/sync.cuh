@@ -241,6 +241,8 @@ __device__ inline void store_relaxed(unsigned* at, uint4 v) {
 
 // Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
 __device__ inline void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Orders this thread's loads before those that follow.
+__device__ inline void fence_loads() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ inline unsigned long long now_ns() {
     unsigned long long t;

@@ -63,6 +63,12 @@ def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) 
     gates = ALL[problem.nonlinearity].gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
     times = f"{gates} x " if gates > 1 else ""
+    if problem.directions > 1:
+        return (
+            f"both directions of hidden size {problem.hidden} in {problem.dtype} need clusters of 8 or 16 of the {sms} "
+            f"multiprocessors that may be used on {device.name}, which keep at most {times}{largest_cluster} x "
+            f"{largest_cluster} weights: run one direction after the other"
+        )
     if problem.hidden > largest_cluster:
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "
@@ -77,7 +83,12 @@ def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) 
 
 
 def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each."""
+    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each.
+
+    None in two directions at once: each of them takes the whole chip.
+    """
+    if problem.directions > 1:
+        return []
     return narrow_choices(problem, device, sms) + wide_choices(problem, device, sms)
 
 

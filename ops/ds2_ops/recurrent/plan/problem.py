@@ -57,13 +57,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Problem:
-    """One pass of one recurrence: ``batch`` utterances, ``hidden`` units, dtype "bfloat16" | "float16" | "float32"."""
+    """One pass of one recurrence: ``batch`` utterances, ``hidden`` units, dtype "bfloat16" | "float16" | "float32".
+
+    With two ``directions`` both run in one launch, each with its own matrix.
+    """
 
     batch: int
     hidden: int
     dtype: str
     nonlinearity: str
     backward: bool
+    directions: int = 1
 
 
 @dataclass(frozen=True)
