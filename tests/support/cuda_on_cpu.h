@@ -118,10 +118,6 @@ inline int __shfl_up_sync(unsigned, int mine, int distance) {
     const int from = threadIdx.x % 32 - distance;
     return fibers::exchange(unsigned(mine), [=](const unsigned long long* v) { return from < 0 ? mine : int(v[from]); });
 }
-inline float __shfl_xor_sync(unsigned, float mine, int apart) {
-    const int from = (threadIdx.x % 32) ^ apart;
-    return fibers::exchange(same_bits<unsigned>(mine), [=](const unsigned long long* v) { return same_bits<float>(unsigned(v[from])); });
-}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 template <class T>
@@ -144,6 +140,11 @@ To same_bits(From from) {
     To to;
     std::memcpy(&to, &from, sizeof to);
     return to;
+}
+inline float __shfl_xor_sync(unsigned, float mine, int apart) {
+    const int from = (threadIdx.x % 32) ^ apart;
+    return fibers::exchange(same_bits<unsigned>(mine),
+                            [=](const unsigned long long* v) { return same_bits<float>(unsigned(v[from])); });
 }
 inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
 inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
