@@ -13,11 +13,12 @@ import json
 from collections.abc import Callable
 
 import torch
+from ds2_ops.lengths import turned
 from timing import graphed, machine, measure
 from torch import Tensor, nn
 
 from ds2.config.schema import ModelConfig
-from ds2.model.ragged import Ragged, reverse
+from ds2.model.ragged import Ragged
 from ds2.model.recurrent import GatedRecurrentLayer
 
 Run = Callable[[Tensor], Tensor]
@@ -57,8 +58,8 @@ class Stack:
         """Our kernels, one direction after the other."""
         for layer in self.layers:
             y, _ = layer.cell(x, None, self.ragged, "auto")
-            flipped, _ = layer.cell_reverse(reverse(x, self.ragged), None, self.ragged, "auto")
-            x = y + reverse(flipped, self.ragged)
+            flipped, _ = layer.cell_reverse(turned(x, self.ragged.lengths), None, self.ragged, "auto")
+            x = y + turned(flipped, self.ragged.lengths)
         return x
 
     def of_torch(self, dtype: torch.dtype) -> tuple[Run, list[Tensor]]:

@@ -233,7 +233,7 @@ class Bench:
 
     def us(self, call: Callable[[], object]) -> float:
         """Microseconds a cell."""
-        return round(measure(call, self.device).median_s * 1e6 / self.cells, 3)
+        return round(measure(call, self.device, budget_s=0.3).median_s * 1e6 / self.cells, 3)
 
 
 def main() -> int:

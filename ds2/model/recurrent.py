@@ -8,6 +8,7 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
+from ds2_ops.lengths import turned
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.persistent import why_not
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.ragged import Ragged, reverse
+from ds2.model.product import linear, sink_of
+from ds2.model.ragged import Ragged
 
 State = tuple[Tensor, ...] | None
 _RECURRENT_GAIN = 0.5
@@ -60,7 +62,7 @@ class RecurrentLayer(nn.Module):
             (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
         """
         x = self.dropout(x, ragged.keys)
-        z = functional.linear(x, self.weight_ih, self.bias)
+        z = linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
         if self.weight_hh_reverse is not None:
@@ -79,6 +81,7 @@ class RecurrentLayer(nn.Module):
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
+            sink=sink_of(self.weight_hh),
         )
         return y, (h_n,)
 
@@ -112,8 +115,8 @@ class GatedRecurrentLayer(nn.Module):
         cells = (self.cell, self.cell_reverse)
         if not self.cell.ours(x, self.backend):
             y, _ = self.cell(x, None, ragged, self.backend)
-            flipped, _ = self.cell_reverse(reverse(x, ragged), None, ragged, self.backend)
-            return y + reverse(flipped, ragged), None
+            flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend)
+            return y + turned(flipped, ragged.lengths), None
         weight_ih = torch.cat([cell.weight_ih_l0 for cell in cells])
         z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input() for cell in cells]))
         weights = torch.stack([cell.weight_hh_l0 for cell in cells])

@@ -12,12 +12,12 @@ import pytest
 import torch
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent import persistent, projection
+from ds2_ops.recurrent import persistent, projection, weights
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
-from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
 
-_KERNELS = ("recurrent/projection.cuh", "recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh")
+_KERNELS = tuple(f"recurrent/{name}.cuh" for name in ("projection", "cluster", "grid_narrow", "grid_wide", "units"))
 Faults = tuple[tuple[str, str, str], ...]
 
 
@@ -62,6 +62,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(persistent, "run", run)
         monkeypatch.setattr(projection, "run", run)
 
+    patch_run(monkeypatch, weights)
     return use
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds2_ops.checks import check_choice, check_like, check_shape, refuse_second_derivative, take_fastest, under_autocast
 from ds2_ops.jit.launch import device_index
-from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
+from ds2_ops.lengths import check_lengths, lengths_on, turned
 from ds2_ops.recurrent.backends import BACKENDS, why_not_unasked
 from ds2_ops.recurrent.cells import ALL, GATED
 from ds2_ops.recurrent.gated.op import gated
@@ -116,15 +116,6 @@ def _one_after_the_other(
     backend: str,
     max_sms: int | None,
 ) -> Tensor:
-    frames = x.shape[0]
-    time = torch.arange(frames, device=x.device)[:, None]
-    if lengths is None:
-        turned = (frames - 1 - time).expand(-1, x.shape[1])
-    else:
-        on_device = lengths.to(x.device, torch.int64)
-        turned = torch.where(valid_frames(on_device, frames), on_device - 1 - time, time)
-    utterance = torch.arange(x.shape[1], device=x.device)
-
     def run(z: Tensor, way: int) -> Tensor:
         if cell in GATED:
             bias = None if bias_hn is None else bias_hn[way]
@@ -132,8 +123,8 @@ def _one_after_the_other(
         options = {"nonlinearity": cell, "clip": clip, "backend": backend, "max_sms": max_sms}
         return recurrence(z, weight_hh[way], None, lengths, **options)[0]  # type: ignore[arg-type]
 
-    flipped = run(x[turned, utterance, 1], 1)
-    return torch.stack([run(x[:, :, 0], 0), flipped[turned, utterance]], dim=2)
+    backward = turned(run(turned(x[:, :, 1], lengths), 1), lengths)
+    return torch.stack([run(x[:, :, 0], 0), backward], dim=2)
 
 
 def forward(

@@ -49,7 +49,7 @@ struct Multiplier {
     }
 
     // Words are the matrix unit's as they are, so they need not pass through registers.
-    static constexpr bool COPIED = Shape::WHOLE_WORDS && Shape::PER_WORD == 2;
+    static constexpr bool COPIED = Shape::WHOLE_WORDS && sizeof(typename Number::Storage) == 2;
 
     // The warp's own K slice of the first state, which no other warp reads unless it shares it.
     static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {

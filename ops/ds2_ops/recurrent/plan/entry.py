@@ -22,13 +22,22 @@ _EXCHANGE = parameters("unsigned* exchange")  # of the whole-chip designs, whose
 
 
 def kernel(
-    header: str, function: str, shape: str, cell: Cell | GatedCell, smem_bytes: int, *, threads: int, exchange: bool
+    header: str,
+    function: str,
+    shape: str,
+    cell: Cell | GatedCell,
+    smem_bytes: int,
+    *,
+    threads: int,
+    exchange: bool,
+    hands_registers: bool = True,
 ) -> Source:
     """Write the kernel that is `function<shape>` of a header of csrc/recurrent, and hold it to what was planned.
 
-    Its warps hand each other registers, counted from what a block of so many threads has when it starts: were it
-    compiled to fewer, some would wait for ever for theirs. `build` holds the compiler to that.
+    If its warps hand each other registers, they are counted from what a block of so many threads has when it starts:
+    were it compiled to fewer, some would wait for ever for theirs. `build` holds the compiler to that.
     """
+    counted = f"constexpr int {LAUNCH_REGISTERS} = {REGISTER_FILE // threads // 8 * 8};\n" if hands_registers else ""
     members = _PASS if cell.gates == 1 else (*_PASS, *_GATES)
     arguments = f"{{{names(members)}}}"
     return translation_unit(
@@ -38,7 +47,7 @@ def kernel(
         ahead=f"using Shape = ds2::{shape};\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
         f'static_assert(Shape::ALL_THREADS == {threads}, "the planner and {header} disagree on threads");\n'
-        f"constexpr int {LAUNCH_REGISTERS} = {REGISTER_FILE // threads // 8 * 8};\n"
+        f"{counted}"
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )

@@ -85,7 +85,7 @@ class Choice:
         exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
 
-    design: Literal["cluster", "grid"]
+    design: Literal["cluster", "grid", "units"]
     launch: Launch
     rows: int
     samples: int
