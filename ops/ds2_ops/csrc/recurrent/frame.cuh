@@ -56,7 +56,7 @@ struct Frame {
         } else {
 #pragma unroll
             for (int e = 0; e < Shape::PER_WORD; e++)
-                carry[e] = pass.carry && e < valid ? __ldg(pass.carry + element() + e) : 0.f;
+                carry[e] = pass.carry && e < valid ? pass.carry[element() + e] : 0.f;
         }
     }
     __device__ void store_carry(int valid, const float (&carry)[Shape::PER_WORD]) const {
