@@ -15,6 +15,7 @@ from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.entry import common, pass_arguments
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem, check_rows
 from ds2_ops.recurrent.planned import plan_for
+from ds2_ops.recurrent.weights import transposed
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +107,7 @@ def backward_data(
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
-    return _launch("backward_data", grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths, options)
+    return _launch("backward_data", grad_y, y, transposed(weight_hh), grad_h_n, lengths, options)
 
 
 def _launch(
