@@ -6,8 +6,9 @@ import pytest
 import torch
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.gated import gemm, persistent
-from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.cluster import cluster_choices
+from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
+from ds2_ops.recurrent.plan.grid_wide import wide_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.chip import Faults, patch, small_chip
 from support.gated_cases import in_float64, problem
@@ -23,14 +24,14 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 # design, blocks of a cluster, clusters of the chip, groups
 Tile = tuple[str, int, int, int]
+DESIGNS = {"cluster": cluster_choices, "narrow": narrow_choices, "wide": wide_choices}
 
 
 def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
     design, cluster, clusters, groups = tile
-    facts = small_chip({cluster: clusters})
-    make = cluster_choices if design == "cluster" else grid_choices
-    choices = make(Problem(batch, hidden, "bfloat16", cell, backward), facts, facts.sms)
-    return next(choice for choice in choices if choice.groups == groups)
+    facts = small_chip({cluster: clusters, 4: clusters} if design == "wide" else {cluster: clusters})
+    choices = DESIGNS[design](Problem(batch, hidden, "bfloat16", cell, backward), facts, facts.sms)
+    return min((c for c in choices if c.groups == groups), key=lambda choice: choice.launch.cluster)
 
 
 def wrong_results(
@@ -68,8 +69,11 @@ CASES = [
     pytest.param("lstm", ("cluster", 8, 1, 1), (5, 3, 250), id="lstm that pushes"),
     pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
     pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
-    pytest.param("lstm", ("grid", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
-    pytest.param("gru_after", ("grid", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
+    pytest.param("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
+    pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
+    pytest.param("lstm", ("wide", 3, 5, 1), (5, 9, 136), id="lstm, wide"),
+    pytest.param("gru_after", ("wide", 2, 5, 2), (4, 39, 137), id="gru, wide, odd rows", marks=pytest.mark.slow),
+    pytest.param("lstm", ("wide", 4, 4, 2), (20, 70, 122), id="lstm, wide, two tiles", marks=pytest.mark.slow),
 ]
 
 
