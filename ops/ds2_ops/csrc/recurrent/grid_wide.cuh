@@ -1,12 +1,13 @@
 // Persistent recurrence over the whole chip for batches that fill the warp-group matrix unit: groups of 32 utterances, two
 // of which take turns, so that one's messages travel while the other's products run. All blocks must run at the same time.
 //
-// A cluster owns 128 rows of the matrix; its blocks split K between them, so that a block reads only its part of the state.
+// A cluster owns 128 or 192 rows of the matrix; its blocks split K between them, so that a block reads only its part of the
+// state. Of a cell with gates these are all gates' rows of its units; backward the state is the gradients of all gates.
 // The weights are the instruction's first operand and lie in registers, 64 rows a warp group; the state is its second and
 // lies in shared memory. One turn of one block:
 //   1. 4 polling warps, each with a quarter of the block's K. A warp polls its words of all utterances (exchange.cuh), lays
 //      them into shared memory as they are, and tells the multiplying warps, piece by piece.
-//   2. 2 multiplying warp groups. When the last piece is multiplied, they send their sums, in parcels of 8 words x 8
+//   2. 2 or 3 multiplying warp groups. When the last piece is multiplied, they send their sums, in parcels of 8 words x 8
 //      utterances, to the blocks of the cluster, which share the parcels out.
 //   3. 4 finishing warps. They add the cluster's sums and the input, apply the cell, publish the words; then store y and
 //      fetch x. All this counts when two groups take turns, so that each touches memory 16 bytes at a time.
@@ -184,11 +185,11 @@ __device__ void wide_recurrence(const Pass& pass, unsigned* exchange) {
     barrier_init_fence();
     cluster_barrier();
     // In each role's end: no block leaves while its last sums may be on their way to a peer.
-    if (threadIdx.x < THREADS) {
+    if (threadIdx.x < Shape::MULTIPLIERS) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
         WideMultiplier<Shape>(pass, wide_smem).run();
         cluster_barrier();
-    } else if (threadIdx.x < THREADS + Shape::POLLERS) {
+    } else if (threadIdx.x < Shape::MULTIPLIERS + Shape::POLLERS) {
         registers_down<Shape::POLL_REGISTERS>();
         WidePoller<Shape>(pass, exchange, wide_smem).run();
         cluster_barrier();

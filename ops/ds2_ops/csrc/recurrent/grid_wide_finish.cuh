@@ -20,6 +20,7 @@ struct WideFinisher : WideBlock<Shape> {
     static constexpr int OWN = 2 * WARP_PARCELS;
     static constexpr bool SHARED = Shape::GATED && WARP_PARCELS == 1;
     static constexpr int ARRAY_STEP = SHARED ? 2 : 1;
+    static constexpr int EARLY = Shape::FINISH_REGISTERS < 88 ? 1 : 2;  // own words of a parcel that registers have ready
     unsigned* const exchange;
     const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
     const int plane_words = Block::state_words * Shape::SAMPLES, slot_words = Shape::SENT * plane_words;
@@ -46,6 +47,10 @@ struct WideFinisher : WideBlock<Shape> {
     __device__ int first_sample(int i) const { return parcel(i) % (Shape::SAMPLES / 8) * 8; }
     __device__ bool owns(int group) const { return owned >> group & 1; }
     __device__ int frames_of(int group) const { return load_shared_4(frames_at + group * Shape::SAMPLES * 4); }
+    __device__ auto frame(const Tile& tile, int group, int t) const {  // of the unit
+        return frame_at<Shape>(pass, unsigned(t * pass.batch + tile.first + group * pass.samples + sample),
+                               [word = word] { return 2 * word; });
+    }
     // Where the unit of a group lies in a (T, B, H) array, and with t = 0 in a (B, H) array.
     __device__ size_t element(const Tile& tile, int group, int t) const {
         return size_t(unsigned(t * pass.batch + tile.first + group * pass.samples)) * unsigned(pass.hidden) + offset;
@@ -78,10 +83,6 @@ struct WideFinisher : WideBlock<Shape> {
                n / 2 * Shape::PARCEL_INPUT_BYTES + n % 2 * 32;
     }
 
-    __device__ auto frame(const Tile& tile, int group, int t) const {  // of the unit
-        return frame_at<Shape>(pass, unsigned(t * pass.batch + tile.first + group * pass.samples + sample),
-                               [word = word] { return 2 * word; });
-    }
     // Of own word n: its utterance in the group, its first element, its frames, and what its lane carries of it.
     __device__ int sample_of(int n) const { return first_sample(n / 2) + lane % 4 * 2 + n % 2; }
     __device__ int element_of(int n) const { return 2 * (parcel_word(n / 2) + lane / 4); }
@@ -331,7 +332,7 @@ struct WideFinisher : WideBlock<Shape> {
         for (int i = 0; i < WARP_PARCELS && parcel(i) < Shape::PARCELS; i++) {
             float ready[2][Shape::READY][2], sum[2][Shape::SUMS][2] = {};
 #pragma unroll
-            for (int n = 0; n < 2; n++) prepare(tile, at, t, turn, 2 * i + n, ready[n]);
+            for (int n = 0; n < EARLY; n++) prepare(tile, at, t, turn, 2 * i + n, ready[n]);
             if (i == 0) await_sums(at);
             const unsigned from = sums_at + buffer_of(at) * Shape::RECEIVED_BYTES +
                                   i * Shape::FINISHING_WARPS * Shape::CLUSTER * Shape::PARCEL_BYTES;
@@ -344,7 +345,10 @@ struct WideFinisher : WideBlock<Shape> {
                     sum[0][k][1] += __uint_as_float(v.z), sum[1][k][1] += __uint_as_float(v.w);
                 }
 #pragma unroll
-            for (int n = 0; n < 2; n++) apply(tile, at, t, turn, 2 * i + n, sum[n], ready[n]);
+            for (int n = 0; n < 2; n++) {
+                if (n >= EARLY) prepare(tile, at, t, turn, 2 * i + n, ready[n]);
+                apply(tile, at, t, turn, 2 * i + n, sum[n], ready[n]);
+            }
         }
         __syncwarp();
         if (!owns(at.group)) return;

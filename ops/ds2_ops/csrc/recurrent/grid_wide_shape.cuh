@@ -7,7 +7,7 @@
 
 namespace ds2 {
 
-template <class Number_, class Cell_, int CLUSTER_, int K_TILES_, bool BACKWARD_>
+template <class Number_, class Cell_, int CLUSTER_, int WARP_GROUPS_, int K_TILES_, bool BACKWARD_>
 struct WideShape {
     using Number = Number_;
     using Cell = Cell_;
@@ -20,21 +20,22 @@ struct WideShape {
     static constexpr bool GATED = Cell::GATES > 1;
     static constexpr int SUMS = BACKWARD ? 1 : Cell::GATES;  // of each hidden unit that a step needs
     static constexpr int SENT = BACKWARD ? Cell::GATES : 1;  // planes of the state
+    static constexpr int MULTIPLIERS = 128 * WARP_GROUPS_, POLLERS = 128, FINISHERS = 128;  // threads
+    static constexpr int ALL_THREADS = MULTIPLIERS + POLLERS + FINISHERS;
+    static constexpr int MULTIPLYING_WARPS = MULTIPLIERS / 32;
     // A set of multiplying warps has all sums of 8 words. Where gates do not divide the warps, some multiply nothing.
-    static constexpr int SETS = WARPS / SUMS;
+    static constexpr int SETS = MULTIPLYING_WARPS / SUMS;
     static constexpr int WORDS = 8 * SETS;  // of a cluster, of each utterance's h
 
-    static constexpr int POLLERS = 128, FINISHERS = 128;  // threads
-    static constexpr int ALL_THREADS = THREADS + POLLERS + FINISHERS;
     // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
-    static constexpr bool FEW = K_TILES <= 28;
-    static constexpr int MULTIPLY_REGISTERS = FEW ? 160 : GATED ? 168 : 176;
-    static constexpr int POLL_REGISTERS = FEW ? (GATED ? 96 : 104) : 88;
-    static constexpr int FINISH_REGISTERS = FEW ? (GATED ? 96 : 88) : GATED ? 88 : 72;
-    static_assert(THREADS * MULTIPLY_REGISTERS + POLLERS * POLL_REGISTERS + FINISHERS * FINISH_REGISTERS <=
+    static constexpr bool THREE = WARP_GROUPS_ == 3, FEW = K_TILES <= (THREE ? 13 : 28);
+    static constexpr int MULTIPLY_REGISTERS = THREE ? (FEW ? 104 : 112) : FEW ? 160 : 176;
+    static constexpr int POLL_REGISTERS = THREE ? (FEW ? 80 : 56) : FEW ? (GATED ? 96 : 104) : 88;
+    static constexpr int FINISH_REGISTERS = THREE ? 88 : FEW ? (GATED ? 96 : 88) : 72;
+    static_assert(MULTIPLIERS * MULTIPLY_REGISTERS + POLLERS * POLL_REGISTERS + FINISHERS * FINISH_REGISTERS <=
                       65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
                   "what some warps gain, others have given");
-    static_assert(K_TILES <= 32, "the weights of more do not fit the registers");
+    static_assert(K_TILES <= (THREE ? 16 : 32), "the weights of more do not fit the registers");
 
     // Each polling warp has a part of K, which it hands on in pieces: products of one run while the next is stored.
     static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;
@@ -71,7 +72,7 @@ struct WideShape {
     static constexpr int TILE_DONE = 1;  // named barrier of the finishing warps; 0 is __syncthreads
 
     static __device__ int full(int turn, int piece) { return FULL + turn % 2 * PIECES + piece; }
-    static __device__ int arrivals(int barrier) { return barrier < FULL ? 1 : barrier < READ ? PARTS : WARPS; }
+    static __device__ int arrivals(int barrier) { return barrier < FULL ? 1 : barrier < READ ? PARTS : MULTIPLYING_WARPS; }
     static __device__ int read(int turn) { return READ + turn % 2; }
 
     static_assert(PER_WORD == 2, "two rows of a lane are one word: 16-bit numbers only");

@@ -1,5 +1,7 @@
 """Tiles of the wide whole-chip design: groups of up to 32 utterances of 16-bit numbers."""
 
+import itertools
+
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
@@ -8,8 +10,6 @@ from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_WORDS,
     NUMBERS,
-    THREADS,
-    WARPS,
     Choice,
     DeviceFacts,
     Problem,
@@ -17,10 +17,10 @@ from ds2_ops.recurrent.plan.problem import (
 from ds2_ops.recurrent.plan.work import Work
 
 CLUSTERS = (8, 6, 5, 4)  # more blocks, less for each to read and multiply
-CLUSTERS_WITH_GATES = (8, 6, 5, 4, 3, 2)  # whose rows are more
+CLUSTERS_WITH_GATES = (16, 9, 8, 6, 5, 4, 3, 2)  # whose rows, or whose K, are more
 SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
 MOST_GROUPS = 2
-MOST_K_TILES = 32  # matrix instructions along K, one block
+MOST_K_TILES = {2: 32, 3: 16}  # warp groups that multiply, and matrix instructions along K, one block
 PARTS = 4  # of K, one for each polling warp
 PIECE_TILES = 2  # matrix instructions whose state it hands on at once
 FINISHING_WARPS, MOST_WARP_PARCELS = FINISHERS // 32, 2
@@ -30,12 +30,12 @@ PARCEL_BYTES = 512  # of each sum: 8 words of 8 utterances
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     found: list[Choice] = []
-    for cluster in CLUSTERS if ALL[problem.nonlinearity].gates == 1 else CLUSTERS_WITH_GATES:
+    gated = ALL[problem.nonlinearity].gates > 1
+    for warp_groups, cluster in itertools.product((2, 3) if gated else (2,), CLUSTERS_WITH_GATES if gated else CLUSTERS):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
+        most_k_tiles = MOST_K_TILES[warp_groups] * device.registers // DeviceFacts.registers
         for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
-            choice = _choice(
-                problem, cluster, clusters, most_samples, MOST_K_TILES * device.registers // DeviceFacts.registers
-            )
+            choice = _choice(problem, warp_groups, cluster, clusters, most_samples, most_k_tiles)
             if choice is None or choice.launch.smem_bytes > device.smem_bytes_per_block:
                 break
             if not found or choice.work != found[-1].work:  # smaller groups, in more turns
@@ -43,16 +43,19 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     return found
 
 
-def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, most_k_tiles: int) -> Choice | None:
+def _choice(
+    problem: Problem, warp_groups: int, cluster: int, clusters: int, most_samples: int, most_k_tiles: int
+) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     words = state_words(problem)
     k_tiles = -(-sent * words // (cluster * MMA_WORDS))
-    most_words = WARPS // sums * 8  # of a cluster
+    warps = 4 * warp_groups
+    most_words = warps // sums * 8  # of a cluster
     used = -(-words // most_words)
-    warp_parcels = -(-_parcels(sums, cluster) // FINISHING_WARPS)
+    warp_parcels = -(-_parcels(warps // sums, cluster) // FINISHING_WARPS)
     if (
         per_word != 2
         or used > clusters
@@ -62,13 +65,14 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, mo
     ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
-    smem_bytes = _smem_bytes(problem, cell, cluster, k_tiles)
-    shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {k_tiles}, {str(problem.backward).lower()}>"
+    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles)
+    numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower())
+    shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="grid",
         launch=Launch(
             kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, exchange=True),
-            threads=2 * THREADS,
+            threads=32 * warps + 2 * FINISHERS,  # the others poll
             grid=used * cluster,
             cluster=cluster,
             smem_bytes=smem_bytes,
@@ -79,11 +83,11 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, mo
         groups=groups,
         exchange_words=SLOTS * groups * sent * words * SAMPLES,
         work=Work(
-            layout=f"wide{cluster}",
+            layout=f"wide{cluster}" if warp_groups == 2 else f"wider{cluster}",
             backward=problem.backward,
             split_words=problem.hidden % per_word != 0,
             tiles=tiles,
-            m_tiles=WARPS,
+            m_tiles=warps,
             k_tiles=k_tiles,
             words=-(-most_words // cluster),
             head_words=-(-most_words // cluster),
@@ -99,18 +103,18 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, mo
     )
 
 
-def _parcels(sums: int, cluster: int) -> int:
+def _parcels(sets: int, cluster: int) -> int:
     """How many a block finishes, at most."""
-    return -(-(WARPS // sums * SAMPLES // 8) // cluster)
+    return -(-sets * SAMPLES // 8 // cluster)
 
 
-def _smem_bytes(problem: Problem, cell: Cell | GatedCell, cluster: int, k_tiles: int) -> int:
+def _smem_bytes(problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int) -> int:
     """Two buffers of the state, two of received sums for each group, what is read and written, frames, carries, mbarriers.
 
     As in grid_wide_shape.cuh; every finishing warp has memory of its own.
     """
     sums = 1 if problem.backward else cell.gates
-    parcels = _parcels(sums, cluster)
+    parcels = _parcels(warps // sums, cluster)
     warp_parcels = -(-parcels // FINISHING_WARPS)
     state_bytes = k_tiles * MMA_WORDS * SAMPLES * 4
     received_bytes = parcels * cluster * sums * PARCEL_BYTES

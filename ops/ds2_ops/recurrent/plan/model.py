@@ -8,6 +8,7 @@ the other. `tiles` that do not fit on the chip together run one after the other.
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from importlib import resources
 
@@ -16,7 +17,7 @@ from ds2_ops.recurrent.plan.work import Work
 Constants = dict[str, dict[str, float]]
 EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277}  # of a step's chain, a message's way: measured alone, one word
 UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
-UNKNOWN_WIDE = "wide6"  # stands in for the smaller clusters of the wide design, which only cells with gates need
+UNKNOWN_WIDE = "wide6"  # stands in for other tiles of the wide design, which only cells with gates need
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
 
@@ -56,7 +57,7 @@ def step_us(work: Work, constants: Constants | None = None, processor: Processor
     """Estimate a time step of the whole batch."""
     known, name = constants or fitted(), kind(work)
     plain = name.removesuffix(" gates")
-    mine = known.get(name) or known.get(plain) or known[UNKNOWN_WIDE + plain[len("wide0") :]]
+    mine = known.get(name) or known.get(plain) or known[re.sub(r"^wider?\d+", UNKNOWN_WIDE, plain)]
     chain = sum(mine.get(term, 0.0) * count for term, count in terms(work).items())
     chain *= 1.0 if name in known else UNKNOWN_GATES
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
