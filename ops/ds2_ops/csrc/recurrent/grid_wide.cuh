@@ -114,11 +114,14 @@ struct WideMultiplier : WideBlock<Shape> {
         for (int j = 0; j < COLUMNS; j++) to[j] = remote_address(smem_address(smem), (set * COLUMNS + j) % Shape::CLUSTER);
     }
 
+    __device__ bool idle() const { return Shape::MULTIPLYING_WARPS % Shape::SUMS > 0 && set >= Shape::SETS; }
     // The word of K that comes to this warp's gate of unit `row`, or from whose gate it goes backward.
     __device__ unsigned weight(int row, int word) const {
-        if (row >= pass.hidden || set >= Shape::SETS || word >= Shape::SENT * this->state_words) return 0;
+        if (row >= pass.hidden || idle() || (Shape::SENT > 1 && word >= Shape::SENT * this->state_words)) return 0;
         const int plane = Shape::SENT > 1 ? word / this->state_words : 0, column = 2 * (word - plane * this->state_words);
-        const size_t vector = Shape::BACKWARD ? size_t(row) * Shape::SENT + plane : size_t(gate) * pass.hidden + row;
+        size_t vector = row;
+        if (Shape::SUMS > 1) vector += size_t(gate) * pass.hidden;
+        if (Shape::SENT > 1) vector = vector * Shape::SENT + plane;
         return load_word<Number>(pass.matrix, vector * pass.hidden + column, pass.hidden - column, pass.whole_words);
     }
 
@@ -161,7 +164,7 @@ struct WideMultiplier : WideBlock<Shape> {
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
             const int parcel = set * COLUMNS + j;
-            if (set >= Shape::SETS || !this->alive(parcel, live)) continue;
+            if (idle() || !this->alive(parcel, live)) continue;
             const uint4 v = make_uint4(__float_as_uint(c[4 * j]), __float_as_uint(c[4 * j + 1]), __float_as_uint(c[4 * j + 2]),
                                        __float_as_uint(c[4 * j + 3]));
             const int place = Shape::RECEIVED_AT + buffer * Shape::RECEIVED_BYTES + lane * 16 +
