@@ -12,27 +12,25 @@ struct WideFinisher : WideBlock<Shape> {
     using Block::lane, Block::pass, Block::rank, Block::smem;
     using Tile = GridTile<Shape>;
     static constexpr int WARP_PARCELS = Shape::WARP_PARCELS;
-    static_assert(WARP_PARCELS <= 2, "a lane for every 16 bytes of a warp's parcels");
+    static_assert(WARP_PARCELS <= (Shape::GATED ? 1 : 2), "a lane for every 16 bytes of a warp's parcels, or two arrays of one");
 
     // A lane computes one word of two utterances of each parcel: OWN words. In memory it has a unit instead, 4 words of one
-    // utterance, 16 bytes: unit lane % 16 of parcel lane / 16. Words become units in shared memory. Where a warp has one
-    // parcel and a cell has gates, the lanes share out the arrays instead: odd ones are those of the second half of lanes.
+    // utterance, 16 bytes: unit lane % 16 of parcel lane / 16. Words become units in shared memory. Where a cell has gates,
+    // lanes share out the arrays of one parcel instead: odd ones are those of the second half of lanes.
     static constexpr int OWN = 2 * WARP_PARCELS;
-    static constexpr bool SHARED = Shape::GATED && WARP_PARCELS == 1;
-    static constexpr int ARRAY_STEP = SHARED ? 2 : 1;
-    static constexpr int EARLY = Shape::FINISH_REGISTERS < 88 ? 1 : 2;  // own words of a parcel that registers have ready
+    static constexpr int ARRAY_STEP = Shape::GATED ? 2 : 1;
     unsigned* const exchange;
     const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
     const int plane_words = Block::state_words * Shape::SAMPLES, slot_words = Shape::SENT * plane_words;
-    const int unit_parcel = SHARED ? 0 : lane / 16, first_array = SHARED ? lane / 16 : 0;
+    const int unit_parcel = Shape::GATED ? 0 : lane / 16, first_array = Shape::GATED ? lane / 16 : 0;
     const int sample = first_sample(unit_parcel) + lane / 2 % 8;  // of the unit, in its group
     const int word = parcel_word(unit_parcel) + lane % 2 * 4;     // of the unit, its first
     const unsigned place = pinned(unsigned(word / 4 * Shape::SAMPLES + sample) * 4);  // of the unit in a slot, in words
     const unsigned offset = pinned(unsigned(sample * this->pass.hidden + 2 * word));  // in a (B, H) array, from its group on
     // Shared memory: the unit and the first own word in the inputs, own part of received sums, frames of the unit's utterance.
     const unsigned base = pinned(smem_address(this->smem));
-    const unsigned unit_at = pinned(base + Shape::INPUTS_AT + warp * Shape::WARP_INPUT_BYTES + (SHARED ? lane % 16 : lane) * 16);
-    const unsigned word_at = pinned(unit_at - (SHARED ? lane % 16 : lane) * 16 + lane % 4 * 64 + lane / 4 * 4);
+    const unsigned unit_at = pinned(base + Shape::INPUTS_AT + warp * Shape::WARP_INPUT_BYTES + (Shape::GATED ? lane % 16 : lane) * 16);
+    const unsigned word_at = pinned(unit_at - (Shape::GATED ? lane % 16 : lane) * 16 + lane % 4 * 64 + lane / 4 * 4);
     const unsigned sums_at = pinned(base + Shape::RECEIVED_AT + warp * Shape::CLUSTER * Shape::PARCEL_BYTES + lane * 16);
     const unsigned frames_at = pinned(base + Shape::FRAMES_AT + (warp * Shape::GROUPS * Shape::SAMPLES + sample) * 4);
     // Of the current tile. Bit g: the unit of group g exists; from bit COUNTS on, 8 bits a group: how many parcels the
@@ -153,7 +151,7 @@ struct WideFinisher : WideBlock<Shape> {
                            lane < live ? length_of(pass, tile.first + g * pass.samples + lane) : 0);
             __syncwarp();
             if constexpr (Shape::GATED) open_carry(tile, g, live);
-            if ((SHARED || lane < 16 * WARP_PARCELS) && parcel(unit_parcel) < Shape::PARCELS && word < this->state_words &&
+            if ((Shape::GATED || lane < 16 * WARP_PARCELS) && parcel(unit_parcel) < Shape::PARCELS && word < this->state_words &&
                 sample < live) {
                 owned |= 1u << g;
                 const uint4 state = load_state(tile, g);
@@ -187,7 +185,7 @@ struct WideFinisher : WideBlock<Shape> {
         const bool wanted = owns(group) && t >= 0 && t < frames_of(group);
         const size_t plain = wanted ? element(tile, group, t) : 0;
 #pragma unroll
-        for (int i = 0; i < Shape::INPUTS && (SHARED || lane < 16 * WARP_PARCELS); i += ARRAY_STEP) {
+        for (int i = 0; i < Shape::INPUTS && (Shape::GATED || lane < 16 * WARP_PARCELS); i += ARRAY_STEP) {
             const int a = i + first_array;
             if (ARRAY_STEP > 1 && a >= Shape::INPUTS) continue;
             const auto* array = static_cast<const typename Number::Storage*>(input_array<Shape>(pass, a));
@@ -328,28 +326,21 @@ struct WideFinisher : WideBlock<Shape> {
         if (parcel(0) >= Shape::PARCELS) return;
         copies_wait<Shape::AHEAD - 1>();
         __syncwarp();
-#pragma unroll 1
-        for (int i = 0; i < WARP_PARCELS && parcel(i) < Shape::PARCELS; i++) {
-            float ready[2][Shape::READY][2], sum[2][Shape::SUMS][2] = {};
+        float ready[2][Shape::READY][2], sum[2][Shape::SUMS][2] = {};
 #pragma unroll
-            for (int n = 0; n < EARLY; n++) prepare(tile, at, t, turn, 2 * i + n, ready[n]);
-            if (i == 0) await_sums(at);
-            const unsigned from = sums_at + buffer_of(at) * Shape::RECEIVED_BYTES +
-                                  i * Shape::FINISHING_WARPS * Shape::CLUSTER * Shape::PARCEL_BYTES;
+        for (int n = 0; n < OWN; n++) prepare(tile, at, t, turn, n, ready[n]);
+        await_sums(at);
+        const unsigned from = sums_at + buffer_of(at) * Shape::RECEIVED_BYTES;
 #pragma unroll
-            for (int k = 0; k < Shape::SUMS; k++)
+        for (int k = 0; k < Shape::SUMS; k++)
 #pragma unroll
-                for (int source = 0; source < Shape::CLUSTER; source++) {
-                    const uint4 v = load_shared_16(from + (k * Shape::CLUSTER + source) * Shape::SUM_BYTES);
-                    sum[0][k][0] += __uint_as_float(v.x), sum[1][k][0] += __uint_as_float(v.y);
-                    sum[0][k][1] += __uint_as_float(v.z), sum[1][k][1] += __uint_as_float(v.w);
-                }
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                if (n >= EARLY) prepare(tile, at, t, turn, 2 * i + n, ready[n]);
-                apply(tile, at, t, turn, 2 * i + n, sum[n], ready[n]);
+            for (int source = 0; source < Shape::CLUSTER; source++) {
+                const uint4 v = load_shared_16(from + (k * Shape::CLUSTER + source) * Shape::SUM_BYTES);
+                sum[0][k][0] += __uint_as_float(v.x), sum[1][k][0] += __uint_as_float(v.y);
+                sum[0][k][1] += __uint_as_float(v.z), sum[1][k][1] += __uint_as_float(v.w);
             }
-        }
+#pragma unroll
+        for (int n = 0; n < OWN; n++) apply(tile, at, t, turn, n, sum[n], ready[n]);
         __syncwarp();
         if (!owns(at.group)) return;
         const int frames = frames_of(at.group);

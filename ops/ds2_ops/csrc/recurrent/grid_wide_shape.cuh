@@ -30,12 +30,12 @@ struct WideShape {
     // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
     static constexpr bool THREE = WARP_GROUPS_ == 3, FEW = K_TILES <= (THREE ? 13 : 28);
     static constexpr int MULTIPLY_REGISTERS = THREE ? (FEW ? 104 : 112) : FEW ? 160 : 176;
-    static constexpr int POLL_REGISTERS = THREE ? (FEW ? 80 : 56) : FEW ? (GATED ? 96 : 104) : 88;
-    static constexpr int FINISH_REGISTERS = THREE ? 88 : FEW ? (GATED ? 96 : 88) : 72;
+    static constexpr int POLL_REGISTERS = THREE ? (FEW ? 80 : 56) : GATED ? 88 : FEW ? 104 : 88;
+    static constexpr int FINISH_REGISTERS = THREE ? 88 : GATED ? 104 : FEW ? 88 : 72;
     static_assert(MULTIPLIERS * MULTIPLY_REGISTERS + POLLERS * POLL_REGISTERS + FINISHERS * FINISH_REGISTERS <=
                       65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
                   "what some warps gain, others have given");
-    static_assert(K_TILES <= (THREE ? 16 : 32), "the weights of more do not fit the registers");
+    static_assert(K_TILES <= (THREE ? 16 : GATED ? 28 : 32), "the weights of more do not fit the registers");
 
     // Each polling warp has a part of K, which it hands on in pieces: products of one run while the next is stored.
     static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;

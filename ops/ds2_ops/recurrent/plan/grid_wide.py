@@ -1,6 +1,8 @@
 """Tiles of the wide whole-chip design: groups of up to 32 utterances of 16-bit numbers."""
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
@@ -16,26 +18,35 @@ from ds2_ops.recurrent.plan.problem import (
 )
 from ds2_ops.recurrent.plan.work import Work
 
-CLUSTERS = (8, 6, 5, 4)  # more blocks, less for each to read and multiply
-CLUSTERS_WITH_GATES = (16, 9, 8, 6, 5, 4, 3, 2)  # whose rows, or whose K, are more
 SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
 MOST_GROUPS = 2
-MOST_K_TILES = {2: 32, 3: 16}  # warp groups that multiply, and matrix instructions along K, one block
 PARTS = 4  # of K, one for each polling warp
 PIECE_TILES = 2  # matrix instructions whose state it hands on at once
-FINISHING_WARPS, MOST_WARP_PARCELS = FINISHERS // 32, 2
+FINISHING_WARPS = FINISHERS // 32
 PARCEL_BYTES = 512  # of each sum: 8 words of 8 utterances
+
+
+@dataclass(frozen=True)
+class _Space:
+    """What tiles may be: blocks of a cluster; warp groups that multiply -> matrix instructions along K; parcels a warp."""
+
+    clusters: tuple[int, ...]
+    most_k_tiles: Mapping[int, int]
+    warp_parcels: int
+
+
+PLAIN = _Space((8, 6, 5, 4), {2: 32}, 2)  # more blocks, less for each to read and multiply
+GATES = _Space((16, 9, 8, 6, 5, 4, 3, 2), {2: 28, 3: 16}, 1)  # rows, or K, are more; finishing warps take more registers
 
 
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     found: list[Choice] = []
-    gated = ALL[problem.nonlinearity].gates > 1
-    for warp_groups, cluster in itertools.product((2, 3) if gated else (2,), CLUSTERS_WITH_GATES if gated else CLUSTERS):
+    may = PLAIN if ALL[problem.nonlinearity].gates == 1 else GATES
+    for warp_groups, cluster in itertools.product(may.most_k_tiles, may.clusters):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        most_k_tiles = MOST_K_TILES[warp_groups] * device.registers // DeviceFacts.registers
         for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
-            choice = _choice(problem, warp_groups, cluster, clusters, most_samples, most_k_tiles)
+            choice = _choice(problem, device, may, warp_groups, cluster, clusters, most_samples)
             if choice is None or choice.launch.smem_bytes > device.smem_bytes_per_block:
                 break
             if not found or choice.work != found[-1].work:  # smaller groups, in more turns
@@ -44,7 +55,13 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
 
 
 def _choice(
-    problem: Problem, warp_groups: int, cluster: int, clusters: int, most_samples: int, most_k_tiles: int
+    problem: Problem,
+    device: DeviceFacts,
+    may: _Space,
+    warp_groups: int,
+    cluster: int,
+    clusters: int,
+    most_samples: int,
 ) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
@@ -59,8 +76,8 @@ def _choice(
     if (
         per_word != 2
         or used > clusters
-        or k_tiles > most_k_tiles
-        or warp_parcels > MOST_WARP_PARCELS
+        or k_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
+        or warp_parcels > may.warp_parcels
         or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
     ):
         return None

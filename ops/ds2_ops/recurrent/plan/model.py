@@ -8,7 +8,6 @@ the other. `tiles` that do not fit on the chip together run one after the other.
 
 import functools
 import json
-import re
 from dataclasses import dataclass
 from importlib import resources
 
@@ -16,8 +15,10 @@ from ds2_ops.recurrent.plan.work import Work
 
 Constants = dict[str, dict[str, float]]
 EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277}  # of a step's chain, a message's way: measured alone, one word
-UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
-UNKNOWN_WIDE = "wide6"  # stands in for other tiles of the wide design, which only cells with gates need
+# Where no sweep has a kind with gates yet: times as long as without, and us more for each group backward. Measured at H 1024
+# alone (ops/notes/planner.md). "wider" is the wide design with three warp groups.
+UNKNOWN_GATES = {"narrow": (1.15, 0.0), "wide": (1.1, 0.25), "wider": (1.4, 0.15)}
+STAND_IN = "wide6"  # whose constants are those of all tiles of the wide design then
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
 
@@ -56,10 +57,13 @@ def terms(work: Work) -> dict[str, float]:
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
     known, name = constants or fitted(), kind(work)
-    plain = name.removesuffix(" gates")
-    mine = known.get(name) or known.get(plain) or known[re.sub(r"^wider?\d+", UNKNOWN_WIDE, plain)]
-    chain = sum(mine.get(term, 0.0) * count for term, count in terms(work).items())
-    chain *= 1.0 if name in known else UNKNOWN_GATES
+    slower, more_us = 1.0, 0.0
+    if name not in known:
+        design = work.layout.rstrip("0123456789")
+        slower, more_us = UNKNOWN_GATES[design]
+        name = name.removesuffix(" gates").replace(work.layout, work.layout if design == "narrow" else STAND_IN)
+    chain = slower * sum(known[name].get(term, 0.0) * count for term, count in terms(work).items())
+    chain += more_us * work.groups * work.backward
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
     return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 
