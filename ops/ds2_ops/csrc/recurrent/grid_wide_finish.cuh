@@ -95,12 +95,13 @@ struct WideFinisher : WideBlock<Shape> {
         return base + Shape::CARRY_AT + group * Shape::CARRY_BYTES + (n * 2 * Shape::FINISHERS + thread) * 4;
     }
     // To every plane of a slot that this lane's unit has, value(the output that is sent there).
+    static __device__ bool sent(int a) { return a == Shape::LAST_SENT || a < Shape::SENT - 1; }
     template <class Value>
     __device__ void publish(unsigned to, Value value) const {
 #pragma unroll
         for (int i = 0; i < Shape::OUTPUTS; i += ARRAY_STEP) {
             const int a = i + first_array, plane = a == Shape::LAST_SENT ? Shape::SENT - 1 : a;
-            if (a == Shape::LAST_SENT || a < Shape::SENT - 1) store_relaxed(exchange + to + plane * plane_words, value(a));
+            if (sent(a)) store_relaxed(exchange + to + plane * plane_words, value(a));
         }
     }
     __device__ void store_padding(const Tile& tile, int group, int t) const {
@@ -301,34 +302,29 @@ struct WideFinisher : WideBlock<Shape> {
         prepare_gates<Shape>(given, other, ready);
     }
 
-    // And what the sums make of it, in the place of what was read.
-    __device__ void apply(const Tile& tile, Turn at, int t, int turn, int n, float (&sum)[Shape::SUMS][2],
-                          const float (&ready)[Shape::READY][2]) const {
-        const int frames = frames_of(at.group, n), valid = pass.hidden - element_of(n);
-        float carry[2];
-        kept_carry<Shape>(carry_at(at.group, n), carry);
-        if (Shape::BACKWARD && t < 0) {
+    // Puts what own words became in the place of what was read: of the outputs that the others wait for, or of the rest.
+    template <bool SENT>
+    __device__ void keep_outputs(int turn, const unsigned (&out)[OWN][Shape::OUTPUTS]) const {
 #pragma unroll
-            for (int e = 0; e < 2; e++) sum[0][e] += Shape::Cell::CARRIES_H ? carry[e] : 0.f;
-            store_shared_4(word_at + input(turn, 0, n), Number::pack(sum[0]));
-            if (sample_of(n) < tile.live_of(at.group)) frame(tile, at.group, 0, n).store_carry(valid, carry);
-            return;
-        }
-        unsigned out[Shape::OUTPUTS];
-        apply_gates<Shape>(sum, ready, carry, out);
-        if (t < frames) keep_carry<Shape>(carry_at(at.group, n), carry);
+        for (int a = 0; a < Shape::OUTPUTS; a++)
 #pragma unroll
-        for (int a = 0; a < Shape::OUTPUTS; a++) store_shared_4(word_at + input(turn, a, n), out[a]);
-        if (!Shape::BACKWARD && t == frames - 1) frame(tile, at.group, 0, n).store_carry(valid, carry);
+            for (int n = 0; n < OWN; n++)
+                if (sent(a) == SENT) store_shared_4(word_at + input(turn, a, n), out[n][a]);
+        __syncwarp();
     }
 
     __device__ void finish_gates(const Tile& tile, Turn at, int t, int turn, bool more) const {
         if (parcel(0) >= Shape::PARCELS) return;
         copies_wait<Shape::AHEAD - 1>();
         __syncwarp();
-        float ready[2][Shape::READY][2], sum[2][Shape::SUMS][2] = {};
+        const int frames = frames_of(at.group);
+        const unsigned to = pinned(slot(at.group, at.epoch + 1));
+        float ready[OWN][Shape::READY][2], sum[OWN][Shape::SUMS][2] = {}, carry[OWN][2];
 #pragma unroll
-        for (int n = 0; n < OWN; n++) prepare(tile, at, t, turn, n, ready[n]);
+        for (int n = 0; n < OWN; n++) {
+            prepare(tile, at, t, turn, n, ready[n]);
+            kept_carry<Shape>(carry_at(at.group, n), carry[n]);
+        }
         await_sums(at);
         const unsigned from = sums_at + buffer_of(at) * Shape::RECEIVED_BYTES;
 #pragma unroll
@@ -339,26 +335,49 @@ struct WideFinisher : WideBlock<Shape> {
                 sum[0][k][0] += __uint_as_float(v.x), sum[1][k][0] += __uint_as_float(v.y);
                 sum[0][k][1] += __uint_as_float(v.z), sum[1][k][1] += __uint_as_float(v.w);
             }
-#pragma unroll
-        for (int n = 0; n < OWN; n++) apply(tile, at, t, turn, n, sum[n], ready[n]);
-        __syncwarp();
-        if (!owns(at.group)) return;
-        const int frames = frames_of(at.group);
-        const auto unit = [=](int a) {
-            const uint4 made = load_shared_16(unit_at + input(turn, a));
-            return max(t, 0) < frames ? made : make_uint4(0, 0, 0, 0);  // the utterance is over
-        };
         if (Shape::BACKWARD && t < 0) {
-            if (first_array == 0)
-                store_unit(pass.last_state, element(tile, at.group, 0), frames > 0 ? unit(0) : load_state(tile, at.group));
+            finish_first(tile, at.group, turn, sum, carry);
             return;
         }
-        if (more) publish(slot(at.group, at.epoch + 1), [=](int a) { return publishable(unit(a)); });
-        const auto now = frame(tile, at.group, t);
-        store_outputs(now, Shape::OUTPUTS, unit);
+        unsigned out[OWN][Shape::OUTPUTS];
+#pragma unroll
+        for (int n = 0; n < OWN; n++) apply_gates<Shape>(sum[n], ready[n], carry[n], out[n]);
+        const auto unit = [=](int a) {
+            const uint4 made = load_shared_16(unit_at + input(turn, a));
+            return t < frames ? made : make_uint4(0, 0, 0, 0);  // the utterance is over
+        };
+        keep_outputs<true>(turn, out);
+        if (more && owns(at.group)) publish(to, [=](int a) { return publishable(unit(a)); });
+        keep_outputs<false>(turn, out);
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+            const int last = frames_of(at.group, n) - 1;
+            if (t <= last) keep_carry<Shape>(carry_at(at.group, n), carry[n]);
+            if (!Shape::BACKWARD && t == last)
+                frame(tile, at.group, 0, n).store_carry(pass.hidden - element_of(n), carry[n]);
+        }
+        if (!owns(at.group)) return;
+        store_outputs(frame(tile, at.group, t), Shape::OUTPUTS, unit);
         if (!Shape::BACKWARD && t == frames - 1 && first_array == 0)
             store_unit(pass.last_state, element(tile, at.group, 0), unit(0));
         if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
+    }
+
+    // The gradient of the first state, and of what was carried then.
+    __device__ void finish_first(const Tile& tile, int group, int turn, float (&sum)[OWN][Shape::SUMS][2],
+                                 const float (&carry)[OWN][2]) const {
+#pragma unroll
+        for (int n = 0; n < OWN; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) sum[n][0][e] += Shape::Cell::CARRIES_H ? carry[n][e] : 0.f;
+            store_shared_4(word_at + input(turn, 0, n), Number::pack(sum[n][0]));
+            if (sample_of(n) < tile.live_of(group))
+                frame(tile, group, 0, n).store_carry(pass.hidden - element_of(n), carry[n]);
+        }
+        __syncwarp();
+        if (owns(group) && first_array == 0)
+            store_unit(pass.last_state, element(tile, group, 0),
+                       frames_of(group) > 0 ? load_shared_16(unit_at + input(turn, 0)) : load_state(tile, group));
     }
 
     // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
