@@ -28,7 +28,7 @@ PARCEL_BYTES = 512  # of each sum: 8 words of 8 utterances
 
 @dataclass(frozen=True)
 class _Space:
-    """What tiles may be: blocks of a cluster; warp groups that multiply -> matrix instructions along K; parcels a warp."""
+    """What tiles may be: blocks of a cluster; warp groups that multiply -> instructions along K; parcels a warp."""
 
     clusters: tuple[int, ...]
     most_k_tiles: Mapping[int, int]
@@ -36,7 +36,9 @@ class _Space:
 
 
 PLAIN = _Space((8, 6, 5, 4), {2: 32}, 2)  # more blocks, less for each to read and multiply
-GATES = _Space((16, 9, 8, 6, 5, 4, 3, 2), {2: 28, 3: 16}, 1)  # rows, or K, are more; finishing warps take more registers
+GATES = _Space(
+    (16, 9, 8, 6, 5, 4, 3, 2), {2: 28, 3: 16}, 1
+)  # rows, or K, are more; finishing warps take more registers
 
 
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
@@ -126,7 +128,7 @@ def _parcels(sets: int, cluster: int) -> int:
 
 
 def _smem_bytes(problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int) -> int:
-    """Two buffers of the state, two of received sums for each group, what is read and written, frames, carries, mbarriers.
+    """Two buffers of the state, two of received sums for each group, what is read and written, carries and the rest.
 
     As in grid_wide_shape.cuh; every finishing warp has memory of its own.
     """

@@ -15,8 +15,8 @@ from ds2_ops.recurrent.plan.work import Work
 
 Constants = dict[str, dict[str, float]]
 EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277}  # of a step's chain, a message's way: measured alone, one word
-# Where no sweep has a kind with gates yet: times as long as without, and us more for each group backward. Measured at H 1024
-# alone (ops/notes/planner.md). "wider" is the wide design with three warp groups.
+# Where no sweep has a kind with gates yet: times as long as without, and us more for each group backward. Measured at
+# H 1024 alone (ops/notes/planner.md). "wider" is the wide design with three warp groups.
 UNKNOWN_GATES = {"narrow": (1.15, 0.0), "wide": (1.1, 0.25), "wider": (1.4, 0.15)}
 STAND_IN = "wide6"  # whose constants are those of all tiles of the wide design then
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold

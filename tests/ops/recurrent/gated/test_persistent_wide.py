@@ -1,4 +1,4 @@
-"""Gates in the wide whole-chip design: every tile on a GPU against float64, poisoned memory, same bits twice and split."""
+"""Gates in the wide whole-chip design on a GPU: every tile against float64, poisoned memory, same bits twice, split."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from support.gated_cases import assert_as_good_as_stock, problem, run
 from support.op_cases import CUDA, assert_same_bits, nan_filled_memory, poison_padding, ragged_lengths
 from support.persistent_cases import H200, one_a_kernel
 
-# The largest of the goals; odd rows, few utterances; two tiles and so many frames that the exchange comes round; what ends
-# within the first cluster's rows.
+# The largest of the goals; odd rows, few utterances; two tiles and so many frames that the exchange comes round; one
+# frame of one utterance; a last cluster that owns little.
 CASES = [
     ((6, 64, 1024), torch.bfloat16),
     ((5, 9, 777), torch.float16),
