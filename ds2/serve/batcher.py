@@ -11,7 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints, Live, Segment
+from ds2.recognition.live import Endpoints, Live, Segment, conclude
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import best, step
 from ds2.serve.metrics import Metrics
@@ -46,25 +47,32 @@ class Job:
 
     source: Source
     act: Callable[[], None]  # in the recogniser's thread, before the next batch
+    concludes: bool  # once all its blocks are heard
     done: asyncio.Future[Heard]
     loop: asyncio.AbstractEventLoop
     arrived_s: float = field(default_factory=time.monotonic)
 
-    def answer(self, heard: Heard | None, error: Exception | None = None) -> None:
-        """Wake who waits, unless nobody does any more."""
 
-        def settle() -> None:
-            if self.done.done():
-                return
-            if heard is None:
-                self.done.set_exception(error or RuntimeError("no answer"))
-            else:
-                self.done.set_result(heard)
-
+def _tell(answers: Sequence[tuple[Job, Heard | Exception]]) -> None:
+    """Wake who waits, unless nobody does any more; a loop is woken once for all of its own."""
+    of_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Job, Heard | Exception]]] = defaultdict(list)
+    for job, answer in answers:
+        of_loop[job.loop].append((job, answer))
+    for loop, own in of_loop.items():
         try:
-            self.loop.call_soon_threadsafe(settle)
+            loop.call_soon_threadsafe(_settle, own)
         except RuntimeError:  # the loop has ended, and with it who waited
             log.debug("an answer came after its loop had ended")
+
+
+def _settle(answers: Sequence[tuple[Job, Heard | Exception]]) -> None:
+    for job, answer in answers:
+        if job.done.done():
+            continue
+        if isinstance(answer, Exception):
+            job.done.set_exception(answer)
+        else:
+            job.done.set_result(answer)
 
 
 class Source:
@@ -87,7 +95,7 @@ class Source:
 
     async def flush(self) -> Heard:
         """Make all that was accepted final, to the last sample; the source may go on."""
-        return await self._batcher.ask(self, self._live.flush)
+        return await self._batcher.ask(self, self._live.drain, concludes=True)
 
     def close(self) -> None:
         """Leave; twice does no harm."""
@@ -122,11 +130,21 @@ class Batcher:
     def __init__(self, recogniser: Recogniser, most_sources: int, metrics: Metrics) -> None:
         self.recogniser, self.most_sources, self.metrics = recogniser, most_sources, metrics
         recogniser.session().hearing.prepare(most_sources)  # a model that cannot stream is refused here
+        self._rehearse()
         self._open: set[Source] = set()
         self._ending = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recogniser", daemon=True)
         self._thread.start()
+
+    def _rehearse(self) -> None:
+        """Hear a second of nothing: what is built once, as a search's kernels are, no client waits for."""
+        live = self.recogniser.live()
+        live.accept(np.zeros(live.sample_rate_hz, np.float32))
+        while live.ready():
+            step([live])
+        best([live])
+        live.flush()
 
     def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Source:
         """Let a source join.
@@ -151,10 +169,16 @@ class Batcher:
         self._open.discard(source)
         self.metrics.sessions.set(len(self._open))
 
-    async def ask(self, source: Source, act: Callable[[], None]) -> Heard:
-        """Do something with a source in the recogniser's thread, and wait until all its blocks are heard."""
+    async def ask(self, source: Source, act: Callable[[], None], *, concludes: bool = False) -> Heard:
+        """Do something with a source in the recogniser's thread, and wait until all its blocks are heard.
+
+        Args:
+            source: with nothing else to wait for.
+            act: what gives it blocks.
+            concludes: whether all that was heard becomes final then.
+        """
         loop = asyncio.get_running_loop()
-        job = Job(source, act, loop.create_future(), loop)
+        job = Job(source, act, concludes, loop.create_future(), loop)
         self._jobs.put(job)
         heard = await job.done
         self.metrics.latency_s.observe(time.monotonic() - job.arrived_s)
@@ -190,8 +214,7 @@ class Batcher:
                     step(batch)
             except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
                 log.exception("a batch of %d failed", len(waiting))
-                for job in waiting:
-                    job.answer(None, error)
+                _tell([(job, error) for job in waiting])
                 waiting = []
 
     def _arrived(self, *, block: bool) -> list[Job | None]:
@@ -204,14 +227,14 @@ class Batcher:
         try:
             job.act()
         except Exception as error:  # of this source alone: its client is told
-            job.answer(None, error)
+            _tell([(job, error)])
             return False
         return True
 
     def _answered(self, waiting: list[Job]) -> list[Job]:
         """Answer those whose blocks are all heard; return the others."""
         done = [job for job in waiting if not job.source.ready]
+        conclude([job.source.live for job in done if job.concludes])
         partial = best([job.source.live for job in done])
-        for job, hypothesis in zip(done, partial, strict=True):
-            job.answer(Heard(job.source.take(), hypothesis.text))
+        _tell([(job, Heard(job.source.take(), found.text)) for job, found in zip(done, partial, strict=True)])
         return [job for job in waiting if job.source.ready]

@@ -76,11 +76,16 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         if due:
             with comm.whereabouts.slow("evaluation"), interrupts.at_once():
                 metrics = trainer.evaluate(board)
-        trainer.keep_last(metrics)
+        kept = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
+        if kept:
+            trainer.keep_last(metrics)
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
+        if complete and kept:
             trainer.save()
-        interrupts.agree(comm)
+        if interrupts.agree(comm) and complete and not kept:
+            trainer.save()
+            interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(flat(config_to_dict(config)), scores)
@@ -110,12 +115,15 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             done = planned_part(config, progress, len(plan))
             rate = learning_rate(config.optim, progress.step, progress.epoch, done)
             set_learning_rate(trainer.optimizer, rate)
-            loss = trainer.step(batches, group)
+            clock, began = time.monotonic(), clock
+            of_rank_0 = clock - began if trainer.comm.rank == 0 else 0.0
+            loss = trainer.step(batches, group, lambda: [of_rank_0, *interrupts.flags])  # noqa: B023  called in it
             epoch.add(loss)
             window.add(loss)
+            passed_s, *flags = trainer.heard
+            progress.elapsed_s += passed_s
+            interrupts.hear(flags)
             now = time.monotonic()
-            times_s, signals = zip(*trainer.comm.allgather((now - clock, interrupts.received)), strict=True)
-            progress.elapsed_s, clock, interrupts.agreed = progress.elapsed_s + times_s[0], now, max(signals)
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
                 values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
@@ -132,6 +140,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             if timed or stepped:
                 trainer.save()
                 saved_at = time.monotonic()
+    progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
     if epoch.steps:  # none where the run goes on from the end of an epoch
         log.info(
             "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,
@@ -144,8 +153,12 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
     config, epoch = trainer.config.train, trainer.progress.epoch
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
-    last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
-    return bool(trainer.dev) and (regular or last)
+    return bool(trainer.dev) and (regular or is_last(trainer, complete))
+
+
+def is_last(trainer: Trainer, complete: bool) -> bool:
+    """Whether training ends with the running epoch: stopped within it, or with all that was planned done."""
+    return not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=trainer.progress.epoch + 1)))
 
 
 def planned_part(config: Config, progress: Progress, batches: int) -> float:

@@ -85,13 +85,14 @@ def _choice(
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
     smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles)
+    threads = 32 * warps + 2 * FINISHERS  # the others poll
     numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower())
     shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, exchange=True),
-            threads=32 * warps + 2 * FINISHERS,  # the others poll
+            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, exchange=True),
+            threads=threads,
             grid=used * cluster,
             cluster=cluster,
             smem_bytes=smem_bytes,
