@@ -8,6 +8,7 @@ import kaldi_native_fbank
 import numpy as np
 import pytest
 import torch
+from support.oracles import torchaudio
 from support.spectra import rounding
 
 from ds2.audio.features import Features
@@ -51,6 +52,18 @@ def test_equals_kaldi_native_fbank(kind: str) -> None:
     allowed = rounding(features, waveform, wanted)
     assert ((got[0] - wanted).abs() <= allowed).all()
     assert float(allowed.median()) < 1e-3  # the bound says something
+
+
+@pytest.mark.gpu
+def test_equals_torchaudio_on_a_gpu() -> None:
+    oracle = torchaudio().compliance.kaldi.fbank
+    features, waveform = Features(CONFIG, RATE).cuda(), speech_like(24000)
+    got, lengths = features(torch.from_numpy(waveform)[None].cuda(), torch.tensor([24000]))
+    wanted = oracle(
+        torch.from_numpy(waveform)[None], dither=0.0, snip_edges=False, num_mel_bins=80, low_freq=20.0, high_freq=-400.0
+    ).t()[:, : int(lengths)]
+    assert got.shape == (1, *wanted.shape) == (1, 80, 149)
+    assert ((got[0].cpu() - wanted).abs() <= rounding(features.cpu(), waveform, wanted)).all()
 
 
 @pytest.mark.parametrize("samples", [0, 119, 279, 280, 281, 439, 440, 4000])
