@@ -3,8 +3,8 @@
     python tools/bench_batching.py --model rnn_8 rnn_48_skip_4
     python tools/bench_batching.py --model rnn_8 --steps 0 batching.audio_s=1000     # settings of a run follow
 
-Utterances are segments of one file of noise, 2 to 16 s long, with random transcripts, so many that the whole corpus does
-not fit. For each model: seconds of the search, the budget, GiB that the largest trial said and that steps over the
+Utterances are segments of one file of noise, 2 to 16 s long, with random transcripts, so many that the whole corpus
+does not fit. For each model: seconds of the search, the budget, GiB that the largest trial said and that steps over the
 batches of most audio and of most utterances took at their peak (the trainer's, beside its weights), of the GPU's.
 """
 
@@ -37,10 +37,10 @@ def write_corpus(folder: Path, utterances: int) -> Path:
     path = folder / "noise.wav"
     soundfile.write(path, 0.1 * rng.standard_normal(int(FILE_S * RATE_HZ), dtype=np.float32), RATE_HZ)
     listed = []
-    for duration_s in rng.uniform(2.0, 16.0, utterances).round(2).tolist():
+    for index, duration_s in enumerate(rng.uniform(2.0, 16.0, utterances).round(2).tolist()):
         letters = np.cumsum(rng.integers(1, 26, int(duration_s * LETTERS_A_S))) % 26
         text = "".join(chr(ord("a") + letter) for letter in letters)
-        listed.append(Utterance(path, duration_s, text, offset_s=round(rng.uniform(0, FILE_S - 16.0), 2)))
+        listed.append(Utterance(path, duration_s, text, offset_s=round((FILE_S - 17.0) * index / utterances, 3)))
     write_manifest(folder / "noise.jsonl", listed)
     return folder / "noise.jsonl"
 
