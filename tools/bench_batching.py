@@ -49,12 +49,12 @@ def main() -> None:
     """Parse, search, step, print a row for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["rnn_8"])
-    parser.add_argument("--utterances", type=int, default=6000, help="of the corpus")
+    parser.add_argument("--utterances", type=int, default=3000, help="of the corpus")
     parser.add_argument("--steps", type=int, default=2, help="over each of the worst batches")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6.0f ms  %(message)s")
-    faulthandler.dump_traceback_later(30, repeat=True)
+    faulthandler.dump_traceback_later(45, repeat=True)
     rows = []
     for model in given.model:
         with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _TRIALS = 12
 _LIMIT_S = 45.0  # no trial begins that would end later
+_FIRST = 16  # utterances a rank, of the longest; small batches would meet kernels that large ones do not need
 _GROWTH = 16.0  # from one trial to the next
 _AIM, _CLOSE = 0.98, 0.95  # of the room: what is tried for, and what is near enough
 _FEW_BATCHES = 50
@@ -48,9 +49,9 @@ def largest_budget(
     """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
 
     What a batch needs is nearly a line over its padded audio (activations), above what is always there (weights,
-    workspaces). From one utterance a rank the search goes up the line that the last trials give, at most
-    `_GROWTH`-fold each time; what fits and what does not close in on the largest. Passes over n times the audio take at
-    most n times as long, so the fastest trial tells how much can be tried in the time that is left.
+    workspaces). From a few utterances a rank, or one where these do not fit, the search goes up the line that the last
+    trials give, at most `_GROWTH`-fold each time; what fits and what does not close in on the largest. Passes over n
+    times the audio take at most n times as long, so the fastest trial tells how much can be tried in the time left.
 
     Args:
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
@@ -78,7 +79,9 @@ def largest_budget(
         return max(sizes)
 
     known: list[tuple[float, float]] = []  # budgets, and the bytes that they need
-    fits_s, fails_s, rate, budget_s = 0.0, float("inf"), 0.0, min(most_s, longest_s * world)
+    fits_s, fails_s, rate = 0.0, float("inf"), 0.0
+    least_s = min(most_s, longest_s * world)
+    budget_s = min(most_s, _FIRST * least_s)
     for trial in range(1, _TRIALS + 1):
         began = time.monotonic()
         size = need(budget_s)
@@ -91,6 +94,9 @@ def largest_budget(
             fits_s = max(fits_s, budget_s)
         else:
             fails_s = min(fails_s, budget_s)
+        if not fits_s and budget_s > least_s:
+            budget_s = least_s
+            continue
         if not fits_s:
             raise ConfigError(
                 f"batching=auto: not even one utterance of {longest_s:.1f} s a rank fits the GPU's memory: "
