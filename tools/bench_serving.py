@@ -32,6 +32,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.live import Live
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import best, step
+from ds2.serve.server import calm
 
 RATE_HZ = 16000
 _LATE_S = 5.0  # behind by so much, a measurement ends: the recogniser cannot keep up
@@ -170,7 +171,8 @@ def main() -> None:
     for streams in given.streams:
         batch = ""
         if recogniser is not None:
-            found, sizes = in_process(recogniser, audio, streams, given.chunk_s, given.seconds, given.one_at_a_time)
+            with calm():
+                found, sizes = in_process(recogniser, audio, streams, given.chunk_s, given.seconds, given.one_at_a_time)
             batch = f"{np.mean(sizes):.1f}"
         else:
             found = over_sockets(given.url, audio, streams, given.chunk_s, given.seconds, given.processes)

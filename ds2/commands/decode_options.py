@@ -34,7 +34,7 @@ def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, 
 def _quoted(override: str) -> str:
     """Quote the path of a language model for Hydra, in whose grammar brackets and commas mean lists."""
     key, _, value = override.partition("=")
-    if key != "decode.lm" or value[:1] in ("'", '"') or "${" in value:
+    if key not in ("decode.lm", "decode.rescore") or value[:1] in ("'", '"') or "${" in value:
         return override
     escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
     return f"{key}='{escaped}'"

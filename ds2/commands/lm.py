@@ -1,4 +1,4 @@
-"""The command line of language models: `ds2 lm build`, `convert`, `ppl`, `query`, `tune`."""
+"""The command line of language models: `ds2 lm build`, `train`, `convert`, `ppl`, `query`, `tune`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from ds2.commands import lm_train
 from ds2.commands.common import whole
 from ds2.commands.decode_options import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
@@ -41,14 +42,18 @@ def _stored_alphabet(model: NGram) -> Alphabet | None:
     return None if model.alphabet is None else Alphabet.from_dict(model.alphabet)
 
 
+def _refuse_missing(arguments: argparse.Namespace) -> None:
+    missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
+    if missing:
+        raise LanguageModelError(f"there is no text {', '.join(missing)}")
+
+
 def _build(arguments: argparse.Namespace) -> int:
     alphabet = None if arguments.unit == "piece" and not arguments.model else _alphabet(arguments)
     if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters, not pieces")
     output = arguments.output
-    missing = [str(path) for path in (*arguments.text, *(arguments.heldout or ())) if not path.is_file()]
-    if missing:
-        raise LanguageModelError(f"there is no text {', '.join(missing)}")
+    _refuse_missing(arguments)
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
     result = estimate(
         reader,
@@ -91,7 +96,14 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _train(arguments: argparse.Namespace) -> int:
+    _refuse_missing(arguments)
+    return lm_train.run(arguments, _alphabet(arguments))
+
+
 def _ppl(arguments: argparse.Namespace) -> int:
+    if lm_train.is_recurrent(arguments.lm):
+        return lm_train.ppl(arguments)
     model = load_ngram(arguments.lm)
     _print_perplexity(model, arguments.text, _stored_alphabet(model), arguments.unknown)
     return 0
@@ -114,7 +126,6 @@ def _query(arguments: argparse.Namespace) -> int:
 
 
 def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    defaults = AlphabetConfig()
     build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
@@ -130,22 +141,27 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="token: what spaces part, a character, or a piece (of --model's alphabet; without --model as is)",
     )
     build.add_argument(
-        "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"
-    )
-    build.add_argument(
-        "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
-    )
-    build.add_argument(
-        "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
-    )
-    build.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
-    build.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
-    build.add_argument(
         "--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays (default 512)"
     )
     build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
     build.set_defaults(run=_build)
-    _add_unknown(build)
+    _add_alphabet(build)
+
+
+def _add_alphabet(command: argparse.ArgumentParser) -> None:
+    defaults = AlphabetConfig()
+    command.add_argument(
+        "--heldout", type=Path, nargs="+", metavar="TEXT", help="print perplexity and OOV rate of this text"
+    )
+    command.add_argument(
+        "--model", type=Path, help="normalise as this network's alphabet does (model file or run folder)"
+    )
+    command.add_argument(
+        "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
+    )
+    command.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
+    command.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")
+    _add_unknown(command)
 
 
 def _add_unknown(command: argparse.ArgumentParser) -> None:
@@ -155,10 +171,17 @@ def _add_unknown(command: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question n-gram language models.")
-    commands = parser.add_subparsers(required=True, metavar="build | convert | ppl | query | tune")
+    parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question language models.")
+    commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
 
     _add_build(commands)
+
+    train = commands.add_parser("train", help="fit a recurrent model to texts, for decode.rescore")
+    train.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
+    train.add_argument("--output", type=Path, required=True, help="the model file, e.g. books.safetensors")
+    train.set_defaults(run=_train)
+    lm_train.add_arguments(train)
+    _add_alphabet(train)
 
     convert = commands.add_parser("convert", help="an ARPA file of any tool to the compact binary, or back")
     convert.add_argument("lm", type=Path, help="binary or ARPA")
@@ -166,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
 
     ppl = commands.add_parser("ppl", help="perplexity and OOV rate of texts")
-    ppl.add_argument("lm", type=Path, help="binary or ARPA")
+    ppl.add_argument("lm", type=Path, help="binary, ARPA or, ending in .safetensors, a recurrent model")
     ppl.add_argument("text", type=Path, nargs="+")
     ppl.set_defaults(run=_ppl)
     _add_unknown(ppl)

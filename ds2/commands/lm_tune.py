@@ -16,11 +16,12 @@ from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import make_decoder
 from ds2.lm.files import load_ngram
+from ds2.lm.recurrent import load_recurrent
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
-from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence
+from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence, tune_rescoring
 
 _FURTHEST, _MOST = 1e6, 1000  # as decode.alpha and decode.beta may be; values of each
 
@@ -69,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
     dev = DevSet.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])
     trials: list[Trial] = []
-    for trial in search(dev, loaded.alphabet, lm, options, arguments.alphas, arguments.betas, device):
+    for trial in search(
+        dev, loaded.alphabet, lm, replace(options, rescore=""), arguments.alphas, arguments.betas, device
+    ):
         trials.append(trial)
         print(
             f"{len(trials):3d}  alpha {trial.alpha:<6g} beta {trial.beta:<6g} beam {trial.beam:<4d} "
@@ -79,6 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
     best = choose(trials)
     target = tuned_file(file)
     tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
+    if options.rescore:
+        model = load_recurrent(Path(options.rescore), device)
+        shares = tune_rescoring(dev, loaded.alphabet, lm, tuned, model, device)
+        for share, errors in shares:
+            print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
+        share, _ = min(shares, key=lambda found: found[1].errors)
+        tuned = replace(tuned, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
     slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
     save_settings(replace(tuned, confidence=[round(slope, 4), round(offset, 4)]), target)
     picture = arguments.picture or target.with_suffix(".png")

@@ -189,6 +189,7 @@ class CheckpointConfig:
 
     every_minutes: float = number(10.0, 0, UNLIMITED)  # timed trainer states between epochs; 0: only at epochs
     every_steps: int = number(0, 0, COUNT)  # 0: off
+    every_epochs: int = number(1, 1, COUNT)  # states and last models; epochs of seconds are longer with their saves
     keep_last: int = number(1, 1, COUNT)
     init_from: str = ""  # a model file or run folder: its architecture, features, alphabet and weights start this run
     resume: bool = True  # continue the run folder's last trainer state where there is one
@@ -227,6 +228,9 @@ class DecodeConfig:
     )  # a frame's less likely labels are not followed, but for its best
     prune: float = number(10.0, 0, 1e12, above=True)  # hypotheses this far below the best are dropped at each frame
     nbest: int = number(1, 1, 1_000_000)
+    rescore: str = ""  # recurrent model (`ds2 lm train`) that ranks what the search found anew; empty: none
+    rescore_weight: float = number(0.5, 0, 1)  # its share of log p_lm; the n-gram model has the rest
+    rescore_hypotheses: int = number(32, 1, 1_000_000)  # that are ranked
     threads: int = number(0, 0, 1024)  # of native and ctcdecode; 0: one a core
     times: bool = True  # word times and confidences, by aligning what was recognised
     confidence: list[float] = numbers([1.0, 0.0], -1e9, 1e9, lengths=(2,))  # calibration: slope, offset of the logit

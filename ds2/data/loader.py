@@ -6,7 +6,7 @@ import atexit
 import logging
 import multiprocessing
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ds2.audio.augment import NoiseSource, augment_waveform, recorded_noise, utterance_rng
 from ds2.audio.degrade import babble, coloured_noise
@@ -92,11 +92,11 @@ class SpeechLoader:
         dataset = _Batches(self.audio, utterances, alphabet, seed, augmentation)
         on_gpu = device.type == "cuda"
         workers = worker_count(data.workers, on_gpu=on_gpu)
-        self._plan: list[tuple[int, list[int]]] = []
+        self._order = _Order()
         self._loader: DataLoader[Batch | AudioError] = DataLoader(
             dataset,
             batch_size=None,
-            sampler=self._plan,
+            sampler=self._order,
             collate_fn=_as_is,
             num_workers=workers,
             worker_init_fn=_start_worker,
@@ -108,21 +108,40 @@ class SpeechLoader:
         )
 
     def epoch(self, batches: Sequence[Sequence[int]], epoch: int) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch in order; start one epoch only after the last one's iterator is done with.
+        """Yield the batches of one epoch in order: `epochs` of a single one."""
+        return self.epochs([(epoch, batches)])
+
+    def epochs(self, plans: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Generator[Batch, None, None]:
+        """Yield the batches of epochs in order; start anew only after the last iterator is done with.
+
+        Workers are batches ahead, into the next epoch too: with short epochs the first batch of each would be waited
+        for otherwise.
 
         Args:
-            batches: positions of utterances, such as `plan_epoch(...)[step:]`, dealt where there are ranks.
-            epoch: 1-based; selects the augmentation draws.
+            plans: of each epoch its number, 1-based, which selects the augmentation draws, and its batches: positions
+                of utterances, such as `plan_epoch(...)[step:]`, dealt where there are ranks. Read as workers need it.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
         """
-        self._plan[:] = [(epoch, list(batch)) for batch in batches]
+        self._order.plans = plans
         for item in self._loader:
             if isinstance(item, AudioError):
                 # A new one: raising `item` would tie this frame into a cycle with its traceback, and workers that are
                 # collected as part of a cycle take torch seconds each to stop.
                 raise AudioError(str(item))
             yield item
+
+
+class _Order(Sampler[tuple[int, list[int]]]):
+    """The order of a loader's batches: (epoch, positions) of each."""
+
+    def __init__(self) -> None:
+        self.plans: Iterable[tuple[int, Sequence[Sequence[int]]]] = ()
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for epoch, batches in self.plans:
+            for batch in batches:
+                yield epoch, list(batch)
 
 
 def worker_count(workers: int, *, on_gpu: bool) -> int:

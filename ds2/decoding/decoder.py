@@ -14,6 +14,7 @@ from torch import Tensor
 from ds2.decoding.alignment import with_times
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.rescore import SecondPass
 from ds2.text.alphabet import BLANK, Alphabet
 
 Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times
@@ -127,8 +128,10 @@ def refuse_hot_words(hot_words: HotWords | None) -> None:
 class SearchDecoder:
     """A search of whole utterances on the CPU, guarded against bad log-probs, and word times for what it finds."""
 
-    def __init__(self, search: Search, alphabet: Alphabet, frame_s: float, times: bool) -> None:
-        self.search, self.alphabet, self.frame_s, self.times = search, alphabet, frame_s, times
+    def __init__(
+        self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, second: SecondPass | None = None
+    ) -> None:
+        self.search, self.alphabet, self.frame_s, self.times, self.second = search, alphabet, frame_s, times, second
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode as :class:`Decoder` says; log-probs come to the CPU if they are elsewhere."""
@@ -137,6 +140,7 @@ class SearchDecoder:
             return []
         log_probs = log_probs.float().cpu()
         rows = self.search(log_probs, lengths)
+        rows = self.second(rows) if self.second is not None else rows
         return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Kept:

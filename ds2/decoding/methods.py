@@ -19,6 +19,7 @@ from ds2.decoding.external.ctc_beam_decoder import NativeSearch
 from ds2.decoding.external.ctcdecode import CtcdecodeSearch
 from ds2.decoding.external.flashlight import LexiconSearch
 from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.rescore import SecondPass, make_second_pass, searched
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
@@ -30,7 +31,13 @@ class Maker(Protocol):
     """What builds a method's decoder from settings that were checked."""
 
     def __call__(
-        self, options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+        self,
+        options: DecodeConfig,
+        alphabet: Alphabet,
+        frame_s: float,
+        device: torch.device,
+        lm: NGram | None,
+        second: SecondPass | None,
     ) -> Decoder: ...
 
 
@@ -43,23 +50,40 @@ class Method:
 
 
 def _greedy(
-    options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+    options: DecodeConfig,
+    alphabet: Alphabet,
+    frame_s: float,
+    device: torch.device,
+    lm: NGram | None,
+    second: SecondPass | None,
 ) -> Decoder:
     return GreedyDecoder(alphabet, frame_s)
 
 
-def _beam(options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None) -> Decoder:
-    return BeamDecoder(alphabet, options, lm, frame_s, device)
+def _beam(
+    options: DecodeConfig,
+    alphabet: Alphabet,
+    frame_s: float,
+    device: torch.device,
+    lm: NGram | None,
+    second: SecondPass | None,
+) -> Decoder:
+    return BeamDecoder(alphabet, options, lm, frame_s, device, second)
 
 
 def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) -> Maker:
     """The decoder of a package's search, which runs on the CPU wherever the model does."""
 
     def make(
-        options: DecodeConfig, alphabet: Alphabet, frame_s: float, device: torch.device, lm: NGram | None
+        options: DecodeConfig,
+        alphabet: Alphabet,
+        frame_s: float,
+        device: torch.device,
+        lm: NGram | None,
+        second: SecondPass | None,
     ) -> Decoder:
         found = search(alphabet, options, lm)
-        return SearchDecoder(found, alphabet, frame_s, options.times)
+        return SearchDecoder(found, alphabet, frame_s, options.times, second)
 
     return make
 
@@ -72,7 +96,8 @@ def _ctcdecode(alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> S
     return CtcdecodeSearch(alphabet, options, lm).search
 
 
-_WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "times"})
+_RESCORED = frozenset({"rescore", "rescore_weight", "rescore_hypotheses"})
+_WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "times"}) | _RESCORED
 _PRUNED = frozenset({"lexicon", "hot_words", "hot_word_bonus", "label_min_log_prob", "prune"})
 METHODS: dict[str, Method] = {
     "greedy": Method(_greedy, frozenset()),
@@ -101,7 +126,7 @@ def make_decoder(
     Raises:
         ConfigError: settings that no search can work with.
         DecodeError: settings that this method cannot work with, or its package is not installed.
-        LanguageModelError: a model that cannot be read or does not fit the alphabet.
+        LanguageModelError, CheckpointError: a model that cannot be read or does not fit the alphabet.
     """
     check_allowed(options, "decode")
     for name in ignored_options(options):
@@ -110,5 +135,6 @@ def make_decoder(
     row = METHODS[options.method]
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
-    decoder = row.make(options, alphabet, frame_s, device, lm)
+    second = make_second_pass(options, alphabet, device) if "rescore" in row.options else None
+    decoder = row.make(searched(options), alphabet, frame_s, device, lm, second)
     return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)

@@ -7,6 +7,7 @@ settled every `PERIOD_S` of frames heard, wherever the chunks end: so times do n
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,17 +43,23 @@ class Timeline:
         self.kept = 0  # frames
         self._frames: list[Tensor] = []  # (T, V) each
         self._numbers: list[Tensor] = []  # (T,) which frames of the source they are
-        self._new: list[tuple[Tensor, int, int, int]] = []  # of batches: (T, B, V), row, first and last frame
+        # New objects for every chunk of every stream would make garbage collections frequent and long.
+        self._batches: list[Tensor] = []  # (T, B, V) that hold what is new
+        self._spans = array("q")  # row, first and last frame in each of them
 
     def hear(self, log_probs: Tensor, row: int, first: int, last: int) -> None:
         """Take the next frames, `first` to before `last` of a row of a batch (T, B, V), which must stay as it is."""
-        self._new.append((log_probs, row, first, last))  # looked into when it is needed
+        self._batches.append(log_probs)  # looked into when it is needed
+        self._spans.extend((row, first, last))
         self.heard += last - first
         self.kept += last - first
 
     def until_turn(self) -> int:
-        """Frames until the next time at which `settle` may be due, at least 1."""
-        return self._period - self.heard % self._period
+        """Frames until the next time at which `settle` is due, at least 1."""
+        frames = self._period - self.heard % self._period
+        while (self.kept + frames) * self.frame_s <= LONGEST_S:
+            frames += self._period
+        return frames
 
     def is_due(self) -> bool:
         """Whether it is time to `settle`: more is kept than one alignment should take."""
@@ -87,10 +94,12 @@ class Timeline:
 
     def window(self) -> tuple[Tensor, Tensor]:
         """The frames (T, V) that are kept and their numbers (T,)."""
-        start = self.heard - sum(last - first for *_, first, last in self._new)
-        self._frames += [log_probs[first:last, row] for log_probs, row, first, last in self._new]
-        self._numbers.append(torch.arange(start, self.heard))
-        self._new = []
+        rows, firsts, lasts = (self._spans[at::3] for at in range(3))
+        self._frames += [
+            b[first:last, row] for b, row, first, last in zip(self._batches, rows, firsts, lasts, strict=True)
+        ]
+        self._numbers.append(torch.arange(self.heard - sum(lasts) + sum(firsts), self.heard))
+        self._batches, self._spans = [], array("q")
         return torch.cat(self._frames), torch.cat(self._numbers)
 
     def _keep(self, frames: Tensor, numbers: Tensor) -> None:

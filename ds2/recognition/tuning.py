@@ -14,13 +14,16 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.confidence import AS_IT_IS, fit_calibration, judge
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import make_decoder
+from ds2.decoding.rescore import mixed
 from ds2.lm.ngram import NGram
+from ds2.lm.recurrent import RecurrentLM
 from ds2.scoring.wer import ErrorCounts, word_errors
 from ds2.text.alphabet import Alphabet
 
 _BEAM_TOLERANCE = 0.0005  # a narrower beam is taken where it costs no more than so much WER
 _REFINEMENTS = 2  # rounds around the best point, each at half the step
 _BEAMS = (16, 32, 64, 128, 256)
+_SHARES = tuple(tenths / 10 for tenths in range(11))  # of a recurrent model in log p_lm
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,25 @@ def _try(
         for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
             errors += word_errors(reference, row[0].text)
     return Trial(alpha, beta, beam, errors)
+
+
+def tune_rescoring(
+    dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, model: RecurrentLM, device: torch.device
+) -> list[tuple[float, ErrorCounts]]:
+    """Return the errors for each share of the recurrent model, over the N best of one search with `options`."""
+    settings = replace(options, nbest=options.rescore_hypotheses, rescore="", times=False)
+    decoder = make_decoder(settings, alphabet, 1.0, device, lm)
+    errors = {share: ErrorCounts() for share in _SHARES}
+    for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
+        rows = decoder.decode(log_probs, lengths)
+        scores = iter(model.score([found.text for row in rows for found in row]))
+        for row, reference in zip(rows, references, strict=True):
+            known = [(found, next(scores)) for found in row]
+            for share in _SHARES:
+                mixture = replace(options, rescore_weight=share)
+                best = max((mixed(*pair, mixture) for pair in known), key=lambda found: found.score)
+                errors[share] += word_errors(reference, best.text)
+    return list(errors.items())
 
 
 def tune_confidence(

@@ -11,7 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,21 +51,27 @@ class Job:
     loop: asyncio.AbstractEventLoop
     arrived_s: float = field(default_factory=time.monotonic)
 
-    def answer(self, heard: Heard | None, error: Exception | None = None) -> None:
-        """Wake who waits, unless nobody does any more."""
 
-        def settle() -> None:
-            if self.done.done():
-                return
-            if heard is None:
-                self.done.set_exception(error or RuntimeError("no answer"))
-            else:
-                self.done.set_result(heard)
-
+def _tell(answers: Sequence[tuple[Job, Heard | Exception]]) -> None:
+    """Wake who waits, unless nobody does any more; a loop is woken once for all of its own."""
+    of_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[Job, Heard | Exception]]] = defaultdict(list)
+    for job, answer in answers:
+        of_loop[job.loop].append((job, answer))
+    for loop, own in of_loop.items():
         try:
-            self.loop.call_soon_threadsafe(settle)
+            loop.call_soon_threadsafe(_settle, own)
         except RuntimeError:  # the loop has ended, and with it who waited
             log.debug("an answer came after its loop had ended")
+
+
+def _settle(answers: Sequence[tuple[Job, Heard | Exception]]) -> None:
+    for job, answer in answers:
+        if job.done.done():
+            continue
+        if isinstance(answer, Exception):
+            job.done.set_exception(answer)
+        else:
+            job.done.set_result(answer)
 
 
 class Source:
@@ -190,8 +197,7 @@ class Batcher:
                     step(batch)
             except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
                 log.exception("a batch of %d failed", len(waiting))
-                for job in waiting:
-                    job.answer(None, error)
+                _tell([(job, error) for job in waiting])
                 waiting = []
 
     def _arrived(self, *, block: bool) -> list[Job | None]:
@@ -204,7 +210,7 @@ class Batcher:
         try:
             job.act()
         except Exception as error:  # of this source alone: its client is told
-            job.answer(None, error)
+            _tell([(job, error)])
             return False
         return True
 
@@ -212,6 +218,5 @@ class Batcher:
         """Answer those whose blocks are all heard; return the others."""
         done = [job for job in waiting if not job.source.ready]
         partial = best([job.source.live for job in done])
-        for job, hypothesis in zip(done, partial, strict=True):
-            job.answer(Heard(job.source.take(), hypothesis.text))
+        _tell([(job, Heard(job.source.take(), found.text)) for job, found in zip(done, partial, strict=True)])
         return [job for job in waiting if job.source.ready]

@@ -76,11 +76,16 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         if due:
             with comm.whereabouts.slow("evaluation"), interrupts.at_once():
                 metrics = trainer.evaluate(board)
-        trainer.keep_last(metrics)
+        kept = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
+        if kept:
+            trainer.keep_last(metrics)
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
+        if complete and kept:
             trainer.save()
-        interrupts.agree(comm)
+        if interrupts.agree(comm) and complete and not kept:
+            trainer.save()
+            interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(flat(config_to_dict(config)), scores)
@@ -144,8 +149,12 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
     config, epoch = trainer.config.train, trainer.progress.epoch
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
-    last = not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=epoch + 1)))
-    return bool(trainer.dev) and (regular or last)
+    return bool(trainer.dev) and (regular or is_last(trainer, complete))
+
+
+def is_last(trainer: Trainer, complete: bool) -> bool:
+    """Whether training ends with the running epoch: stopped within it, or with all that was planned done."""
+    return not complete or bool(finished(trainer.config, replace(trainer.progress, epoch=trainer.progress.epoch + 1)))
 
 
 def planned_part(config: Config, progress: Progress, batches: int) -> float:

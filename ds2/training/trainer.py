@@ -16,7 +16,7 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
-from ds2.data.batching import deal, padded_durations_s, plan_epoch
+from ds2.data.batching import padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
 from ds2.data.manifest import corpus
 from ds2.data.splits import ensure_manifests, scored_utterances, training_utterances
@@ -35,6 +35,7 @@ from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
 from ds2.training.budget import check_device, out_of_memory, settle_batching
+from ds2.training.coming import ComingBatches
 from ds2.training.dev_watch import DevWatch
 from ds2.training.graphs import GraphedPasses
 from ds2.training.graphs import wanted as graphs_wanted
@@ -126,6 +127,8 @@ class Trainer:
         self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
+        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=seed)  # by the number of the epoch
+        self._coming = ComingBatches(self.loader, self._plan, config.train.epochs, self.comm)
         settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
 
     def _trial(self) -> tuple[Trial, float, float]:
@@ -149,12 +152,12 @@ class Trainer:
 
     def plan(self) -> list[list[int]]:
         """The batches of the running epoch, as utterance indices."""
-        return plan_epoch(self.durations_s, self.batching, self.progress.epoch, self.config.train.seed)
+        return self._plan(self.progress.epoch)
 
     def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
         """This rank's parts of the batches that are left of the running epoch."""
-        parts = [deal(batch, self.comm.rank, self.comm.world) for batch in plan[self.progress.batch :]]
-        return self.ahead(self.loader.epoch(parts, self.progress.epoch))
+        epoch, batch = self.progress.epoch, self.progress.batch
+        return self.ahead(self._coming.rest(epoch, batch, len(plan) - batch))
 
     def ahead(self, batches: Iterator[Batch]) -> Ahead:
         """Batches of the running epoch as steps take them."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,28 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     assert {"loss", "learning_rate", "gradient_norm", "audio_s_per_s", "data_s", "forward_s", "backward_s"} <= set(
         first
     )
+
+
+def test_short_epochs_may_go_by_without_a_save(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("train.epochs=5", "train.evaluate_every_epochs=100")
+    often, seldom = (tiny_config(*settings, f"checkpoint.every_epochs={n}", f"run_dir={tmp_path}/{n}") for n in (1, 2))
+    told: list[tuple[str, int, int]] = []
+    for name in ("save", "keep_last"):
+        original = getattr(Trainer, name)
+
+        def spy(self: Trainer, *given: Any, name: str = name, original: Any = original) -> None:
+            told.append((name, self.progress.epoch, self.progress.batch))
+            original(self, *given)
+
+        monkeypatch.setattr(Trainer, name, spy)
+    train(seldom, Path(seldom.run_dir))
+    assert [epoch for name, epoch, _ in told if name == "keep_last"] == [2, 4, 5]
+    assert [epoch for name, epoch, batch in told if name == "save" and batch == 0] == [3, 5, 6]
+    train(often, Path(often.run_dir))
+    found = [load_model(Path(config.run_dir) / "last.safetensors").model.state_dict() for config in (often, seldom)]
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -19,6 +19,7 @@ from ds2.decoding.beam.torch_search import Beams
 from ds2.decoding.decoder import check_log_probs
 from ds2.decoding.hypothesis import EMPTY, Hypothesis, spell_words
 from ds2.decoding.lexicon import ROOT, HotWords
+from ds2.decoding.rescore import SecondPass
 from ds2.decoding.timeline import Timeline, with_words
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -44,9 +45,16 @@ class BeamDecoder:
     """
 
     def __init__(
-        self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, frame_s: float, device: torch.device
+        self,
+        alphabet: Alphabet,
+        options: DecodeConfig,
+        lm: NGram | None,
+        frame_s: float,
+        device: torch.device,
+        second: SecondPass | None = None,
     ) -> None:
         self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
+        self.second = second
         self.beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
         self.lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 
@@ -57,7 +65,7 @@ class BeamDecoder:
             return []
         log_probs = log_probs.float().to(self.device)
         if self.beams.kernel is not None and self.beams.kernel.fits(log_probs):
-            rows = self.hypotheses(self.beams.search(log_probs, lengths))
+            rows = self._chosen(self.hypotheses(self.beams.search(log_probs, lengths)))
             return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.options.times else rows
         decoding = self.start(len(lengths))
         self._hear([decoding], log_probs, lengths)
@@ -85,7 +93,7 @@ class BeamDecoder:
     def finish(self, decodings: Sequence[BeamDecoding]) -> list[list[list[Hypothesis]]]:
         """The N best of each utterance of each decoding; see `Decoder`."""
         rows = [row for d in decodings for row in d.rows]
-        found = self._read(self.beams.closed(self.beams.join([d.held for d in decodings])), rows)
+        found = self._chosen(self._read(self.beams.closed(self.beams.join([d.held for d in decodings])), rows))
         heard = [index for index, row in enumerate(rows) if row.heard]
         if self.options.times and heard:
             timed = with_words([found[index] for index in heard], [rows[index].timeline for index in heard])
@@ -132,6 +140,9 @@ class BeamDecoder:
         held, certain = self.beams.only(held, agrees)
         _take(certain, rows)
         return held
+
+    def _chosen(self, rows: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
+        return rows if self.second is None else self.second(rows)
 
     def _read(self, beams: Beams, rows: Sequence[Row]) -> list[list[Hypothesis]]:
         found = self.hypotheses(self.beams.found(beams, [row.certain for row in rows]), rows)

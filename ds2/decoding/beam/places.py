@@ -157,23 +157,27 @@ class PlacedSearch:
     def _settled(self, parts: Sequence[Places], more_labels: int) -> Tensor:
         """(B,) int64 where utterances are, which have a place there by then, and for so many more labels."""
         self._grow(max(self._longest.get(n, 0) for part in parts for n in part.numbers) + more_labels)
-        for part in parts:
-            if part.fresh:
-                part.fresh = False
-                self._write_first(part)
+        fresh = [part for part in parts if part.fresh]
+        if fresh:
+            self._write_first(fresh)
         return torch.tensor([number for part in parts for number in part.numbers], device=self.device)
 
-    def _write_first(self, part: Places) -> None:
+    def _write_first(self, parts: Sequence[Places]) -> None:
+        """Let utterances begin, all at once: hundreds may in one batch."""
         tables, first = self.tables, self._first
-        at = torch.tensor(part.numbers, device=self.device)
+        begun = [(number, part.root) for part in parts for number in part.numbers]
+        at, roots = torch.tensor(begun, device=self.device).unbind(1)
         tables.blank[at], tables.label[at], tables.floats[at] = first.blank, first.label, first.floats
         tables.names[at] = torch.nn.functional.pad(first.names, (0, 1))
-        integers = first.integers[..., :4].clone()
-        integers[..., 1] = part.root
+        integers = first.integers[..., :4].repeat(len(begun), 1, 1)
+        integers[..., 1] = roots[:, None]
         tables.integers[at] = integers
-        for table, value in ((tables.counts, 0), (tables.runs, 0), (tables.there, False), (tables.roots, part.root)):
+        tables.roots[at] = roots.int()
+        for table, value in ((tables.counts, 0), (tables.runs, 0), (tables.there, False)):
             table[at] = value
-        self._longest.update(dict.fromkeys(part.numbers, 0))
+        for part in parts:
+            part.fresh = False
+        self._longest.update((number, 0) for number, _ in begun)
 
     def _grow(self, labels: int) -> None:
         """Have a place for every utterance and room for so many labels."""

@@ -107,6 +107,13 @@ def test_epochs_differ_and_a_resume_sees_the_rest_of_the_same_epoch(
     assert_same(first, batches(utterances, make_config(tmp_path), epoch=1))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_epochs_in_one_go_are_the_epochs_one_by_one(tmp_path: Path, utterances: list[Utterance], workers: int) -> None:
+    loader = loader_of(utterances, make_config(tmp_path, workers=workers))
+    one_by_one = [*loader.epoch(PLAN[2:], 1), *loader.epoch(PLAN, 2), *loader.epoch(PLAN[:1], 3)]
+    assert_same(one_by_one, list(loader.epochs([(1, PLAN[2:]), (2, PLAN), (3, PLAN[:1])])))
+
+
 def test_an_epoch_may_be_left_early(tmp_path: Path, utterances: list[Utterance]) -> None:
     config = make_config(tmp_path, workers=2)
     loader = loader_of(utterances, config)

@@ -1,0 +1,118 @@
+"""`ds2 lm train`: a recurrent language model of texts, for rescoring."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds2.commands.common import whole
+from ds2.config.allowed import COUNT
+from ds2.config.device import resolve_device
+from ds2.lm.ngram import LanguageModelError
+from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import Passed, Settings, Text, train
+from ds2.lm.sentences import SentenceReader
+from ds2.system.machine import git_commit
+from ds2.text.alphabet import Alphabet
+
+_HELP = {
+    "hidden": "units of a layer",
+    "layers": "LSTM layers",
+    "dropout": "of the inputs of layers, in training",
+    "epochs": "of the text",
+    "max_minutes": "stop then, the learning rate at zero; 0: no limit",
+    "learning_rate": "the highest",
+    "warmup_steps": "in which it rises",
+    "weight_decay": "of AdamW",
+    "batch_tokens": "a step, padding included",
+    "join": "up to so many lines that follow each other are read as one text: what is said in one breath",
+    "longest": "tokens of a text, what is longer is cut",
+    "seed": "of weights, dropout and order",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `ds2 lm train` beside those of the alphabet."""
+    for kind in (Shape, Settings):
+        for field in fields(kind):
+            convert: Any = whole(0, COUNT) if isinstance(field.default, int) else float
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}", type=convert, default=field.default,
+                help=f"{_HELP[field.name]} (default {field.default})",
+            )  # fmt: skip
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+
+
+def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
+    """Read, train, write, judge; the model is written at the end."""
+    reader = SentenceReader(arguments.text, unit_of(alphabet), alphabet, arguments.unknown)
+    text = Text.of(reader, alphabet)
+    print(f"read {reader.report()}", flush=True)
+    device = resolve_device(arguments.device)
+    torch.manual_seed(arguments.seed)
+    model = RecurrentLM(alphabet, _settings(Shape, arguments)).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"training {parameters:,} parameters on {device}", flush=True)
+    began = time.monotonic()
+    passed = train(model, text, _settings(Settings, arguments), _show)
+    minutes = (time.monotonic() - began) / 60
+    facts = {"epoch": passed.epoch, "step": passed.step, "minutes": minutes, "git_commit": git_commit()}
+    save_recurrent(arguments.output, model, facts)
+    size_mib = arguments.output.stat().st_size / 2**20
+    print(f"wrote {arguments.output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
+    if arguments.heldout:
+        judge(model, arguments.heldout)
+    return 0
+
+
+def unit_of(alphabet: Alphabet) -> str:
+    """What an alphabet's labels are, as n-gram models call it."""
+    return "piece" if alphabet.has_pieces else "character"
+
+
+def judge(model: RecurrentLM, texts: list[Path]) -> None:
+    """Print the perplexity of texts, a word and a label; of a manifest the transcripts count.
+
+    Raises:
+        LanguageModelError: an empty text, or characters that the model does not know.
+    """
+    reader = SentenceReader(texts, "word", None)
+    lines = [" ".join(words) for words in reader]
+    if not lines:
+        raise LanguageModelError("the text to score is empty: no line holds a word")
+    lines = [model.alphabet.normalise(line)[0] for line in lines]
+    log_prob, words = sum(model.score(lines)), sum(len(line.split()) for line in lines)
+    labels = sum(len(model.alphabet.spell(line)) for line in lines) + len(lines)
+    print(
+        f"held out: {len(lines)} lines, {words} words: perplexity {math.exp(-log_prob / (words + len(lines))):.2f} a "
+        f"word with those of any spelling, {-log_prob / labels / math.log(2):.3f} bits a label"
+    )
+
+
+def _show(passed: Passed) -> None:
+    print(
+        f"epoch {passed.epoch}, step {passed.step}, {100 * passed.part:.0f} %: {passed.loss / math.log(2):.3f} bits a "
+        f"label, {passed.tokens_per_s:,.0f} labels a second",
+        flush=True,
+    )
+
+
+def _settings(kind: type[Any], arguments: argparse.Namespace) -> Any:
+    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind)})
+
+
+def is_recurrent(path: Path) -> bool:
+    """Whether a file is a recurrent language model rather than an n-gram model."""
+    return path.suffix == ".safetensors"
+
+
+def ppl(arguments: argparse.Namespace) -> int:
+    """`ds2 lm ppl` of a recurrent model."""
+    judge(load_recurrent(arguments.lm), arguments.text)
+    return 0

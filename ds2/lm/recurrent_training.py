@@ -1,0 +1,197 @@
+"""Training of a recurrent language model: a text as one row of labels on the device, of which steps take stretches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import utils
+
+from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
+from ds2.config.check import check_allowed
+from ds2.lm.ngram import SPACE, LanguageModelError
+from ds2.lm.recurrent import BOUNDARY, RecurrentLM
+from ds2.text.alphabet import Alphabet
+
+_CLIP_NORM = 1.0
+_JITTER = 0.1  # of a stretch's length, before like lengths become batches: epochs have other batches
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is trained."""
+
+    epochs: int = number(10, 1, COUNT)
+    max_minutes: float = number(0.0, 0, UNLIMITED)  # the rate falls to zero by then; 0: no limit
+    learning_rate: float = number(2e-3, 0, 1e6, above=True)
+    warmup_steps: int = number(200, 0, COUNT)
+    weight_decay: float = number(0.01, 0, 1e6)
+    batch_tokens: int = number(32_768, 1, COUNT)  # padded, a step
+    join: int = number(1, 1, 1000)  # up to so many lines that follow each other become one text, drawn each epoch
+    longest: int = number(1000, 1, 1_000_000)  # tokens of a text; what is longer is cut
+    seed: int = number(1, 0, SEED)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The lines of a text, one after the other: `labels` (N,) uint16, of which line i has starts[i] .. starts[i + 1].
+
+    Where the alphabet has a space, each line ends with one, so that lines that follow each other join as words do.
+    """
+
+    labels: NDArray[np.uint16]
+    starts: NDArray[np.int64]
+    separator: int  # labels between lines
+
+    @classmethod
+    def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> Text:
+        """Take what a `SentenceReader` of this alphabet yields.
+
+        Raises:
+            LanguageModelError: there is nothing.
+        """
+        labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
+        labels[SPACE] = labels.get(" ", BOUNDARY)
+        between = [labels[" "]] if " " in labels else []
+        rows = [np.array([*map(labels.__getitem__, tokens), *between], np.uint16) for tokens in sentences]
+        if not rows:
+            raise LanguageModelError("the text is empty: no line holds a token")
+        return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), len(between))
+
+    def stretches(self, join: int, longest: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Cut all lines into texts of 1 to `join` lines, drawn evenly: (S, 2) first label and number of labels."""
+        lines = len(self.starts) - 1
+        ends = np.minimum(np.cumsum(rng.integers(1, join + 1, lines)), lines)
+        edges = self.starts[np.unique(np.append(0, ends))]
+        first, sizes = edges[:-1], np.diff(edges) - self.separator
+        parts = np.maximum(1, -(-sizes // longest))
+        begins = longest * (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts))
+        return np.stack(
+            [np.repeat(first, parts) + begins, np.minimum(longest, np.repeat(sizes, parts) - begins)], axis=1
+        )
+
+
+def plan(stretches: NDArray[np.int64], batch_tokens: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Put stretches of like length together in batches of at most `batch_tokens` padded tokens, in random order."""
+    sizes = stretches[:, 1]
+    order = np.argsort(sizes * (1 + _JITTER * rng.random(len(sizes))), kind="stable")[::-1]
+    batches, at = [], 0
+    while at < len(order):
+        longest = int(sizes[order[at : at + 1]].max() * (1 + _JITTER)) + 2  # with the boundary
+        batches.append(order[at : at + max(1, batch_tokens // longest)])
+        at += len(batches[-1])
+    return [stretches[batches[index]] for index in rng.permutation(len(batches))]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What came of the steps so far."""
+
+    epoch: int
+    step: int
+    part: float  # of the planned training
+    loss: float  # nats a token, mean of the steps since the last report
+    tokens_per_s: float
+
+
+def train(
+    model: RecurrentLM, text: Text, settings: Settings, report: Callable[[Passed], None], report_every_s: float = 10.0
+) -> Passed:
+    """Fit a model to a text: AdamW, a rate that rises in the first steps and falls by half a cosine to zero.
+
+    Args:
+        model: changed in place, on the device where it is to be trained; left ready to score.
+        text: in the model's alphabet.
+        settings: of the training.
+        report: is told now and then how far it is.
+        report_every_s: seconds between two reports.
+
+    Raises:
+        LanguageModelError: settings out of range, or a loss that is not finite.
+    """
+    check_allowed(settings, "lm train")
+    device = model.classifier.weight.device
+    on_gpu = device.type == "cuda"
+    torch.manual_seed(settings.seed)
+    labels = torch.from_numpy(text.labels.astype(np.int32)).to(device)
+    rate = torch.tensor(settings.learning_rate, device=device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
+    )
+    began = time.monotonic()
+    window = _Window(device)
+    passed = Passed(1, 0, 0.0, math.nan, 0.0)
+    model.train()
+    for epoch, position, batches, batch in _batches(text, settings):
+        part = (epoch - 1 + position / batches) / settings.epochs
+        if settings.max_minutes:
+            part = max(part, (time.monotonic() - began) / (60 * settings.max_minutes))
+        if part >= 1:
+            break
+        warm = min(1.0, (passed.step + 1) / max(1, settings.warmup_steps))
+        rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
+        targets, lengths = _gather(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            loss = -model.log_probs(targets, lengths).sum() / lengths.sum()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        utils.clip_grad_norm_(model.parameters(), _CLIP_NORM, foreach=True)
+        optimizer.step()
+        window.add(loss.detach(), int(batch[:, 1].sum()) + len(batch))
+        passed = replace(passed, epoch=epoch, step=passed.step + 1, part=part)
+        if window.age_s >= report_every_s:
+            passed = window.close(passed)
+            report(passed)
+    if window.steps:
+        passed = window.close(passed)
+        report(passed)
+    model.eval()
+    return passed
+
+
+class _Window:
+    """The steps since the last report."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss, self.steps, self._tokens, self._began = torch.zeros((), device=device), 0, 0, time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        self._loss += loss
+        self.steps, self._tokens = self.steps + 1, self._tokens + tokens
+
+    def close(self, passed: Passed) -> Passed:
+        """Fill in what the window saw, and begin another; waits for the device."""
+        mean = float(self._loss) / self.steps
+        if not math.isfinite(mean):
+            raise LanguageModelError(f"the loss is {mean} at step {passed.step}: lower --learning-rate")
+        found = replace(passed, loss=mean, tokens_per_s=self._tokens / self.age_s)
+        self._loss.zero_()
+        self.steps, self._tokens, self._began = 0, 0, time.monotonic()
+        return found
+
+
+def _batches(text: Text, settings: Settings) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
+    """Yield (epoch, position of the batch, batches of the epoch, the batch's stretches)."""
+    for epoch in range(1, settings.epochs + 1):
+        rng = np.random.default_rng([settings.seed, epoch])
+        batches = plan(text.stretches(settings.join, settings.longest, rng), settings.batch_tokens, rng)
+        for position, batch in enumerate(batches):
+            yield epoch, position, len(batches), batch
+
+
+def _gather(labels: Tensor, stretches: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Texts (T, B) int64 with a boundary behind each, and their lengths (B,) with it."""
+    first, sizes = stretches.unbind(1)
+    at = torch.arange(longest + 1, device=labels.device)[:, None]
+    found = labels[(first + at).clamp(max=len(labels) - 1)].long()
+    return torch.where(at < sizes, found, BOUNDARY), sizes + 1

@@ -1,0 +1,197 @@
+"""The recurrent language model: beside torch's LSTM, as probabilities, what training makes of it, and bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.paths import REAL_DATA
+from torch import nn
+
+from ds2.commands.lm import run
+from ds2.config.schema import ConfigError
+from ds2.lm.ngram import LanguageModelError
+from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import Passed, Settings, Text, plan, train
+from ds2.lm.sentences import SentenceReader
+from ds2.system.tensor_file import CheckpointError, save
+from ds2.text.alphabet import Alphabet
+
+AB = Alphabet(("", " ", "a", "b"))
+PIECES = Alphabet(("", "\u2581a", "\u2581", "a", "b"))
+BOOKS = REAL_DATA / "text/books_norm_42mb.txt.xz"
+
+
+def small(alphabet: Alphabet = AB, seed: int = 1, **shape: float) -> RecurrentLM:
+    torch.manual_seed(seed)
+    return RecurrentLM(alphabet, replace(Shape(hidden=16, layers=2), **shape)).eval()  # type: ignore[arg-type]
+
+
+def test_the_layers_are_torchs_lstm_with_skips() -> None:
+    model = small()
+    tokens = torch.randint(4, (7, 3))
+    with torch.no_grad():
+        x = model.embedding(tokens)
+        for layer in model.layers:
+            assert isinstance(layer, nn.LSTM)
+            x = x + layer(x)[0]
+        found = model(tokens, torch.tensor([7, 7, 7]))
+    # float32 sums of 16 terms, two layers of seven steps: each rounds to 2^-24 of values of about 1
+    assert torch.allclose(found, model.classifier(x), atol=7 * 2 * 16 * 2**-24)
+
+
+def test_scores_are_log_probs_of_texts() -> None:
+    """All texts of up to three letters and spaces, and all longer ones, take one together."""
+    model = small(seed=2)
+    labels = range(1, len(AB))
+    total, open_ended = 0.0, 0.0
+    for count in range(4):
+        texts = list(itertools.product(labels, repeat=count))
+        targets = torch.tensor([[*text, 0] for text in texts]).t()
+        scores = model.log_probs(targets, torch.full((len(texts),), count + 1)).detach().double()
+        total += float(scores.sum(0).exp().sum())
+        open_ended = float(scores[:-1].sum(0).exp().sum())  # of three labels without the end behind them
+        if count == 3:
+            total += open_ended - float(scores.sum(0).exp().sum())
+    assert total == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_score_depends_on_its_text_alone() -> None:
+    model = small()
+    texts = ["a", "ab ba", "", "b" * 40, "ab  BA "]
+    together = model.score(texts)
+    assert together[1] == together[4]  # normalised alike
+    for text, score in zip(texts, together, strict=True):
+        assert model.score([text])[0] == pytest.approx(score, rel=1e-5)
+    assert model.score([]) == []
+
+
+def test_pieces_are_tokens_too() -> None:
+    model = small(PIECES)
+    [score] = model.score(["ab a"])
+    spelled = PIECES.spell("ab a")
+    wanted = model.log_probs(torch.tensor([[*spelled, 0]]).t(), torch.tensor([len(spelled) + 1]))
+    assert score == pytest.approx(float(wanted.detach().double().sum()), rel=1e-5)
+
+
+def test_stretches_cover_every_line_once() -> None:
+    lines = [list(line) for line in ("a", "bb", "aba", "b", "aaaaaaaa")]
+    text = Text.of(([c if c != " " else "<space>" for c in line] for line in lines), AB)
+    rng = np.random.default_rng(1)
+    for join, longest in ((1, 100), (3, 100), (3, 4)):
+        found = text.stretches(join, longest, rng)
+        spelled = ["".join(AB.symbols[label] for label in text.labels[at : at + n]) for at, n in found.tolist()]
+        assert all(1 <= n <= longest for _, n in found.tolist())
+        joined = " ".join(spelled) if longest == 100 else "".join(spelled).replace(" ", "")
+        assert joined == (" " if longest == 100 else "").join("".join(line) for line in lines)
+        if join == 1 and longest == 100:
+            assert spelled == ["".join(line) for line in lines]
+    batches = plan(text.stretches(3, 100, rng), 12, rng)
+    assert sorted(row for batch in batches for row in batch.tolist()) == sorted(
+        row for batch in plan(np.concatenate(batches), 1, rng) for row in batch.tolist()
+    )
+
+
+def test_training_finds_what_is_regular() -> None:
+    """Of words that alternate, all but the first and the end are certain: one bit and the end's are left."""
+    lines = [["a", "b"] * 3, ["b", "a"] * 3] * 64
+    model = small(seed=3, dropout=0.0)
+    told: list[Passed] = []
+    settings = Settings(epochs=40, learning_rate=1e-2, warmup_steps=5, batch_tokens=256)
+    train(model, Text.of(iter(lines), AB), settings, told.append, report_every_s=0.0)
+    good, bad = model.score(["ababab", "abbaba"])
+    assert good > -1.0 > bad  # ln 2 = 0.69 at the first letter, the rest learnt
+    assert told[-1].part > 0.9 and told[-1].loss < told[0].loss and told[-1].epoch == 40
+
+
+def test_equal_seeds_give_equal_models() -> None:
+    text = Text.of(iter([["a", "b", "<space>", "b"]] * 20), AB)
+    found = []
+    for _ in range(2):
+        model = small()
+        train(model, text, Settings(epochs=2, batch_tokens=32, join=2), lambda _: None)
+        found.append(model.state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_the_time_limit_ends_training() -> None:
+    model = small()
+    text = Text.of(iter([["a"]] * 5), AB)
+    told: list[Passed] = []
+    passed = train(model, text, Settings(epochs=10**9, max_minutes=1e-3), told.append)
+    assert told == [passed] and 0 < passed.step == passed.epoch and passed.part < 1
+
+
+def test_a_file_is_the_model(tmp_path: Path) -> None:
+    model = small(PIECES)
+    save_recurrent(tmp_path / "lm.safetensors", model, {"epoch": 3})
+    loaded = load_recurrent(tmp_path / "lm.safetensors")
+    assert loaded.shape == model.shape and loaded.alphabet == model.alphabet
+    assert loaded.score(["ab"]) == model.score(["ab"])
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LanguageModelError, match="does not know 'c'"):
+        small().score(["abc"])
+    with pytest.raises(LanguageModelError, match="empty"):
+        Text.of(iter([]), AB)
+    with pytest.raises(ConfigError, match="hidden=0"):
+        small(hidden=0)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load_recurrent(tmp_path / "none")
+    save_recurrent(tmp_path / "lm", small(), {})
+    for changes in ({"hidden": 65_536}, {"layers": 3}, {"hidden": 0}, {"hidden": "16"}):
+        model = small()
+        shape = {"hidden": 16, "layers": 2, "dropout": 0.1, **changes}
+        metadata = {"kind": "recurrent-lm", "shape": shape, "alphabet": AB.to_dict(), "facts": {}}
+        save(tmp_path / "misfit", model.state_dict(), metadata)
+        with pytest.raises(CheckpointError, match="misfit: "):
+            load_recurrent(tmp_path / "misfit")
+    damaged = bytearray((tmp_path / "lm").read_bytes())
+    damaged[-3] ^= 1
+    (tmp_path / "damaged").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="digest"):
+        load_recurrent(tmp_path / "damaged")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, held = tmp_path / "text.txt", tmp_path / "held.jsonl"
+    text.write_text("the cat sat\non the mat\n" * 20, encoding="utf-8")
+    held.write_text('{"audio_filepath": "x.wav", "duration": 1, "text": "THE MAT"}\n', encoding="utf-8")
+    lm = str(tmp_path / "lm.safetensors")
+    sizes = ["--hidden", "8", "--layers", "1", "--epochs", "2", "--device", "cpu"]
+    assert run(["train", str(text), "--output", lm, *sizes, "--heldout", str(held)]) == 0
+    said = capsys.readouterr().out
+    assert "40 lines, 420 characters" in said and "1 lines, 2 words: perplexity" in said
+    assert run(["ppl", lm, str(held)]) == 0
+    [first], [second] = (re.findall(r"perplexity ([\d.]+)", part) for part in (said, capsys.readouterr().out))
+    assert math.isclose(float(first), float(second), rel_tol=1e-4)
+    with pytest.raises(LanguageModelError, match="there is no text"):
+        run(["train", str(tmp_path / "none"), "--output", lm])
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_scores() -> None:
+    model = small(hidden=64)
+    texts = ["ab ba", "b" * 30, "a b a b"]
+    here = torch.tensor(model.score(texts))
+    there = torch.tensor(model.cuda().score(texts))
+    counts = torch.tensor([len(text) + 1 for text in texts])
+    # bfloat16 rounds to 2^-9; a label's log-prob is a sum of 64 outputs below 2 layers + 1, with weights of 1 / 8
+    assert ((here - there).abs() <= counts * 3 * 2**-9 * 8).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not BOOKS.is_file(), reason="needs the books")
+def test_a_gpu_learns_english() -> None:
+    alphabet = Alphabet(("", *" 'abcdefghijklmnopqrstuvwxyz"))
+    lines = list(itertools.islice(SentenceReader([BOOKS], "character", alphabet), 20_000))
+    model = RecurrentLM(alphabet, Shape(hidden=128)).cuda()
+    passed = train(model, Text.of(iter(lines), alphabet), Settings(epochs=2, batch_tokens=16_384), lambda _: None)
+    assert passed.loss < 4.1 * math.log(2)  # letters and spaces alone, without any context, take 4.1 bits
