@@ -136,9 +136,8 @@ def _columns(
     for token in tokens:
         equal = places.get(token, 0)
         diagonal_equal = (((equal & rise) + rise) ^ rise) | equal | fall
-        across_rise = fall | (full & ~(diagonal_equal | rise))
+        across_rise = (fall | (full & ~(diagonal_equal | rise))) << 1 | 1
         across_fall = diagonal_equal & rise
-        across_rise = across_rise << 1 | 1
         rise = (across_fall << 1 | ~(diagonal_equal | across_rise)) & full
         fall = across_rise & diagonal_equal & full
         columns.append((rise, fall))
@@ -162,10 +161,7 @@ def character_errors(reference: str, hypothesis: str, name: str = "an utterance"
 
 @dataclass(frozen=True, slots=True)
 class AlignedUtterance:
-    """One utterance of a report: its texts, the `edits` of their words (see :func:`align`) and counts.
-
-    Of a large corpus lists of words would take most of the memory, and of the garbage collector's time.
-    """
+    """One utterance of a report: its texts, the `edits` of their words (see :func:`align`) and counts."""
 
     name: str
     speaker: str
@@ -279,10 +275,10 @@ def corpus_report(
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
     if not len(references) == len(hypotheses) == len(names) == len(speakers):
-        raise ScoringError(
-            f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names and {len(speakers)} "
-            "speakers were given: there must be one of each an utterance"
+        given = (
+            f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names, {len(speakers)} speakers"
         )
+        raise ScoringError(f"{given}: there must be one of each an utterance")
     utterances = []
     for reference, hypothesis, name, speaker in zip(references, hypotheses, names, speakers, strict=True):
         edits = align(reference.split(), hypothesis.split(), name)
