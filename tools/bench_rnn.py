@@ -50,6 +50,9 @@ def bench(work: Work, contenders: list[str]) -> list[Result]:
             if contender.startswith("nn."):
                 other = work.in_dtype(getattr(torch, graph)) if graph else work
                 calls = {"projected_forward": other.torch_rnn(False), "projected_both": other.torch_rnn(True)}
+            elif contender == "flashrnn":
+                calls = {"forward": work.flashrnn(False), "both": work.flashrnn(True)}
+                row["errors"] = {"y": work.error_of(calls["forward"]())}  # type: ignore[arg-type]
             else:
                 row["errors"] = errors = work.errors(backend)
                 wrong = [
@@ -150,7 +153,7 @@ def print_table(rows: list[Result]) -> None:
             " ".join(f"{row[f'{n}_{key}']:.2f}" if f"{n}_{key}" in row else "-" for n in ("forward", "both"))
             for key in ("tflops", "vs_rnn", "vs_gemm_graph")
         ]
-        projected = " ".join(f"{row[f'projected_{n}_us'][0]:.2f}" for n in ("forward", "both"))
+        projected = " ".join(f"{row.get(f'projected_{n}_us', [float('nan')])[0]:.2f}" for n in ("forward", "both"))
         print(head + f"{cells[0]:>22} {cells[1]:>22} {pairs[0]:>12} {pairs[1]:>12} {pairs[2]:>12} {projected:>20}")
 
 
@@ -186,7 +189,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--cell", "--nonlinearity", choices=tuple(ALL), default="relu")
     parser.add_argument(
-        "--contenders", nargs="+", help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
+        "--contenders",
+        nargs="+",
+        help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16', flashrnn",
     )
     parser.add_argument("--grnn", action="store_true", help="GRNN's Table 1 instead: LSTM and both GRUs, T 100")
     parser.add_argument("--threads", type=int, help="CPU threads")

@@ -79,6 +79,41 @@ class Work:
 
         return call
 
+    def flashrnn(self, backward: bool, backend: str = "cuda_fused") -> Callable[[], object]:
+        """FlashRNN (Poeppel, Beck, Hochreiter 2024) as a callable, of the package that is installed: y (T, B, H).
+
+        Raises:
+            RuntimeError: it is not installed, or has no such cell. What it compiles at its first call may fail too.
+        """
+        try:
+            from flashrnn import FlashRNNConfig, flashrnn
+        except ImportError as error:
+            raise RuntimeError(f"FlashRNN is not installed ({error}): pip install flashrnn") from error
+        if self.cell != "lstm":
+            raise RuntimeError(f"FlashRNN's equations of {self.cell} are not ours: --cell lstm is compared")
+        config = FlashRNNConfig(
+            backend=backend, function="lstm", hidden_dim=self.hidden, num_heads=1, batch_size=self.batch,
+            dtype=str(self.dtype).removeprefix("torch."), input_shape="TBGHD", output_shape="STBHD",
+        )  # fmt: skip
+        x = self.x.view(self.frames, self.batch, self.gates, 1, self.hidden)
+        weight = self.weight_hh.view(self.gates, 1, self.hidden, self.hidden)
+        bias = torch.zeros(self.gates, 1, self.hidden, dtype=self.dtype, device=self.device)
+
+        def call() -> object:
+            with torch.set_grad_enabled(backward):
+                y = flashrnn(x, weight, bias, function="lstm", config=config, dtype=config.dtype)[0][0].flatten(2)
+            return torch.autograd.grad(y, [self.x, self.weight_hh], self.grad_y) if backward else y
+
+        return call
+
+    def error_of(self, y: Tensor) -> tuple[float, float]:
+        """Relative RMS error against float64 of y without h0, and of the stock loop in the same precision."""
+        given = (self.x.detach(), self.weight_hh.detach())
+        truth = gated_reference(self.cell, *(t.double() for t in given))[0]
+        stock = gated_reference(self.cell, *given)[0]
+        first, second = (float((t.double() - truth).norm() / truth.norm()) for t in (y.detach(), stock))
+        return first, second
+
     def errors(self, backend: str) -> dict[str, tuple[float, float]]:
         """Relative RMS error against float64 of (ours, the stock loop in the same precision), ragged and with h0."""
         lengths = torch.linspace(self.frames, self.frames // 2, self.batch, device=self.device).int()

@@ -1,18 +1,18 @@
-"""Measure every tile that the planner could choose, fit its model on one half of that, and judge it on the other.
+"""Measure every tile that the planner could choose: what tools/fit_plans.py fits its model to.
 
     python tools/sweep_plans.py record --out ops/figures/plans_h200.json   on a GPU: compile, check, time
-    python tools/sweep_plans.py fit ops/figures/plans_h200.json            the constants of plan/model.py
-    python tools/sweep_plans.py judge ops/figures/plans_h200.json          how far from the fastest its choices are
 
 A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
 T 256 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 beside globaltimer). A tile
-that hangs is killed, noted and left out. Shape letters: T frames, B batch, H hidden.
+that hangs is killed, noted and left out; the journal beside the record keeps what is done, and the same command goes on
+from there. Shape letters: T frames, B batch, H hidden.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -29,7 +29,7 @@ from ds2_ops.jit.launch import run_loaded
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.device import device_facts
 from ds2_ops.recurrent.gated import gemm
-from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
 from torch import Tensor
@@ -40,20 +40,21 @@ BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
 FRAMES, FEW_FRAMES, CHECKED_FRAMES = 256, 64, 5
 ROUNDS, LAUNCHES = 2, 2
 CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
-STALL_S = 25.0
 _CLOCK = "if (threadIdx.x == 0 && blockIdx.x == 0) { clocks[%d] = clock64(); clocks[%d] = ds2::now_ns(); }"
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Return what is measured, one after the other."""
-    return [
+    """Return what is measured, in an order that leaves a record that is cut short spread over all sizes."""
+    found = [
         Problem(batch, hidden, options.dtype, cell, backward)
         for cell in options.cells
         for hidden in options.hidden
         for backward in (False, True)
         for batch in options.batch
     ]
+    random.Random(0).shuffle(found)
+    return found
 
 
 def key_of(problem: Problem) -> Key:
@@ -61,10 +62,11 @@ def key_of(problem: Problem) -> Key:
     return problem.nonlinearity, problem.backward, problem.hidden, problem.batch
 
 
-def tiles(problem: Problem, facts: DeviceFacts, max_sms: int | None) -> list[Choice]:
-    """All tiles of a problem; none where it does not fit."""
+def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> list[Choice]:
+    """All tiles of a problem, of some designs, or those that the model likes most; none where it does not fit."""
     try:
-        return space(problem, facts, max_sms)
+        ranked = rank(problem, facts, options.max_sms)
+        return [choice for choice in ranked if choice.design in options.designs][: options.most]
     except DoesNotFit:
         return []
 
@@ -228,7 +230,7 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
             key = key_of(problem)
             if key in finished:
                 continue
-            choices = [c for c in tiles(problem, facts, options.max_sms) if (*key, c.name) not in hung]
+            choices = [c for c in tiles(problem, facts, options) if (*key, c.name) not in hung]
             if not choices:
                 continue
             bench, right = Bench(problem), []
@@ -266,7 +268,7 @@ def record(options: argparse.Namespace) -> int:
     facts = _facts_of_gpu()
     wanted, clocked = set(), set()
     for problem in problems(options):
-        for choice in tiles(problem, facts, options.max_sms):
+        for choice in tiles(problem, facts, options):
             wanted.add(choice.launch.source.text)
             if (problem.hidden, problem.batch) in CLOCKED:
                 clocked.add(clocked_text(choice))
@@ -284,7 +286,7 @@ def record(options: argparse.Namespace) -> int:
             now = journal.stat().st_size if journal.exists() else 0
             if now != size:
                 size, changed = now, time.monotonic()
-            if time.monotonic() - changed > STALL_S:
+            if time.monotonic() - changed > options.stall_s:
                 break
         if child.poll() == 0:
             break
@@ -360,8 +362,11 @@ def parse() -> argparse.Namespace:
         one.add_argument("--batch", type=int, nargs="+", default=BATCH)
         one.add_argument("--dtype", default="bfloat16")
         one.add_argument("--max-sms", type=int)
+        one.add_argument("--designs", nargs="+", default=["units", "cluster", "grid"])
+        one.add_argument("--most", type=int, help="only so many tiles of each problem, the model's best")
         one.add_argument("--workers", type=int, default=os.cpu_count())
-        one.add_argument("--budget_s", type=float, default=1e9)
+        one.add_argument("--budget_s", type=float, default=1e9, help="then what there is by then is written")
+        one.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
     return parser.parse_args()
 
 

@@ -35,10 +35,3 @@ class Ragged:
     def frames(self) -> int:
         """T, the padded number of frames."""
         return self.valid.shape[1]
-
-
-def reverse(x: Tensor, ragged: Ragged) -> Tensor:
-    """Reverse each utterance of (T, B, D) in time within its own length; padding stays where it is."""
-    time = torch.arange(x.shape[0], device=x.device, dtype=torch.int64)[:, None]
-    index = torch.where(ragged.valid.t(), ragged.lengths - 1 - time, time)
-    return x[index, torch.arange(x.shape[1], device=x.device)]

@@ -7,7 +7,8 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 """
 
 import torch
-from ds2_ops import gru, lstm, recurrence
+from ds2_ops import bidirectional, gru, lstm, recurrence
+from ds2_ops.lengths import turned
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.persistent import why_not
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.ragged import Ragged, reverse
+from ds2.model.product import linear, sink_of
+from ds2.model.ragged import Ragged
 
 State = tuple[Tensor, ...] | None
 _RECURRENT_GAIN = 0.5
@@ -57,22 +59,31 @@ class RecurrentLayer(nn.Module):
             state: one (B, H) tensor, h before frame 0; zeros when None.
 
         Returns:
-            (T, B, H), 0 past each length, and the state after each utterance's last frame.
+            (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
         """
         x = self.dropout(x, ragged.keys)
-        z = functional.linear(x, self.weight_ih, self.bias)
+        z = linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
-        y, h_n = self._recur(z, self.weight_hh, None if state is None else state[0], ragged)
         if self.weight_hh_reverse is not None:
-            flipped, _ = self._recur(reverse(z, ragged), self.weight_hh_reverse, None, ragged)
-            y = y + reverse(flipped, ragged)
-        return y, (h_n,)
-
-    def _recur(self, z: Tensor, weight_hh: Tensor, h0: Tensor | None, ragged: Ragged) -> tuple[Tensor, Tensor]:
-        return recurrence(
-            z, weight_hh, h0, ragged.lengths, nonlinearity=self.nonlinearity, clip=self.clip, backend=self.backend
+            both = z[:, :, None].expand(-1, -1, 2, -1)
+            weights = torch.stack([self.weight_hh, self.weight_hh_reverse])
+            ways = bidirectional(
+                self.nonlinearity, both, weights, None, ragged.lengths, clip=self.clip, backend=self.backend
+            )
+            return ways.sum(2), None
+        h0 = None if state is None else state[0]
+        y, h_n = recurrence(
+            z,
+            self.weight_hh,
+            h0,
+            ragged.lengths,
+            nonlinearity=self.nonlinearity,
+            clip=self.clip,
+            backend=self.backend,
+            sink=sink_of(self.weight_hh),
         )
+        return y, (h_n,)
 
 
 class GatedRecurrentLayer(nn.Module):
@@ -98,29 +109,46 @@ class GatedRecurrentLayer(nn.Module):
         if self.norm is not None:
             x = self.norm(x, ragged.count)
         x = self.dropout(x, ragged.keys)
-        y, last = self.cell(x, state, ragged, self.backend)
-        if self.cell_reverse is not None:
-            flipped, _ = self.cell_reverse(reverse(x, ragged), None, ragged, self.backend)
-            y = y + reverse(flipped, ragged)
-        return y, last
+        if self.cell_reverse is None:
+            y, last = self.cell(x, state, ragged, self.backend)
+            return y, last
+        cells = (self.cell, self.cell_reverse)
+        if not self.cell.ours(x, self.backend):
+            y, _ = self.cell(x, None, ragged, self.backend)
+            flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend)
+            return y + turned(flipped, ragged.lengths), None
+        weight_ih = torch.cat([cell.weight_ih_l0 for cell in cells])
+        z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input() for cell in cells]))
+        weights = torch.stack([cell.weight_hh_l0 for cell in cells])
+        biases = None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn() for cell in cells])
+        both = z.view(*z.shape[:2], 2, -1)
+        return bidirectional(self.cell.name, both, weights, biases, ragged.lengths, backend=self.backend).sum(2), None
 
 
 class _Lstm(nn.LSTM):
     """torch.nn's, with another forward."""
 
+    name = "lstm"
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
     bias_ih_l0: Tensor
     bias_hh_l0: Tensor
 
+    def ours(self, x: Tensor, backend: str) -> bool:
+        """Whether the operators of ds2_ops run it."""
+        return _ours(self.name, self.hidden_size, x, backend)
+
+    def bias_of_input(self) -> Tensor:
+        """(4 H,) to be added to the input's product."""
+        return self.bias_ih_l0 + self.bias_hh_l0
+
     def forward(  # type: ignore[override]
         self, x: Tensor, state: State, ragged: Ragged, backend: str
     ) -> tuple[Tensor, State]:
-        if not _ours("lstm", self.hidden_size, x, backend):
+        if not self.ours(x, backend):
             y, (h_n, c_n) = super().forward(x, None if state is None else (state[0][None], state[1][None]))
             return _cut(y, ragged), (h_n[0], c_n[0])
-        bias = self.bias_ih_l0 + self.bias_hh_l0
-        z = functional.linear(x, self.weight_ih_l0, bias)
+        z = functional.linear(x, self.weight_ih_l0, self.bias_of_input())
         h0, c0 = (None, None) if state is None else state
         y, h_n, c_n = lstm(z, self.weight_hh_l0, h0, c0, ragged.lengths, backend=backend)
         return y, (h_n, c_n)
@@ -129,22 +157,33 @@ class _Lstm(nn.LSTM):
 class _Gru(nn.GRU):
     """torch.nn's, with another forward."""
 
+    name = "gru_after"
     weight_ih_l0: Tensor
     weight_hh_l0: Tensor
     bias_ih_l0: Tensor
     bias_hh_l0: Tensor
 
+    def ours(self, x: Tensor, backend: str) -> bool:
+        """Whether the operators of ds2_ops run it."""
+        return _ours(self.name, self.hidden_size, x, backend)
+
+    def bias_of_input(self) -> Tensor:
+        """(3 H,) to be added to the input's product."""
+        return self.bias_ih_l0 + functional.pad(self.bias_hh_l0[: 2 * self.hidden_size], (0, self.hidden_size))
+
+    def bias_hn(self) -> Tensor:
+        """(H,) of the last gate's recurrent product."""
+        return self.bias_hh_l0[2 * self.hidden_size :]
+
     def forward(  # type: ignore[override]
         self, x: Tensor, state: State, ragged: Ragged, backend: str
     ) -> tuple[Tensor, State]:
-        if not _ours("gru_after", self.hidden_size, x, backend):
+        if not self.ours(x, backend):
             y, h_n = super().forward(x, None if state is None else state[0][None])
             return _cut(y, ragged), (h_n[0],)
-        gates = 2 * self.hidden_size
-        bias = self.bias_ih_l0 + functional.pad(self.bias_hh_l0[:gates], (0, self.hidden_size))
-        z = functional.linear(x, self.weight_ih_l0, bias)
+        z = functional.linear(x, self.weight_ih_l0, self.bias_of_input())
         h0 = None if state is None else state[0]
-        y, h_n = gru(z, self.weight_hh_l0, self.bias_hh_l0[gates:], h0, ragged.lengths, backend=backend)
+        y, h_n = gru(z, self.weight_hh_l0, self.bias_hn(), h0, ragged.lengths, backend=backend)
         return y, (h_n,)
 
 

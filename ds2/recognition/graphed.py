@@ -118,6 +118,8 @@ class GraphedBlocks:
                 self._record(batch, edges)
 
     def _batch(self, size: int) -> _Batch:
+        if self.device.type != "cuda":  # nothing is recorded, so only memory would be kept: a buffer for every size
+            return _Batch(size, self.samples, self.device)
         return self.batches.get(size) or self.batches.setdefault(size, _Batch(size, self.samples, self.device))
 
     @torch.inference_mode()
@@ -127,13 +129,13 @@ class GraphedBlocks:
             rows = range(first, min(first + SIZES[-1], len(streams)))
             yield from self._step([streams[row] for row in rows], [blocks[row] for row in rows], first)
 
-    def finish(self, stream: Stream, rest: NDArray[np.float32]) -> Iterator[Said]:
+    def last(self, stream: Stream, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         """See `Hearing`."""
-        stream.ends = stream.blocks * self.model.block_frames + self.features.windows(len(rest))
-        left = self.model.output_frames(stream.ends) - (stream.blocks * self.model.frames - self.model.delay)
-        for _ in range(-(-left // self.model.frames)):
-            yield from self.step([stream], [rest])
-            rest = rest[:0]
+        heard = stream.blocks + waiting
+        stream.ends = heard * self.model.block_frames + self.features.windows(len(rest))
+        left = self.model.output_frames(stream.ends) - (heard * self.model.frames - self.model.delay)
+        count = -(-left // self.model.frames)
+        return [rest, *[rest[:0]] * (count - 1)][: max(0, count)]
 
     def _step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]], first_row: int) -> Iterator[Said]:
         count = len(streams)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ds2.model.stream_state import StreamState, join, split
 from ds2.recognition.graphed import GraphedBlocks
@@ -33,8 +34,17 @@ class Hearing(Protocol):
         """Hear the samples of each stream's next block."""
         ...
 
-    def finish(self, stream: Any, rest: NDArray[np.float32]) -> Iterator[Said]:
-        """Hear the samples that are left and end a stream."""
+    def last(self, stream: Any, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
+        """End a stream.
+
+        Args:
+            stream: gets no others than these blocks.
+            rest: its last samples (N,), fewer than a block's.
+            waiting: blocks that it has not heard yet, before these.
+
+        Returns:
+            What is left for `step`; with empty blocks it hears what waited for its future.
+        """
         ...
 
 
@@ -71,25 +81,26 @@ class Chunks:
     @torch.inference_mode()
     def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
         """See `Hearing`."""
-        features = self.parts.heard(blocks)
 
-        def signature(row: int) -> str:
-            return str(streams[row].state.signature())
+        def alike(row: int) -> tuple[int, str]:
+            return len(blocks[row]), str(streams[row].state.signature()) if len(blocks[row]) else str(row)
 
-        for _, alike in groupby(sorted(range(len(streams)), key=signature), key=signature):
-            rows = list(alike)
-            state = join([streams[row].state for row in rows])
+        for (samples, _), found in groupby(sorted(range(len(streams)), key=alike), key=alike):
+            rows = list(found)
             with self.parts.running():
-                logits = self.parts.model.step(features if len(rows) == len(streams) else features[rows], state)
-            for row, own in zip(rows, split(state), strict=True):
-                streams[row].state = own
+                if samples:
+                    logits = self._next([streams[row] for row in rows], [blocks[row] for row in rows])
+                else:
+                    logits = self.parts.model.finish(streams[rows[0]].state)
             yield Said(rows, logits, [len(logits)] * len(rows))
 
-    @torch.inference_mode()
-    def finish(self, stream: Stream, rest: NDArray[np.float32]) -> Iterator[Said]:
+    def _next(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Tensor:
+        state = join([stream.state for stream in streams])
+        logits = self.parts.model.step(self.parts.heard(blocks), state)
+        for stream, own in zip(streams, split(state), strict=True):
+            stream.state = own
+        return logits
+
+    def last(self, stream: Stream, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         """See `Hearing`."""
-        if self.parts.features.windows(len(rest)):
-            yield from self.step([stream], [rest])
-        with self.parts.running():
-            logits = self.parts.model.finish(stream.state)
-        yield Said([0], logits, [len(logits)])
+        return [rest, rest[:0]] if self.parts.features.windows(len(rest)) else [rest[:0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ds2.config.schema import ConfigError
@@ -11,7 +12,7 @@ from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.parts import Parts
-from ds2.recognition.stream import BLOCK_S, Session
+from ds2.recognition.stream import BLOCK_S, Session, ended, step
 
 _ANY_PAUSE_S = 0.2  # ends a segment that is too long
 _NO_PAUSE_S = 5.0  # past `longest_s` a segment ends amid speech
@@ -96,8 +97,13 @@ class Live(Session):
 
     def flush(self) -> None:
         """Make all that was accepted final now, to its last sample; what comes after it is heard as a new start."""
-        self._hear_rest()
-        self.end(self.decoding.finish()[0][0])
+        self.drain()
+        while self.ready():
+            step([self])
+        conclude([self])
+
+    def restart(self) -> None:
+        """Hear what comes next as a new start."""
         self._before_s, self._heard, self._first = self.duration_s, 0, 0
         self._begin()
 
@@ -116,3 +122,10 @@ class Live(Session):
             self.final.append(Segment(start_s, end_s, replace(found, words=tuple(words))))
         self.decoding = self.decoder.start(1, self.hot_words)
         self._first, self._silent, self._spoken = self._heard, 0, False
+
+
+def conclude(lives: Sequence[Live]) -> None:
+    """Make the open segments of sources final that were drained and have heard all, in one batch; they may go on."""
+    for live, found in zip(lives, ended(lives), strict=True):
+        live.end(found)
+        live.restart()

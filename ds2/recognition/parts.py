@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,11 @@ class Parts:
     def frame_s(self) -> float:
         """Seconds from one output frame to the next."""
         return self.features.step_s * self.model.time_stride
+
+    @cached_property
+    def pauses(self) -> Tensor:
+        """(V,) bool on the device: labels that are no sound, the blank and white space."""
+        return torch.tensor([not symbol.strip() for symbol in self.alphabet.symbols], device=self.device)
 
     def running(self) -> torch.autocast:
         """The context in which the model runs in this precision."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,22 +95,21 @@ class Session:
     def end(self, found: Hypothesis) -> None:
         """Take the hypothesis that `notice` wanted to end."""
 
+    def drain(self) -> None:
+        """Take no more samples: all that were accepted wait for `step`, to the last frame that waits for its future."""
+        self.blocks.extend(self._samples.accept(self._resampler.finish()))
+        self.blocks.extend(self.hearing.last(self.stream, self._samples.finish(), len(self.blocks)))
+
     def finish(self) -> Hypothesis:
         """Hear what is left and end: the best hypothesis of the whole source.
 
         Raises:
             DecodeError: the model gives NaN or infinity.
         """
-        self._hear_rest()
-        return self.decoding.finish()[0][0]
-
-    def _hear_rest(self) -> None:
-        """Hear all that was accepted, to the last frame that waits for its future."""
-        self.blocks.extend(self._samples.accept(self._resampler.finish()))
+        self.drain()
         while self.ready():
             step([self])
-        for said in self.hearing.finish(self.stream, self._samples.finish()):
-            hear([self], said.logits, said.lengths)
+        return ended([self])[0]
 
 
 def step(sessions: Sequence[Session]) -> None:
@@ -139,13 +139,11 @@ def hear(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) ->
     for rows in of_decoder.values():
         some = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
         sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], some, frames[rows])
-    symbols = sessions[0].parts.alphabet.symbols
-    pauses = torch.tensor([not symbol.strip() for symbol in symbols], device=logits.device)
-    quiet = quiet_at_end(pauses[logits.argmax(2)].cpu().numpy(), np.array(lengths)).tolist()
-    ended = [s for s, length, last in zip(sessions, lengths, quiet, strict=True) if s.notice(length, last)]
-    for alike in _by_decoder(ended):
-        for session, [[best, *_]] in zip(alike, alike[0].decoder.finish([s.decoding for s in alike]), strict=True):
-            session.end(best)
+    pauses = sessions[0].parts.pauses[logits.argmax(2)].cpu().numpy()
+    quiet = quiet_at_end(pauses, np.array(lengths)).tolist()
+    done = [s for s, length, last in zip(sessions, lengths, quiet, strict=True) if s.notice(length, last)]
+    for session, found in zip(done, ended(done), strict=True):
+        session.end(found)
 
 
 def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -158,18 +156,24 @@ def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArra
 
 def best(sessions: Sequence[Session]) -> list[Hypothesis]:
     """`Session.best` of each, in one batch."""
-    found: dict[int, Hypothesis] = {}
-    for alike in _by_decoder(sessions):
-        for session, [hypothesis] in zip(alike, alike[0].decoder.best([s.decoding for s in alike]), strict=True):
-            found[id(session)] = hypothesis
-    return [found[id(session)] for session in sessions]
+    return _each(sessions, lambda decoder, decodings: [row[0] for row in decoder.best(decodings)])
 
 
-def _by_decoder(sessions: Sequence[Session]) -> list[list[Session]]:
-    groups: dict[int, list[Session]] = {}
+def ended(sessions: Sequence[Session]) -> list[Hypothesis]:
+    """The best hypothesis of each, words and all, as if its source ended with what was heard, in one batch."""
+    return _each(sessions, lambda decoder, decodings: [row[0][0] for row in decoder.finish(decodings)])
+
+
+def _each(sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]]) -> list[Hypothesis]:
+    """What is read of each session, those of one decoder in one batch."""
+    of_decoder: dict[int, list[Session]] = {}
     for session in sessions:
-        groups.setdefault(id(session.decoder), []).append(session)
-    return list(groups.values())
+        of_decoder.setdefault(id(session.decoder), []).append(session)
+    found: dict[int, Hypothesis] = {}
+    for alike in of_decoder.values():
+        decodings = [session.decoding for session in alike]
+        found.update(zip(map(id, alike), read(alike[0].decoder, decodings), strict=True))
+    return [found[id(session)] for session in sessions]
 
 
 def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints, Live, Segment
+from ds2.recognition.live import Endpoints, Live, Segment, conclude
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import best, step
 from ds2.serve.metrics import Metrics
@@ -47,6 +47,7 @@ class Job:
 
     source: Source
     act: Callable[[], None]  # in the recogniser's thread, before the next batch
+    concludes: bool  # once all its blocks are heard
     done: asyncio.Future[Heard]
     loop: asyncio.AbstractEventLoop
     arrived_s: float = field(default_factory=time.monotonic)
@@ -94,7 +95,7 @@ class Source:
 
     async def flush(self) -> Heard:
         """Make all that was accepted final, to the last sample; the source may go on."""
-        return await self._batcher.ask(self, self._live.flush)
+        return await self._batcher.ask(self, self._live.drain, concludes=True)
 
     def close(self) -> None:
         """Leave; twice does no harm."""
@@ -129,11 +130,21 @@ class Batcher:
     def __init__(self, recogniser: Recogniser, most_sources: int, metrics: Metrics) -> None:
         self.recogniser, self.most_sources, self.metrics = recogniser, most_sources, metrics
         recogniser.session().hearing.prepare(most_sources)  # a model that cannot stream is refused here
+        self._rehearse()
         self._open: set[Source] = set()
         self._ending = False
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recogniser", daemon=True)
         self._thread.start()
+
+    def _rehearse(self) -> None:
+        """Hear a second of nothing: what is built once, as a search's kernels are, no client waits for."""
+        live = self.recogniser.live()
+        live.accept(np.zeros(live.sample_rate_hz, np.float32))
+        while live.ready():
+            step([live])
+        best([live])
+        live.flush()
 
     def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Source:
         """Let a source join.
@@ -158,10 +169,16 @@ class Batcher:
         self._open.discard(source)
         self.metrics.sessions.set(len(self._open))
 
-    async def ask(self, source: Source, act: Callable[[], None]) -> Heard:
-        """Do something with a source in the recogniser's thread, and wait until all its blocks are heard."""
+    async def ask(self, source: Source, act: Callable[[], None], *, concludes: bool = False) -> Heard:
+        """Do something with a source in the recogniser's thread, and wait until all its blocks are heard.
+
+        Args:
+            source: with nothing else to wait for.
+            act: what gives it blocks.
+            concludes: whether all that was heard becomes final then.
+        """
         loop = asyncio.get_running_loop()
-        job = Job(source, act, loop.create_future(), loop)
+        job = Job(source, act, concludes, loop.create_future(), loop)
         self._jobs.put(job)
         heard = await job.done
         self.metrics.latency_s.observe(time.monotonic() - job.arrived_s)
@@ -217,6 +234,7 @@ class Batcher:
     def _answered(self, waiting: list[Job]) -> list[Job]:
         """Answer those whose blocks are all heard; return the others."""
         done = [job for job in waiting if not job.source.ready]
+        conclude([job.source.live for job in done if job.concludes])
         partial = best([job.source.live for job in done])
         _tell([(job, Heard(job.source.take(), found.text)) for job, found in zip(done, partial, strict=True)])
         return [job for job in waiting if job.source.ready]

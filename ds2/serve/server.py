@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,7 +28,6 @@ from ds2.serve.sockets import Socket
 from ds2.serve.vosk import Vosk
 
 _SHUTDOWN_S = 30  # for requests that are being answered
-_TURN_S = 0.0005  # of a thread that holds Python's lock while another waits; Python's own is 5 ms
 
 
 def application(recogniser: Recogniser, limits: Limits) -> Starlette:
@@ -90,23 +88,18 @@ class Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """Keep garbage collections short and memory flat, and let threads take turns sooner.
+    """Keep garbage collections short and memory flat.
 
     Of libraries that are loaded hundreds of thousands of objects stay for ever. A full collection that looks at them
     takes 0.1 s, in which nobody is answered, and Python puts it off until a quarter as many are new: meanwhile
-    thousands of connections that have ended stay in memory. And whoever waits for Python's lock asks for it only after
-    a turn: the recogniser lets go of it in every operation of torch, so clients that connect would hold it up by a turn
-    each time.
+    thousands of connections that have ended stay in memory.
     """
-    turn_s = sys.getswitchinterval()
     gc.collect()
     gc.freeze()
     gc.collect()  # Python counts here what a quarter is of
-    sys.setswitchinterval(_TURN_S)
     try:
         yield
     finally:
-        sys.setswitchinterval(turn_s)
         gc.unfreeze()
 
 

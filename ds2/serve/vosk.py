@@ -3,11 +3,13 @@
 A client may first send {"config": {"sample_rate": 16000, "words": true}}, then 16-bit little-endian mono bytes (8 kHz
 unless it said otherwise), and {"eof" : 1} at the end, which is answered by the last result; {"reset" : 1} too, and the
 session goes on. phrase_list makes phrases likelier, other than Vosk, where nothing else is heard; hot_words is ours:
-phrases and what each is worth.
+phrases and what each is worth; endpoints too: {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}, when a
+segment ends.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from starlette.websockets import WebSocket
@@ -28,6 +30,7 @@ class Vosk(Client):
 
     rate_hz, words = _DEFAULT_RATE_HZ, False
     hot_words: HotWords | None = None
+    endpoints = Endpoints()
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -37,7 +40,7 @@ class Vosk(Client):
         """Answer until eof or the end of the connection."""
         while (message := await self.next(socket)) is not None:
             if message.get("bytes") is not None:
-                heard = await self.hear(message["bytes"], self.rate_hz, Endpoints(), self.hot_words)
+                heard = await self.hear(message["bytes"], self.rate_hz, self.endpoints, self.hot_words)
                 await self.send(socket, self._result(heard) if heard.final else {"partial": heard.partial})
                 continue
             command = json_object(message.get("text") or "")
@@ -62,6 +65,8 @@ class Vosk(Client):
         for key in ("phrase_list", "hot_words"):
             if config.get(key):
                 self.hot_words = given(config[key], f"config.{key}", self.batcher.recogniser.alphabet)
+        if "endpoints" in config:
+            self.endpoints = _endpoints(config["endpoints"])
         rate_hz = config.get("sample_rate", self.rate_hz)
         low, high = RATES_HZ
         if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool) or not low <= rate_hz <= high:
@@ -82,3 +87,15 @@ class Vosk(Client):
                 for word in segment.hypothesis.words
             ]
         return found
+
+
+def _endpoints(given: Any) -> Endpoints:
+    """Rules as a client gives them; what it leaves out stays as it is."""
+    allowed = [field.name for field in fields(Endpoints)]
+    good = isinstance(given, dict) and all(
+        key in allowed and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        for key, value in given.items()
+    )
+    if not good:
+        raise LimitError(f"config.endpoints is an object of seconds above 0, of {allowed}", 400, BAD_DATA)
+    return Endpoints(**given)

@@ -60,4 +60,10 @@ def recurrent_problems(config: Config, precision: str, batches: Iterable[int]) -
     if model.backend not in ("auto", "persistent") or (model.backend == "auto" and unasked):
         return []
     cell = {"rnn": model.nonlinearity, "lstm": "lstm", "gru": "gru_after"}[model.cell]
-    return [Problem(batch, model.hidden, dtype, cell, backward) for batch in batches for backward in (False, True)]
+    directions = (1, 2) if model.bidirectional else (1,)  # both at once, where they fit
+    return [
+        Problem(batch, model.hidden, dtype, cell, backward, ways)
+        for batch in batches
+        for backward in (False, True)
+        for ways in directions
+    ]

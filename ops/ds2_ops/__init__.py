@@ -15,14 +15,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds2_ops.recurrent.bidirectional import bidirectional
     from ds2_ops.recurrent.gated.op import gru, lstm
     from ds2_ops.recurrent.rnn import Recurrence, recurrence
     from ds2_ops.row_convolution.op import lookahead, lookahead_stream
 
-__all__ = ["Recurrence", "gru", "lookahead", "lookahead_stream", "lstm", "recurrence"]
+__all__ = ["Recurrence", "bidirectional", "gru", "lookahead", "lookahead_stream", "lstm", "recurrence"]
 
 _HOMES = {
     "Recurrence": "recurrent.rnn",
+    "bidirectional": "recurrent.bidirectional",
     "gru": "recurrent.gated.op",
     "lookahead": "row_convolution.op",
     "lookahead_stream": "row_convolution.op",

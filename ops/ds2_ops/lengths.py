@@ -3,6 +3,9 @@
 Shape letters: T frames, B batch.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,3 +45,36 @@ def valid_frames(lengths: Tensor, frames: int) -> Tensor:
         (T, B) bool tensor on the device of ``lengths``, True where t < length.
     """
     return torch.arange(frames, device=lengths.device)[:, None] < lengths
+
+
+def turned(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Reverse each utterance of (T, B, ...) in time within its own length; padding stays where it is.
+
+    Differentiable: its gradient takes the same way back, without the sums that autograd has for any index.
+    """
+    time = torch.arange(x.shape[0], device=x.device)[:, None]
+    if lengths is None:
+        order = (x.shape[0] - 1 - time).expand(-1, x.shape[1])
+    else:
+        ends = lengths.to(x.device, torch.int64)
+        order = torch.where(time < ends, ends - 1 - time, time)
+    return _reorder(x, order)
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    apply: Callable[[Tensor, Tensor], Tensor] = _Reorder.apply
+    return apply(x, order)
+
+
+class _Reorder(torch.autograd.Function):
+    """x (T, B, ...) in another order of each utterance's frames, (T, B), which is its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x[order, torch.arange(x.shape[1], device=x.device)]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return _reorder(grad, order), None

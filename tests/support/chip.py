@@ -12,12 +12,12 @@ import pytest
 import torch
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent import persistent, weights
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
-from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
 
-_KERNELS = ("recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh")
+_KERNELS = ("recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh", "recurrent/units.cuh")
 Faults = tuple[tuple[str, str, str], ...]
 
 
@@ -58,6 +58,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(persistent, "device_index", lambda device: 0)
         monkeypatch.setattr(persistent, "run", run)
 
+    patch_run(monkeypatch, weights)
     return use
 
 

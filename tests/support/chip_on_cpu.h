@@ -79,7 +79,7 @@ struct Store {
 struct Copy {
     unsigned to;
     const void* from;
-    bool wanted;
+    int bytes;  // of a word; the others become 0
 };
 struct Fiber {
     fiber::Fiber context;
@@ -301,6 +301,7 @@ inline unsigned __shfl_sync(unsigned, unsigned mine, int from, int width = 32) {
     });
     return mine;
 }
+inline int __ffs(int mask) { return __builtin_ffs(mask); }
 inline unsigned clock() {
     static unsigned time;
     return time += 100;
@@ -323,6 +324,7 @@ inline unsigned load_shared_4(unsigned address) { return chip::load<unsigned>(ad
 inline void store_shared_16(unsigned address, uint4 v) { chip::store(address, v); }
 inline void store_shared_8(unsigned address, unsigned w0, unsigned w1) { chip::store(address, uint2{w0, w1}); }
 inline void store_shared_4(unsigned address, unsigned value) { chip::store(address, value); }
+inline void store_shared_2(unsigned address, unsigned value) { chip::store(address, static_cast<unsigned short>(value)); }
 
 inline unsigned cluster_rank() { return blockIdx.x % chip::cluster; }
 inline void cluster_barrier() { chip::meet(chip::clusters[blockIdx.x / chip::cluster], chip::threads * chip::cluster); }
@@ -369,9 +371,10 @@ inline void block_wait(int barrier, int threads) {
 }
 inline void block_arrive_or_wait(int barrier, int threads) { block_arrive(barrier, threads); }
 
-inline void copy_async(unsigned to, const void* from, bool wanted) {
-    chip::self().uncommitted.push_back({to, from, wanted});
+inline void copy_async_part(unsigned to, const void* from, int bytes) {
+    chip::self().uncommitted.push_back({to, from, bytes});
 }
+inline void copy_async(unsigned to, const void* from, bool wanted) { copy_async_part(to, from, wanted ? 4 : 0); }
 inline void copy_async_16(unsigned to, const void* from, bool wanted) {
     for (int i = 0; i < 4; i++) copy_async(to + 4 * i, static_cast<const unsigned*>(from) + i, wanted);
 }
@@ -383,13 +386,20 @@ template <int PENDING>
 void copies_wait() {
     chip::pause();
     for (auto& copies = chip::self().copies; copies.size() > size_t(PENDING); copies.pop_front())
-        for (const chip::Copy& copy : copies.front())
-            store_shared_4(copy.to, copy.wanted ? *static_cast<const unsigned*>(copy.from) : 0);
+        for (const chip::Copy& copy : copies.front()) {
+            unsigned word = 0;
+            std::memcpy(&word, copy.from, copy.bytes);
+            store_shared_4(copy.to, word);
+        }
 }
 
 inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
     chip::pause();
     if (wanted) v = *at;
+}
+template <class Storage>
+void store_if(bool wanted, Storage* at, Storage value) {
+    if (wanted) *at = value;
 }
 inline void store_relaxed(unsigned* at, unsigned word) { chip::self().stores.push_back({at, word}); }
 inline void store_relaxed(unsigned* at, uint4 v) {
@@ -398,6 +408,8 @@ inline void store_relaxed(unsigned* at, uint4 v) {
 inline void fence_stores() {
     while (!chip::self().stores.empty()) chip::drain_one(chip::self());
 }
+
+inline void fence_loads() {}
 
 struct Bf16 {
     using Storage = unsigned short;

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ENTRY = "ds2_kernel"
+LAUNCH_REGISTERS = "DS2_LAUNCH_REGISTERS"  # a constant of sources whose kernels must be compiled to so many a thread
 _CSRC = Path(__file__).parents[1] / "csrc"
 _MAGIC = b"ds2_ops cubin 3\n"
 
@@ -137,9 +138,24 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
     registers = re.search(r"Used (\d+) registers", report)
     if registers is None:
         raise RuntimeError(f"NVRTC reports no resource use for {ENTRY} on {arch}; its log was: {report!r}")
+    check_registers(source, int(registers[1]))
     frames = re.findall(r"(\d+) bytes stack frame", report)
     losses = re.findall(r"Potential Performance Loss: (.*)", report)
     return Binary(code, int(registers[1]), sum(map(int, frames)), " ".join(losses))
+
+
+def check_registers(source: str, registers: int) -> None:
+    """Raise RuntimeError where a source says how many registers a thread starts with and was compiled to others.
+
+    What `setmaxnreg` gives some warps, others have given back; a kernel compiled to fewer registers than were counted
+    on would wait for ever.
+    """
+    expected = re.search(rf"{LAUNCH_REGISTERS} = (\d+)", source)
+    if expected and int(expected[1]) != registers:
+        raise RuntimeError(
+            f"{compiler_version()} compiled a kernel to {registers} registers a thread; its warps count on "
+            f"{expected[1]} to share out: pip install 'nvidia-cuda-nvrtc>=13.0,<13.1', or use backend='gemm'"
+        )
 
 
 def _encode(binary: Binary) -> bytes:

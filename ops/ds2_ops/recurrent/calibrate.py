@@ -46,7 +46,8 @@ def key_of(problem: Problem, index: int, max_sms: int | None) -> str:
     """Name a problem in records."""
     way = "backward" if problem.backward else "forward"
     sms = usable_sms(device_facts(index), max_sms)
-    return f"{problem.nonlinearity} {problem.dtype} H {problem.hidden} B {problem.batch} {way} on {sms} SMs"
+    both = " both directions" if problem.directions > 1 else ""
+    return f"{problem.nonlinearity} {problem.dtype} H {problem.hidden} B {problem.batch} {way}{both} on {sms} SMs"
 
 
 def calibrate(problems: Iterable[tuple[Problem, int | None]], index: int, most: int) -> dict[str, str]:

@@ -34,7 +34,7 @@ class Cell:
     saved: int = 0
     carries_c: bool = False
     last_apart: bool = False
-    kernels: bool = True
+    phases: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class GatedCell:
 
     Attributes:
         name: as ``cell`` of :func:`ds2_ops.recurrent.gated.op.gated`.
-        cuda: the struct of csrc/recurrent/cells.cuh, where `kernels`.
+        cuda: the struct of csrc/recurrent/cells.cuh.
         gates: rows of the recurrent matrix a unit, in the order of torch.nn.
         saved: numbers a unit and frame that forward keeps for backward.
         carries_c: whether a state beside h goes from frame to frame.
         last_apart: whether the last gate's product has a gradient, and may have a bias, of its own.
-        kernels: whether the persistent kernels know it.
+        phases: rounds in which blocks exchange something in a step.
     """
 
     name: str
@@ -57,7 +57,7 @@ class GatedCell:
     saved: int = 5
     carries_c: bool = False
     last_apart: bool = False
-    kernels: bool = True
+    phases: int = 1
 
 
 def _relu_backward_(grad: Tensor, y: Tensor, clip: float) -> None:
@@ -95,7 +95,7 @@ CELLS = {cell.name: cell for cell in _ROWS}
 _GATED_ROWS = (
     GatedCell("lstm", "Lstm", gates=4, carries_c=True),
     GatedCell("gru_after", "GruAfter", gates=3, last_apart=True),
-    GatedCell("gru_before", "GruBefore", gates=3, kernels=False),
+    GatedCell("gru_before", "GruBefore", gates=3, phases=2),
 )
 GATED = {cell.name: cell for cell in _GATED_ROWS}
 ALL: dict[str, Cell | GatedCell] = {**CELLS, **GATED}

@@ -15,6 +15,7 @@ from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.entry import common, pass_arguments
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem, check_rows
 from ds2_ops.recurrent.planned import plan_for
+from ds2_ops.recurrent.weights import transposed
 
 
 @functools.lru_cache(maxsize=1024)
@@ -26,6 +27,7 @@ def why_not(
     device: torch.device,
     nonlinearity: str,
     max_sms: int | None,
+    directions: int = 1,
 ) -> str | None:
     """Say why the persistent backend cannot run this recurrence, forward and backward; None if it can.
 
@@ -37,15 +39,16 @@ def why_not(
         device: where they are.
         nonlinearity: "relu", "clipped_relu" or "tanh".
         max_sms: the most multiprocessors to use, or None.
+        directions: 2 for both in one launch.
     """
     if device.type != "cuda":
         return f"the tensors are on {device}; the persistent kernels need a CUDA GPU: use backend='cpu' or 'auto'"
     if frames == 0 or batch == 0 or hidden == 0:
         return f"there is nothing to launch for shape ({frames}, {batch}, {hidden}): use backend='gemm'"
     try:
-        check_rows(frames, batch)
+        check_rows(frames, directions * batch)
         for backward in (False, True):
-            problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
+            problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward, directions)
             plan_for(problem, device_index(device), max_sms)
     except (DoesNotFit, RuntimeError) as error:
         return str(error)
@@ -104,7 +107,7 @@ def backward_data(
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
-    return _launch("backward_data", grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths, options)
+    return _launch("backward_data", grad_y, y, transposed(weight_hh), grad_h_n, lengths, options)
 
 
 def _launch(
@@ -152,7 +155,7 @@ def launch_pass(
         options: clip and the most multiprocessors to use.
         of_gates: its pointers from saved on, where the cell has gates.
     """
-    check_rows(frames, problem.batch)
+    check_rows(frames, problem.directions * problem.batch)
     inputs = tensors[0]
     assert inputs is not None
     choice = plan_for(problem, device_index(inputs.device), options.max_sms)

@@ -24,7 +24,13 @@ from ds2.export.model import Exported, ExportError
 from ds2.model.checkpoint import LoadedModel, load_model
 
 Make = Callable[..., LoadedModel]
-SHAPES: list[dict[str, Any]] = [{}, {"nonlinearity": "tanh"}, {"cell": "lstm"}, {"cell": "gru"}]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"nonlinearity": "tanh"},
+    {"cell": "lstm"},
+    {"cell": "gru"},
+    {"depth": 48, "skip": 4},
+]
 ALONE = """
 import sys
 sys.modules["ds2"] = sys.modules["ds2_ops"] = None  # an import of them fails
@@ -72,6 +78,7 @@ def test_onnx_errs_no_more_than_torch(random_model: Make, tmp_path: Path, settin
         truth = of_energies(loaded, one.double())
         assert found.shape == truth.shape
         assert rms(found - truth) <= 2 * rms(of_energies(loaded, one) - truth)
+        assert (found.argmax(1) == truth.argmax(1)).float().mean() > 0.99
     assert (described["chunk"], described["frame_s"], described["opset"]) == (16, 0.04, 17)
 
 

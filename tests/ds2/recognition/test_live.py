@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
-from ds2.recognition.live import NEVER, Endpoints, Live, Segment
+from ds2.recognition.graphed import GraphedBlocks
+from ds2.recognition.hearing import Chunks, Hearing
+from ds2.recognition.live import NEVER, Endpoints, Live, Segment, conclude
+from ds2.recognition.parts import Said
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import hear, quiet_at_end, step
 
 FRAME_S = 0.02  # of the tiny model
+BLOCK_FRAMES = 20  # of features, in the default block
 
 
 @pytest.fixture(params=["greedy", "beam"])
@@ -95,6 +101,40 @@ def test_flush_loses_nothing_and_times_go_on(recogniser: Recogniser, recording: 
     assert shifts == {1.25} and live.duration_s == 2.5
     live.flush()
     assert len(live.final) == 2
+
+
+@pytest.mark.parametrize("graphed", [True, False])
+def test_sources_that_end_share_batches_with_those_that_go_on(
+    recogniser: Recogniser, recording: Path, graphed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, sizes = read_audio(recording), list[int]()
+    blocks: Hearing = GraphedBlocks(recogniser, BLOCK_FRAMES) if graphed else Chunks(recogniser)
+    recogniser.hearings[BLOCK_FRAMES] = blocks
+    alone = [recogniser.live(endpoints=NEVER) for _ in range(5)]
+    together = [recogniser.live(endpoints=NEVER) for _ in range(5)]
+    for lives in (alone, together):
+        for number, live in enumerate(lives):
+            live.accept(samples[: 20_000 + 700 * number])
+    for live in alone[:4]:
+        live.flush()
+    heard = blocks.step
+
+    def counted(streams: Sequence[Any], given: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
+        sizes.append(len(streams))
+        return heard(streams, given)
+
+    monkeypatch.setattr(blocks, "step", counted)
+    for live in together[:4]:
+        live.drain()
+    longest = max(len(live.blocks) for live in together)
+    while any(live.ready() for live in together):
+        step(together)
+    conclude(together[:4])
+    assert [[s.hypothesis.text for s in live.final] for live in together] == [
+        [s.hypothesis.text for s in live.final] for live in alone
+    ]
+    assert sizes[0] == 5 and len(sizes) == longest
+    assert not together[4].final and all(live.final for live in together[:4])
 
 
 @pytest.mark.parametrize("seed", range(1))

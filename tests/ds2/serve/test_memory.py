@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 from collections.abc import Callable
 
 from support.serving import RATE_HZ, Running, speech
@@ -65,8 +64,7 @@ def test_a_connection_has_no_compressor(serve: Callable[..., Running]) -> None:
 
 
 def test_a_process_is_calm_while_it_serves() -> None:
-    before = (gc.get_freeze_count(), sys.getswitchinterval())
+    before = gc.get_freeze_count()
     with calm():
         assert gc.get_freeze_count() > len(gc.get_objects())
-        assert sys.getswitchinterval() < before[1]
-    assert (gc.get_freeze_count(), sys.getswitchinterval()) == before
+    assert gc.get_freeze_count() == before

@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed
 from ds2.cli import main
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
+from ds2.recognition.live import Endpoints
 from ds2.recognition.recogniser import Recogniser
 from ds2.serve.limits import Limits
 from ds2.serve.server import application
@@ -86,6 +87,17 @@ def test_a_vosk_client_gets_one_answer_a_message_and_all_words(serve: Callable[.
     assert " ".join(word["word"] for word in result) == words_of(answers)
     assert all(word["start"] < word["end"] and 0 < word["conf"] <= 1 for word in result)
     assert running.metric("ds2_sessions") == 0
+
+
+def test_a_vosk_client_says_when_segments_end(serve: Callable[..., Running]) -> None:
+    running, data, rules = serve(), speech(2, 12.0), {"longest_s": 0.5}
+    live = running.recogniser.live(sample_rate_hz=RATE_HZ, endpoints=Endpoints(**rules))
+    live.accept(samples_of(data))
+    live.flush()
+    wanted = [segment.hypothesis.text for segment in live.final]
+    assert len(wanted) > 1
+    answers = asyncio.run(vosk(running.vosk, data, chunk=3200, config={"endpoints": rules}))
+    assert [answer["text"] for answer in answers if answer.get("text")] == wanted
 
 
 def test_a_reset_ends_an_utterance_and_the_session_goes_on(serve: Callable[..., Running]) -> None:
@@ -153,6 +165,9 @@ BAD_MESSAGES = {
     ),
     "hot words nested without end": ('{"config": {"hot_words": "' + "[" * 100_000 + '"}}', "config.hot_words is"),
     "infinite weight": ('{"config": {"hot_words": {"ab": 1e999}}}', "weights up to 1e+06"),
+    "endpoints": ('{"config": {"endpoints": {"after_speech_s": 0}}}', "seconds above 0"),
+    "unknown endpoints": ('{"config": {"endpoints": {"after": 1}}}', "after_speech_s"),
+    "endpoints that are none": ('{"config": {"endpoints": 3}}', "config.endpoints is an object"),
     "half a surrogate pair": (r'{"config": {"sample_rate": "\ud800"}}', "ud800"),
 }
 

@@ -12,6 +12,7 @@ from ds2_ops.recurrent.backends import resolve
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import Choice, Problem
+from ds2_ops.recurrent.plan.units import units_choices
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, one_a_kernel, run
 from support.rounding import Arithmetic, allowed_beside_stock, variances
@@ -25,7 +26,7 @@ NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
 def choices_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Choice]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
     facts = device.device_facts(torch.cuda.current_device())
-    return one_a_kernel(cluster_choices(problem, facts, facts.sms))
+    return one_a_kernel(cluster_choices(problem, facts, facts.sms) + units_choices(problem, facts, facts.sms))
 
 
 @pytest.mark.gpu

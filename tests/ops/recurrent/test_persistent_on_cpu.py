@@ -1,4 +1,4 @@
-"""The whole-chip kernels' own source on a CPU, with slow warps and late messages, against float64 (chip_on_cpu.h)."""
+"""The kernels' own source, whole-chip and of small layers, on a CPU, with slow warps and late messages."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
+from ds2_ops.recurrent.plan.units import units_choices
 from support.chip import patch, small_chip
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, backward_loop, forward_loop, inputs
@@ -15,6 +16,7 @@ from support.rounding import Arithmetic, allowed_beside_stock, variances
 
 # cluster -> clusters of a chip small enough to run here
 NARROW, WIDE = {2: 5}, {5: 4}
+ALONE, FEW = {1: 2}, {4: 1}
 
 
 @pytest.fixture
@@ -25,12 +27,15 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def the_choice(active: dict[int, int], batch: int, hidden: int, backward: bool) -> Choice:
     facts = small_chip(active)
-    choices = grid_choices(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
+    make = units_choices if active in (ALONE, FEW) else grid_choices
+    choices = make(Problem(batch, hidden, "bfloat16", "tanh", backward), facts, facts.sms)
     return max(choices, key=lambda choice: (choice.launch.grid, choice.samples))  # all multiprocessors at work
 
 
 # One group and several, two tiles, odd rows, a last cluster that owns little; 20 frames come round the exchange.
 CASES = [
+    pytest.param(ALONE, (5, 11, 77), 8, id="two multiprocessors, two columns a lane, two tiles"),
+    pytest.param(FEW, (4, 3, 100), 9, id="units of a cluster"),
     pytest.param(NARROW, (6, 5, 520), 1, id="narrow, one group"),
     pytest.param(NARROW, (20, 5, 520), 2, id="narrow, many frames", marks=pytest.mark.slow),
     pytest.param(NARROW, (4, 70, 561), 3, id="narrow, two tiles", marks=pytest.mark.slow),

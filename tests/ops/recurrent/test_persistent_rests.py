@@ -12,16 +12,18 @@ from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.units import units_choices
 from support.op_cases import CUDA, poison_padding, ragged_lengths
 from support.persistent_cases import inputs, one_a_kernel, run
 
 H200 = DeviceFacts()
 # Cluster design: one group, two parts. Whole chip: one group and several; the last one comes round the exchange.
-SHAPES = [(6, 3, 130), (5, 40, 700), (1, 1, 1153), (6, 3, 1761), (6, 40, 2558), (20, 70, 1760)]
+SHAPES = [(6, 3, 130), (6, 9, 77), (5, 40, 700), (1, 1, 1153), (6, 3, 1761), (6, 40, 2558), (20, 70, 1760)]
 
 
 def tiles(problem: Problem) -> list[Choice]:
-    return one_a_kernel(cluster_choices(problem, H200, H200.sms) or grid_choices(problem, H200, H200.sms))
+    chosen = cluster_choices(problem, H200, H200.sms) or grid_choices(problem, H200, H200.sms)
+    return one_a_kernel(chosen + units_choices(problem, H200, H200.sms))
 
 
 @pytest.mark.gpu

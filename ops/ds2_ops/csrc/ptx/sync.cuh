@@ -64,6 +64,10 @@ __device__ inline void store_shared_4(unsigned address, unsigned value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ inline void store_shared_2(unsigned address, unsigned value) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(value)) : "memory");
+}
+
 __device__ inline unsigned cluster_rank() {
     unsigned rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -190,6 +194,10 @@ __device__ inline void block_arrive_or_wait(int barrier, int threads) {
 __device__ inline void copy_async(unsigned shared, const void* global, bool wanted) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0) : "memory");
 }
+// The first `bytes`, 0 to 4, of an aligned word of global memory, and zeros.
+__device__ inline void copy_async_part(unsigned shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
 __device__ inline void copy_async_16(unsigned shared, const void* global, bool wanted) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0) : "memory");
 }
@@ -211,6 +219,18 @@ __device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
         : "memory");
 }
 
+// Stores if `wanted`, without a branch.
+__device__ inline void store_if(bool wanted, unsigned* at, unsigned word) {
+    asm volatile("{.reg .pred wanted;\nsetp.ne.u32 wanted, %0, 0;\n@wanted st.global.u32 [%1], %2;}"
+                 ::"r"(unsigned(wanted)), "l"(at), "r"(word)
+                 : "memory");
+}
+__device__ inline void store_if(bool wanted, unsigned short* at, unsigned short half) {
+    asm volatile("{.reg .pred wanted;\nsetp.ne.u32 wanted, %0, 0;\n@wanted st.global.u16 [%1], %2;}"
+                 ::"r"(unsigned(wanted)), "l"(at), "h"(half)
+                 : "memory");
+}
+
 __device__ inline void store_relaxed(unsigned* at, unsigned word) {
     rest_at_random();
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
@@ -224,6 +244,8 @@ __device__ inline void store_relaxed(unsigned* at, uint4 v) {
 
 // Orders this thread's stores before those that follow. Cheaper than __threadfence(), which is sequentially consistent.
 __device__ inline void fence_stores() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Orders this thread's loads before those that follow.
+__device__ inline void fence_loads() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ inline unsigned long long now_ns() {
     unsigned long long t;

@@ -47,7 +47,7 @@ __device__ inline float quick_tanh(float x) { return 1.f - 2.f * quick_reciproca
 
 // Gates i, f, g, o: c = f c + i g, h = o tanh(c).
 struct Lstm {
-    static constexpr int GATES = 4, SAVED = 5, SLOPES = 6;
+    static constexpr int GATES = 4, SAVED = 5, SLOPES = 6, PHASES = 1;
     static constexpr bool CARRIES_H = false, LAST_APART = false;
     static __device__ float forward(const float (&sum)[4], const float (&x)[4], float, float& carry, float (&saved)[5]) {
         const float i = sigmoid(x[0] + sum[0]), f = sigmoid(x[1] + sum[1]);
@@ -75,7 +75,7 @@ struct Lstm {
 
 // Gates r, z, n; the reset gate acts on the product: n = tanh(x_n + r ((W h)_n + bias)), h = n + z (h - n).
 struct GruAfter {
-    static constexpr int GATES = 3, SAVED = 5, SLOPES = 5;
+    static constexpr int GATES = 3, SAVED = 5, SLOPES = 5, PHASES = 1;
     static constexpr bool CARRIES_H = true, LAST_APART = true;  // the gradients of x_n and of (W h)_n differ
     static __device__ float forward(const float (&sum)[3], const float (&x)[3], float bias, float& carry, float (&saved)[5]) {
         const float r = sigmoid(x[0] + sum[0]), z = sigmoid(x[1] + sum[1]), q = sum[2] + bias;
@@ -96,6 +96,37 @@ struct GruAfter {
         grad[0] = dh * slope[0], grad[1] = dh * slope[1], grad[2] = dh * slope[2];
         last = dh * slope[3];
         carry = dh * slope[4];
+    }
+};
+
+// Gates r, z, n; the reset gate acts before the product: n = tanh(x_n + (W (r h))_n + bias), h = n + z (h - n). So a step has a
+// second phase: forward it gets the sum of n, for which the first one has made r h (reset); backward that of r's gradient
+// (backward_reset), from q, the gradient of r h. What is saved has the layout of GruAfter's.
+struct GruBefore {
+    static constexpr int GATES = 3, SAVED = 5, SLOPES = 5, PHASES = 2;
+    static constexpr bool CARRIES_H = true, LAST_APART = false;
+    static __device__ float reset(float sum, float x, float carry) { return sigmoid(x + sum) * carry; }
+    static __device__ float forward(const float (&sum)[3], const float (&x)[3], float bias, float& carry, float (&saved)[5]) {
+        const float r = sigmoid(x[0] + sum[0]), z = sigmoid(x[1] + sum[1]), n = quick_tanh(x[2] + bias + sum[2]);
+        saved[0] = saved[3] = r, saved[1] = z, saved[2] = n, saved[4] = carry;
+        return n + z * (carry - n);
+    }
+    static __device__ void slopes(const float (&saved)[5], float (&slope)[5]) {
+        const float r = saved[0], z = saved[1], n = saved[2], before = saved[4];
+        slope[0] = before * r * (1.f - r);
+        slope[1] = (before - n) * z * (1.f - z);
+        slope[2] = (1.f - z) * (1.f - n * n);
+        slope[3] = r;
+        slope[4] = z;
+    }
+    static __device__ void backward(float dh, const float (&slope)[5], float& carry, float (&grad)[3], float&) {
+        dh += carry;
+        grad[0] = 0.f, grad[1] = dh * slope[1], grad[2] = dh * slope[2];
+        carry = dh * slope[4];
+    }
+    static __device__ void backward_reset(float q, const float (&slope)[5], float& carry, float& grad) {
+        grad = q * slope[0];
+        carry += q * slope[3];
     }
 };
 

@@ -22,6 +22,9 @@
 //   And a peer sends sums of i + 1 into the buffer of i - 1 after it has finished i + 1, so after it has received mine of i,
 //   which were multiplied after all my finishing warps had handed over gradients of i, made from what lay in that buffer.
 //
+// Two directions in one launch: a cluster for each tile, of the first direction and then of the second; a cluster keeps the
+// weights of its tile's direction. Nothing else of a step knows of it: only where its frame lies.
+//
 // A unit is a group, or one of two parts of the only group's rows. With two groups, the second one's arithmetic runs while
 // the first one's state is finished and travels. With two parts, so does the second part's arithmetic, and the product with
 // what the first part sends begins before the second part arrives.
@@ -97,7 +100,14 @@ struct Finisher {
     }
     // This thread's word of sample s in frame t; with t = 0 also in (B, H) arrays.
     __device__ auto at(const Tile<Shape>& tile, int s, int t) const {
-        return frame_at<Shape>(pass, unsigned(t * pass.batch + tile.first + s), [place = place] { return row(place); });  // T B < 2^31
+        return frame_at<Shape>(pass, tile.row(tile.first, s, t), [place = place] { return row(place); });
+    }
+    // And in step t of its utterance of round r.
+    __device__ auto at_step(const Tile<Shape>& tile, int s, int t, int r) const {
+        if constexpr (Shape::DIRECTIONS > 1)
+            return at(tile, s, tile.frame_of(t, load_shared_4(length_at(r))));
+        else
+            return at(tile, s, t);
     }
     __device__ unsigned load_state(const Tile<Shape>& tile, int s) const {
         return pass.state ? load_word<Number>(pass.state, at(tile, s, 0).element(), valid(), Shape::WHOLE_WORDS) : 0;
@@ -150,11 +160,11 @@ struct Finisher {
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const bool wanted = t >= 0 && t < int(load_shared_4(length_at(r))) && valid() > 0;
-            const size_t plain = wanted ? at(tile, s, t).element() : 0;  // of arrays (T, B, H)
+            const size_t plain = wanted ? at_step(tile, s, t, r).element() : 0;  // of arrays (T, B, H)
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
                 const void* array = input_array<Shape>(pass, a);
-                const size_t from = !Shape::GATED ? plain : wanted ? at(tile, s, t).input_element(a) : 0;
+                const size_t from = !Shape::GATED ? plain : wanted ? at_step(tile, s, t, r).input_element(a) : 0;
                 const unsigned to = input_at(i, r, a);
                 if constexpr (Shape::WHOLE_WORDS)
                     copy_async(to, static_cast<const typename Number::Storage*>(array) + from, wanted);
@@ -307,10 +317,10 @@ struct Finisher {
 #pragma unroll 1
         for (int r = 0, s = sample(); s < live; r++, s += Shape::ROUND_SAMPLES) {
             const unsigned result = load_shared_4(input_at(i, r, 0));
-            at(tile, s, t).store_output(0, result, valid(), Shape::WHOLE_WORDS);
+            at_step(tile, s, t, r).store_output(0, result, valid(), Shape::WHOLE_WORDS);
 #pragma unroll
             for (int a = 1; a < Shape::OUTPUTS; a++)
-                at(tile, s, t).store_output(a, load_shared_4(input_at(i, r, a)), valid(), Shape::WHOLE_WORDS);
+                at_step(tile, s, t, r).store_output(a, load_shared_4(input_at(i, r, a)), valid(), Shape::WHOLE_WORDS);
             if (!Shape::BACKWARD && t == int(load_shared_4(length_at(r))) - 1) {
                 store_state(tile, s, result);
                 if constexpr (Shape::GATED) store_carry(tile, s, r);
@@ -346,7 +356,7 @@ struct Finisher {
                             float (&ready)[Shape::READY][Shape::PER_WORD]) const {
         Floats other = {};
         if (!Shape::BACKWARD)
-            at(tile, s, 0).load_bias(other, valid(), Shape::WHOLE_WORDS);
+            at(tile, s, 0).load_bias(other, valid(), Shape::WHOLE_WORDS, tile.direction);
         else if (pass.state && t >= 0 && t == frames - 1)
             Number::unpack(load_state(tile, s), other);
         prepare_gates<Shape>(in, other, ready);
@@ -361,11 +371,12 @@ __device__ void cluster_recurrence(const Pass& pass) {
     if (threadIdx.x < THREADS) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
         typename IfPush<Shape::PUSH, Shape>::Multiplier multiplier;
-        multiplier.load_weights(pass);
+        multiplier.load_weights(pass, Tile<Shape>(pass).first_element());
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
             tile.open();
             multiplier.run(tile, smem);
+            if (Shape::DIRECTIONS > 1) break;
         }
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
@@ -374,6 +385,7 @@ __device__ void cluster_recurrence(const Pass& pass) {
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
             tile.open();
             finisher.run(tile);
+            if (Shape::DIRECTIONS > 1) break;
         }
     }
     __syncthreads();  // nobody leaves while others wait where it has arrived

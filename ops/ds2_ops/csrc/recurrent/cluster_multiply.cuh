@@ -20,7 +20,8 @@ struct Multiplier {
         return Shape::M_SPLIT == 1 ? 0 : warp / Shape::K_SPLIT * (MMA_ROWS * Shape::WARP_TILES);
     }
 
-    __device__ void load_weights(const Pass& pass) {
+    // Of a matrix that begins at element `begin`.
+    __device__ void load_weights(const Pass& pass, size_t begin) {
         const int rank = cluster_rank(), warp = threadIdx.x / 32;
         const auto word = [=](int k, int q, int words) {
             const int portion = first_portion(warp) + k / Shape::K_TILES * Shape::K_SPLIT, tile = k % Shape::K_TILES;
@@ -30,15 +31,18 @@ struct Multiplier {
         weights.load_permuted(pass, word, [=, first = first_row(warp), hidden = pass.hidden](int row, int word) -> Place {
             row += first;
             if constexpr (!Shape::GATED) {
-                return Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+                Place place =
+                    Weights<Number, 1, 1>::place(rank * Shape::ROWS + row, (rank + 1) * Shape::ROWS, word, hidden);
+                place.element += begin;
+                return place;
             } else if constexpr (Shape::BACKWARD) {  // a row holds all gates, and so does what a block sends
                 const int source = word / Shape::WORDS, sent = word % Shape::WORDS, unit = rank * Shape::OWNED + row;
                 const int column = source * Shape::OWNED + sent % Shape::OWN_WORDS * Shape::PER_WORD;
-                return {(size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
+                return {begin + (size_t(unit) * Shape::SENT + sent / Shape::OWN_WORDS) * hidden + column,
                         column, row < Shape::ROWS && unit < hidden};
             } else {
                 const int column = word * Shape::PER_WORD, unit = rank * Shape::OWNED + row % Shape::OWNED;
-                return {(size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
+                return {begin + (size_t(row / Shape::OWNED) * hidden + unit) * hidden + column,
                         column, row < Shape::ROWS && unit < hidden};
             }
         });
@@ -58,7 +62,7 @@ struct Multiplier {
                     const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
                     unsigned value = 0;
                     if (!Shape::BACKWARD && pass.state)
-                        value = load_word<Number>(pass.state, size_t(tile.begin(g) + s) * pass.hidden + column,
+                        value = load_word<Number>(pass.state, size_t(tile.row(tile.begin(g), s)) * pass.hidden + column,
                                                   pass.hidden - column, Shape::WHOLE_WORDS);
                     store_shared_4(smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
                                        s * Shape::SAMPLE_PITCH + 4 * word,
@@ -184,7 +188,7 @@ struct PushMultiplier {
     static_assert(TILES == 2, "a lane's sums of two tiles are 16 bytes of neighbouring units of an utterance");
     Weights<Number, DESTINATIONS * TILES, K_TILES> weights;
 
-    __device__ void load_weights(const Pass& pass) {
+    __device__ void load_weights(const Pass& pass, size_t begin) {
         const int rank = cluster_rank(), warp = threadIdx.x / 32;
         const auto word = [](int k, int q, int words) { return MMA_WORDS * k + words * q; };
         weights.load_permuted(pass, word, [=, hidden = pass.hidden](int row, int word) -> Place {
@@ -192,7 +196,8 @@ struct PushMultiplier {
             const int tile = row / MMA_ROWS, unit = row % 8 * 4 + tile % TILES * 2 + row % MMA_ROWS / 8;
             const int to = (DESTINATIONS * warp + tile / TILES) * Shape::OWNED + unit;
             const int column = rank * Shape::OWNED + word % Shape::OWN_WORDS * Shape::PER_WORD;
-            return {(size_t(to) * Shape::SENT + word / Shape::OWN_WORDS) * hidden + column, column, to < hidden};
+            return {begin + (size_t(to) * Shape::SENT + word / Shape::OWN_WORDS) * hidden + column, column,
+                    to < hidden};
         });
     }
 

@@ -8,7 +8,7 @@
 namespace ds2 {
 
 template <class Number_, class Cell_, int CLUSTER_, int OWNED_, int GROUPS_, int HEAD_TILES_, bool BACKWARD_,
-          bool WHOLE_WORDS_>
+          bool WHOLE_WORDS_, int DIRECTIONS_ = 1>
 struct ClusterShape {
     using Number = Number_;
     using Cell = Cell_;
@@ -20,6 +20,9 @@ struct ClusterShape {
     static constexpr int SENT = BACKWARD ? Cell::GATES : 1;  // vectors of its hidden units that a block sends
     static constexpr int ROWS = SUMS * OWNED;                // of the matrix that a block keeps, gate after gate
     static constexpr bool WHOLE_WORDS = WHOLE_WORDS_;  // every row of H elements starts on a word boundary
+    // 2: rows of both directions alternate in every array but the matrix, and the second hears an utterance from its end.
+    // There is a cluster for every tile then.
+    static constexpr int DIRECTIONS = DIRECTIONS_;
 
     static constexpr int PER_WORD = Number::PER_WORD;
     static constexpr int OWN_WORDS = OWNED / PER_WORD;  // of one vector of a block
@@ -103,13 +106,14 @@ struct ClusterShape {
     static constexpr int PARTIALS_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + FINISHERS;
 };
 
-// One tile: the utterances that a cluster runs together, in groups.
+// One tile: the utterances that a cluster runs together, in groups, in one direction.
 template <class Shape>
 struct Tile {
     using Number = typename Shape::Number;
     const Pass& pass;
     int first;  // utterance of the thread's own group: of the one that it finishes, or of group 0 if it multiplies
     int steps;  // frames of the longest
+    int direction = 0;
 
     static __device__ int own_unit() {
         return Shape::UNITS == 1 || threadIdx.x < THREADS ? 0 : (threadIdx.x - THREADS) / Shape::FINISHERS;
@@ -123,9 +127,30 @@ struct Tile {
     __device__ int iterations() const { return Shape::BACKWARD ? steps + 1 : steps; }
 
     __device__ explicit Tile(const Pass& pass)
-        : pass(pass), first((blockIdx.x / Shape::CLUSTER * Shape::GROUPS + own_group()) * pass.samples), steps(0) {}
+        : pass(pass), first((blockIdx.x / Shape::CLUSTER * Shape::GROUPS + own_group()) * pass.samples), steps(0) {
+        turn_around();
+    }
     __device__ bool exists() const { return begin(0) < pass.batch; }
     __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
+    // The second direction's tiles follow those of the first; no cluster has a tile of both.
+    __device__ void turn_around() {
+        if constexpr (Shape::DIRECTIONS > 1) {
+            const int full = Shape::GROUPS * pass.samples, past = (pass.batch + full - 1) / full * full;
+            if (direction == 0 && begin(0) >= past) direction = 1, first -= past;
+        }
+    }
+    // Of the matrix of its direction.
+    __device__ size_t first_element() const {
+        return Shape::DIRECTIONS == 1 ? 0 : size_t(direction * Shape::Cell::GATES) * pass.hidden * pass.hidden;
+    }
+    // Of (T, B, H) arrays, and with t = 0 of (B, H) arrays: the row of an utterance in the tile's direction.
+    __device__ unsigned row(int first, int s, int t = 0) const {
+        return unsigned(t * pass.batch + first + s) * Shape::DIRECTIONS + direction;  // T B < 2^31
+    }
+    // Where step t of an utterance lies in time; its padding stays where it is.
+    __device__ int frame_of(int t, int frames) const {
+        return Shape::DIRECTIONS > 1 && direction && t < frames ? frames - 1 - t : t;
+    }
 
     // All threads of the cluster: waits until no block uses the previous tile.
     __device__ void open() {

@@ -50,6 +50,14 @@ __device__ int next_pause(int pause, int rounds) {
     return rounds > 1 ? min(pause + LATER, LONGEST) : max(pause - SOONER, 0);
 }
 
+// For a warp that has read state `epoch` of all groups. Multiprocessors satisfy a warp's polls in their order; PTX does not
+// promise it: without a fence a poll of a slot might be given what lay there before it was emptied. Slots emptied after state
+// e are used again at e + SLOTS - EMPTY_EVERY - 1; a fence at any state from e + 1 until before that orders polls of them
+// behind the emptying, which the writer's own fence puts before e + 1.
+__device__ inline void order_polls(int epoch) {
+    if (epoch % EMPTY_EVERY == 3) fence_loads();
+}
+
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
 struct WaitLimit {
 #ifdef DS2_DEBUG_WAIT

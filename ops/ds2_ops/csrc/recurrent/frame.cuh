@@ -64,9 +64,9 @@ struct Frame {
         for (int e = 0; e < Shape::PER_WORD; e++)
             if (!Cell::CARRIES_H && e < valid) pass.last_carry[element() + e] = carry[e];
     }
-    __device__ void load_bias(float (&bias)[Shape::PER_WORD], int valid, bool whole_words) const {
-        const bool there = Cell::LAST_APART && !Shape::BACKWARD && pass.bias;
-        Number::unpack(there ? load_word<Number>(pass.bias, column(), valid, whole_words) : 0, bias);
+    __device__ void load_bias(float (&bias)[Shape::PER_WORD], int valid, bool whole_words, int direction = 0) const {
+        const bool there = Cell::CARRIES_H && !Shape::BACKWARD && pass.bias;
+        Number::unpack(there ? load_word<Number>(pass.bias, direction * pass.hidden + column(), valid, whole_words) : 0, bias);
     }
 };
 

@@ -159,6 +159,7 @@ struct GridMultiplier {
                 for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w, w == 0 && tile.groups == 1);
                 store_partial(c, turn, live);
                 block_arrive_or_wait(Shape::written(turn), Shape::SUM_THREADS);
+                if (at.group == tile.groups - 1) order_polls(at.epoch);
             }
     }
 

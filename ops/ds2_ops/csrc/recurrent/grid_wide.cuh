@@ -116,8 +116,10 @@ struct WidePoller : WideBlock<Shape> {
         int turn = 0;
         Turn at{0, 0};
         for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
-            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups))
+            for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
                 receive(at, turn, tile.live_of(at.group));
+                if (at.group == tile.groups - 1) order_polls(at.epoch);
+            }
     }
 
     // A lane has one utterance: units of 4 words of it.

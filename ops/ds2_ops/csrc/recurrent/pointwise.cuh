@@ -13,6 +13,13 @@ __device__ float apply_cell(float sum, const float& y, float clip) {
     return Shape::BACKWARD ? Cell::backward(sum, y, clip) : Cell::forward(sum, clip);
 }
 
+// Rounds in which the blocks exchange something in a step.
+template <class Cell>
+__device__ constexpr int cell_phases() {
+    if constexpr (Cell::GATES == 1) return 1;
+    else return Cell::PHASES;
+}
+
 // Words of each hidden unit that a pass reads and writes every step.
 template <class Cell, bool BACKWARD>
 __device__ constexpr int pass_inputs() {

@@ -11,7 +11,7 @@ template <class Number>
 __device__ unsigned load_word(const void* array, size_t element, int valid, bool whole_words) {
     const auto* at = static_cast<const typename Number::Storage*>(array) + element;
     if (valid <= 0) return 0;
-    if (Number::PER_WORD == 1 || whole_words) return __ldg(reinterpret_cast<const unsigned*>(at));
+    if (sizeof(typename Number::Storage) == 4 || whole_words) return __ldg(reinterpret_cast<const unsigned*>(at));
     return unsigned(__ldg(at)) | (valid > 1 ? unsigned(__ldg(at + 1)) << 16 : 0u);
 }
 
@@ -19,7 +19,7 @@ template <class Number>
 __device__ void store_word(void* array, size_t element, unsigned word, int valid, bool whole_words) {
     auto* at = static_cast<typename Number::Storage*>(array) + element;
     if (valid <= 0) return;
-    if (Number::PER_WORD == 1 || whole_words) {
+    if (sizeof(typename Number::Storage) == 4 || whole_words) {
         *reinterpret_cast<unsigned*>(at) = word;
         return;
     }

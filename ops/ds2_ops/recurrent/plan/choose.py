@@ -10,6 +10,7 @@ from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidd
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
 from ds2_ops.recurrent.plan.grid_wide import wide_choices
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.units import largest_units_hidden, units_choices
 
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
@@ -38,8 +39,8 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
     """
     if problem.dtype not in NUMBERS:
         raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
-    if problem.nonlinearity not in ALL or not ALL[problem.nonlinearity].kernels:
-        known = ", ".join(cell.name for cell in ALL.values() if cell.kernels)
+    if problem.nonlinearity not in ALL:
+        known = ", ".join(ALL)
         raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {known}: use backend='gemm'")
     if device.capability != (9, 0):
         major, minor = device.capability
@@ -48,7 +49,9 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
             "(H100, H200) and its clusters of 16 multiprocessors: use backend='gemm'"
         )
     sms = usable_sms(device, max_sms)
-    choices = cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
+    choices = units_choices(problem, device, sms)
+    if ALL[problem.nonlinearity].phases == 1:
+        choices += cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
     return choices
@@ -60,9 +63,22 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
+    if ALL[problem.nonlinearity].phases > 1 and problem.directions == 1:
+        even, odd = largest_units_hidden(problem, device, sms)
+        return (
+            f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be "
+            f"used on {device.name}, {problem.nonlinearity} has kernels for at most {even}, or {odd} if it is odd; use "
+            "reset_after=True, a smaller size, or backend='gemm'"
+        )
     gates = ALL[problem.nonlinearity].gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
     times = f"{gates} x " if gates > 1 else ""
+    if problem.directions > 1:
+        return (
+            f"both directions of hidden size {problem.hidden} in {problem.dtype} need clusters of 8 or 16 of the {sms} "
+            f"multiprocessors that may be used on {device.name}, which keep at most {times}{largest_cluster} x "
+            f"{largest_cluster} weights: run one direction after the other"
+        )
     if problem.hidden > largest_cluster:
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: a cluster of 16 multiprocessors keeps at "
@@ -77,7 +93,12 @@ def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) 
 
 
 def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each."""
+    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each.
+
+    None in two directions at once: each of them takes the whole chip.
+    """
+    if problem.directions > 1:
+        return []
     return narrow_choices(problem, device, sms) + wide_choices(problem, device, sms)
 
 

@@ -35,17 +35,24 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         # Row tiles of the first of two parts, which is not the smaller one; a unit's gates stay together.
         heads = range(-(-m_tiles // 2), m_tiles) if cell.gates == 1 else ()
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
-            for samples in _sample_counts(problem.batch, clusters, groups):
+            for samples in _sample_counts(problem, clusters, groups):
                 choice = _choice(problem, cluster, clusters, owned, groups, head_tiles, samples)
-                if choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                # With two directions every tile has its cluster: the chip, not the launch, holds some back.
+                free = choice.launch.grid <= cluster * clusters or clusters == device.active_clusters[cluster]
+                if free and choice.launch.smem_bytes <= device.smem_bytes_per_block:
                     found.append(choice)
     return found
 
 
-def _sample_counts(batch: int, clusters: int, groups: int) -> list[int]:
-    """How many utterances a group may have: spread over all clusters, or more, which takes fewer clusters or tiles."""
-    spread = min(MMA_SAMPLES, -(-batch // (clusters * groups)))
-    return [spread, *(samples for samples in (2, 4, 8) if spread < samples <= -(-batch // groups))]
+def _sample_counts(problem: Problem, clusters: int, groups: int) -> list[int]:
+    """How many utterances a group may have: spread over all clusters, or more, which takes fewer clusters or tiles.
+
+    Two directions share the clusters, or all clusters take one and then the other.
+    """
+    batch, shares = problem.batch, range(clusters // problem.directions or 1, clusters + 1)
+    spread, *others = {min(MMA_SAMPLES, -(-batch // (share * groups))): None for share in (shares[-1], shares[0])}
+    counts = [spread, *(samples for samples in (2, 4, 8) if spread < samples <= -(-batch // groups))]
+    return [*counts, *(samples for samples in others if samples not in counts)]
 
 
 def cluster_units(
@@ -89,7 +96,7 @@ def _choice(
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     words = owned // per_word
     m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
-    tiles = -(-problem.batch // (samples * groups))
+    tiles = problem.directions * -(-problem.batch // (samples * groups))
     parts = 1 if head_tiles == m_tiles else 2
     head_words = words if parts == 1 else head_tiles * MMA_ROWS // per_word
     units = groups * parts
@@ -97,13 +104,16 @@ def _choice(
     smem_bytes = _smem_bytes(problem, cell, cluster, sent * words, m_tiles, k_split, head_words, groups, units)
     flags = (problem.backward, problem.hidden % per_word == 0)
     numbers = (cluster, owned, groups, head_tiles, *(str(flag).lower() for flag in flags))
+    if problem.directions > 1:
+        numbers = (*numbers, problem.directions)
     shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    threads = THREADS + units * FINISHERS
     return Choice(
         design="cluster",
         launch=Launch(
-            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, exchange=False),
-            threads=THREADS + units * FINISHERS,
-            grid=cluster * min(tiles, clusters),
+            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, exchange=False),
+            threads=threads,
+            grid=cluster * (tiles if problem.directions > 1 else min(tiles, clusters)),
             cluster=cluster,
             smem_bytes=smem_bytes,
         ),

@@ -4,9 +4,12 @@ import functools
 import operator
 from collections.abc import Sequence
 
+from ds2_ops.jit.build import LAUNCH_REGISTERS
 from ds2_ops.jit.source import Argument, Source, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, Choice, Problem
+
+REGISTER_FILE = 65536  # of a multiprocessor, in 32 bits
 
 _PASS = parameters(
     """const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths,
@@ -19,9 +22,22 @@ _EXCHANGE = parameters("unsigned* exchange")  # of the whole-chip designs, whose
 
 
 def kernel(
-    header: str, function: str, shape: str, cell: Cell | GatedCell, smem_bytes: int, *, exchange: bool
+    header: str,
+    function: str,
+    shape: str,
+    cell: Cell | GatedCell,
+    smem_bytes: int,
+    *,
+    threads: int,
+    exchange: bool,
+    hands_registers: bool = True,
 ) -> Source:
-    """Write the kernel that is `function<shape>` of a header of csrc/recurrent, and hold it to what was planned."""
+    """Write the kernel that is `function<shape>` of a header of csrc/recurrent, and hold it to what was planned.
+
+    If its warps hand each other registers, they are counted from what a block of so many threads has when it starts:
+    were it compiled to fewer, some would wait for ever for theirs. `build` holds the compiler to that.
+    """
+    counted = f"constexpr int {LAUNCH_REGISTERS} = {REGISTER_FILE // threads // 8 * 8};\n" if hands_registers else ""
     members = _PASS if cell.gates == 1 else (*_PASS, *_GATES)
     arguments = f"{{{names(members)}}}"
     return translation_unit(
@@ -30,6 +46,8 @@ def kernel(
         f"    ds2::{function}<Shape>({arguments}{', exchange' if exchange else ''});\n",
         ahead=f"using Shape = ds2::{shape};\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
+        f'static_assert(Shape::ALL_THREADS == {threads}, "the planner and {header} disagree on threads");\n'
+        f"{counted}"
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
@@ -65,14 +83,14 @@ def common(addresses: Sequence[int]) -> int:
 def array_bytes(problem: Problem, frames: int) -> list[int]:
     """Sizes of the arrays whose addresses `pass_arguments` takes, 0 for those that a pass can do without."""
     cell, size = ALL[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
-    state = problem.batch * problem.hidden * size
-    rows, matrix = frames * state, problem.hidden**2 * size * cell.gates
+    state = problem.directions * problem.batch * problem.hidden * size
+    rows, matrix = frames * state, problem.directions * problem.hidden**2 * size * cell.gates
     of_gates = rows * cell.gates
     output_y = rows if problem.backward and cell.gates == 1 else 0
     ends = (rows, of_gates) if problem.backward else (of_gates, rows)
     sizes = [ends[0], output_y, matrix, 0, 0, ends[1], state]
     if cell.gates == 1:
         return sizes
-    carry = problem.batch * problem.hidden * 4 if cell.carries_c else 0
+    carry = problem.directions * problem.batch * problem.hidden * 4 if cell.carries_c else 0
     result_last = rows if problem.backward and cell.last_apart else 0
     return [*sizes, rows * cell.saved, 0, carry, carry, result_last]

@@ -22,6 +22,7 @@ MOST_WAVE = 6  # 16-byte loads that a lane has under way together
 REGISTERS = 208  # of a multiplying thread
 OTHER_REGISTERS = 28  # of these, neither weights nor sums nor chunks of the state
 PASSING_REGISTERS = 16  # and more where weights or chunks come in turns
+ALL_THREADS = THREADS + 2 * FINISHERS  # some multiply, some add, some finish
 MOST_ROW_TILES = 11  # more sums than that spill
 CLUSTERS = (2, 4, 6, 8)  # blocks that split K between them
 MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
@@ -98,8 +99,8 @@ def _choice(
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, exchange=True),
-            threads=THREADS + 2 * FINISHERS,  # the others add
+            kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, threads=ALL_THREADS, exchange=True),
+            threads=ALL_THREADS,
             grid=blocks,
             cluster=cluster,
             smem_bytes=smem_bytes,

@@ -64,7 +64,7 @@ def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, mo
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, exchange=True),
+            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=2 * THREADS, exchange=True),
             threads=2 * THREADS,
             grid=used * cluster,
             cluster=cluster,

@@ -14,7 +14,9 @@ from importlib import resources
 from ds2_ops.recurrent.plan.work import Work
 
 Constants = dict[str, dict[str, float]]
-EXCHANGE_US = {"cluster8": 0.228, "cluster16": 0.277}  # of a step's chain, a message's way: measured alone, one word
+# Of a step's chain, a message's way: measured alone, one word.
+EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
+EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two not measured: as of 8
 UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
@@ -31,12 +33,15 @@ class Processor:
 def kind(work: Work) -> str:
     """Name what has constants of its own."""
     how = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
+    how += " phases" if work.phases > 1 else ""
     return f"{work.layout}{how}{' gates' if work.sums * work.sent > 1 else ''}"
 
 
 def terms(work: Work) -> dict[str, float]:
     """Count what a step of a tile consists of, each in its unit."""
-    if work.layout.startswith("cluster"):
+    if work.layout.startswith("units"):
+        found = _units_terms(work)
+    elif work.layout.startswith("cluster"):
         found = _cluster_terms(work)
     else:
         found = _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
@@ -84,6 +89,20 @@ def _cluster_terms(work: Work) -> dict[str, float]:
         "samples": work.samples,
         "split words": work.split_words,
         "split idle": work.split_words * max(0.0, 1 - products / MOST_PRODUCTS),  # loads that no products hide
+    }
+
+
+def _units_terms(work: Work) -> dict[str, float]:
+    return {
+        "step": 1.0,
+        "products": work.m_tiles * work.k_tiles * work.rounds,  # of a sub-core
+        "warps": work.rounds,
+        "words": (work.cluster - 1) * work.samples * work.sent * work.words,
+        "columns": work.samples > 4,  # a lane finishes two utterances
+        "idle": work.samples < 4,  # some have none
+        "split idle": work.split_words * (work.samples < 4),
+        "samples": work.samples,
+        "split words": work.split_words,
     }
 
 

@@ -57,13 +57,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Problem:
-    """One pass of one recurrence: ``batch`` utterances, ``hidden`` units, dtype "bfloat16" | "float16" | "float32"."""
+    """One pass of one recurrence: ``batch`` utterances, ``hidden`` units, dtype "bfloat16" | "float16" | "float32".
+
+    With two ``directions`` both run in one launch, each with its own matrix.
+    """
 
     batch: int
     hidden: int
     dtype: str
     nonlinearity: str
     backward: bool
+    directions: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Choice:
         exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
     """
 
-    design: Literal["cluster", "grid"]
+    design: Literal["cluster", "grid", "units"]
     launch: Launch
     rows: int
     samples: int

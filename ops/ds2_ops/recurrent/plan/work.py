@@ -21,6 +21,7 @@ class Work:
         state_words: of one utterance's state that a block reads.
         smem_k_tiles: of `k_tiles`, with weights in shared memory.
         split_words: whether rows of arrays start between words, which costs loads that nothing hides.
+        phases: rounds in which blocks exchange something in a step.
         sums, sent: numbers of a unit that are added up, and that travel, in a step: 1 but for cells with gates.
     """
 
@@ -41,3 +42,4 @@ class Work:
     split_words: bool = False
     sums: int = 1
     sent: int = 1
+    phases: int = 1

@@ -30,18 +30,12 @@ on_every_target = pytest.mark.parametrize(("device", "backend"), TARGETS)
 each_cell = pytest.mark.parametrize("cell", GATED)
 
 
-def skip_without_kernels(cell: str, backend: str) -> None:
-    if backend == "persistent" and not GATED[cell].kernels:
-        pytest.skip("no kernels for it")
-
-
 @on_every_target
 @each_cell
 @pytest.mark.parametrize("ragged", [False, True])
 def test_error_is_at_most_twice_that_of_stock_pytorch(
     device: torch.device, backend: str, cell: str, ragged: bool
 ) -> None:
-    skip_without_kernels(cell, backend)
     for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
         lengths = ragged_lengths(shape[0], shape[1]).to(device) if ragged else None
         given = problem(cell, shape, device, dtype)
@@ -97,7 +91,6 @@ def test_agrees_with_torch_nn(device: torch.device, backend: str, cell: str) -> 
 @on_every_target
 @each_cell
 def test_a_split_in_time_gives_the_same_bits(device: torch.device, backend: str, cell: str) -> None:
-    skip_without_kernels(cell, backend)
     for dtype in (torch.float32, torch.bfloat16):
         (x, *others), _ = problem(cell, (5, 3, 40), device, dtype)
         weight_hh, bias, h0, c0 = others
@@ -113,7 +106,6 @@ def test_a_split_in_time_gives_the_same_bits(device: torch.device, backend: str,
 @on_every_target
 @each_cell
 def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str, cell: str) -> None:
-    skip_without_kernels(cell, backend)
     frames, batch, hidden = 6, 5, 40
     lengths = ragged_lengths(frames, batch).to(device)
     (x, *others), (grad_y, *last) = problem(cell, (frames, batch, hidden), device, torch.bfloat16)
@@ -134,7 +126,6 @@ def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str
 @on_every_target
 @each_cell
 def test_without_gradients_the_same_bits(device: torch.device, backend: str, cell: str) -> None:
-    skip_without_kernels(cell, backend)
     inputs, cotangents = problem(cell, (4, 3, 24), device, torch.bfloat16)
     with torch.no_grad():
         alone = gated(cell, *inputs, None, backend=backend)
@@ -228,9 +219,10 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
+@each_cell
 def test_a_cuda_graph_replays_the_same_bits(cell: str) -> None:
-    inputs, cotangents = problem(cell, (8, 9, 512), CUDA, torch.bfloat16)
+    shape = (8, 9, 256 if cell == "gru_before" else 512)
+    inputs, cotangents = problem(cell, shape, CUDA, torch.bfloat16)
     lengths = ragged_lengths(8, 9).to(CUDA).int()
 
     def step() -> list[Tensor]:

@@ -9,6 +9,7 @@ from ds2_ops.recurrent.gated import gemm, persistent
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
+from ds2_ops.recurrent.plan.units import units_choices
 from support.chip import Faults, patch, small_chip
 from support.gated_cases import in_float64, problem
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
@@ -28,9 +29,9 @@ Tile = tuple[str, int, int, int]
 def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
     design, cluster, clusters, groups = tile
     facts = small_chip({cluster: clusters})
-    make = cluster_choices if design == "cluster" else grid_choices
+    make = {"cluster": cluster_choices, "grid": grid_choices, "units": units_choices}[design]
     choices = make(Problem(batch, hidden, "bfloat16", cell, backward), facts, facts.sms)
-    return next(choice for choice in choices if choice.groups == groups)
+    return next(choice for choice in choices if choice.groups == groups and choice.launch.cluster == cluster)
 
 
 def wrong_results(
@@ -68,6 +69,11 @@ CASES = [
     pytest.param("lstm", ("cluster", 8, 1, 1), (5, 3, 250), id="lstm that pushes"),
     pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
     pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
+    pytest.param("lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles"),
+    pytest.param("lstm", ("units", 2, 1, 1), (4, 5, 60), id="lstm, units of a cluster, two columns a lane"),
+    pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, one multiprocessor"),
+    pytest.param("gru_before", ("units", 1, 2, 1), (4, 3, 65), id="reset before, one multiprocessor, two tiles"),
+    pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
     pytest.param("lstm", ("grid", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
     pytest.param("gru_after", ("grid", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
 ]
@@ -90,6 +96,28 @@ FAULTS = [
     pytest.param(("recurrent/cells.cuh", "= before * f", "= tanh_c * f"), False, id="c of the wrong frame"),
     pytest.param((CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap"),
 ]
+UNITS = "recurrent/units.cuh"
+UNITS_FAULTS = [
+    pytest.param(
+        "gru_before", 1, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), True, id="no barrier of the block"
+    ),
+    pytest.param(
+        "gru_before",
+        2,
+        (UNITS, "barrier_wait(barrier(epoch), parity", "if (false) barrier_wait(0, parity"),
+        True,
+        id="no wait",
+    ),
+    pytest.param(
+        "gru_before", 2, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), False, id="other bytes"
+    ),
+    pytest.param(
+        "lstm", 1, (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"), False, id="carry of padding"
+    ),
+    pytest.param(
+        "gru_before", 1, ("recurrent/cells.cuh", "carry += q * slope[3];", ""), False, id="no gradient of r h"
+    ),
+]
 
 
 @pytest.mark.parametrize(("fault", "forward"), FAULTS)
@@ -103,5 +131,17 @@ def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, ch
     assert wrong
 
 
-def test_every_cell_with_kernels_is_run_here() -> None:
-    assert {case.values[0] for case in CASES} == {name for name, cell in GATED.items() if cell.kernels}
+@pytest.mark.parametrize(("cell", "cluster", "fault", "forward"), UNITS_FAULTS)
+def test_planted_faults_of_small_layers_are_found(
+    cell: str, cluster: int, fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
+) -> None:
+    faults = ((fault,), ()) if forward else ((), (fault,))
+    try:
+        wrong = wrong_results(chip, cell, ("units", cluster, 1, 1), (5, 2, 40), faults)
+    except AssertionError:
+        return  # the emulation itself saw it
+    assert wrong
+
+
+def test_every_cell_is_run_here() -> None:
+    assert {case.values[0] for case in CASES} == set(GATED)

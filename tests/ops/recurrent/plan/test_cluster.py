@@ -1,8 +1,10 @@
 """Tiles of the cluster design, without a GPU: they fit, and compile without spills."""
 
 import pytest
-from ds2_ops.jit.build import build
+from ds2_ops.jit import build as builder
+from ds2_ops.jit.build import build, check_registers
 from ds2_ops.recurrent.cells import CELLS, GATED
+from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -11,6 +13,7 @@ from ds2_ops.recurrent.plan.problem import (
     THREADS,
     Choice,
     DeviceFacts,
+    DoesNotFit,
     Problem,
 )
 from hypothesis import given
@@ -62,6 +65,22 @@ def assert_no_spills(choice: Choice) -> None:
     assert binary.registers == launched, "what setmaxnreg moves is counted from these"
 
 
+@pytest.mark.parametrize("hidden", [512, 1152, 1760, 2560])  # of every design
+def test_a_kernel_compiled_to_other_registers_than_its_warps_share_is_refused(
+    hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "compiler_version", lambda: "nvrtc 0.0")
+    for choice in space(problem(hidden, 64), H200):
+        launched = 65536 // choice.launch.threads // 8 * 8
+        check_registers(choice.launch.source.text, launched)
+        with pytest.raises(RuntimeError, match=f"to {launched - 8} registers a thread; its warps count on {launched}"):
+            check_registers(choice.launch.source.text, launched - 8)
+
+
+def test_kernels_that_share_no_registers_may_have_any() -> None:
+    check_registers('extern "C" __global__ void ds2_kernel() {}', 7)
+
+
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
@@ -84,7 +103,7 @@ def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool)
         assert_no_spills(choice)
 
 
-@pytest.mark.parametrize("cell", [name for name, cell in GATED.items() if cell.kernels])
+@pytest.mark.parametrize("cell", [name for name, cell in GATED.items() if cell.phases == 1])
 def test_largest_tile_with_gates_compiles_without_spills(cell: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     largest = largest_cluster_hidden("bfloat16", GATED[cell].gates)
@@ -94,3 +113,29 @@ def test_largest_tile_with_gates_compiles_without_spills(cell: str) -> None:
         two_groups = next(choice for choice in choices if choice.groups == 2)
         assert_no_spills(choices[0])
         assert_no_spills(two_groups)
+
+
+@pytest.mark.parametrize("cell", ["clipped_relu", *(name for name, cell in GATED.items() if cell.phases == 1)])
+def test_tiles_of_both_directions_compile_without_spills(cell: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for backward in (False, True):
+        for choice in cluster_choices(Problem(130, 512, "bfloat16", cell, backward, 2), H200, H200.sms)[::3]:
+            assert_no_spills(choice)
+
+
+@given(batch=st.integers(1, 400), hidden=st.integers(1, 512), max_sms=st.one_of(st.none(), st.integers(16, 132)))
+def test_both_directions_have_a_cluster_a_tile(batch: int, hidden: int, max_sms: int | None) -> None:
+    allowed = max_sms or H200.sms
+    for choice in cluster_choices(Problem(batch, hidden, "bfloat16", "lstm", False, 2), H200, allowed):
+        tiles = 2 * -(-batch // (choice.samples * choice.groups))
+        assert choice.launch.grid == choice.launch.cluster * tiles
+        at_once = min(H200.active_clusters[choice.launch.cluster], allowed // choice.launch.cluster)
+        assert choice.work.tiles == -(-tiles // at_once)
+        # What may not take the whole chip has no clusters in waiting, which would take what is not theirs.
+        assert choice.launch.grid <= allowed or at_once == H200.active_clusters[choice.launch.cluster]
+
+
+def test_both_directions_where_none_fit_say_so() -> None:
+    message = r"both directions of hidden size 700 in bfloat16 .* one direction after the other"
+    with pytest.raises(DoesNotFit, match=message):
+        space(Problem(4, 700, "bfloat16", "lstm", False, 2), H200)

@@ -1,0 +1,134 @@
+"""Tiles of the design for small layers, whose warps own hidden units with all of K, on one multiprocessor or a few."""
+
+from dataclasses import replace
+
+from ds2_ops.jit.launch import Launch
+from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.plan.entry import kernel
+from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.work import Work
+
+MOST_WARPS, MOST_REGISTERS = 32, 255  # of a block, of a thread
+PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
+
+
+def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
+    """Every tile of this design that can run this problem on ``sms`` multiprocessors; none for two directions."""
+    found: list[Choice] = []
+    if problem.directions > 1:
+        return found
+    for cluster in (1, 2, 4, 8, 16):
+        clusters = sms if cluster == 1 else min(device.active_clusters.get(cluster, 0), sms // cluster)
+        if clusters == 0:
+            continue
+        spread = -(-problem.batch // clusters)
+        for samples in {min(spread, 8), *(s for s in (2, 4, 8) if spread < s <= problem.batch)}:
+            choice = _choice(problem, device, cluster, clusters, samples)
+            if choice is not None:
+                found.append(choice)
+    return found
+
+
+def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tuple[int, int]:
+    """The largest hidden sizes, even and odd, whose both passes this design can run."""
+
+    def fits(hidden: int) -> bool:
+        passes = (replace(problem, batch=1, hidden=hidden, backward=backward) for backward in (True, False))
+        return all(units_choices(one, device, sms) for one in passes)
+
+    even, odd = 0, -1
+    while fits(even + 2):
+        even += 2
+    while fits(odd + 2):
+        odd += 2
+    return even, odd
+
+
+def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
+    number, per_word = NUMBERS[problem.dtype]
+    cell = ALL[problem.nonlinearity]
+    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
+    warp_units = 16 if sums == 1 else 8
+    step = warp_units if cluster == 1 else PAIR_WORDS * per_word
+    owned = -(-problem.hidden // (cluster * step)) * step
+    warps = owned // warp_units
+    words = -(-owned // per_word // PAIR_WORDS) * PAIR_WORDS
+    columns = 1 if samples <= 4 else 2
+    k_tiles = cluster * words * sent // MMA_WORDS
+    warps_of_sub_core = -(-warps // 4)  # of four, each with a quarter of the registers
+    most = min(MOST_REGISTERS, device.registers // (128 * warps_of_sub_core) // 8 * 8)
+    # A lane's two units, if it has two, may share a word.
+    lane_words = 2 if warp_units == 16 and (per_word == 1 or problem.hidden % per_word != 0) else 1
+    if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns, lane_words) > most:
+        return None
+    smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns, lane_words)
+    if smem_bytes > device.smem_bytes_per_block:
+        return None
+    tiles = -(-problem.batch // samples)
+    blocks = cluster * min(tiles, clusters)
+    flags = (problem.backward, problem.hidden % per_word == 0)
+    numbers = (cluster, warps, columns, *(str(flag).lower() for flag in flags))
+    shape = f"UnitsShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
+    return Choice(
+        design="units",
+        launch=Launch(
+            kernel(
+                "units.cuh",
+                "units_recurrence",
+                shape,
+                cell,
+                smem_bytes,
+                threads=32 * warps,
+                exchange=False,
+                hands_registers=False,
+            ),
+            threads=32 * warps,
+            grid=blocks,
+            cluster=cluster,
+            smem_bytes=smem_bytes,
+        ),
+        rows=sums * owned,
+        samples=samples,
+        groups=1,
+        work=Work(
+            layout=f"units{cluster}",
+            backward=problem.backward,
+            split_words=problem.hidden % per_word != 0,
+            tiles=-(-tiles // clusters),
+            m_tiles=1 if sums == 1 else -(-sums // 2),
+            k_tiles=k_tiles,
+            words=words,
+            head_words=words,
+            samples=samples,
+            groups=1,
+            cluster=cluster,
+            blocks=blocks,
+            rounds=warps_of_sub_core,
+            state_words=cluster * sent * words,
+            sums=sums,
+            sent=sent,
+            phases=cell.phases,
+        ),
+    )
+
+
+def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:
+    """What a thread needs to keep weights and the loop without spills: as compiled, of every tile."""
+    weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
+    wide = columns - 1
+    if cell.gates == 1:
+        return weights + 64 + wide * (8 + 40 * (lane_words - 1))
+    if backward:
+        return weights + (60 + 72 * wide if lane_words == 1 else 96 + 84 * wide)
+    return weights + 64 - 4 * (cell.gates == 4) + 12 * (cell.phases - 1) + 24 * wide
+
+
+def _smem_bytes(
+    problem: Problem, cell: Cell | GatedCell, cluster: int, warps: int, words: int, columns: int, lane_words: int
+) -> int:
+    """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
+    vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
+    state_bytes = cluster * 4 * columns * ((4 * vectors * words + 63) // 128 * 128 + 64)
+    read_back = 2 if cell.gates == 1 else 1 + cell.saved
+    inputs = read_back if problem.backward else cell.gates
+    return 2 * state_bytes + 8 // columns * columns * lane_words * inputs * 32 * warps * 4 + 16

@@ -1,0 +1,77 @@
+"""Tiles of the design for small layers, without a GPU: they fit, and compile without spills."""
+
+import pytest
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.plan.choose import choose
+from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.units import units_choices
+from hypothesis import given
+from hypothesis import strategies as st
+from support.persistent_cases import one_a_kernel
+
+H200 = DeviceFacts()
+
+
+@given(
+    hidden=st.integers(1, 600),
+    batch=st.integers(1, 1000),
+    dtype=st.sampled_from(sorted(NUMBERS)),
+    cell=st.sampled_from(sorted(ALL)),
+    backward=st.booleans(),
+    sms=st.integers(1, H200.sms),
+)
+def test_every_launch_fits_the_device_and_covers_the_problem(
+    hidden: int, batch: int, dtype: str, cell: str, backward: bool, sms: int
+) -> None:
+    choices = units_choices(Problem(batch, hidden, dtype, cell, backward), H200, sms)
+    assert choices or hidden > 64
+    assert len({choice.name for choice in choices}) == len(choices)
+    for choice in choices:
+        launch = choice.launch
+        assert launch.grid <= sms and launch.grid % launch.cluster == 0
+        assert launch.cluster == 1 or launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
+        assert choice.step_us > 0
+        assert launch.smem_bytes <= H200.smem_bytes_per_block and launch.threads <= 1024
+        assert choice.rows * launch.cluster >= hidden * (1 if backward else ALL[cell].gates)
+        assert launch.grid // launch.cluster * choice.samples * choice.work.tiles >= batch
+
+
+@pytest.mark.parametrize(("cell", "hidden"), [("lstm", 128), ("gru_after", 128), ("gru_before", 96), ("relu", 256)])
+def test_the_largest_on_one_multiprocessor_and_one_past_it(cell: str, hidden: int) -> None:
+    def alone(hidden: int) -> bool:
+        return all(units_choices(Problem(4, hidden, "bfloat16", cell, backward), H200, 1) for backward in (False, True))
+
+    assert alone(hidden)
+    assert not alone(hidden + 1)
+
+
+def test_a_cell_with_two_phases_that_does_not_fit_names_the_way_out() -> None:
+    with pytest.raises(DoesNotFit, match=r"hidden size 257 in bfloat16 does not fit.* at most 256.* reset_after=True"):
+        choose(Problem(4, 257, "bfloat16", "gru_before", True), H200)
+
+
+def assert_no_spills(choice: Choice) -> None:
+    binary = build(choice.launch.source.text)
+    assert binary.local_bytes == 0, choice.launch.source.text
+    assert binary.registers * choice.launch.threads <= 65536
+
+
+@pytest.mark.parametrize(
+    ("cell", "hidden", "backward"), [("lstm", 128, False), ("lstm", 192, True), ("gru_before", 256, True)]
+)
+def test_largest_tiles_compile_without_spills(cell: str, hidden: int, backward: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert_no_spills(units_choices(Problem(4, hidden, "bfloat16", cell, backward), H200, H200.sms)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("cell", ALL)
+def test_every_tile_compiles_without_spills(cell: str, dtype: str, backward: bool) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    hiddens = (*range(32, 641, 32), 77)
+    problems = [Problem(64, hidden, dtype, cell, backward) for hidden in hiddens]
+    for choice in one_a_kernel([choice for one in problems for choice in units_choices(one, H200, H200.sms)]):
+        assert_no_spills(choice)

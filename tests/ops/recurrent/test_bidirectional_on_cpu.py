@@ -1,0 +1,103 @@
+"""Both directions in one launch: the kernels' own source on a CPU, with slow warps and late messages."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ds2_ops.recurrent.bidirectional import backward_data, bidirectional, forward
+from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops.recurrent.plan.cluster import cluster_choices
+from ds2_ops.recurrent.plan.problem import Choice, Problem
+from support.chip import Faults, patch, small_chip
+from support.op_cases import CPU, draw, nan_filled_memory, outputs_and_gradients, ragged_lengths, relative_error
+from torch import Tensor
+
+CLIP = 1.0
+Tile = tuple[int, int, int]  # blocks of a cluster, clusters of the chip, groups
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """See `support.chip.patch`."""
+    return patch(monkeypatch)
+
+
+def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
+    cluster, clusters, groups = tile
+    facts = small_chip({cluster: clusters})
+    choices = cluster_choices(Problem(batch, hidden, "bfloat16", cell, backward, 2), facts, facts.sms)
+    return next(choice for choice in choices if choice.groups == groups)
+
+
+def wrong_results(
+    chip: Callable[..., None], cell: str, tile: Tile, shape: tuple[int, int, int], faults: tuple[Faults, Faults]
+) -> list[str]:
+    """Which of y and grad_x has an error that is not at most twice that of plain autograd in bfloat16."""
+    frames, batch, hidden = shape
+    gates = ALL[cell].gates
+    x = draw(1, frames, batch, 2, gates * hidden, device=CPU, dtype=torch.bfloat16)
+    weight = draw(2, 2, gates * hidden, hidden, device=CPU, dtype=torch.bfloat16, scale=0.9 * hidden**-0.5)
+    bias = draw(3, 2, hidden, device=CPU, dtype=torch.bfloat16) if cell == "gru_after" else None
+    grad_y = draw(4, frames, batch, 2, hidden, device=CPU, dtype=torch.bfloat16)
+    lengths = ragged_lengths(frames, batch).to(torch.int32)
+    with nan_filled_memory():
+        chip(the_choice(tile, cell, batch, hidden, False), 1, faults[0])
+        y, saved = forward(x, weight, bias, lengths, cell, CLIP, None, True)
+        chip(the_choice(tile, cell, batch, hidden, True), 2, faults[1])
+        grad_x, _ = backward_data(grad_y, y, saved, weight, lengths, cell, CLIP, None)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        def op(x: Tensor) -> Tensor:
+            given = (weight.to(dtype), None if bias is None else bias.to(dtype), lengths)
+            return bidirectional(cell, x, *given, clip=CLIP, backend="reference")
+
+        return outputs_and_gradients(op, [x.to(dtype)], [grad_y.to(dtype)])
+
+    results = zip(("y", "grad_x"), (y, grad_x), plain(torch.bfloat16), plain(torch.float64), strict=True)
+    return [n for n, our, stock, true in results if not relative_error(our, true) <= 2 * relative_error(stock, true)]
+
+
+# One cluster a direction, or several; odd rows, two groups of which one may be empty, units that push.
+CASES = [
+    pytest.param("lstm", (8, 1, 1), (3, 2, 40), id="lstm"),
+    pytest.param("gru_after", (8, 2, 2), (4, 3, 33), id="gru, odd rows, two groups"),
+    pytest.param("tanh", (8, 2, 1), (5, 3, 60), id="a cell without gates"),
+    pytest.param("lstm", (8, 1, 2), (3, 1, 250), id="pushing, an empty group", marks=pytest.mark.slow),
+    pytest.param("lstm", (16, 1, 2), (4, 1, 250), id="an empty group"),
+    pytest.param("gru_after", (8, 2, 1), (4, 9, 250), id="gru, two tiles a direction", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cell", "tile", "shape"), CASES)
+def test_slow_warps_and_late_messages_change_nothing(
+    cell: str, tile: Tile, shape: tuple[int, int, int], chip: Callable[..., None]
+) -> None:
+    assert not wrong_results(chip, cell, tile, shape, ((), ()))
+
+
+SHAPE, CLUSTER = "cluster_shape.cuh", "cluster.cuh"
+SMALL = ((8, 1, 2), (4, 3, 40))
+FAULTS = [
+    pytest.param((SHAPE, "? frames - 1 - t", "? pass.frames - 1 - t"), SMALL, id="padding is heard first"),
+    pytest.param((SHAPE, "* Shape::DIRECTIONS + direction;", "* Shape::DIRECTIONS;"), SMALL, id="the first's rows"),
+    pytest.param((CLUSTER, "Tile<Shape>(pass).first_element()", "0"), SMALL, id="the first's weights"),
+    pytest.param((SHAPE, "(pass.batch + full - 1) / full * full", "pass.batch"), SMALL, id="tiles of both overlap"),
+]
+
+
+@pytest.mark.parametrize(("fault", "where"), FAULTS)
+def test_planted_faults_are_found(
+    fault: tuple[str, str, str], where: tuple[Tile, tuple[int, int, int]], chip: Callable[..., None]
+) -> None:
+    header, right, wrong = fault
+    planted = ((f"recurrent/{header}", right, wrong),)
+    try:
+        found = wrong_results(chip, "lstm", *where, (planted, planted))
+    except AssertionError:
+        return  # the emulation itself saw it
+    assert found
+
+
+def test_a_cell_of_every_kind_is_run_here() -> None:
+    run = {case.values[0] for case in CASES}
+    assert {name for name, cell in GATED.items() if cell.phases == 1} < run

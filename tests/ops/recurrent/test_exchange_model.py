@@ -1,0 +1,205 @@
+"""The protocol of csrc/recurrent/exchange.cuh as a small machine, all of whose interleavings are walked through.
+
+Two clusters, each a thread that publishes and empties one word a state, and two warps, each of which polls one
+cluster's words. Stores of a thread become visible in any order, but those to one word in theirs; a fence waits for all.
+Loads of a warp are either satisfied in order, as multiprocessors issue them, or as early as PTX allows: any time after
+the last fence. What must hold: a warp never takes a word of another state, and nobody waits for ever. A pause before a
+poll is no part of it: a warp may poll at any time, so also late.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from support.kernel_on_cpu import CSRC
+
+EMPTY = -1
+CLUSTERS = (0, 1)
+WARPS = tuple((own, other) for own in CLUSTERS for other in CLUSTERS)  # of a cluster, polling another's words
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What the header says, in small, and what may be wrong with it.
+
+    Attributes:
+        slots, every: SLOTS and EMPTY_EVERY.
+        kept: after publishing e, states up to e - kept are emptied.
+        ordered: the polls of a warp are satisfied in order.
+        fenced_after: warps pass a fence after the states e with e % every == fenced_after; None: never.
+        writer_fences: whoever empties fences before it publishes again.
+        consumes: a cluster publishes a state when all of its warps have read the one before.
+        states: that are exchanged.
+    """
+
+    slots: int = 5
+    every: int = 2
+    kept: int = 2
+    ordered: bool = False
+    fenced_after: int | None = 0
+    writer_fences: bool = True
+    consumes: bool = True
+    states: int = 9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A state of everything: words in memory, stores under way, what warps have read or been given early."""
+
+    memory: tuple[tuple[int, ...], ...]
+    stores: tuple[tuple[tuple[int, int], ...], ...]  # of a cluster: (slot, value), oldest first
+    next_state: tuple[int, ...]  # that a cluster publishes
+    fencing: tuple[bool, ...]
+    reading: tuple[int, ...]  # the state that a warp polls for
+    early: tuple[tuple[tuple[int, int], ...], ...]  # (state, value): loads that were satisfied before their turn
+
+
+def put(values: tuple, place: int, value: object) -> tuple:
+    """The tuple with another value in one place."""
+    return (*values[:place], value, *values[place + 1 :])
+
+
+class Wrong(Exception):
+    """What a protocol must not do."""
+
+
+def steps(rules: Protocol, now: Machine) -> Iterator[Machine]:
+    """Every machine that may come next; polls that find nothing change nothing."""
+    for cluster in CLUSTERS:
+        yield from _stores_land(now, cluster)
+        yield from _publish(rules, now, cluster)
+    for warp, (_, other) in enumerate(WARPS):
+        state, given = now.reading[warp], dict(now.early[warp])
+        if state == rules.states:
+            continue
+        value = given.get(state, now.memory[other][state % rules.slots])
+        if value == state:
+            kept = tuple(item for item in now.early[warp] if item[0] != state)
+            yield replace(now, reading=put(now.reading, warp, state + 1), early=put(now.early, warp, kept))
+        elif value != EMPTY:
+            raise Wrong(f"a warp that polls for state {state} takes a word of state {value}")
+        for later in _may_load(rules, state):
+            found = now.memory[other][later % rules.slots]
+            if found != EMPTY and later not in given:
+                loaded = tuple(sorted((*now.early[warp], (later, found))))
+                yield replace(now, early=put(now.early, warp, loaded))
+
+
+def _stores_land(now: Machine, cluster: int) -> Iterator[Machine]:
+    seen = set()
+    for place, (slot, value) in enumerate(now.stores[cluster]):
+        if slot not in seen:
+            seen.add(slot)
+            left = (*now.stores[cluster][:place], *now.stores[cluster][place + 1 :])
+            words = put(now.memory[cluster], slot, value)
+            after = put(now.stores, cluster, sorted_by_slot(left))
+            yield replace(now, memory=put(now.memory, cluster, words), stores=after)
+
+
+def sorted_by_slot(stores: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The same stores under way: only their order within a slot matters."""
+    return tuple(sorted(stores, key=lambda store: store[0]))
+
+
+def _publish(rules: Protocol, now: Machine, cluster: int) -> Iterator[Machine]:
+    state = now.next_state[cluster]
+    if now.fencing[cluster]:
+        if not now.stores[cluster]:
+            yield replace(now, fencing=put(now.fencing, cluster, False))
+        return
+    own = [now.reading[warp] for warp, (of, _) in enumerate(WARPS) if of == cluster]
+    ready = own if rules.consumes else own[:1]
+    if state == rules.states or min(ready) < state:
+        return
+    stores = [*now.stores[cluster], (state % rules.slots, state)]
+    empties = state % rules.every == rules.every - 1
+    if empties:
+        last = state - rules.kept
+        stores += [(k % rules.slots, EMPTY) for k in range(last - rules.every + 1, last + 1) if k >= 0]
+    yield replace(
+        now,
+        stores=put(now.stores, cluster, sorted_by_slot(tuple(stores))),
+        next_state=put(now.next_state, cluster, state + 1),
+        fencing=put(now.fencing, cluster, empties and rules.writer_fences),
+    )
+
+
+def _may_load(rules: Protocol, state: int) -> Iterator[int]:
+    """Later states whose loads nothing holds back while a warp polls for this one."""
+    if rules.ordered:
+        return
+    for later in range(state + 1, min(rules.states, state + rules.slots)):
+        if rules.fenced_after is not None and (later - 1) % rules.every == rules.fenced_after:
+            return
+        yield later
+
+
+def walk(rules: Protocol, most: int = 400_000) -> int:
+    """Walk through all machines that can be reached; return how many.
+
+    Raises:
+        Wrong: one of them does what it must not, or none comes after it while states are left to read.
+    """
+    words = (EMPTY,) * rules.slots
+    first = Machine((words, words), ((), ()), (0, 0), (False, False), (0,) * len(WARPS), ((),) * len(WARPS))
+    seen, stack = {first}, [first]
+    while stack:
+        now = stack.pop()
+        following = list(steps(rules, now))
+        if not following and min(now.reading) < rules.states:
+            raise Wrong(f"all wait: {now}")
+        for machine in following:
+            if machine not in seen:
+                seen.add(machine)
+                stack.append(machine)
+        assert len(seen) <= most, "the model has grown past what a test can walk through"
+    return len(seen)
+
+
+# As little slack as the header needs, and more; the fence wherever a slot's reuse allows it.
+@pytest.mark.parametrize(("slots", "every"), [(4, 1), (5, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_no_interleaving_takes_a_wrong_word_or_waits_for_ever(slots: int, every: int, ordered: bool) -> None:
+    for fenced_after in range(slots - every - 2):
+        rules = Protocol(slots=slots, every=every, ordered=ordered, fenced_after=fenced_after, states=2 * slots - 1)
+        assert walk(rules) > 1000
+    if ordered:
+        assert walk(replace(rules, fenced_after=None)) > 1000
+
+
+FAULTS = [
+    pytest.param({"writer_fences": False}, "takes a word of state 0", id="no fence between emptying and publishing"),
+    pytest.param({"consumes": False}, "all wait", id="published before all of the cluster have read"),
+    pytest.param({"slots": 4}, "takes a word of state 0", id="a slot used again a state too early"),
+    pytest.param({"kept": 1}, "all wait", id="emptied a state too early"),
+    pytest.param({"every": 3}, "takes a word of state", id="too many states emptied at once"),
+    pytest.param(
+        {"ordered": False, "fenced_after": None}, "takes a word of state 0", id="loads in any order, no fence"
+    ),
+    pytest.param(
+        {"ordered": False, "fenced_after": 1}, "takes a word of state 0", id="loads in any order, fenced late"
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+def test_planted_faults_are_found(fault: dict[str, int | bool | None], message: str) -> None:
+    rules = Protocol(ordered=True)
+    walk(rules)
+    with pytest.raises(Wrong, match=message):
+        walk(replace(rules, **fault))
+
+
+def test_the_header_has_the_slack_that_the_model_needs() -> None:
+    text = (CSRC / "recurrent/exchange.cuh").read_text()
+    slots, every = (int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) for name in ("SLOTS", "EMPTY_EVERY"))
+    (fenced,) = re.findall(r"epoch % EMPTY_EVERY == (\d+)\) fence_loads", text)
+    # Slots are emptied after a state that is every - 1 modulo every; slots - every - 2 more come before their reuse.
+    assert int(fenced) < slots - every - 2 and int(fenced) < every
+    for header in ("grid_narrow.cuh", "grid_wide.cuh"):
+        code = (CSRC / "recurrent" / header).read_text()
+        assert "% EMPTY_EVERY != EMPTY_EVERY - 1) return;" in code
+        assert code.count("order_polls(") == 1
