@@ -242,6 +242,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 @functools.cache
-def options_of(nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype) -> Options:
+def options_of(
+    nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype, *, early: bool = False
+) -> Options:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
-    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms)
+    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms, early)
