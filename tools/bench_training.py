@@ -73,8 +73,8 @@ class Waits:
         whereabouts.wait_in = timed  # type: ignore[method-assign]
 
 
-def traced(step: Callable[[], object], steps: int = 3) -> tuple[float, int]:
-    """Return the milliseconds a step in which any kernel or copy runs, and the launches a step."""
+def traced(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[str, tuple[int, float]]]:
+    """Return the milliseconds a step in which any kernel or copy runs, the launches a step, and both by kernel."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(steps):
@@ -86,7 +86,13 @@ def traced(step: Callable[[], object], steps: int = 3) -> tuple[float, int]:
     for start, end in spans:
         busy_us += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy_us / 1000 / steps, len(spans) // steps
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in on_device:
+        count, total_us = kernels.get(event.name, (0, 0.0))
+        kernels[event.name] = count + 1, total_us + event.time_range.elapsed_us()
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
+    of_a_step = {name: (count // steps, total_us / 1000 / steps) for name, (count, total_us) in longest}
+    return busy_us / 1000 / steps, len(spans) // steps, of_a_step
 
 
 def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -120,7 +126,9 @@ def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder:
             times_ms.append(1000 * (time.perf_counter() - began))
             host_ms.append(times_ms[-1] - 1000 * waits.seconds)
     split = trainer.timer.means(args.steps)
-    busy_ms, launches = traced(lambda: trainer.step(batches, [range(batch)])) if on_gpu else (None, None)
+    busy_ms, launches, kernels = None, None, {}
+    if on_gpu:
+        busy_ms, launches, kernels = traced(lambda: trainer.step(batches, [range(batch)]))
     deciles = statistics.quantiles(times_ms, n=10)
     median_ms = statistics.median(times_ms)
     return {
@@ -132,7 +140,7 @@ def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder:
         "optimizer_ms": 1000 * split["optimizer"],
         "audio_s_per_s": 1000 * batch * args.duration / median_ms,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
-        "skipped": trainer.progress.skipped,
+        "skipped": trainer.progress.skipped, "kernels": dict(itertools.islice(kernels.items(), args.kernels)),
     }  # fmt: skip
 
 
@@ -147,6 +155,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--graphs", nargs="+", choices=("auto", "on", "off"), default=["auto"])
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels that took longest")
     parser.add_argument("--warmup", type=int, default=14)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
@@ -176,6 +185,8 @@ def main() -> None:
                 f"{row['audio_s_per_s']:>11.0f}{memory:>7}",
                 flush=True,
             )
+            for name, (count, total_ms) in row["kernels"].items():
+                print(f"{total_ms:>12.3f} ms {count:>5} x {name[:150]}", flush=True)
     print(json.dumps({"device": device, "torch": torch.__version__, "duration_s": args.duration, "rows": rows}))
 
 

@@ -11,7 +11,10 @@ The model of one step on N ranks with b utterances each:
     network's beyond it;
   gradients: equal buckets that are ready evenly over backward and travel one after the other; what ends after backward
     is exposed (without overlap, all of it);
+  contention: beside the backward pass sums take multiprocessors from it, which lengthens it by this part of their time;
+  meeting: several ranks wait for the slowest of them once a step;
   shared batch norm: one small sum a layer, forward and backward, each as long as its latency.
+With --fit, contention and meeting are those by which the rows of several ranks are missed least; else as given.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,8 @@ class Machine:
     host: Link
     network: Link
     ranks_per_host: int
+    contention: float = 0.0
+    meeting_s: float = 0.0
 
     def compute_s(self, batch: float) -> tuple[float, float, float]:
         """Forward, backward and optimizer at a batch a rank; beyond the largest measured one in proportion."""
@@ -70,12 +75,16 @@ def step_s(
     forward, backward = forward + norm_s, backward + norm_s
     buckets = max(1, math.ceil(machine.gradient_bytes / bucket_bytes))
     each_s = machine.sum_s(ranks, machine.gradient_bytes / buckets)
+    if overlap and ranks > 1:
+        backward += machine.contention * buckets * each_s
     end_s = 0.0
     for number in range(1, buckets + 1):
         ready_s = backward * number / buckets if overlap else backward
         end_s = max(end_s, ready_s) + each_s
-    exposed_s = end_s - backward if ranks > 1 else 0.0
-    return forward + backward + exposed_s + optimizer, exposed_s
+    if ranks == 1:
+        return forward + backward + optimizer, 0.0
+    exposed_s = end_s - backward
+    return forward + backward + exposed_s + optimizer + machine.meeting_s, exposed_s
 
 
 def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], args: argparse.Namespace) -> Machine:
@@ -98,6 +107,22 @@ def calibrate(scaling: dict[str, Any], collectives: dict[str, Any], args: argpar
     )  # fmt: skip
 
 
+def errors(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) -> list[float]:
+    """By how much the model's steps are longer than the measured ones, as a part of these."""
+    found = []
+    for row in rows:
+        batch, shared = row["batch"] / row["ranks"], row["batch_norm"] == "shared" and row["ranks"] > 1
+        how = {"bucket_bytes": bucket_bytes, "overlap": row["overlap"], "shared": shared}
+        found.append(1000 * step_s(machine, row["ranks"], batch, **how)[0] / row["step_ms"] - 1)
+    return found
+
+
+def fitted(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) -> Machine:
+    """The machine with the contention and the meeting for which the largest error is smallest."""
+    tried = [replace(machine, contention=0.05 * c, meeting_s=50e-6 * m) for c in range(61) for m in range(61)]
+    return min(tried, key=lambda candidate: max(map(abs, errors(candidate, rows, bucket_bytes))))
+
+
 def main() -> None:
     """Parse, check against the measured rows, predict, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -115,19 +140,27 @@ def main() -> None:
         "--norms", type=int, default=51, help="batch norm layers (48 recurrent, 2 convolutions, 1 last)"
     )
     parser.add_argument("--bucket-mib", type=float, default=25.0)
+    parser.add_argument("--contention", type=float, default=0.0, help="see above")
+    parser.add_argument("--meeting-us", type=float, default=0.0, help="see above")
+    parser.add_argument("--fit", action="store_true", help="find contention and meeting by the measured rows")
+    parser.add_argument("--backend", default="auto", help="whose rows, where the file has several")
     parser.add_argument("--plot", type=Path, help="write the curve as an image")
     args = parser.parse_args()
     scaling = json.loads(args.scaling.read_text())
+    scaling["rows"] = [row for row in scaling["rows"] if row.get("backend", "auto") == args.backend]
     machine = calibrate(scaling, json.loads(args.collectives.read_text()), args)
+    machine = replace(machine, contention=args.contention, meeting_s=args.meeting_us * 1e-6)
     bucket = args.bucket_mib * 2**20
+    many = [row for row in scaling["rows"] if row["ranks"] > 1]
+    if args.fit and many:
+        machine = fitted(machine, many, bucket)
+        print(f"fitted: contention {machine.contention:.2f}, meeting {1e6 * machine.meeting_s:.0f} us")
 
     print(f"{'ranks':>6}{'batch':>7}{'overlap':>9}{'norm':>8}{'measured ms':>13}{'model ms':>10}{'error':>8}")
-    for row in scaling["rows"]:
-        batch, shared = row["batch"] / row["ranks"], row["batch_norm"] == "shared" and row["ranks"] > 1
-        seconds, _ = step_s(machine, row["ranks"], batch, bucket_bytes=bucket, overlap=row["overlap"], shared=shared)
+    for row, error in zip(scaling["rows"], errors(machine, scaling["rows"], bucket), strict=True):
         print(
             f"{row['ranks']:>6}{row['batch']:>7}{row['overlap']!s:>9}{row['batch_norm']:>8}"
-            f"{row['step_ms']:>13.1f}{1000 * seconds:>10.1f}{1000 * seconds / row['step_ms'] - 1:>+8.0%}"
+            f"{row['step_ms']:>13.1f}{row['step_ms'] * (1 + error):>10.1f}{error:>+8.1%}"
         )
     curves: dict[str, list[float]] = {}
     print(f"\npredicted, global batch {args.global_batch}\n{'ranks':>6}{'a rank':>8}{'step ms':>9}{'exposed':>9}"

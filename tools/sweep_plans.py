@@ -63,10 +63,10 @@ def key_of(problem: Problem) -> Key:
 
 
 def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> list[Choice]:
-    """All tiles of a problem, of some designs, or those that the model likes most; none where it does not fit."""
+    """All tiles of a problem, or those of each design that the model likes most; none where it does not fit."""
     try:
         ranked = rank(problem, facts, options.max_sms)
-        return [choice for choice in ranked if choice.design in options.designs][: options.most]
+        return [c for design in options.designs for c in [c for c in ranked if c.design == design][: options.most]]
     except DoesNotFit:
         return []
 
@@ -363,7 +363,7 @@ def parse() -> argparse.Namespace:
         one.add_argument("--dtype", default="bfloat16")
         one.add_argument("--max-sms", type=int)
         one.add_argument("--designs", nargs="+", default=["units", "cluster", "grid"])
-        one.add_argument("--most", type=int, help="only so many tiles of each problem, the model's best")
+        one.add_argument("--most", type=int, help="only so many tiles of each design, the model's best")
         one.add_argument("--workers", type=int, default=os.cpu_count())
         one.add_argument("--budget_s", type=float, default=1e9, help="then what there is by then is written")
         one.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")

@@ -41,7 +41,7 @@ def make_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.de
             f"{options.rescore} does not know {describe(unknown)}, which this network writes: train one with "
             "`ds2 lm train --model` of the network"
         )
-    return Rescorer(model, options)
+    return Rescorer(model, options, alike=model.alphabet == alphabet)
 
 
 class Rescorer:
@@ -52,16 +52,17 @@ class Rescorer:
     Args:
         model: the recurrent one.
         options: alpha, w (`rescore_weight`) and how many hypotheses are kept (`nbest`).
+        alike: what the network writes is normalised as the model's texts were: in its characters, or its pieces.
     """
 
-    def __init__(self, model: RecurrentLM, options: DecodeConfig) -> None:
-        self.model, self.options = model, options
+    def __init__(self, model: RecurrentLM, options: DecodeConfig, *, alike: bool) -> None:
+        self.model, self.options, self.alike = model, options, alike
 
     def __call__(self, rows: Rows) -> Rows:
         """Rank the hypotheses of each utterance; all utterances' are scored in one batch, each text once."""
         heard = [row for row in rows if row != [EMPTY]]
         texts = sorted({h.text for row in heard for h in row})
-        scores = dict(zip(texts, self.model.score(texts), strict=True))
+        scores = dict(zip(texts, self.model.score(texts, normalised=self.alike), strict=True))
         options = self.options
         return [
             sorted((mixed(h, scores[h.text], options) for h in row), key=lambda h: -h.score)[: options.nbest]

@@ -3,107 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds2.distributed.bucket import Bucket, Slot
 from ds2.distributed.communicator import Communicator, Moment, Pending
 
 Copies = Callable[[], tuple[Tensor, ...]]
 Collect = Callable[[Sequence[Tensor | None]], None]
-
-
-@dataclass
-class Slot:
-    """A parameter and where its module keeps it."""
-
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-
-
-class _Bucket:
-    """Some parameters' gradients in one flat tensor, and the copies of these parameters that a pass computes with.
-
-    Parameters of `low` come first in it, so that one concatenation and one conversion serve all of them, both ways.
-    """
-
-    def __init__(self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype) -> None:
-        self.first = group[-1].module  # to be called: the order is reversed
-        self.slots = sorted(group, key=lambda slot: slot.parameter not in low)
-        self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
-        self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
-        for parameter, part in zip(self.parameters, self._parts, strict=True):
-            parameter.grad = part
-        self._low = [parameter for parameter in self.parameters if parameter in low]
-        self._rounded: Tensor | None = None
-        self._sources = self.parameters
-        if self._low:
-            self._rounded, copies = _flat_like(self._low, dtype)
-            self._sources = copies + self.parameters[len(copies) :]
-        self.current = False  # whether the rounded copies are those of the present parameters
-        self.placed = False  # in the running forward pass
-        self.passes = 0  # backward passes of this step that have added to it
-
-    @property
-    def rounded(self) -> dict[Tensor, Tensor]:
-        """The copies of parameters of `low`, by parameter."""
-        return dict(zip(self._low, self._sources, strict=False))
-
-    def copies(self) -> tuple[Tensor, ...]:
-        """The parameters, those of `low` rounded."""
-        if self._rounded is not None and not self.current:
-            self._rounded.copy_(_concatenated(self._low))
-        return tuple(source.detach() for source in self._sources)
-
-    def place(self, tensors: Sequence[Tensor]) -> None:
-        """Give the modules these tensors in place of their parameters.
-
-        Until the parameters are placed again, nothing else may read a module's parameters (state_dict, optimizer,
-        deepcopy): autograd only sees a copy that is an attribute of the module.
-        """
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
-
-    def collect(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of one backward pass, those of the copies."""
-        came = [(part, grad) for part, grad in zip(self._parts, gradients, strict=True) if grad is not None]
-        if self.passes > 0:
-            torch._foreach_add_([part for part, _ in came], [grad.to(part.dtype) for part, grad in came])
-        elif len(came) < len(self._parts):
-            self.flat.zero_()
-            torch._foreach_copy_([part for part, _ in came], [grad for _, grad in came])
-        else:
-            if self._rounded is not None:
-                self.flat[: len(self._rounded)] = _concatenated([grad for _, grad in came[: len(self._low)]])
-            if rest := came[len(self._low) :]:
-                torch._foreach_copy_([part for part, _ in rest], [grad for _, grad in rest])
-        self.passes += 1
-
-
-_ALIGNED = 8  # elements: 16 bytes, which kernels and matrix products like, in 16-bit types
-
-
-def _flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """One tensor of zeros, and its parts in the shapes of the given ones, each on a boundary of 16 bytes."""
-    places = [tensor.numel() + -tensor.numel() % _ALIGNED for tensor in tensors]
-    flat = torch.zeros(sum(places), dtype=dtype, device=tensors[0].device)
-    cut = torch.split(flat, places)
-    return flat, [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(cut, tensors, strict=True)]
-
-
-def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one after the other, placed as `_flat_like` places them."""
-    pieces = []
-    for tensor in tensors:
-        pieces.append(tensor.reshape(-1))
-        if gap := -tensor.numel() % _ALIGNED:
-            pieces.append(tensor.new_zeros(gap))
-    return torch.cat(pieces)
 
 
 class _Copies(torch.autograd.Function):
@@ -151,7 +62,7 @@ class GradientReducer:
     ) -> None:
         self.comm, self.overlap = comm, overlap
         rounded: set[Tensor] = set(low)
-        self._buckets = [_Bucket(group, rounded, dtype) for group in in_buckets(_slots(model), bucket_bytes)]
+        self._buckets = [Bucket(group, rounded, dtype) for group in in_buckets(_slots(model), bucket_bytes)]
         for bucket in self._buckets:
             bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
@@ -183,7 +94,7 @@ class GradientReducer:
         self._armed = False
         self._under_way = []
         for bucket in self._buckets:
-            bucket.passes = 0
+            bucket.begin()
 
     @property
     def fresh(self) -> bool:
@@ -208,14 +119,14 @@ class GradientReducer:
                 bucket.place(bucket.parameters)
                 bucket.placed = False
 
-    def _enter(self, bucket: _Bucket, *_: Any) -> None:
+    def _enter(self, bucket: Bucket, *_: Any) -> None:
         if not self._passing or bucket.placed:
             return
         collect = functools.partial(self._collect, bucket)
         bucket.place(_Copies.apply(bucket.copies, collect, *bucket.parameters))  # type: ignore[no-untyped-call]
         bucket.placed = True
 
-    def _collect(self, bucket: _Bucket, gradients: Sequence[Tensor | None]) -> None:
+    def _collect(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
         bucket.collect(gradients)
         while self._armed and len(self._under_way) < len(self._buckets):
             if self._buckets[len(self._under_way)].passes == 0:

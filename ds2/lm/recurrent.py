@@ -5,13 +5,16 @@ Shape letters: T tokens, B texts, H hidden, V labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from ds2_ops import lstm
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -82,42 +85,71 @@ class RecurrentLM(nn.Module):
         return torch.where(valid, scores.view_as(targets), 0.0)
 
     @torch.inference_mode()
-    def score(self, texts: Sequence[str]) -> list[float]:
+    def score(self, texts: Sequence[str], *, normalised: bool = False) -> list[float]:
         """The natural-log probability of each text, its end included; in bfloat16 on a GPU, but for the classifier.
+
+        Args:
+            texts: of any kind, and as many as there are.
+            normalised: they are as the alphabet's `normalise` would have them, which is not done again.
 
         Raises:
             LanguageModelError: a text with characters that the model does not know.
         """
-        spelled = [self._spelled(text) for text in texts]
-        found = [0.0] * len(texts)
+        if not texts:
+            return []
+        spelled = [self.spell(text, normalised=normalised) for text in texts]
+        sizes = np.array([len(labels) for labels in spelled])
+        starts = np.cumsum(sizes) - sizes
         device = self.classifier.weight.device
-        for rows in _batches([len(tokens) for tokens in spelled], _BATCH_TOKENS[device.type]):
-            lengths = torch.tensor([len(spelled[row]) for row in rows])
-            targets = nn.utils.rnn.pad_sequence([torch.tensor(spelled[row]) for row in rows])
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                scores = self.log_probs(targets.to(device), lengths.to(device))
-            for row, score in zip(rows, scores.double().sum(0).tolist(), strict=True):
-                found[row] = score
-        return found
-
-    def _spelled(self, text: str) -> list[int]:
-        text, unknown = self.alphabet.normalise(text)
-        if unknown:
-            raise LanguageModelError(
-                f"the recurrent language model does not know {describe(unknown)}: train one with "
-                "`ds2 lm train --model` of the network that writes them"
+        labels = torch.from_numpy(np.fromiter(chain.from_iterable(spelled), np.int32, int(sizes.sum()))).to(device)
+        stretches = torch.from_numpy(np.stack([starts, sizes], 1)).to(device)
+        order, parts = np.argsort(-sizes, kind="stable"), []
+        for rows in _batches(sizes[order] + 1, _BATCH_TOKENS[device.type]):
+            targets, lengths = gather(
+                labels, stretches[torch.from_numpy(order[rows]).to(device)], sizes[order[rows][0]]
             )
-        return [*self.alphabet.spell(text), BOUNDARY]
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                parts.append(self.log_probs(targets, lengths).double().sum(0))
+        found = np.empty(len(texts))
+        found[order] = torch.cat(parts).cpu().numpy()
+        scores: list[float] = found.tolist()
+        return scores
+
+    def spell(self, text: str, *, normalised: bool = False) -> list[int]:
+        """The labels of a text without its end; arguments and errors as `score`."""
+        try:
+            return self.alphabet.spell(text if normalised else self.alphabet.normalise(text)[0])
+        except KeyError:
+            unknown = self.alphabet.normalise(text)[1]
+        raise LanguageModelError(
+            f"the recurrent language model does not know {describe(unknown)}: train one with "
+            "`ds2 lm train --model` of the network that writes them"
+        )
 
 
-def _batches(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Positions of texts in batches of at most `budget` padded tokens, or of one text, like lengths together."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-        if not batches or (len(batches[-1]) + 1) * sizes[batches[-1][0]] > budget:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
+def gather(labels: Tensor, stretches: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Texts (T, B) int64 with a boundary behind each, and their lengths (B,) with it.
+
+    Args:
+        labels: (N,) int32, all texts one after the other.
+        stretches: (B, 2) int64, the first label of each text and the number of its labels.
+        longest: the largest of these numbers: T - 1.
+    """
+    first, sizes = stretches.unbind(1)
+    at = torch.arange(int(longest) + 1, device=labels.device)[:, None]
+    if not len(labels):
+        return at.expand(-1, len(sizes)) * 0, sizes + 1
+    found = labels[(first + at).clamp(max=len(labels) - 1)].long()
+    return torch.where(at < sizes, found, BOUNDARY), sizes + 1
+
+
+def _batches(sizes: NDArray[np.int64], budget: int) -> Iterator[slice]:
+    """Cut texts, longest first, into batches of at most `budget` padded tokens, or of one text."""
+    start = 0
+    while start < len(sizes):
+        count = max(1, budget // int(sizes[start]))
+        yield slice(start, start + count)
+        start += count
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.nn import utils
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
 from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
-from ds2.lm.recurrent import BOUNDARY, RecurrentLM
+from ds2.lm.recurrent import BOUNDARY, RecurrentLM, gather
 from ds2.text.alphabet import Alphabet
 
 _CLIP_NORM = 1.0
@@ -136,7 +136,7 @@ def train(
             break
         warm = min(1.0, (passed.step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
-        targets, lengths = _gather(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
+        targets, lengths = gather(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = -model.log_probs(targets, lengths).sum() / lengths.sum()
         optimizer.zero_grad()
@@ -187,11 +187,3 @@ def _batches(text: Text, settings: Settings) -> Iterator[tuple[int, int, int, ND
         batches = plan(text.stretches(settings.join, settings.longest, rng), settings.batch_tokens, rng)
         for position, batch in enumerate(batches):
             yield epoch, position, len(batches), batch
-
-
-def _gather(labels: Tensor, stretches: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Texts (T, B) int64 with a boundary behind each, and their lengths (B,) with it."""
-    first, sizes = stretches.unbind(1)
-    at = torch.arange(longest + 1, device=labels.device)[:, None]
-    found = labels[(first + at).clamp(max=len(labels) - 1)].long()
-    return torch.where(at < sizes, found, BOUNDARY), sizes + 1

@@ -11,20 +11,27 @@ Shapes: N streams with a place, B in a batch, C channels, F bins, H hidden, T fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from ds2_ops import lookahead, recurrence
-from torch import Tensor, nn
+from ds2_ops.classifier.op import classify
+from ds2_ops.recurrent.backends import why_not_unasked
+from ds2_ops.recurrent.persistent import why_not as why_not_persistent
+from torch import Tensor
 
 from ds2.config.schema import ConfigError
+from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
-from ds2.model.convolution import MaskedConv, RowConvolution
-from ds2.model.folded import FoldedConv, FoldedRecurrence, before
+from ds2.model.convolution import MaskedConv
+from ds2.model.folded import FoldedConv, before
+from ds2.model.folded_module import WAVE_SMS, FoldedModule, Passage
 from ds2.model.structure import frames_after
 
+WAVE_LANES = 7  # layers beside each other: as many clusters of 16 multiprocessors as an H200 holds
+MOST_STREAMS_IN_WAVES = 16  # that a cluster runs at once
 FOR_EVER = 2**62  # feature frames of a stream whose end is not known
 
 
@@ -39,24 +46,13 @@ class ConvLevel:
     needed: int  # of the carried and the new ones together
 
 
-@dataclass(frozen=True)
-class ModuleLevel:
-    """A recurrent module; its row convolutions delay its output by `ahead`."""
-
-    layers: list[FoldedRecurrence]
-    taps: list[Tensor]  # (H, tau + 1) of each row convolution
-    projection: Tensor | None  # (H, D) of the skip
-    residual: bool
-    delay: int  # of the input
-    ahead: int
-
-
 @dataclass
 class Carried:
     """What streams carry from block to block."""
 
     convs: list[Tensor]  # (N, C, F, T) a convolution
-    rows: Tensor  # (R, N, H): states, tails of row convolutions and frames that wait for them, module by module
+    states: Tensor  # (L, N, H) of the recurrent layers
+    rows: Tensor  # (R, N, H): tails of row convolutions and frames that wait for them, module by module
 
 
 class BlockModel:
@@ -66,17 +62,23 @@ class BlockModel:
         model: unidirectional, with recurrent layers of our own, in evaluation mode; what it learns later is not seen.
         block_frames: a multiple of the model's stride in time.
         dtype: of weights and activations; the classifier's are float32 at least.
+        piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run the block piece by
+            piece, on a GPU those of few streams beside each other (`ds2.model.wavefront`). None: all at once.
 
     Raises:
         ConfigError: a model that cannot be heard so.
         ValueError: blocks that are no multiple of the stride.
     """
 
-    def __init__(self, model: AcousticModel, block_frames: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: AcousticModel, block_frames: int, dtype: torch.dtype, piece_frames: int | None = None
+    ) -> None:
         if reason := why_not(model):
             raise ConfigError(reason)
         if block_frames < 1 or block_frames % model.time_stride:
             raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
+        self.piece, self._streams = (piece_frames or block_frames) // model.time_stride, list[torch.cuda.Stream]()
+        self.lanes, self.waves = WAVE_LANES, runs_waves(model, dtype)
         self.block_frames, self.dtype, self.bins, self.hidden = block_frames, dtype, model.bins, model.config.hidden
         self.strides = [conv.stride[1] for conv in model.config.convs]
         self.device = model.classifier.weight.device
@@ -95,12 +97,15 @@ class BlockModel:
             self.convs.append(level)
             channels, bins = conv.weight.shape[0], conv.output_bins(bins)
         self.frames = frames
-        self.modules: list[ModuleLevel] = []
+        self.modules: list[FoldedModule] = []
         for module in cast(Iterable[RecurrentModule], model.recurrent_modules):
-            self.modules.append(_module(module, delay, dtype))
+            self.modules.append(FoldedModule(module, delay, dtype))
             delay += self.modules[-1].ahead
         self.delay = delay
-        self._rows = sum(_rows(module) for module in self.modules)
+        starts = torch.arange(0, self.frames, self.piece, device=self.device)
+        delays = torch.tensor([module.delay for module in self.modules], device=self.device)
+        self._first = (starts - delays[:, None])[..., None]  # (M, C, 1): a block's first frame of each module and piece
+        self._long = (self.frames - starts).clamp_max(self.piece)[:, None]
         weight, bias = before(model.classifier, model.norm)
         wide = torch.promote_types(dtype, torch.float32)
         self._classifier = weight.to(wide), bias.to(wide)
@@ -108,7 +113,12 @@ class BlockModel:
     def start(self, places: int) -> Carried:
         """Places for streams; what is in them does not matter before a stream's first block."""
         convs = [torch.zeros(places, *shape, dtype=self.dtype, device=self.device) for shape in self._conv_shapes]
-        return Carried(convs, torch.zeros(self._rows, places, self.hidden, dtype=self.dtype, device=self.device))
+        layers = sum(len(module.layers) for module in self.modules)
+        states, rows = (
+            torch.zeros(count, places, self.hidden, dtype=self.dtype, device=self.device)
+            for count in (layers, sum(module.rows for module in self.modules))
+        )
+        return Carried(convs, states, rows)
 
     def output_frames(self, frames: int) -> int:
         """Output frames of a stream of so many feature frames."""
@@ -149,60 +159,50 @@ class BlockModel:
             if edges:
                 ends = frames_after(ends, stride)
                 x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, None, :]
-        rows = carried.rows.index_select(1, places)
         if edges:
-            rows = rows * (blocks > 0)[:, None]
-        x, kept, first = time_major(x), list[Tensor](), 0
-        for module in self.modules:
-            x = self._module(module, x, rows[first:], kept, blocks, ends, edges)
-            first += _rows(module)
-        carried.rows.index_copy_(1, places, torch.cat(kept))
-        weight, bias = self._classifier
-        return nn.functional.linear(x.to(weight.dtype), weight, bias)
+            for table in (carried.states, carried.rows):
+                table.index_copy_(1, places, table.index_select(1, places) * (blocks > 0)[:, None])
+        return classify(self.layers(time_major(x), carried, places, blocks, ends, edges=edges), *self._classifier)
 
-    def _module(
-        self,
-        module: ModuleLevel,
-        x: Tensor,
-        rows: Tensor,
-        kept: list[Tensor],
-        blocks: Tensor,
-        ends: Tensor,
-        edges: bool,
+    @torch.no_grad()
+    def layers(
+        self, x: Tensor, carried: Carried, places: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
     ) -> Tensor:
-        y, frames, at = x, self.frames, 0
-        begun = lengths = None
+        """Run all recurrent modules on a block (T, B, D), piece by piece.
+
+        Args:
+            x: what the convolutions made of the block.
+            carried, places, blocks, ends, edges: as of `run`, `ends` in output frames.
+
+        Returns:
+            (T, B, H).
+        """
+        pieces = torch.split(x, self.piece)
+        lanes = self._lanes(x.shape[1]) if len(pieces) > 1 else []
+        begins = lengths = None
         if edges:  # a state stays 0 until its stream begins, and nothing is heard past the end
-            first = blocks * frames - module.delay
-            begun = (first + torch.arange(frames, device=x.device)[:, None] >= 0)[..., None]
-            lengths = (ends - first).clamp(0, frames).int()
-        for layer in module.layers:
-            z = nn.functional.linear(y, layer.weight, layer.bias)
-            if begun is not None:
-                z = z * begun
-            y, state = recurrence(
-                z,
-                layer.weight_hh,
-                rows[at],
-                lengths,
-                nonlinearity=layer.nonlinearity,
-                clip=layer.clip,
-                backend=layer.backend,
-            )
-            kept.append(state[None])
-            at += 1
-        for taps in module.taps:
-            tau = taps.shape[1] - 1
-            held = torch.cat([rows[at : at + tau], y])
-            kept.append(held[frames:])
-            y = lookahead(held, taps)[:frames]
-            at += tau
-        if not module.residual:
-            return y
-        skip = x if module.projection is None else nn.functional.linear(x, module.projection)
-        waiting = torch.cat([rows[at : at + module.ahead], skip])
-        kept.append(waiting[frames:])
-        return y + waiting[:frames]
+            first = blocks * self.frames + self._first  # (M, C, B): of each module and piece
+            begins = (-first).clamp_min(0).int()
+            lengths = torch.minimum((ends - first).clamp_min(0), self._long).int()
+        states = iter(carried.states.index_select(1, places))
+        rows = iter(torch.split(carried.rows, [module.rows for module in self.modules]))
+        stages, passages = list[Callable[[int, Tensor], Tensor]](), list[Passage]()
+        for number, module in enumerate(self.modules):
+            edge = None if begins is None or lengths is None else (begins[number], lengths[number])
+            own = [next(states) for _ in module.layers]
+            passages.append(Passage(module, own, next(rows), places, edge, beside=bool(lanes)))
+            stages += [functools.partial(passages[-1].layer, layer) for layer in range(len(module.layers))]
+        values = wavefront.run(stages, pieces, lanes)
+        carried.states.index_copy_(1, places, torch.stack([state for way in passages for state in way.states]))
+        return torch.cat(values) if len(values) > 1 else values[0]
+
+    def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
+        """Streams for a batch whose layers take so few multiprocessors that several fit beside each other."""
+        if not self.waves or batch > MOST_STREAMS_IN_WAVES:
+            return []
+        while len(self._streams) < self.lanes:
+            self._streams.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+        return self._streams[: self.lanes]
 
 
 def why_not(model: AcousticModel) -> str | None:
@@ -214,22 +214,18 @@ def why_not(model: AcousticModel) -> str | None:
     return None
 
 
+def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
+    """Whether several layers of a model of this type fit on its GPU beside each other."""
+    config, device = model.config, model.classifier.weight.device
+    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
+        return False
+    unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
+    return not (unasked or why_not_persistent(1, 1, config.hidden, dtype, device, config.nonlinearity, WAVE_SMS))
+
+
 def _dense_frames(channels: int) -> int:
     """Frames up to which a GPU convolves faster by one product (measured on an H200: recipes/live.md)."""
     return 1 << 30 if channels == 1 else 80
-
-
-def _module(module: RecurrentModule, delay: int, dtype: torch.dtype) -> ModuleLevel:
-    layers = [FoldedRecurrence(layer, dtype) for layer in module.recurrent]  # type: ignore[arg-type]
-    taps = [row_conv.weight.detach().to(dtype) for row_conv in cast(Iterable[RowConvolution], module.row_convs)]
-    projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
-    ahead = sum(weight.shape[1] - 1 for weight in taps)
-    return ModuleLevel(layers, taps, projection, module.residual, delay, ahead)
-
-
-def _rows(module: ModuleLevel) -> int:
-    """Rows that a stream carries for a module."""
-    return len(module.layers) + module.ahead * (1 + module.residual)
 
 
 def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:

@@ -57,7 +57,10 @@ class FoldedConv:
         self.weight, self.bias, self.dense_frames = weight.to(dtype), bias.to(dtype), dense_frames
         self.bins = conv.output_bins(bins)
         if dense_frames:
-            self.matrix = _matrix(weight, bins, self.bins, self.stride[0]).to(dtype)
+            # Rows on 16-byte boundaries: libraries multiply others three times as slowly.
+            window = conv.kernel[1] * weight.shape[1]
+            self.more_bins = next(more for more in range(8) if (bins + more) * window % 8 == 0)
+            self.matrix = _matrix(weight, bins + self.more_bins, self.bins, self.stride[0]).to(dtype)
             self.all_bias = bias.to(dtype).repeat_interleave(self.bins)
         if self.weight.is_cuda:
             self.weight = self.weight.contiguous(memory_format=torch.channels_last)
@@ -66,6 +69,8 @@ class FoldedConv:
         """Map (B, C, F, T) to the frames (B, C', F', T') of which all of the kernel lies in T."""
         frames = (x.shape[3] - self.kernel[1]) // self.stride[1] + 1
         if x.shape[0] * frames <= self.dense_frames:
+            if self.more_bins:
+                x = nn.functional.pad(x, (0, 0, 0, self.more_bins))
             windows = x.unfold(3, self.kernel[1], self.stride[1]).permute(0, 3, 1, 2, 4)  # (B, T', C, F, k)
             z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
             z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 2, 3, 1)

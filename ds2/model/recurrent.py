@@ -17,6 +17,7 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.product import linear, sink_of
 from ds2.model.ragged import Ragged
 
 State = tuple[Tensor, ...] | None
@@ -61,7 +62,7 @@ class RecurrentLayer(nn.Module):
             (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
         """
         x = self.dropout(x, ragged.keys)
-        z = functional.linear(x, self.weight_ih, self.bias)
+        z = linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
         if self.weight_hh_reverse is not None:
@@ -80,6 +81,7 @@ class RecurrentLayer(nn.Module):
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
+            sink=sink_of(self.weight_hh),
         )
         return y, (h_n,)
 

@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.model.blocks import FOR_EVER, BlockModel, why_not
+from ds2.model.blocks import FOR_EVER, WAVE_LANES, BlockModel, runs_waves, why_not
 from ds2.recognition.parts import Parts, Said
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
-_LONGEST_S = 1.0  # a longer block fills the GPU by itself
+_LONGEST_S = 1.0  # a longer block fills the GPU by itself, unless its layers run beside each other
+_PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
 _FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
 
 
@@ -40,8 +41,8 @@ class _Batch:
 
     def __init__(self, size: int, samples: int, device: torch.device) -> None:
         self.size = size
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._here = torch.zeros(8 * size + size * samples, pin_memory=self._copied is not None)
+        self._heard = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._here = torch.zeros(8 * size + size * samples, pin_memory=self._heard is not None)
         self.there = torch.zeros_like(self._here, device=device)
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by whether a stream may be at its edges; gives (T', B, V)
 
@@ -50,18 +51,30 @@ class _Batch:
         return buffer[: 8 * self.size].view(torch.int64).view(4, self.size), buffer[8 * self.size :].view(self.size, -1)
 
     def fill(self, columns: Sequence[Sequence[int]], blocks: Sequence[NDArray[np.float32]]) -> None:
-        """Bring the numbers and samples of some streams to the device; the other rows are empty."""
-        if self._copied is not None:
-            self._copied.synchronize()  # what was there before is read
+        """Take the numbers and samples of some streams; the other rows are empty."""
+        if self._heard is not None:
+            self._heard.synchronize()  # what was there before is read
         numbers, waveforms = (part.numpy() for part in self.parts(self._here))
         numbers[:] = ((0,), (0,), (FOR_EVER,), (0,))
-        numbers[:, : len(columns)] = np.array(columns).T
+        if columns:
+            numbers[:, : len(columns)] = np.array(columns).T
+        if blocks and all(len(samples) == waveforms.shape[1] for samples in blocks):
+            np.stack(blocks, out=waveforms[: len(blocks)])  # a call for each row would take longer than the copy
+            return
         for row, samples in zip(waveforms, blocks, strict=False):
             row[: len(samples)] = samples
             row[len(samples) :] = 0.0
+
+    def bring(self) -> None:
+        """Copy what was filled in to the device."""
         self.there.copy_(self._here, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+
+    def hear(self, edges: bool) -> Tensor:
+        """Run what was recorded."""
+        said = self.run[edges]()
+        if self._heard is not None:
+            self._heard.record()
+        return said
 
 
 class GraphedBlocks:
@@ -75,9 +88,8 @@ class GraphedBlocks:
     """
 
     def __init__(self, parts: Parts, block_frames: int) -> None:
-        dtype = torch.bfloat16 if parts.precision == "bf16" else torch.float32
         self.features, self.device = parts.features, parts.device
-        self.model = BlockModel(parts.model, block_frames, dtype)
+        self.model = BlockModel(parts.model, block_frames, _dtype(parts), min(block_frames, _piece_frames(parts)))
         self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
         self._lock = threading.Lock()
         self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
@@ -88,9 +100,17 @@ class GraphedBlocks:
     @staticmethod
     def why_not(parts: Parts, block_frames: int) -> str | None:
         """Why blocks are not heard so; None if they are."""
-        if block_frames * parts.features.step_s > _LONGEST_S:
-            return f"blocks of more than {_LONGEST_S:g} s are heard as they come"
-        return why_not(parts.model)
+        if reason := why_not(parts.model):
+            return reason
+        longest_s = max(_LONGEST_S, GraphedBlocks.wave_frames(parts) * parts.features.step_s)
+        if block_frames * parts.features.step_s > longest_s:
+            return f"blocks of more than {longest_s:g} s are heard as they come"
+        return None
+
+    @staticmethod
+    def wave_frames(parts: Parts) -> int:
+        """Feature frames of the longest block, whose layers run beside each other; 0 where they cannot."""
+        return WAVE_LANES * _piece_frames(parts) if runs_waves(parts.model, _dtype(parts)) else 0
 
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""
@@ -144,11 +164,17 @@ class GraphedBlocks:
         batch = self._batch(size)
         begun = self.model.delay / self.model.frames  # blocks after which all frames given are a stream's
         edges = any(stream.blocks < begun or stream.ends < FOR_EVER for stream in streams)
-        run = batch.run.get(edges) or self._record(batch, edges)
-        frames = [self.features.windows(len(samples)) for samples in blocks]
-        columns = [(s.place, s.blocks, s.ends, n) for s, n in zip(streams, frames, strict=True)]
+        if edges not in batch.run:
+            self._record(batch, edges)
+        frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
+        columns = [(s.place, s.blocks, s.ends, frames[len(b)]) for s, b in zip(streams, blocks, strict=True)]
         batch.fill(columns, blocks)
-        said = run()
+        said = batch.hear(edges)
+        if not edges:
+            for stream in streams:
+                stream.blocks += 1
+            yield Said(list(range(first_row, first_row + count)), said[:, :count], [self.model.frames] * count)
+            return
         of_first: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, stream in enumerate(streams):
             first, last = self.model.given(stream.blocks, stream.ends)
@@ -163,7 +189,7 @@ class GraphedBlocks:
 
     def _grow(self) -> None:
         """Make more places if need be; graphs know the old ones, so they go."""
-        before, most = self.carried, self.carried.rows.shape[1]
+        before, most = self.carried, self.carried.states.shape[1]
         if self.places <= most:
             return
         while most < self.places:
@@ -171,26 +197,27 @@ class GraphedBlocks:
         self.carried = self.model.start(most)
         for old, new in zip(before.convs, self.carried.convs, strict=True):
             new[: len(old)] = old
-        self.carried.rows[:, : before.rows.shape[1]] = before.rows
+        for old, new in ((before.states, self.carried.states), (before.rows, self.carried.rows)):
+            new[:, : old.shape[1]] = old
         self.batches.clear()
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def _record(self, batch: _Batch, edges: bool) -> Callable[[], Tensor]:
+    def _record(self, batch: _Batch, edges: bool) -> None:
         numbers, waveforms = batch.parts(batch.there)
 
         def run() -> Tensor:
+            batch.bring()
             features = self.features.of_windows(waveforms, numbers[_FRAMES])
             place, block, ends, _ = numbers
             return self.model.run(features, self.carried, place, block, ends, edges=edges)
 
-        found = run if self.device.type != "cuda" else self._graph(run, batch.there)
-        return batch.run.setdefault(edges, found)
+        batch.fill([], [])  # all rows at the empty place
+        batch.run[edges] = run if self.device.type != "cuda" else self._graph(run)
 
-    def _graph(self, run: Callable[[], Tensor], inputs: Tensor) -> Callable[[], Tensor]:
+    def _graph(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):  # libraries make their plans, kernels are built: all rows at the empty place
-            inputs.zero_()
+        with torch.cuda.stream(stream):  # libraries make their plans, kernels are built
             run()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -202,3 +229,11 @@ class GraphedBlocks:
             return logits
 
         return replay
+
+
+def _dtype(parts: Parts) -> torch.dtype:
+    return torch.bfloat16 if parts.precision == "bf16" else torch.float32
+
+
+def _piece_frames(parts: Parts) -> int:
+    return _PIECE_FRAMES * parts.model.time_stride

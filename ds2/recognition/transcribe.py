@@ -17,6 +17,7 @@ from torch import Tensor
 from ds2.audio.read import audio_blocks
 from ds2.audio.stream import SampleBlocks
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.recognition.graphed import GraphedBlocks
 from ds2.recognition.parts import Parts
 from ds2.recognition.stream import Session, step, windowed
 
@@ -51,7 +52,7 @@ def transcribe_file(
     Args:
         parts: the model and its decoder; one of another package holds the file's log-probs, some kilobytes a second.
         path: see `ds2.audio.read.read_audio` for the formats.
-        block_s: audio given to the model at once, seconds.
+        block_s: audio given to the model at once, seconds; a GPU whose layers run beside each other takes less.
         context_s: audio that a bidirectional model hears on each side of a block, at most `block_s`, seconds.
 
     Raises:
@@ -73,6 +74,7 @@ def transcribe_file(
 
 
 def _hear_stream(parts: Parts, path: Path, block_frames: int, context_frames: int) -> Transcript:
+    block_frames = min(block_frames, GraphedBlocks.wave_frames(parts) or block_frames)
     session = Session(parts, block_frames / parts.model.time_stride * parts.frame_s)
     for samples in audio_blocks(path, parts.features.sample_rate_hz):
         session.accept(samples)

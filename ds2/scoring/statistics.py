@@ -77,12 +77,15 @@ def bootstrap_interval(
     units = len(errors)
     if not lengths.sum():
         return Interval(float("nan"), float("nan"), units, confidence)
+    # Units of as many errors and words are alike: how often each kind is drawn follows a multinomial distribution.
+    base = int(lengths.max()) + 1
+    kinds, alike = np.unique(errors * base + lengths, return_counts=True)
     rng = np.random.default_rng(seed)
     rates = []
-    for count in _chunks(replicates, units):
-        drawn = rng.integers(units, size=(count, units))
-        words = lengths[drawn].sum(1)
-        rates.append(errors[drawn].sum(1)[words > 0] / words[words > 0])
+    for count in _chunks(replicates, len(kinds)):
+        drawn = rng.multinomial(units, alike / units, size=count)
+        words = drawn @ (kinds % base)
+        rates.append((drawn @ (kinds // base))[words > 0] / words[words > 0])
     tail = 50 * (1 - confidence)
     low, high = np.percentile(np.concatenate(rates), [tail, 100 - tail])
     return Interval(float(low), float(high), units, confidence)
@@ -123,11 +126,12 @@ def paired_test(
     difference = errors_b - errors_a
     interval = bootstrap_interval(difference, lengths, groups, confidence=confidence, replicates=replicates, seed=seed)
     swapped = _by_group(difference, groups)
+    sizes, alike = np.unique(np.abs(swapped), return_counts=True)
     rng = np.random.default_rng(seed)
     as_large = 0
-    for count in _chunks(replicates, len(swapped)):
-        signs = 2 * rng.integers(2, size=(count, len(swapped))) - 1
-        as_large += int((np.abs(signs @ swapped) >= abs(swapped.sum())).sum())
+    for count in _chunks(replicates, len(sizes)):
+        kept = rng.binomial(alike, 0.5, size=(count, len(sizes)))  # of each size, with the sign that it has
+        as_large += int((np.abs((2 * kept - alike) @ sizes) >= abs(swapped.sum())).sum())
     rate = float(difference.sum() / lengths.sum())
     return PairedTest(rate, interval, (as_large + 1) / (replicates + 1))
 
@@ -152,6 +156,6 @@ def _by_group(values: Counts, groups: Sequence[Hashable] | None) -> Counts:
     return sums
 
 
-def _chunks(replicates: int, units: int) -> list[int]:
-    size = max(1, _DRAWS_AT_ONCE // max(1, units))
+def _chunks(replicates: int, kinds: int) -> list[int]:
+    size = max(1, _DRAWS_AT_ONCE // max(1, kinds))
     return [min(size, replicates - start) for start in range(0, replicates, size)]

@@ -12,7 +12,7 @@ from ds2.system.plain import parse_json
 _NAMED_AT_MOST = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """One utterance of a file."""
 
@@ -46,23 +46,23 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
     manifest = next((line for line in lines if line.strip()), "").lstrip().startswith("{")
     texts: dict[str, Line] = {}
     for number, line in enumerate(lines, start=1):
-        source = f"{path}:{number}"
         if not line.strip() and (manifest or ids):
             continue
         if manifest:
-            key, entry = _manifest_line(line, path, source, len(texts) + 1, hypotheses=hypotheses)
+            key, entry = _manifest_line(line, path, number, len(texts) + 1, hypotheses=hypotheses)
         elif ids:
             key, *rest = line.split(maxsplit=1)
             entry = Line(key, _nfc(rest[0]) if rest else "")
         else:
             key, entry = str(number), Line(str(number), _nfc(line))
         if key in texts:
-            raise ScoringError(f"{source}: {entry.name} was listed before; an utterance may appear once")
+            raise ScoringError(f"{path}:{number}: {entry.name} was listed before; an utterance may appear once")
         texts[key] = entry
     return texts
 
 
-def _manifest_line(line: str, path: Path, source: str, position: int, *, hypotheses: bool) -> tuple[str, Line]:
+def _manifest_line(line: str, path: Path, number: int, position: int, *, hypotheses: bool) -> tuple[str, Line]:
+    source = f"{path}:{number}"
     try:
         record = parse_json(line)
     except ValueError as error:

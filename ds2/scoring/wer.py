@@ -24,7 +24,7 @@ Key = TypeVar("Key", str, int)
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper ends of the rows of the table by length; the last row is open
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ErrorCounts:
     """Edits between references and hypotheses; `a + b` counts both corpora."""
 
@@ -136,9 +136,8 @@ def _columns(
     for token in tokens:
         equal = places.get(token, 0)
         diagonal_equal = (((equal & rise) + rise) ^ rise) | equal | fall
-        across_rise = fall | (full & ~(diagonal_equal | rise))
+        across_rise = (fall | (full & ~(diagonal_equal | rise))) << 1 | 1
         across_fall = diagonal_equal & rise
-        across_rise = across_rise << 1 | 1
         rise = (across_fall << 1 | ~(diagonal_equal | across_rise)) & full
         fall = across_rise & diagonal_equal & full
         columns.append((rise, fall))
@@ -160,16 +159,26 @@ def character_errors(reference: str, hypothesis: str, name: str = "an utterance"
     return count_edits(align(" ".join(reference.split()), " ".join(hypothesis.split()), name))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AlignedUtterance:
-    """One utterance of a report: its words, `edits` (see :func:`align`) and counts."""
+    """One utterance of a report: its texts, the `edits` of their words (see :func:`align`) and counts."""
 
     name: str
     speaker: str
-    reference: list[str]
-    hypothesis: list[str]
+    reference_text: str
+    hypothesis_text: str
     edits: str
     words: ErrorCounts
+
+    @property
+    def reference(self) -> list[str]:
+        """The words of the reference."""
+        return self.reference_text.split()
+
+    @property
+    def hypothesis(self) -> list[str]:
+        """The words of the hypothesis."""
+        return self.hypothesis_text.split()
 
     def pairs(self) -> list[tuple[str, str, str]]:
         """The alignment as (edit, reference word or '', hypothesis word or '')."""
@@ -201,7 +210,7 @@ class Report:
     @cached_property
     def characters(self) -> ErrorCounts:
         """Character errors of the whole corpus."""
-        counts = (character_errors(" ".join(u.reference), " ".join(u.hypothesis), u.name) for u in self.utterances)
+        counts = (character_errors(u.reference_text, u.hypothesis_text, u.name) for u in self.utterances)
         return sum(counts, ErrorCounts())
 
     @property
@@ -218,7 +227,7 @@ class Report:
     @cached_property
     def by_length(self) -> dict[str, ErrorCounts]:
         """Word errors by words in the reference, short ones first."""
-        groups = _grouped(self.utterances, lambda u: bisect_left(_LENGTH_LIMITS_WORDS, len(u.reference)))
+        groups = _grouped(self.utterances, lambda u: bisect_left(_LENGTH_LIMITS_WORDS, u.words.reference_length))
         return {_length_label(row): groups[row] for row in sorted(groups)}
 
     @cached_property
@@ -242,7 +251,7 @@ class Report:
     def errors_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Word errors and reference words of each utterance, both (U,) int64."""
         errors = np.array([u.words.errors for u in self.utterances], dtype=np.int64)
-        return errors, np.array([len(u.reference) for u in self.utterances], dtype=np.int64)
+        return errors, np.array([u.words.reference_length for u in self.utterances], dtype=np.int64)
 
 
 def corpus_report(
@@ -266,15 +275,14 @@ def corpus_report(
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
     if not len(references) == len(hypotheses) == len(names) == len(speakers):
-        raise ScoringError(
-            f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names and {len(speakers)} "
-            "speakers were given: there must be one of each an utterance"
+        given = (
+            f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names, {len(speakers)} speakers"
         )
+        raise ScoringError(f"{given}: there must be one of each an utterance")
     utterances = []
     for reference, hypothesis, name, speaker in zip(references, hypotheses, names, speakers, strict=True):
-        reference_words, hypothesis_words = reference.split(), hypothesis.split()
-        edits = align(reference_words, hypothesis_words, name)
-        utterances.append(AlignedUtterance(name, speaker, reference_words, hypothesis_words, edits, count_edits(edits)))
+        edits = align(reference.split(), hypothesis.split(), name)
+        utterances.append(AlignedUtterance(name, speaker, reference, hypothesis, edits, count_edits(edits)))
     return Report(utterances)
 
 

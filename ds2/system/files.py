@@ -5,6 +5,7 @@ They are written in a folder of their own beside their place, made durable, and 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -15,11 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_STALE_S = (
-    3600.0  # after so long without a change, what an unknown writer or one on another host left is taken for dead
-)
+_STALE_S = 3600.0  # before, nothing of another host goes: its locks may not be seen here
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
-_OLD = re.compile(r"\.?.+\.partial|\.tmp\w{6}")  # of versions that named no writer; safetensors' own beside those
+_LOCK = ".writer"  # in a writer's folder, locked as long as it lives
 
 
 def cache_dir() -> Path:
@@ -42,7 +41,11 @@ def own_folder(parent: Path, name: str) -> Iterator[Path]:
     folder = parent / f".{name}.{_host()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
     folder.mkdir(mode=0o700)
     try:
-        yield folder
+        with (folder / f"{_LOCK}.new").open("w") as lock:
+            with suppress(OSError):  # where files cannot be locked, other hosts take the writer for alive
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+                os.replace(lock.name, folder / _LOCK)
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -50,20 +53,21 @@ def own_folder(parent: Path, name: str) -> Iterator[Path]:
 def sweep(parent: Path, name: str | None = None) -> None:
     """Remove what killed writers of `name` (None: of any) left in `parent`, and nothing of a live one.
 
-    A writer of this host is dead when its process is gone; one of another host, or of a version that named no writer,
-    when an hour has passed since it last wrote.
+    A writer of this host is dead when its process is gone; one of another host when the system has given up its lock,
+    and an hour has passed since it last wrote: neither a clock that jumps nor a file system whose locks end at the host
+    is enough to take a live one's.
     """
     with suppress(OSError):
         for left in list(parent.iterdir()):
             found = _LEFT.fullmatch(left.name)
-            if (name in (None, found["name"])) if found else (name is None and _OLD.fullmatch(left.name)):
+            if found and name in (None, found["name"]):
                 with suppress(OSError):
                     if _dead(left, found):
-                        shutil.rmtree(left) if left.is_dir() else left.unlink()
+                        shutil.rmtree(left)
 
 
-def _dead(left: Path, writer: re.Match[str] | None) -> bool:
-    if writer is not None and writer["host"] == _host():
+def _dead(left: Path, writer: re.Match[str]) -> bool:
+    if writer["host"] == _host():
         try:
             os.kill(int(writer["process"]), 0)
         except ProcessLookupError:
@@ -71,7 +75,9 @@ def _dead(left: Path, writer: re.Match[str] | None) -> bool:
         except PermissionError:
             return False  # somebody else's, alive
         return False
-    newest: float = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if left.is_dir() else ())))
+    with (left / _LOCK).open("r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    newest: float = max(path.lstat().st_mtime for path in (left, *left.iterdir()))
     return time.time() - newest > _STALE_S
 
 

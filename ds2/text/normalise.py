@@ -14,6 +14,7 @@ _DOTTED = ("tr", "az")  # languages whose I without dot and i with one are two l
 _APOSTROPHES = "'’‘ʼ＇`´"
 _DECIMAL_POINT = ("en", "he", "ja", "ko", "th", "zh")  # 1,234.5; the others write 1.234,5
 _DIGITS = re.compile(r"\d+(?:[.,\u00a0\u202f]\d+)*")
+_ENDLESS = ("am",)  # languages in which num2words 0.5 never returns for numbers above a thousand
 _CODE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]+)*")
 _MOST_DIGITS = 12  # longer runs of digits are telephone or card numbers
 _ENGLISH_ORDINAL = re.compile(r"\b(\d{1,4})(?:st|nd|rd|th)\b", re.IGNORECASE)
@@ -74,7 +75,7 @@ def spell_numbers(text: str, language: str) -> str:
         language: as num2words calls it: en, de, tr, pt_BR.
 
     Raises:
-        NormaliseError: num2words is not installed, or does not know the language.
+        NormaliseError: num2words is not installed, does not know the language, or cannot read a number in it.
     """
     if not any(character.isdigit() for character in text):
         return text
@@ -106,12 +107,21 @@ def _speller(language: str) -> Callable[..., str]:
         raise NormaliseError(
             f"alphabet.numbers={language} needs num2words: pip install num2words, or the extra `text` of ds2"
         ) from error
-    known = num2words.CONVERTER_CLASSES
+    known = sorted(set(num2words.CONVERTER_CLASSES) - set(_ENDLESS))
     if language not in known and _language(language) not in known:
-        raise NormaliseError(f"alphabet.numbers={language!r}: num2words knows {', '.join(sorted(known))}")
+        raise NormaliseError(
+            f"alphabet.numbers={language!r}: num2words knows {', '.join(known)}; for another language write the digits "
+            "of transcripts out as words, or leave alphabet.numbers empty and add the digits to alphabet.symbols"
+        )
 
     def spelled(number: int | float, **how: Any) -> str:
-        words = num2words.num2words(number, lang=language, **how)
+        try:
+            words = num2words.num2words(number, lang=language, **how)
+        except Exception as error:  # as each language's own code has it
+            raise NormaliseError(
+                f"alphabet.numbers={language}: num2words cannot read {number} ({error or type(error).__name__}): write "
+                "it out as words in the transcript"
+            ) from error
         return " ".join(re.sub(r"[-,]", " ", words).split())
 
     return spelled

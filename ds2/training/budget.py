@@ -19,10 +19,11 @@ from ds2.training.state import Progress
 
 log = logging.getLogger(__name__)
 
-_TRIALS = 24
-_LIMIT_S = 40.0  # no trial begins later
-_CLOSE = 0.97  # of the room: nearer is not worth another trial
-_BACK_OFF = 0.93  # of a budget that did not fit
+_TRIALS = 12
+_LIMIT_S = 45.0  # no trial begins that would end later
+_FIRST = 16  # utterances a rank, of the longest; small batches would meet kernels that large ones do not need
+_GROWTH = 16.0  # from one trial to the next
+_AIM, _CLOSE = 0.98, 0.95  # of the room: what is tried for, and what is near enough
 _FEW_BATCHES = 50
 Measure = Callable[[list[int]], float | None]
 
@@ -48,7 +49,9 @@ def largest_budget(
     """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
 
     What a batch needs is nearly a line over its padded audio (activations), above what is always there (weights,
-    workspaces): two trials give the line, the line proposes a budget, the next trial corrects the line.
+    workspaces). From a few utterances a rank, or one where these do not fit, the search goes up the line that the last
+    trials give, at most `_GROWTH`-fold each time; what fits and what does not close in on the largest. Passes over n
+    times the audio take at most n times as long, so the fastest trial tells how much can be tried in the time left.
 
     Args:
         durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
@@ -75,36 +78,51 @@ def largest_budget(
             sizes.append(float("inf") if size is None else size * max(1.0, budget_s / padded_s))
         return max(sizes)
 
-    fitting: list[tuple[float, float]] = []
-    too_much_s, budget_s = float("inf"), min(most_s, longest_s * world)
-    for _ in range(_TRIALS):
+    known: list[tuple[float, float]] = []  # budgets, and the bytes that they need
+    fits_s, fails_s, rate = 0.0, float("inf"), 0.0
+    least_s = min(most_s, longest_s * world)
+    budget_s = min(most_s, _FIRST * least_s)
+    for trial in range(1, _TRIALS + 1):
+        began = time.monotonic()
         size = need(budget_s)
-        log.debug("batching=auto: %.1f s need %.2f GB of %.2f", budget_s, size / 1e9, room / 1e9)
+        ended = time.monotonic()
+        log.info(
+            "batching=auto: trial %d, %.0f s of audio: %.2f GB of %.2f, in %.1f s",
+            *(trial, budget_s, size / 1e9, room / 1e9, ended - began),
+        )
         if size <= room:
-            fitting.append((budget_s, size))
-            if size > _CLOSE * room or budget_s >= most_s:
-                break
+            fits_s = max(fits_s, budget_s)
         else:
-            too_much_s = min(too_much_s, budget_s)
-        if not fitting:
+            fails_s = min(fails_s, budget_s)
+        if not fits_s and budget_s > least_s:
+            budget_s = least_s
+            continue
+        if not fits_s:
             raise ConfigError(
                 f"batching=auto: not even one utterance of {longest_s:.1f} s a rank fits the GPU's memory: "
                 "lower data.max_duration_s, or choose a smaller model"
             )
-        proposed_s = min(_proposal(fitting, room), _BACK_OFF * too_much_s, most_s)
-        if proposed_s <= fitting[-1][0] * 1.02 or time.monotonic() - started > _LIMIT_S:
+        if np.isfinite(size):
+            known.append((budget_s, size))
+        rate = max(rate, budget_s / max(ended - began, 1e-6))
+        affordable_s = rate * (_LIMIT_S - (ended - started))
+        wished_s = min(_proposal(known, room), most_s)
+        if wished_s >= fails_s:
+            wished_s = (fits_s + fails_s) / 2
+        budget_s = min(wished_s, affordable_s)
+        if _CLOSE * room < size <= room or wished_s < 1.02 * fits_s:
             break
-        budget_s = proposed_s
-    return float(f"{_down(max(budget for budget, _ in fitting)):g}")
+        if budget_s < 1.02 * fits_s:
+            log.warning("batching=auto: ended after %.0f s, before all that fits was found", ended - started)
+            break
+    return float(f"{_down(fits_s):g}")
 
 
-def _proposal(fitting: Sequence[tuple[float, float]], room: float) -> float:
-    """Where the line through the last two trials that fit reaches the room; at most twice as much."""
-    if len(fitting) < 2:
-        return 2 * fitting[0][0]
-    (low_s, low), (high_s, high) = sorted(fitting)[-2:]
-    slope = (high - low) / (high_s - low_s)
-    return min(2 * high_s, high_s + (room - high) / slope) if slope > 0 else 2 * high_s
+def _proposal(known: Sequence[tuple[float, float]], room: float) -> float:
+    """Where the line through the largest two trials reaches the room, after one trial that through nothing."""
+    (low_s, low), (high_s, high) = sorted([(0.0, 0.0), *known])[-2:]
+    most_s = _GROWTH * high_s
+    return min(most_s, low_s + (_AIM * room - low) * (high_s - low_s) / (high - low)) if high > low else most_s
 
 
 def _down(value: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -12,6 +12,8 @@ from ds2.distributed.communicator import Communicator
 from ds2.system.stops import Stopped
 
 log = logging.getLogger(__name__)
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupts:
@@ -26,8 +28,7 @@ class Interrupts:
     _at_once: bool = False
 
     def __enter__(self) -> Interrupts:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self._old = {s: signal.signal(s, self._handle) for s in numbers}
+        self._old = {s: signal.signal(s, self._handle) for s in _NUMBERS}
         return self
 
     def __exit__(
@@ -40,6 +41,15 @@ class Interrupts:
     def name(self) -> str:
         """Of the signal that ranks agreed on, or ''."""
         return signal.Signals(self.agreed).name if self.agreed else ""
+
+    @property
+    def flags(self) -> list[float]:
+        """1 for the signal that this process received, 0 for the others: what ranks may add up."""
+        return [float(number == self.received) for number in _NUMBERS]
+
+    def hear(self, flags: Sequence[float]) -> None:
+        """Learn of the signals of all ranks from the sum of their flags."""
+        self.agreed = max(self.agreed, *(number for number, ranks in zip(_NUMBERS, flags, strict=True) if ranks), 0)
 
     def agree(self, comm: Communicator) -> int:
         """Learn of the signals of all ranks, which make this call together; returns `agreed`."""

@@ -115,12 +115,15 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             done = planned_part(config, progress, len(plan))
             rate = learning_rate(config.optim, progress.step, progress.epoch, done)
             set_learning_rate(trainer.optimizer, rate)
-            loss = trainer.step(batches, group)
+            clock, began = time.monotonic(), clock
+            of_rank_0 = clock - began if trainer.comm.rank == 0 else 0.0
+            loss = trainer.step(batches, group, lambda: [of_rank_0, *interrupts.flags])  # noqa: B023  called in it
             epoch.add(loss)
             window.add(loss)
+            passed_s, *flags = trainer.heard
+            progress.elapsed_s += passed_s
+            interrupts.hear(flags)
             now = time.monotonic()
-            times_s, signals = zip(*trainer.comm.allgather((now - clock, interrupts.received)), strict=True)
-            progress.elapsed_s, clock, interrupts.agreed = progress.elapsed_s + times_s[0], now, max(signals)
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
                 values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
@@ -137,6 +140,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             if timed or stepped:
                 trainer.save()
                 saved_at = time.monotonic()
+    progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
     if epoch.steps:  # none where the run goes on from the end of an epoch
         log.info(
             "epoch %d/%d, step %d: loss %.2f, %.0f audio s/s", progress.epoch, config.train.epochs, progress.step,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor
@@ -44,6 +42,7 @@ from ds2.training.metrics import RunLog, StepTimer
 from ds2.training.noise_scale import NoiseScale
 from ds2.training.optim import make_optimizer
 from ds2.training.passes import Passes
+from ds2.training.report import Numbers, StepReport
 from ds2.training.start import begin, freeze
 from ds2.training.state import Progress, TrainState, save_state, share
 from ds2.training.tiles import settle_tiles
@@ -57,19 +56,16 @@ class TrainingError(UserError):
     """Training cannot go on; the message says why and what to set."""
 
 
-@dataclass
-class StepReport:
-    """What a rank tells the others about its part of a step."""
-
-    loss: float = 0.0  # summed over its utterances, nats
-    gradient_norm: float = 0.0  # of all ranks' gradients, as this one sees it
-    infeasible: int = 0
-    audio_s: float = 0.0
-    bad: list[str] = field(default_factory=list)  # names of utterances whose loss was not finite
-
-
 class Trainer:
-    """The state of one run on one device, and what happens to it in a step, an evaluation and a save."""
+    """The state of one run on one device, and what happens to it in a step, an evaluation and a save.
+
+    Attributes:
+        grad_norm: of the last step.
+        heard: the sum over ranks of its news.
+    """
+
+    grad_norm = 0.0
+    heard: Sequence[float] = ()
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
@@ -98,7 +94,6 @@ class Trainer:
         seen = corpus("training", self.utterances) | corpus("dev", self.dev)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
-        self.grad_norm = 0.0
         self.model.to(self.device)
         self.features.to(self.device)
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -163,44 +158,65 @@ class Trainer:
         """Batches of the running epoch as steps take them."""
         return Ahead(batches, partial(self.inputs, epoch=self.progress.epoch))
 
-    def step(self, batches: Ahead, group: Sequence[Sequence[int]]) -> float | None:
+    def step(
+        self, batches: Ahead, group: Sequence[Sequence[int]], news: Callable[[], Sequence[float]] = list
+    ) -> float | None:
         """One optimizer step over all ranks.
 
         Args:
             batches: this rank's parts of the batches, as `epoch` gives them; the inputs of the one behind the step's
                 are made before its results are waited for.
             group: the whole batches that make up the step, as utterance indices.
+            news: further numbers of this rank, asked once its passes are launched; `heard` is then their sum.
 
         Returns:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
         utterances = sum(map(len, group))
         self.gradients.begin()
-        done, seen = self._passes(batches, group)
+        seen, counts = self._passes(batches, group)
         with self.timer.phase("allreduce_exposed"):
             for began, ended in self.gradients.finish():
                 self.timer.add("allreduce_total", began, ended)
         with self.timer.phase("optimizer"):
-            reports, norm = self._reports(done, seen)
-            progress = self.progress
-            progress.batch += len(group)
-            progress.infeasible += sum(report.infeasible for report in reports)
-            progress.audio_s += sum(report.audio_s for report in reports)
-            loss = sum(report.loss for report in reports) / utterances
-            self.grad_norm = reports[0].gradient_norm
-            if not np.isfinite([loss, *(report.gradient_norm for report in reports)]).all():
-                self._skip([name for report in reports for name in report.bad], loss)
+            told = [*counts, *news()]
+            report = StepReport(self.comm, [losses for _, losses in seen], self.update.norm(), told)
+            launched = self.update.harmless
+            if launched:
+                self.update(report.norm)
+            numbers = report.read()
+            loss = self._count(numbers, len(group), utterances)
+            if not numbers.finite:
+                self._skip(seen, loss)
                 return None
             if self.noise is not None:
                 self.noise.add(self.grad_norm, utterances)
-            self._apply(norm)
+            if not launched:
+                self.update(report.norm)
+            self._end_step()
         return loss
 
-    def _passes(self, batches: Ahead, group: Sequence[Sequence[int]]) -> tuple[StepReport, list[tuple[Batch, Tensor]]]:
-        """Forward and backward passes of a step: what this rank did, and its batches with their losses."""
+    def _count(self, numbers: Numbers, batches: int, utterances: int) -> float:
+        """Count what all ranks did in a step; returns the mean loss."""
+        infeasible, audio_s, *self.heard = numbers.counts
+        progress = self.progress
+        progress.batch += batches
+        progress.infeasible += round(infeasible)
+        progress.audio_s += audio_s
+        self.grad_norm = numbers.norm
+        return numbers.loss / utterances
+
+    def _passes(
+        self, batches: Ahead, group: Sequence[Sequence[int]]
+    ) -> tuple[list[tuple[Batch, Tensor]], tuple[float, float]]:
+        """Forward and backward passes of a step.
+
+        Returns:
+            This rank's batches with their losses; how many of its utterances are infeasible, and its seconds of audio.
+        """
         config, comm = self.config, self.comm
         utterances = sum(map(len, group))
-        done = StepReport()
+        infeasible, audio_s = 0, 0.0
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
@@ -223,22 +239,12 @@ class Trainer:
                 ) from error
             if not idle:
                 seen.append((batch, losses))
-                done.infeasible += inputs.infeasible
-                done.audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
-        return done, seen
+                infeasible += inputs.infeasible
+                audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
+        return seen, (infeasible, audio_s)
 
-    def _reports(self, done: StepReport, seen: Sequence[tuple[Batch, Tensor]]) -> tuple[list[StepReport], Tensor]:
-        """Every rank's report of a step, this one's completed, and the norm of the gradients on the device."""
-        norm = self.update.norm()
-        total = torch.stack([losses.sum() for _, losses in seen]).sum() if seen else norm.new_zeros(())
-        with self.comm.whereabouts.wait_in("gradients"):
-            done.loss, done.gradient_norm = torch.stack([total, norm.to(total)]).tolist()
-        done.bad = [] if np.isfinite(done.loss) else self._not_finite(seen)
-        return self.comm.allgather(done), norm
-
-    def _apply(self, norm: Tensor) -> None:
-        """Let the gradients, clipped, change the weights, and count the step."""
-        self.update(norm)
+    def _end_step(self) -> None:
+        """Do what follows a change of the weights, and count the step."""
         self.statistics.end_step()
         if self.average is not None:
             self.average.update(self.model)
@@ -253,7 +259,8 @@ class Trainer:
             if not ok
         ]
 
-    def _skip(self, bad: Sequence[str], loss: float) -> None:
+    def _skip(self, seen: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
+        bad = [name for names in self.comm.allgather(self._not_finite(seen)) for name in names]
         self.progress.skipped += 1
         for module in self.model.modules():
             if isinstance(module, SequenceBatchNorm):

@@ -49,6 +49,8 @@ class Trial:
         device = features.mean.device
         self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
         self._slowest = min([1.0, *config.augment.speed])
+        longest = self._samples(max(u.duration_s for u in utterances))
+        self._noise = 0.01 * torch.randn(longest, generator=torch.Generator().manual_seed(0))
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         with torch.random.fork_rng(devices=[device]):
@@ -82,12 +84,11 @@ class Trial:
 
     def __call__(self, indices: list[int]) -> float | None:
         """Bytes at the peak of both passes over utterances, with what training will hold besides; None: too much."""
-        batch = self._batch(indices)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
             self._gradients.begin()
-            inputs = self._inputs(batch, 1)
+            inputs = self._inputs(self._batch(indices), 1)
             self._passes.forward(inputs, len(indices), last=True, idle=False)
             self._passes.backward()
             list(self._gradients.finish())
@@ -98,16 +99,16 @@ class Trial:
         return torch.cuda.max_memory_allocated(self._device) - self._own + self._later + next_inputs
 
     def _batch(self, indices: list[int]) -> Batch:
-        rate_hz = self._config.data.sample_rate_hz
         chosen = [self._utterances[index] for index in indices]
-        lengths = torch.tensor([int(u.duration_s / self._slowest * rate_hz) for u in chosen])
-        waveforms = 0.01 * torch.randn(
-            len(chosen), int(lengths.max()), generator=torch.Generator().manual_seed(0), dtype=torch.float32
-        )
+        lengths = torch.tensor([self._samples(u.duration_s) for u in chosen])
+        waveforms = self._noise[: int(lengths.max())].to(self._device).repeat(len(chosen), 1)
         labels = [torch.tensor(self._alphabet.encode(u.text), dtype=torch.int64) for u in chosen]
         counts = torch.tensor([len(row) for row in labels])
         padded = nn.utils.rnn.pad_sequence(labels, batch_first=True)
         return Batch(waveforms, lengths, padded, counts, torch.tensor(indices))
+
+    def _samples(self, duration_s: float) -> int:
+        return int(duration_s / self._slowest * self._config.data.sample_rate_hz)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

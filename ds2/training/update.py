@@ -45,12 +45,17 @@ class Update:
         elif gradients.comm.device.type == "cuda":
             log.info("the optimizer's step runs on torch's kernels: %s", reason)
 
+    @property
+    def harmless(self) -> bool:
+        """Whether a norm that is not finite leaves everything as it is, so that nobody need look at it first."""
+        return self._fuses and bool(self._optimizer.state)
+
     def norm(self) -> Tensor:
         """The norm of all gradients, a scalar on their device."""
         return self._norm_of()
 
     def __call__(self, norm: Tensor) -> None:
-        """Take a step with gradients of this norm, a scalar on their device."""
+        """Take a step with gradients of this norm, a scalar on their device; see `harmless`."""
         if self._replay is not None:
             self._norm.copy_(norm)
             self._replay()

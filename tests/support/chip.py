@@ -12,12 +12,12 @@ import pytest
 import torch
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent import persistent, projection, weights
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
-from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments
+from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
 
-_KERNELS = ("recurrent/cluster.cuh", "recurrent/grid_narrow.cuh", "recurrent/grid_wide.cuh", "recurrent/units.cuh")
+_KERNELS = tuple(f"recurrent/{name}.cuh" for name in ("projection", "cluster", "grid_narrow", "grid_wide", "units"))
 Faults = tuple[tuple[str, str, str], ...]
 
 
@@ -51,14 +51,35 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def use(choice: Choice, seed: int, faults: Faults = ()) -> None:
         def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
-            error = _library(launch.source, faults).run(launch.grid, seed, *host_arguments(launch.source, arguments))
+            library = _library(launch.source, faults)
+            if launch.early:
+                _hold(library, dict(zip((n for _, n in launch.source.parameters), arguments, strict=True)))
+            error = library.run(launch.grid, seed, *host_arguments(launch.source, arguments))
             assert not error, error.decode()
 
         monkeypatch.setattr(persistent, "plan_for", lambda *_: choice)
         monkeypatch.setattr(persistent, "device_index", lambda device: 0)
         monkeypatch.setattr(persistent, "run", run)
+        monkeypatch.setattr(projection, "run", run)
 
+    patch_run(monkeypatch, weights)
     return use
+
+
+def _hold(library: ctypes.CDLL, given: Mapping[str, Any]) -> None:
+    """Keep all arrays of 16-bit numbers and all lengths, but for weights, until every thread has waited."""
+    batch, hidden = given["batch"], given["hidden"]
+    rows = given.get("rows") or given["frames"] * batch
+    sizes = dict.fromkeys(("input", "result", "z"), 2 * rows * hidden) | dict.fromkeys(("lengths", "begin"), 4 * batch)
+    sizes |= dict.fromkeys(("state", "last_state"), 2 * batch * hidden) | {"x": 2 * rows * given.get("width", 0)}
+    arrays = {name: given[name] for name in sizes if given.get(name) is not None}
+    addresses = [a if isinstance(a, int) else a.data_ptr() for a in arrays.values()]
+    pairs = [(address, sizes[name]) for name, address in zip(arrays, addresses, strict=True) if address]
+    library.hold(
+        len(pairs),
+        (ctypes.c_void_p * len(pairs))(*(a for a, _ in pairs)),
+        (ctypes.c_long * len(pairs))(*(n for _, n in pairs)),
+    )
 
 
 def small_chip(active: Mapping[int, int]) -> DeviceFacts:

@@ -104,6 +104,14 @@ inline std::function<void()> kernel;
 inline std::string error;
 inline bool progress;  // anything that another warp could wait for
 
+// Arrays that the kernel before reads or writes until every thread has waited for its end: their contents come then.
+struct Held {
+    char* at;
+    std::vector<char> contents;
+};
+inline std::vector<Held> held;
+inline Meeting everyone;
+
 inline Fiber& self() { return fibers[blockIdx.x * threads + threadIdx.x]; }
 inline Block& block() { return blocks[blockIdx.x]; }
 inline Warp& warp() { return block().warps[threadIdx.x / 32]; }
@@ -134,6 +142,17 @@ void together(const T& mine, See see) {
     all.given[threadIdx.x % 32] = &mine;
     if (all.meeting.arrived == 31) see([&](int lane) -> const T& { return *static_cast<const T*>(all.given[lane]); });
     meet_warp();
+}
+
+inline void await_kernel_before() {
+    if (held.empty()) return;
+    if (everyone.arrived + 1 == int(fibers.size()))
+        for (Held& array : held) {
+            for (size_t i = 0; i < array.contents.size(); i++)
+                if (array.at[i] != char(0xff)) fail("a store before the end of the kernel before");
+            std::memcpy(array.at, array.contents.data(), array.contents.size());
+        }
+    meet(everyone, int(fibers.size()));
 }
 
 inline char* shared_memory() { return block().memory.data(); }
@@ -231,6 +250,15 @@ inline bool pass(const std::vector<int>& order) {
     return busy;
 }
 
+// Of the next launch: `count` arrays that are not weights.
+extern "C" __attribute__((used)) inline void hold(int count, char** arrays, const long* bytes) {
+    held.clear();
+    for (int i = 0; i < count; i++) {
+        held.push_back({arrays[i], {arrays[i], arrays[i] + bytes[i]}});
+        std::fill_n(arrays[i], bytes[i], char(0xff));
+    }
+}
+
 // Returns what went wrong, or nothing.
 inline const char* launch(int block_count, int block_threads, int cluster_blocks, int smem_bytes, unsigned seed,
                           std::function<void()> body) {
@@ -238,6 +266,7 @@ inline const char* launch(int block_count, int block_threads, int cluster_blocks
     random.seed(seed);
     error.clear();
     messages.clear();
+    everyone = {};
     blocks.assign(block_count, {});
     clusters.assign(block_count / cluster, {});
     for (Block& b : blocks) {
@@ -257,6 +286,7 @@ inline const char* launch(int block_count, int block_threads, int cluster_blocks
         busy = pass(order);
     }
     if (error.empty() && !messages.empty()) error = "sums under way when the kernel has ended";
+    held.clear();
     return error.c_str();
 }
 
@@ -340,7 +370,11 @@ inline void store_async(unsigned to, unsigned barrier, unsigned w0, unsigned w1,
 inline void barrier_init(unsigned barrier, unsigned arrivals) {
     chip::block().barriers[barrier] = {int(arrivals), int(arrivals), 0, 0};
 }
+inline uint4 load_early_16(const void* at) { return *static_cast<const uint4*>(at); }
+inline uint2 load_early_8(const void* at) { return *static_cast<const uint2*>(at); }
 inline void barrier_init_fence() {}
+inline void await_kernel_before() { chip::await_kernel_before(); }
+inline void release_kernel_behind() {}
 inline void barrier_expect(unsigned barrier, unsigned bytes) {
     chip::MBarrier& own = chip::barrier_at(chip::block(), barrier);
     own.bytes += bytes;

@@ -141,12 +141,20 @@ To same_bits(From from) {
     std::memcpy(&to, &from, sizeof to);
     return to;
 }
+inline float __shfl_xor_sync(unsigned, float mine, int apart) {
+    const int from = (threadIdx.x % 32) ^ apart;
+    return fibers::exchange(same_bits<unsigned>(mine),
+                            [=](const unsigned long long* v) { return same_bits<float>(unsigned(v[from])); });
+}
 inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
 inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 
 namespace ds2 {
 
+inline unsigned load_early_4(const void* at) { return *static_cast<const unsigned*>(at); }
+inline void await_kernel_before() {}
+inline void release_kernel_behind() {}
 inline float* smem_address(float* at) { return at; }
 inline void copy_async(float* to, const float* from, bool) { *to = *from; }
 inline void copies_commit() {}

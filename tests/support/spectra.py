@@ -1,4 +1,4 @@
-"""How far apart two computations of log energies may be."""
+"""A waveform with what speech has, and how far apart two computations of its log energies may be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ import torch
 from torch import Tensor
 
 from ds2.audio.features import Features
+
+RATE = 16000
+
+
+def speech_like(samples: int, seed: int = 0) -> np.ndarray:
+    """Harmonics over noise that rises and falls, with an offset and a stretch of digital silence; 16-bit samples."""
+    rng, time = np.random.default_rng(seed), np.arange(samples) / RATE
+    tones = sum(np.sin(2 * np.pi * 130 * k * time + k) / k for k in range(1, 20))
+    loudness = np.abs(np.sin(2 * np.pi * 1.7 * time))
+    sound = 0.1 * loudness * tones + 0.003 * rng.standard_normal(samples) + 0.01
+    sound[samples // 2 : samples // 2 + samples // 8] = 0.0
+    return (np.round(sound * 32768) / 32768).astype(np.float32)
 
 
 def rounding(features: Features, waveform: np.ndarray, log_energy: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class Launch:
         cluster: blocks a cluster.
         smem_bytes: dynamic shared memory a block.
         cooperative: start all blocks at once or none, because they wait for each other.
+        early: start while the kernel before it on the stream still runs, if that one says so: for a kernel that waits
+            itself before it touches anything but weights (`await_kernel_before` in csrc/ptx/sync.cuh).
     """
 
     source: Source
@@ -35,6 +37,7 @@ class Launch:
     cluster: int = 1
     smem_bytes: int = 0
     cooperative: bool = False
+    early: bool = False
 
 
 def run_loaded(launch: Launch, kernel: Any, packed: Any, stream: int) -> None:
@@ -47,6 +50,7 @@ def run_loaded(launch: Launch, kernel: Any, packed: Any, stream: int) -> None:
         cluster=launch.cluster,
         smem_bytes=launch.smem_bytes,
         cooperative=launch.cooperative,
+        early=launch.early,
         stream=stream,
     )
 

@@ -154,7 +154,7 @@ def _stream(handle: int) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)  # making one costs more than launching with it
-def _config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: bool) -> Any:
+def _config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: bool, early: bool) -> Any:
     from cuda.core import LaunchConfig
 
     # With a cluster, cuda.core counts its grid in clusters; ours is in blocks everywhere.
@@ -166,12 +166,18 @@ def _config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: b
         block=block,
         shmem_size=smem_bytes,
         is_cooperative=cooperative,
+        **({"programmatic_stream_serialization": True} if early and _knows_early(LaunchConfig) else {}),
     )
+
+
+def _knows_early(config: Any) -> bool:
+    """Whether this cuda-core can launch a kernel early; one that cannot launches it in turn, to the same end."""
+    return hasattr(config, "programmatic_stream_serialization")
 
 
 def max_active_clusters(kernel: Any, *, block: int, cluster: int, smem_bytes: int, stream: int) -> int:
     """How many clusters of this kernel the current device can hold at once (0 if none fits)."""
-    config = _config(cluster, block, cluster, smem_bytes, False)
+    config = _config(cluster, block, cluster, smem_bytes, False, False)
     return int(kernel.occupancy.max_active_clusters(config, stream=_stream(stream)))
 
 
@@ -184,6 +190,7 @@ def launch(
     cluster: int = 1,
     smem_bytes: int = 0,
     cooperative: bool = False,
+    early: bool = False,
     stream: int,
 ) -> None:
     """Launch on a CUDA stream handle (as ``torch.cuda.current_stream().cuda_stream``), asynchronously.
@@ -196,6 +203,7 @@ def launch(
         cluster: blocks a cluster.
         smem_bytes: dynamic shared memory a block.
         cooperative: start all blocks at once or none, because they wait for each other.
+        early: start while the kernel before it runs, if that one lets it (programmatic dependent launch).
         stream: stream handle.
 
     Raises:
@@ -204,7 +212,7 @@ def launch(
     from cuda.core import launch as cuda_launch
 
     try:
-        cuda_launch(_stream(stream), _config(grid, block, cluster, smem_bytes, cooperative), kernel, *args)
+        cuda_launch(_stream(stream), _config(grid, block, cluster, smem_bytes, cooperative, early), kernel, *args)
     except Exception as error:
         raise RuntimeError(
             f"launch of {grid} blocks x {block} threads, cluster {cluster}, {smem_bytes} B shared memory: {error}"

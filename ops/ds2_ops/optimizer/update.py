@@ -104,14 +104,14 @@ class FusedUpdate:
         self._table = _table(rows, decays).to(self._device)
 
     def __call__(self, norm: Tensor, most: float) -> None:
-        """Take a step.
+        """Take a step, or none where the norm is not finite: then nothing changes.
 
         Args:
             norm: () float32 on the device, of all gradients.
             most: the norm to which larger gradients are clipped; 0: none are.
         """
         if self._steps:
-            torch._foreach_add_(self._steps, 1)
+            torch._foreach_add_(self._steps, torch.isfinite(norm).to(self._steps[0].dtype))
         source = NESTEROV if self._sgd else ADAMW
         launch = Launch(source, THREADS, grid=len(self._table))
         run(launch, [self._table, norm, most, *self._numbers], lambda: "the optimizer's step", self._device)

@@ -12,8 +12,10 @@ arrays      where arrays of any framework lie
 primitives  such arrays -> launch
 persistent  tensors -> launch
 backends    which of these runs
-weights     the gradient of a recurrent matrix
+weights     the transpose and the gradient of a recurrent matrix
+projection  the product before a recurrence of few frames, on a kernel that overlaps with it
 rnn         the operator: checks, autograd, the public function and module
+layer       projection and recurrence for inference
 gated       LSTM and GRU: their own reference, gemm, persistent and op
 bidirectional  all of these over whole utterances in both directions, in one launch where that pays
 """

@@ -26,6 +26,6 @@ def device_facts(index: int) -> DeviceFacts:
             cluster: runtime.max_active_clusters(
                 probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
             )
-            for cluster in (2, 4, 5, 6, 8, 16)
+            for cluster in (2, 3, 4, 5, 6, 8, 9, 16)
         }
     return replace(facts, active_clusters=active)

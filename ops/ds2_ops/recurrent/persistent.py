@@ -6,15 +6,17 @@ Shape letters: T frames, B batch, H hidden.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ds2_ops.jit.launch import device_index, run
+from ds2_ops.jit.launch import Launch, device_index, run
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.entry import common, pass_arguments
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem, check_rows
 from ds2_ops.recurrent.planned import plan_for
+from ds2_ops.recurrent.weights import transposed
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +108,7 @@ def backward_data(
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
-    return _launch("backward_data", grad_y, y, weight_hh.t().contiguous(), grad_h_n, lengths, options)
+    return _launch("backward_data", grad_y, y, transposed(weight_hh), grad_h_n, lengths, options)
 
 
 def _launch(
@@ -173,7 +175,13 @@ def launch_pass(
         shape = (frames, problem.batch, problem.hidden)
         return f"persistent {op} of (T, B, H) = {shape}, {inputs.dtype}, {choice.explain()}"
 
-    run(choice.launch, arguments, what, inputs.device)
+    launch = _early(choice.launch) if options.early and choice.design == "cluster" else choice.launch
+    run(launch, arguments, what, inputs.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _early(launch: Launch) -> Launch:
+    return replace(launch, early=True)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:

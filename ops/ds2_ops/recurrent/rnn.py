@@ -18,7 +18,7 @@ from ds2_ops.recurrent.backends import BACKENDS, resolve
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
-from ds2_ops.recurrent.weights import backward_weights
+from ds2_ops.recurrent.weights import Sink, add_backward_weights, backward_weights
 
 NONLINEARITIES = tuple(CELLS)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -34,6 +34,7 @@ def recurrence(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
+    sink: Sink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(x_t + W_hh h_(t-1)) over all frames, the recurrent weights staying on chip where the GPU allows it.
 
@@ -55,6 +56,8 @@ def recurrence(
             "cpu", or "auto": "cpu" on a CPU, else "persistent" if it can run and "gemm" if not, logged once. "auto"
             leaves TF32 products to those who allow them.
         max_sms: most streaming multiprocessors that the persistent kernels may occupy; all when None.
+        sink: takes the gradient of ``weight_hh`` in eager mode, as a product that it makes where it keeps it; autograd
+            then gets none.
 
     Returns:
         y (T, B, H), 0 where t >= length, and h_n (B, H), the state after each utterance's last frame (h0 for length 0).
@@ -85,7 +88,7 @@ def recurrence(
         return recurrence_reference(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
     op: Callable[..., tuple[Tensor, Tensor]] = _forward
     if not torch.compiler.is_compiling():
-        op = _EagerRecurrence.apply
+        op = functools.partial(_EagerRecurrence.apply, sink)
     y, h_n = op(x, weight_hh, h0, lengths, nonlinearity, clip, backend, max_sms)
     return y, h_n
 
@@ -183,12 +186,23 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _gradients(
-    backward_data: Callable[..., tuple[Tensor, Tensor]], ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None
+    backward_data: Callable[..., tuple[Tensor, Tensor]],
+    ctx: Any,
+    grad_y: Tensor | None,
+    grad_h_n: Tensor | None,
+    *,
+    sink: Sink | None = None,
+    weight: int = 1,
 ) -> tuple[Tensor | None, ...]:
     y, weight_hh, h0, lengths = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, weight_hh, lengths, *ctx.options)
-    grad_weight_hh = backward_weights(grad_x, y, h0) if ctx.needs_input_grad[1] else None
+    grad_weight_hh = None
+    if ctx.needs_input_grad[weight]:
+        if sink is not None:
+            add_backward_weights(sink, grad_x, y, h0)
+        else:
+            grad_weight_hh = backward_weights(grad_x, y, h0)
     return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
 
 
@@ -196,15 +210,16 @@ class _EagerRecurrence(torch.autograd.Function):
     """The custom op below without its wrappers, which cost the host more than launching a persistent kernel does."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, sink: Sink | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         output = _run_forward(*inputs)
         _save_for_backward(ctx, inputs, output)
+        ctx.sink = sink
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("recurrence")
-        return _gradients(_run_backward_data, ctx, *grads)
+        return None, *_gradients(_run_backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
 
 
 _forward = torch.library.custom_op("ds2::recurrence_forward", _run_forward, mutates_args=())
@@ -227,6 +242,8 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 @functools.cache
-def options_of(nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype) -> Options:
+def options_of(
+    nonlinearity: str, clip: float, max_sms: int | None, dtype: torch.dtype, *, early: bool = False
+) -> Options:
     """Round clip as outputs are rounded: a clipped output must compare equal to it, or its gradient would be 1."""
-    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms)
+    return Options(nonlinearity, float(torch.tensor(clip, dtype=dtype)), max_sms, early)

@@ -1,10 +1,53 @@
-"""The gradient of a recurrent matrix: one product over all frames.
+"""What a backward pass makes of a recurrent matrix: its transpose, and its gradient, one product over all frames.
 
 Shape letters: T frames, B batch, H hidden.
 """
 
+import functools
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+from ds2_ops.jit.launch import Launch, run
+from ds2_ops.jit.source import Source, names, parameters, translation_unit
+
+_THREADS, _TILE = 256, 64
+_STORED = {2: "unsigned short", 4: "unsigned"}  # numbers by their bytes
+
+
+@functools.cache
+def transposition(item_bytes: int) -> Source:
+    """The kernel for numbers of 2 or 4 bytes."""
+    given = parameters("const void* from, void* to, int rows, int columns")
+    return translation_unit(
+        "recurrent/transpose.cuh",
+        given,
+        "    extern __shared__ __align__(16) unsigned char shared[];\n"
+        f"    ds2::transpose<{_STORED[item_bytes]}>({names(given)}, shared);\n",
+        ahead=f"static_assert(ds2::TRANSPOSE_THREADS == {_THREADS} && ds2::TRANSPOSE_TILE == {_TILE}, "
+        '"weights.py and transpose.cuh disagree");\n',
+        launch_bounds=str(_THREADS),
+    )
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """The transpose (C, R), contiguous, of a contiguous matrix (R, C) on a GPU."""
+    rows, columns = matrix.shape
+    result = matrix.new_empty(columns, rows)
+    grid = -(-rows // _TILE) * -(-columns // _TILE)
+    smem_bytes = _TILE * (_TILE + 2) * matrix.element_size()
+    launch = Launch(transposition(matrix.element_size()), _THREADS, grid=grid, smem_bytes=smem_bytes)
+    run(launch, [matrix, result, rows, columns], lambda: f"the transpose of {tuple(matrix.shape)}", matrix.device)
+    return result
+
+
+class Sink(Protocol):
+    """Where the gradient of a matrix is kept by whoever owns it, so that it need not be made first and moved then."""
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left (R, N) times right (N, H) to the gradient (R, H)."""
+        ...
 
 
 def backward_weights(grad: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
@@ -18,9 +61,20 @@ def backward_weights(grad: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
     Returns:
         (R, H)
     """
+    return frame_products(*_with_previous(grad, y, h0))
+
+
+def add_backward_weights(sink: Sink, grad: Tensor, y: Tensor, h0: Tensor | None) -> None:
+    """Give what `backward_weights` returns to a sink, as a product to be made."""
+    grad, previous = _with_previous(grad, y, h0)
+    sink.add_product(grad.flatten(0, 1).t(), previous.flatten(0, 1))
+
+
+def _with_previous(grad: Tensor, y: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients beside the states before them."""
     if h0 is None:
-        return frame_products(grad[1:], y[:-1])
-    return frame_products(grad, torch.cat([h0[None], y])[:-1])
+        return grad[1:], y[:-1]
+    return grad, torch.cat([h0[None], y])[:-1]
 
 
 def frame_products(grad: Tensor, previous: Tensor) -> Tensor:

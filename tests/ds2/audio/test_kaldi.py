@@ -8,25 +8,14 @@ import kaldi_native_fbank
 import numpy as np
 import pytest
 import torch
-from support.spectra import rounding
+from support.spectra import RATE, rounding, speech_like
 
 from ds2.audio.features import Features
 from ds2.audio.stream import SampleBlocks
 from ds2.config.schema import ConfigError, FeaturesConfig
 from ds2.training.start import _same_features
 
-RATE = 16000
 CONFIG = FeaturesConfig(kind="kaldi_fbank", window_s=0.025)
-
-
-def speech_like(samples: int, seed: int = 0) -> np.ndarray:
-    """Harmonics over noise that rises and falls, with an offset and a stretch of digital silence; 16-bit samples."""
-    rng, time = np.random.default_rng(seed), np.arange(samples) / RATE
-    tones = sum(np.sin(2 * np.pi * 130 * k * time + k) / k for k in range(1, 20))
-    loudness = np.abs(np.sin(2 * np.pi * 1.7 * time))
-    sound = 0.1 * loudness * tones + 0.003 * rng.standard_normal(samples) + 0.01
-    sound[samples // 2 : samples // 2 + samples // 8] = 0.0
-    return (np.round(sound * 32768) / 32768).astype(np.float32)
 
 
 def kaldi(waveform: np.ndarray, kind: str = "kaldi_fbank") -> torch.Tensor:

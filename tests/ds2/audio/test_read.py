@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -110,3 +111,12 @@ def test_a_segment_may_end_a_little_late_but_not_much(tmp_path: Path) -> None:
 def test_a_senseless_segment_is_refused(tmp_path: Path, segment: tuple[float, float | None]) -> None:
     with pytest.raises(AudioError, match="describe no audio"):
         read_audio(write(tmp_path, "wav", 16000), 16000, *segment)
+
+
+@pytest.mark.parametrize("channels", [2, 6])
+def test_channels_are_averaged_in_float32(tmp_path: Path, channels: int) -> None:
+    rng = np.random.default_rng(channels)
+    samples = rng.uniform(-0.5, 0.5, (1000, channels)).astype(np.float32)
+    soundfile.write(tmp_path / "many.wav", samples, 16000, subtype="FLOAT")
+    total = functools.reduce(np.add, samples.T)  # a sum rounds after each channel
+    assert np.array_equal(read_audio(tmp_path / "many.wav", 16000), total / np.float32(channels))

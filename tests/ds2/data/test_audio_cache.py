@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from ds2.config.schema import DataConfig
 from ds2.data import cache_build
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance
+from ds2.system import files
 
 RATE = 16000
 
@@ -251,11 +253,15 @@ def test_a_list_of_which_nothing_can_be_read_leaves_nothing(tmp_path: Path, utte
 def test_leftovers_of_killed_builds_are_removed(tmp_path: Path, utterances: list[Utterance]) -> None:
     folder = tmp_path / "work" / "audio_cache"
     folder.mkdir(parents=True)
-    (folder / "old.partial").write_bytes(b"12")
-    os.utime(folder / "old.partial", (0, 0))
-    (folder / "live.partial").write_bytes(b"12")
-    open_audio(utterances, data_config(tmp_path))
-    assert [path.name for path in written(tmp_path) if path.suffix == ".partial"] == ["live.partial"]
+    with subprocess.Popen(["sleep", "3600"]) as live, subprocess.Popen(["true"]) as dead:
+        dead.wait()
+        names = [f".a.{files._host()}.{process.pid}.{'0' * 16}.partial" for process in (live, dead)]
+        for name in names:
+            (folder / name).mkdir()
+            (folder / name / "a").write_bytes(b"12")
+        open_audio(utterances, data_config(tmp_path))
+        assert sorted(path.name for path in folder.iterdir() if path.suffix == ".partial") == names[:1]
+        live.kill()
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:

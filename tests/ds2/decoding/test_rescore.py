@@ -100,3 +100,21 @@ def test_what_cannot_be_rescored_is_named(tmp_path: Path) -> None:
 def test_greedy_says_that_it_does_not_rescore(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_decoder(DecodeConfig(rescore="none"), CHARACTERS, 0.02, CPU)
     assert "decode.rescore changes nothing under decode.method=greedy" in caplog.text
+
+
+@pytest.mark.gpu
+def test_a_gpu_ranks_by_its_own_scores(tmp_path: Path) -> None:
+    file, _ = recurrent(tmp_path)
+    options = replace(WIDE, nbest=6, rescore=file, rescore_weight=0.5, rescore_hypotheses=12)
+    gpu, lm, log_probs = torch.device("cuda"), language_model(tmp_path, "word"), random_log_probs(6, 3, 4)
+    here = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, LENGTHS)
+    there = make_decoder(options, CHARACTERS, 0.02, gpu, lm).decode(log_probs.to(gpu), LENGTHS)
+    for row, on_gpu in zip(here, there, strict=True):
+        wanted = {h.text: h.score for h in row}
+        assert [h.score for h in on_gpu] == sorted((h.score for h in on_gpu), reverse=True)
+        assert all([word.text for word in h.words] == h.text.split() for h in on_gpu)
+        for h in on_gpu:
+            # in bfloat16, to 2^-9: at most 7 labels, each by 8 outputs of at most 1 and weights of 20 / sqrt(8)
+            if h.text in wanted:
+                assert h.score == pytest.approx(wanted[h.text], abs=7 * 8 * 20 / 8**0.5 * 2**-9 * options.alpha)
+        assert len({h.text for h in on_gpu} & set(wanted)) > 0

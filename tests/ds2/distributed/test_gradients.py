@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds2.distributed.bucket import Slot
 from ds2.distributed.communicator import Communicator, Moment
-from ds2.distributed.gradients import GradientReducer, Slot, in_buckets
+from ds2.distributed.gradients import GradientReducer, in_buckets
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.product import linear
 from ds2.training.batch_norm import NormStatistics
 
 CPU = torch.device("cpu")
@@ -167,6 +169,43 @@ def test_rounded_copies_give_what_autocast_gives() -> None:
     assert all(p.dtype == torch.float32 and isinstance(p, nn.Parameter) for p in model.parameters())
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Product(nn.Module):
+    """Its weight's gradient goes to a sink where there is one; `plain` never."""
+
+    def __init__(self, *, plain: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
+        self.unused = nn.Parameter(torch.ones(2, 2))
+        self.plain = plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) if self.plain else linear(x, self.weight, None)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_sinks_take_the_gradients_that_autograd_would_bring(passes: int) -> None:
+    results = []
+    for plain in (True, False):
+        model = Product(plain=plain)
+        reducer = GradientReducer(model, Twins(), 10**6, overlap=True, low=list(model.parameters()))
+        for _ in range(2):  # the second step starts from zero again
+            for flat in reducer.buckets:
+                flat.fill_(torch.nan)
+            reducer.begin()
+            inputs = [
+                torch.randn(6, 3, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(passes)
+            ]
+            for number, x in enumerate(inputs):
+                with reducer.passing(last=number == passes - 1), torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).float().square().sum()
+                loss.backward()
+            reducer.finish()
+        results.append([*gradients(model), *(x.grad for x in inputs if x.grad is not None)])
+        assert not hasattr(model.weight, "sink")
+    assert len(results[0]) == 2 + passes
+    assert all(map(torch.equal, *results)) and bool((results[0][1] == 0).all())
 
 
 def test_parameters_are_back_after_a_pass_that_failed() -> None:

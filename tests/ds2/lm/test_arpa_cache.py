@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ds2.lm.arpa import read_arpa, write_arpa
 from ds2.lm.arpa_cache import arpa_file
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import LanguageModelError, NGram
+from ds2.system import files
 from ds2.system.files import cache_dir
 
 
@@ -47,9 +49,10 @@ def test_an_arpa_file_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_the_least_recently_used_go(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [model("a", letter) for letter in "bcd"]
     first, second = (convert(lm) for lm in models[:2])
-    left_by_a_kill = first.with_name(".killed.arpa.0123.partial")
-    left_by_a_kill.write_bytes(b"half")
-    for age, path in enumerate((first, second, left_by_a_kill)):
+    with subprocess.Popen(["true"]) as killed:
+        left_by_a_kill = first.with_name(f".killed.arpa.{files._host()}.{killed.pid}.{'0' * 16}.partial")
+    left_by_a_kill.mkdir()
+    for age, path in enumerate((first, second)):
         os.utime(path, (age, age))
     assert convert(models[0]) == first  # used again
     monkeypatch.setattr(arpa_cache, "_KEPT_BYTES", 2 * first.stat().st_size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
+from ds2_ops.jit import runtime
 from torch import Tensor
 
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
@@ -51,7 +53,7 @@ def whole(model: AcousticModel, features: Tensor) -> Tensor:
 def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: int) -> list[Tensor]:
     """Hear sources that join and leave at random, in batches of any of them, at random places."""
     draw = random.Random(seed)
-    free = list(range(carried.rows.shape[1]))
+    free = list(range(carried.states.shape[1]))
     draw.shuffle(free)
     waiting, found = list(range(len(sources))), [torch.empty(0, LABELS, dtype=torch.float64) for _ in sources]
     here: dict[int, tuple[int, int]] = {}  # source: place, blocks
@@ -90,9 +92,12 @@ def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: i
 @pytest.mark.parametrize(
     "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}]
 )
-def test_streams_that_come_and_go_get_the_logits_of_their_whole(convs: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(("block_frames", "piece_frames"), [(12, None), (48, 12), (36, 24)])
+def test_streams_that_come_and_go_get_the_logits_of_their_whole(
+    convs: str, options: dict[str, object], block_frames: int, piece_frames: int | None
+) -> None:
     model = make(convs, **options)
-    heard = BlockModel(model, 12, torch.float64)
+    heard = BlockModel(model, block_frames, torch.float64, piece_frames)
     draw = torch.Generator().manual_seed(1)
     sources = [
         torch.randn(BINS, frames, generator=draw, dtype=torch.float64)
@@ -123,3 +128,78 @@ def test_what_cannot_be_heard_in_blocks_is_refused() -> None:
         BlockModel(make(cell="gru"), 12, torch.float64)
     with pytest.raises(ValueError, match="stride, 2"):
         BlockModel(make(), 13, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "batch"), [(4, 1), (9, 3), (3, 16)])
+def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: int, batch: int) -> None:
+    model = make("none", hidden=1152, depth=depth, skip=3, row_convs=3).float().cuda()
+    heard = BlockModel(model, 85, torch.bfloat16, 20)  # the last piece is shorter
+    draw = torch.Generator("cuda").manual_seed(2)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    x, start = drawn(85, batch, BINS), heard.start(batch + 2)
+    start.states, start.rows = (0.1 * drawn(*table.shape) for table in (start.states, start.rows))
+    places = torch.randperm(batch + 2, device="cuda", generator=draw)[:batch]
+    blocks = torch.arange(batch, device="cuda") % 3
+    ends = 85 * blocks + torch.randint(0, 200, (batch,), device="cuda")
+    for edges in (True, False):
+        found = []
+        for lanes in (1, 7, 3):
+            heard.lanes = lanes
+            for _ in range(3):
+                carried = Carried([], start.states.clone(), start.rows.clone())
+                y = heard.layers(x, carried, places, blocks, ends, edges=edges)
+                found.append((y, carried.states, carried.rows))
+        for again in found[1:]:
+            assert all(torch.equal(ours, first) for ours, first in zip(again, found[0], strict=True))
+        assert bool(found[0][0].isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [1, 3])
+def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
+    streams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make("one", hidden=1152, depth=8, skip=4, row_convs=10).float().cuda()
+    heard = BlockModel(model, 20, torch.bfloat16)
+    draw = torch.Generator("cuda").manual_seed(2)
+    inputs = [torch.randn(streams, BINS, 20, generator=draw, device="cuda") for _ in range(12)]
+    places = torch.arange(streams, device="cuda")
+    features, blocks, ends = inputs[0].clone(), torch.zeros_like(places), torch.full_like(places, FOR_EVER)
+
+    def said(run: Callable[[], Tensor]) -> list[Tensor]:
+        carried.states.zero_()
+        carried.rows.zero_()
+        found = []
+        for block, given in enumerate(inputs):
+            features.copy_(given)
+            blocks.fill_(block)
+            found.append(run().clone())
+        return found
+
+    carried = heard.start(streams)
+
+    def eager() -> Tensor:
+        return heard.run(features, carried, places, blocks, ends, edges=True)
+
+    with monkeypatch.context() as patched:
+        runtime._config.cache_clear()
+        patched.setattr(runtime, "_knows_early", lambda config: False)
+        wanted = said(eager)
+    runtime._config.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    found = said(eager)
+    with torch.cuda.graph(graph):
+        out = eager()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    for again in (found, *(said(replay) for _ in range(5))):
+        for ours, plain in zip(again, wanted, strict=True):
+            assert torch.equal(ours, plain)
+    assert bool(torch.stack(wanted).isfinite().all())

@@ -91,7 +91,7 @@ def test_what_was_prepared_is_not_recorded_again(make_model: Callable[..., Path]
     wanted = hear(recogniser.session(), read_audio(recording), random.Random(0))
     hearing.prepare(100)
     graphs = [batch.run for batch in hearing.batches.values()]
-    assert sorted(hearing.batches) == [1, 2, 4, 8, 16, 32, 64, 128] and hearing.carried.rows.shape[1] >= 101
+    assert sorted(hearing.batches) == [1, 2, 4, 8, 16, 32, 64, 128] and hearing.carried.states.shape[1] >= 101
     assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(wanted)
     assert [batch.run for batch in hearing.batches.values()] == graphs
 

@@ -90,6 +90,27 @@ def test_steps_are_those_of_torch(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+@pytest.mark.parametrize("most", [0.0, 1.0])
+def test_a_norm_that_is_not_finite_changes_nothing(
+    emulated: None, monkeypatch: pytest.MonkeyPatch, name: str, norm: float, most: float, device: str
+) -> None:
+    if device == "cuda":
+        monkeypatch.undo()
+    given = parameters(device)
+    stepped = optimizer(name, given)
+    give_gradients(given, 0)
+    stepped.step()
+    give_gradients(given, 1)
+    before = [tensor.detach().clone() for p in given for tensor in (p, *stepped.state[p].values())]
+    rounded = {given[3]: torch.full(SIZES[3], 7.0, dtype=torch.bfloat16, device=device)}
+    FusedUpdate(stepped, rounded)(torch.tensor(norm, device=device), most)
+    after = [tensor.detach() for p in given for tensor in (p, *stepped.state[p].values())]
+    assert all(map(torch.equal, before, after)) and bool((rounded[given[3]] == 7.0).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_norm_is_that_of_all_tensors(emulated: None, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     if device == "cuda":
         monkeypatch.undo()

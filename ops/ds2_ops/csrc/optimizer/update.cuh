@@ -7,6 +7,7 @@
 namespace ds2 {
 
 constexpr int UPDATE_THREADS = 256;
+constexpr float LARGEST = 3.402823466e38f; // finite float32
 
 // A piece of a parameter and all that belongs to it; addresses of float32, aligned to 16 bytes.
 struct Piece {
@@ -68,9 +69,10 @@ struct AdamW {
     }
 };
 
-// Clips by the norm of all gradients where `most` > 0, then updates.
+// Clips by the norm of all gradients where `most` > 0, then updates. A norm that is not finite leaves everything as it is.
 template <bool HAS_SECOND, class Rule>
 __device__ void update_piece(const Piece& piece, const Rule& rule, const float* norm, float most) {
+    if (!(*norm <= LARGEST)) return;
     const float factor = most > 0.0f ? fminf(most / (*norm + 1e-6f), 1.0f) : 1.0f;
     for (int i = threadIdx.x * 4; i < piece.length; i += UPDATE_THREADS * 4) {
         if (i + 4 <= piece.length) {

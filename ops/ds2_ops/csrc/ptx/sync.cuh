@@ -208,6 +208,23 @@ __device__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Loads that stay before a wait that follows; the assembler moves those through the read-only path (__ldg) behind it.
+__device__ inline uint4 load_early_16(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+__device__ inline unsigned load_early_4(const void* at) {
+    unsigned v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+__device__ inline uint2 load_early_8(const void* at) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+    return v;
+}
+
 // Loads if `wanted`, under a predicate: a branch would part the lanes of a warp, which the matrix unit needs together.
 __device__ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {
     asm volatile(
@@ -252,6 +269,14 @@ __device__ inline unsigned long long now_ns() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
 }
+
+// Kernels of one stream that overlap (programmatic dependent launch). A kernel launched so may start as soon as all blocks of
+// the one before it have released it, or have ended. It must not touch what an earlier kernel writes, nor write what one
+// reads, before it has waited: then the one before has ended, and its results are visible. Each kernel that releases another
+// waits too, and ends after that, so by induction all earlier ones have ended. What may be read at once is what no kernel
+// that releases writes: weights, which other kernels make, and these nobody overlaps. Launched plainly, both do nothing.
+__device__ inline void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void release_kernel_behind() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 constexpr unsigned long long MAX_WAIT_NS = 2000000000ull;
 

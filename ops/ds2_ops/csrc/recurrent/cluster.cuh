@@ -39,6 +39,9 @@
 //   (d) An mbarrier is armed for iteration i + 1 during i, after its phase of i - 1 ended. Bytes that land earlier are
 //       counted as negative and cannot end the phase, since its one arrival is still missing.
 //   (e) What is sent is always received: nothing is sent in the last iteration, so no block leaves with stores under way.
+//
+// Launched so (Launch.early), a kernel starts while the one before it on the stream still runs, and loads its weights
+// meanwhile. Everything else it reads or writes after that one has ended, and all before it: ptx/sync.cuh.
 #pragma once
 
 #include "recurrent/cluster_multiply.cuh"
@@ -110,7 +113,7 @@ struct Finisher {
             return at(tile, s, t);
     }
     __device__ unsigned load_state(const Tile<Shape>& tile, int s) const {
-        return pass.state ? load_word<Number>(pass.state, at(tile, s, 0).element(), valid(), Shape::WHOLE_WORDS) : 0;
+        return pass.state ? load_word<Number, false>(pass.state, at(tile, s, 0).element(), valid(), Shape::WHOLE_WORDS) : 0;
     }
     __device__ void store_state(const Tile<Shape>& tile, int s, unsigned value) const {
         store_word<Number>(pass.last_state, at(tile, s, 0).element(), value, valid(), Shape::WHOLE_WORDS);
@@ -169,7 +172,7 @@ struct Finisher {
                 if constexpr (Shape::WHOLE_WORDS)
                     copy_async(to, static_cast<const typename Number::Storage*>(array) + from, wanted);
                 else  // rows that start between words cannot be copied behind the thread's back
-                    store_shared_4(to, wanted ? load_word<Number>(array, from, valid(), false) : 0);
+                    store_shared_4(to, wanted ? load_word<Number, false>(array, from, valid(), false) : 0);
             }
         }
         copies_commit();  // one an iteration: copies_wait counts them
@@ -372,6 +375,9 @@ __device__ void cluster_recurrence(const Pass& pass) {
         registers_up<Shape::MULTIPLY_REGISTERS>();
         typename IfPush<Shape::PUSH, Shape>::Multiplier multiplier;
         multiplier.load_weights(pass, Tile<Shape>(pass).first_element());
+        cluster_barrier();  // all blocks are there, and their mbarriers
+        await_kernel_before();
+        release_kernel_behind();
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
             tile.open();
@@ -381,6 +387,8 @@ __device__ void cluster_recurrence(const Pass& pass) {
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
         Finisher<Shape> finisher(pass, smem);
+        cluster_barrier();
+        await_kernel_before();
 #pragma unroll 1
         for (Tile<Shape> tile(pass); tile.exists(); tile.next()) {
             tile.open();

@@ -48,6 +48,9 @@ struct Multiplier {
         });
     }
 
+    // Words are the matrix unit's as they are, so they need not pass through registers.
+    static constexpr bool COPIED = Shape::WHOLE_WORDS && sizeof(typename Number::Storage) == 2;
+
     // The warp's own K slice of the first state, which no other warp reads unless it shares it.
     static __device__ void take_first_state(const Tile<Shape>& tile, char* smem) {
         const Pass& pass = tile.pass;
@@ -60,14 +63,25 @@ struct Multiplier {
                 for (int i = lane; i < Shape::SOURCES * Shape::WORDS; i += 32) {
                     const int source = Shape::SOURCES * warp + i / Shape::WORDS, word = i % Shape::WORDS;
                     const int column = (source * Shape::WORDS + word) * Shape::PER_WORD;
-                    unsigned value = 0;
-                    if (!Shape::BACKWARD && pass.state)
-                        value = load_word<Number>(pass.state, size_t(tile.row(tile.begin(g), s)) * pass.hidden + column,
-                                                  pass.hidden - column, Shape::WHOLE_WORDS);
-                    store_shared_4(smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
-                                       s * Shape::SAMPLE_PITCH + 4 * word,
-                                   Number::operand(value));
+                    const unsigned to = smem_address(smem) + Shape::state_at(0, g) + source * Shape::SOURCE_PITCH +
+                                        s * Shape::SAMPLE_PITCH + 4 * word;
+                    const bool there = !Shape::BACKWARD && pass.state;
+                    const size_t from = there ? size_t(tile.row(tile.begin(g), s)) * pass.hidden + column : 0;
+                    if constexpr (COPIED) {  // all at once: a load that is waited for costs as much as a time step
+                        if (there)
+                            copy_async(to, static_cast<const typename Number::Storage*>(pass.state) + from, column < pass.hidden);
+                        else
+                            store_shared_4(to, 0);
+                    } else {
+                        const unsigned value =
+                            there ? load_word<Number, false>(pass.state, from, pass.hidden - column, Shape::WHOLE_WORDS) : 0;
+                        store_shared_4(to, Number::operand(value));
+                    }
                 }
+        if constexpr (COPIED) {
+            copies_commit();
+            copies_wait<0>();
+        }
         __syncwarp();
         if constexpr (Shape::M_SPLIT > 1) block_wait(Shape::FIRST_STATE, THREADS);
     }

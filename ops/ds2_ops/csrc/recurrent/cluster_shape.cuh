@@ -122,7 +122,7 @@ struct Tile {
     __device__ int begin(int g) const { return first + (g - own_group()) * pass.samples; }
     __device__ int live(int g) const { return max(0, min(pass.samples, pass.batch - begin(g))); }
     __device__ int length(int utterance) const {
-        return pass.lengths ? max(0, min(pass.frames, __ldg(pass.lengths + utterance))) : pass.frames;
+        return pass.lengths ? max(0, min(pass.frames, pass.lengths[utterance])) : pass.frames;
     }
     __device__ int iterations() const { return Shape::BACKWARD ? steps + 1 : steps; }
 
@@ -131,7 +131,6 @@ struct Tile {
         turn_around();
     }
     __device__ bool exists() const { return begin(0) < pass.batch; }
-    __device__ void next() { first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples; }
     // The second direction's tiles follow those of the first; no cluster has a tile of both.
     __device__ void turn_around() {
         if constexpr (Shape::DIRECTIONS > 1) {
@@ -153,13 +152,17 @@ struct Tile {
     }
 
     // All threads of the cluster: waits until no block uses the previous tile.
+    __device__ void next() {
+        first += gridDim.x / Shape::CLUSTER * Shape::GROUPS * pass.samples;
+        if (exists()) cluster_barrier();
+    }
     __device__ void open() {
-        cluster_barrier();
         steps = 0;
-#pragma unroll 1
+#pragma unroll
         for (int g = 0; g < Shape::GROUPS; g++)
-#pragma unroll 1
-            for (int s = 0; s < live(g); s++) steps = max(steps, length(begin(g) + s));
+#pragma unroll
+            for (int s = 0; s < MMA_SAMPLES; s++)
+                if (s < live(g)) steps = max(steps, length(begin(g) + s));
     }
 };
 

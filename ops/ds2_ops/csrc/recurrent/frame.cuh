@@ -32,17 +32,18 @@ struct Frame {
         if constexpr (Shape::GATED && !Shape::BACKWARD) return element<Cell::GATES>(a);
         if constexpr (Shape::GATED && Shape::BACKWARD) return a == 0 ? element() : element<Cell::SAVED>(a - 1);
     }
+    __device__ void* output_array(int a) const {  // null: nobody wants it
+        if constexpr (!Shape::BACKWARD) return a == 0 ? pass.result : pass.saved;
+        return a < Cell::GATES ? pass.result : pass.result_last;
+    }
+    __device__ size_t output_element(int a) const {
+        if constexpr (!Shape::GATED) return element();
+        if constexpr (Shape::GATED && !Shape::BACKWARD) return a == 0 ? element() : element<Cell::SAVED>(a - 1);
+        if constexpr (Shape::GATED && Shape::BACKWARD) return a < Cell::GATES ? element<Cell::GATES>(a) : element();
+    }
     __device__ void store_output(int a, unsigned word, int valid, bool whole_words) const {
-        if constexpr (!Shape::BACKWARD) {
-            if (a == 0) store_word<Number>(pass.result, element(), word, valid, whole_words);
-            if constexpr (Shape::GATED)
-                if (a > 0 && pass.saved)
-                    store_word<Number>(pass.saved, element<Cell::SAVED>(a - 1), word, valid, whole_words);
-        } else if (a < Cell::GATES) {
-            store_word<Number>(pass.result, element<Cell::GATES>(a), word, valid, whole_words);
-        } else {
-            store_word<Number>(pass.result_last, element(), word, valid, whole_words);
-        }
+        if (!Shape::BACKWARD && a > 0 && !pass.saved) return;
+        store_word<Number>(output_array(a), output_element(a), word, valid, whole_words);
     }
     __device__ void store_padding(int valid, bool whole_words) const {
 #pragma unroll
@@ -56,7 +57,7 @@ struct Frame {
         } else {
 #pragma unroll
             for (int e = 0; e < Shape::PER_WORD; e++)
-                carry[e] = pass.carry && e < valid ? __ldg(pass.carry + element() + e) : 0.f;
+                carry[e] = pass.carry && e < valid ? pass.carry[element() + e] : 0.f;
         }
     }
     __device__ void store_carry(int valid, const float (&carry)[Shape::PER_WORD]) const {

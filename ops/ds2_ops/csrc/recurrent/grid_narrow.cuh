@@ -126,7 +126,7 @@ struct GridMultiplier {
                 return Weights<Number, 1, 1>::place(first_row + row, first_row + Shape::ROWS, word, hidden);
             const int block = cluster * Shape::CLUSTER + row / Shape::BLOCK_ROWS, column = word % plane * Shape::PER_WORD;
             const int gate = row % Shape::BLOCK_ROWS / Shape::BLOCK_UNITS;
-            const int unit = block * Shape::BLOCK_UNITS + row % Shape::BLOCK_UNITS;
+            const int unit = pinned(block * Shape::BLOCK_UNITS + row % Shape::BLOCK_UNITS);  // else all rows' addresses spill
             const size_t vector = Shape::BACKWARD ? size_t(unit) * Shape::SENT + word / plane : size_t(gate) * hidden + unit;
             return {vector * hidden + column, column, row < Shape::ROWS && unit < hidden && word < Shape::SENT * plane};
         };

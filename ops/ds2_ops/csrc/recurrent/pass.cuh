@@ -82,49 +82,78 @@ struct Weights {
     // And another matrix: place(row, word) is where a word of the warp's row lies.
     template <class WordOf, class PlaceOf>
     __device__ void load_permuted(const Pass& pass, WordOf word, PlaceOf place) {
-        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = MMA_ROWS * m + 8 * half + g;
-#pragma unroll
-                for (int k = 0; k < K_TILES; k += 2) {
-                    unsigned w[4];
-                    const int words = k + 1 < K_TILES ? 4 : 2;
-                    load_words(pass, place(row, word(k, q, words)), words, w);
-                    a[m][k][half] = w[0];
-                    a[m][k][half + 2] = w[1];
-                    if (k + 1 < K_TILES) {
-                        a[m][k + 1][half] = w[2];
-                        a[m][k + 1][half + 2] = w[3];
-                    }
-                }
-            }
-        }
+        if (pass.wide_rows)
+            load_wide(pass, word, place);
+        else
+            load_narrow(pass, word, place);
     }
 
   private:
-    static __device__ void load_words(const Pass& pass, Place from, int words, unsigned (&w)[4]) {
-        constexpr int PER_WORD = Number::PER_WORD;
-        if (!from.exists) {
-            w[0] = w[1] = w[2] = w[3] = 0;
-        } else if (pass.wide_rows && words == 4) {
-            // A 16-byte row pitch means that a group of 4 words is inside the row or outside as a whole.
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (from.column < pass.hidden)
-                v = __ldg(reinterpret_cast<const uint4*>(static_cast<const typename Number::Storage*>(pass.matrix) +
-                                                         from.element));
-            w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-        } else {
+    // Rows on 16-byte boundaries: a group of 4 words, or of 2, is inside the row or outside as a whole. All of a row tile is
+    // asked for before any of it is used, with no branch between: a load that is waited for before the next one is asked for
+    // costs a trip to L2 or memory, and 60 of them as much as 20 time steps.
+    template <class WordOf, class PlaceOf>
+    __device__ void load_wide(const Pass& pass, WordOf word, PlaceOf place) {
+        const auto* matrix = static_cast<const typename Number::Storage*>(pass.matrix);
+        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+        constexpr int PAIRS = (K_TILES + 1) / 2;
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                w[i] = i < words ? load_word<Number>(pass.matrix, from.element + i * PER_WORD,
-                                                     pass.hidden - (from.column + i * PER_WORD), pass.whole_words)
-                                 : 0;
+        for (int m = 0; m < M_TILES; m++) {
+            uint4 group[2][PAIRS];
+            bool inside[2][PAIRS];
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int k = 0; k < K_TILES; k += 2) {
+                    const bool both = k + 1 < K_TILES;
+                    const Place from = place(MMA_ROWS * m + 8 * half + g, word(k, q, both ? 4 : 2));
+                    inside[half][k / 2] = from.exists && from.column < pass.hidden;
+                    const auto* at = matrix + (inside[half][k / 2] ? from.element : 0);
+                    uint4& v = group[half][k / 2];
+                    if (both) {
+                        v = load_early_16(at);
+                    } else {
+                        const uint2 two = load_early_8(at);
+                        v = make_uint4(two.x, two.y, 0, 0);
+                    }
+                }
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int k = 0; k < K_TILES; k += 2) {
+                    const uint4 v = group[half][k / 2];
+                    const unsigned w[4] = {v.x, v.y, v.z, v.w};
+                    keep(m, half, k, w, inside[half][k / 2]);
+                }
         }
+    }
+
+    template <class WordOf, class PlaceOf>
+    __device__ void load_narrow(const Pass& pass, WordOf word, PlaceOf place) {
+        const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) w[i] = Number::operand(w[i]);
+        for (int m = 0; m < M_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int k = 0; k < K_TILES; k += 2) {
+                    const int words = k + 1 < K_TILES ? 4 : 2;
+                    const Place from = place(MMA_ROWS * m + 8 * half + g, word(k, q, words));
+                    unsigned w[4] = {};
+#pragma unroll
+                    for (int i = 0; i < words; i++)
+                        w[i] = load_word<Number>(pass.matrix, from.element + i * Number::PER_WORD,
+                                                 from.exists ? pass.hidden - (from.column + i * Number::PER_WORD) : 0,
+                                                 pass.whole_words);
+                    keep(m, half, k, w, true);
+                }
+    }
+
+    // Words of one row for instructions k and, if it exists, k + 1.
+    __device__ void keep(int m, int half, int k, const unsigned (&w)[4], bool inside) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (k + i / 2 < K_TILES) a[m][k + i / 2][half + i % 2 * 2] = inside ? Number::operand(w[i]) : 0;
     }
 };
 

@@ -5,14 +5,20 @@
 
 namespace ds2 {
 
+template <bool CONSTANT, class T>
+__device__ T load_from(const T* at) {
+    return CONSTANT ? __ldg(at) : *at;
+}
+
 // One word at `element` of a contiguous array; only its first `valid` elements exist, the others read as 0.
-// `whole_words` promises that every row starts on a word boundary.
-template <class Number>
+// `whole_words` promises that every row starts on a word boundary, CONSTANT that nothing writes the array while this kernel
+// runs, so not the kernel before it either, where they overlap.
+template <class Number, bool CONSTANT = true>
 __device__ unsigned load_word(const void* array, size_t element, int valid, bool whole_words) {
     const auto* at = static_cast<const typename Number::Storage*>(array) + element;
     if (valid <= 0) return 0;
-    if (sizeof(typename Number::Storage) == 4 || whole_words) return __ldg(reinterpret_cast<const unsigned*>(at));
-    return unsigned(__ldg(at)) | (valid > 1 ? unsigned(__ldg(at + 1)) << 16 : 0u);
+    if (sizeof(typename Number::Storage) == 4 || whole_words) return load_from<CONSTANT>(reinterpret_cast<const unsigned*>(at));
+    return unsigned(load_from<CONSTANT>(at)) | (valid > 1 ? unsigned(load_from<CONSTANT>(at + 1)) << 16 : 0u);
 }
 
 template <class Number>

@@ -12,6 +12,7 @@ from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.persistent import dtype_name, launch_pass
 from ds2_ops.recurrent.plan.problem import Problem
+from ds2_ops.recurrent.weights import transposed
 
 
 def forward(
@@ -65,7 +66,7 @@ def backward_data(
         f"{cell} backward_data",
         problem,
         frames,
-        (grad_y, None, weight_hh.t().contiguous(), grad_h_n, lengths, grad_x, grad_h0),
+        (grad_y, None, transposed(weight_hh), grad_h_n, lengths, grad_x, grad_h0),
         Options(cell, 0.0, max_sms),
         of_gates=(saved, None, grad_c_n, grad_c0, grad_last if row.last_apart else None),
     )

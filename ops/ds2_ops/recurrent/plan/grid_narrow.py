@@ -86,7 +86,9 @@ def _choice(
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     m_tiles = -(-block_words * cluster * sums * per_word // MMA_ROWS)
     k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
-    registers = REGISTERS * device.registers // DeviceFacts.registers - (16 if cell.gates > 1 else 0)
+    registers = REGISTERS * device.registers // DeviceFacts.registers
+    if cell.gates > 1:
+        registers -= 16 if per_word > 1 else 20  # what finishing warps need more; twice as many words for addresses
     register_pairs = _register_pairs(m_tiles, k_pairs, registers)
     if register_pairs < 1 or (cell.gates == 1 and m_tiles > MOST_ROW_TILES):
         return None

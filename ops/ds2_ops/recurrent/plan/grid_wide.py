@@ -1,41 +1,54 @@
 """Tiles of the wide whole-chip design: groups of up to 32 utterances of 16-bit numbers."""
 
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
-    MMA_ROWS,
     MMA_WORDS,
     NUMBERS,
-    THREADS,
-    WARPS,
     Choice,
     DeviceFacts,
     Problem,
 )
 from ds2_ops.recurrent.plan.work import Work
 
-CLUSTERS = (8, 6, 5, 4)  # more blocks, less for each to read and multiply
-WORDS = 64  # of a cluster
 SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
 MOST_GROUPS = 2
-MOST_K_TILES = 32  # matrix instructions along K, one block
 PARTS = 4  # of K, one for each polling warp
 PIECE_TILES = 2  # matrix instructions whose state it hands on at once
-PARCEL_BYTES = 512  # of sums: 8 words of 8 utterances
+FINISHING_WARPS = FINISHERS // 32
+PARCEL_BYTES = 512  # of each sum: 8 words of 8 utterances
+
+
+@dataclass(frozen=True)
+class _Space:
+    """What tiles may be: blocks of a cluster; warp groups that multiply -> instructions along K; parcels a warp."""
+
+    clusters: tuple[int, ...]
+    most_k_tiles: Mapping[int, int]
+    warp_parcels: int
+
+
+PLAIN = _Space((8, 6, 5, 4), {2: 32}, 2)  # more blocks, less for each to read and multiply
+GATES = _Space(
+    (16, 9, 8, 6, 5, 4, 3, 2), {2: 28, 3: 16}, 1
+)  # rows, or K, are more; finishing warps take more registers
 
 
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     found: list[Choice] = []
-    for cluster in CLUSTERS:
+    may = PLAIN if ALL[problem.nonlinearity].gates == 1 else GATES
+    for warp_groups, cluster in itertools.product(may.most_k_tiles, may.clusters):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
-            choice = _choice(
-                problem, cluster, clusters, most_samples, MOST_K_TILES * device.registers // DeviceFacts.registers
-            )
+            choice = _choice(problem, device, may, warp_groups, cluster, clusters, most_samples)
             if choice is None or choice.launch.smem_bytes > device.smem_bytes_per_block:
                 break
             if not found or choice.work != found[-1].work:  # smaller groups, in more turns
@@ -43,69 +56,94 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     return found
 
 
-def _choice(problem: Problem, cluster: int, clusters: int, most_samples: int, most_k_tiles: int) -> Choice | None:
+def _choice(
+    problem: Problem,
+    device: DeviceFacts,
+    may: _Space,
+    warp_groups: int,
+    cluster: int,
+    clusters: int,
+    most_samples: int,
+) -> Choice | None:
     """None where weights or clusters are too many or some block has no part of K."""
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
+    sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     words = state_words(problem)
-    k_tiles = -(-words // (cluster * MMA_WORDS))
-    used = -(-words // WORDS)
+    k_tiles = -(-sent * words // (cluster * MMA_WORDS))
+    warps = 4 * warp_groups
+    most_words = warps // sums * 8  # of a cluster
+    used = -(-words // most_words)
+    warp_parcels = -(-_parcels(warps // sums, cluster) // FINISHING_WARPS)
     if (
-        cell.gates > 1
-        or per_word != 2
+        per_word != 2
         or used > clusters
-        or k_tiles > most_k_tiles
-        or words <= (cluster - 1) * k_tiles * MMA_WORDS
+        or k_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
+        or warp_parcels > may.warp_parcels
+        or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
     ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
-    smem_bytes = _smem_bytes(problem.backward, cluster, k_tiles)
-    shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {cluster}, {k_tiles}, {str(problem.backward).lower()}>"
+    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles)
+    threads = 32 * warps + 2 * FINISHERS  # the others poll
+    numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower())
+    shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=2 * THREADS, exchange=True),
-            threads=2 * THREADS,
+            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, exchange=True),
+            threads=threads,
             grid=used * cluster,
             cluster=cluster,
             smem_bytes=smem_bytes,
             cooperative=True,
         ),
-        rows=-(-WORDS * per_word // cluster),
+        rows=-(-most_words * sums * per_word // cluster),
         samples=samples,
         groups=groups,
-        exchange_words=SLOTS * groups * words * SAMPLES,
+        exchange_words=SLOTS * groups * sent * words * SAMPLES,
         work=Work(
-            layout=f"wide{cluster}",
+            layout=f"wide{cluster}" if warp_groups == 2 else f"wider{cluster}",
             backward=problem.backward,
             split_words=problem.hidden % per_word != 0,
             tiles=tiles,
-            m_tiles=WORDS * per_word // MMA_ROWS,
+            m_tiles=warps,
             k_tiles=k_tiles,
-            words=-(-WORDS // cluster),
-            head_words=-(-WORDS // cluster),
+            words=-(-most_words // cluster),
+            head_words=-(-most_words // cluster),
             samples=samples,
             groups=groups,
             cluster=cluster,
             blocks=used * cluster,
             rounds=1,
             state_words=k_tiles * MMA_WORDS,
+            sums=sums,
+            sent=sent,
         ),
     )
 
 
-def _smem_bytes(backward: bool, cluster: int, k_tiles: int) -> int:
-    """Two buffers of the state, two of received sums for each group, inputs, utterances' frames, mbarriers.
+def _parcels(sets: int, cluster: int) -> int:
+    """How many a block finishes, at most."""
+    return -(-sets * SAMPLES // 8 // cluster)
 
-    As in grid_wide.cuh; every finishing warp has inputs and frames of its own.
+
+def _smem_bytes(problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int) -> int:
+    """Two buffers of the state, two of received sums for each group, what is read and written, carries and the rest.
+
+    As in grid_wide_shape.cuh; every finishing warp has memory of its own.
     """
-    parcels = -(-WARPS * SAMPLES // 8 // cluster)
-    finishing_warps = FINISHERS // 32
+    sums = 1 if problem.backward else cell.gates
+    parcels = _parcels(warps // sums, cluster)
+    warp_parcels = -(-parcels // FINISHING_WARPS)
     state_bytes = k_tiles * MMA_WORDS * SAMPLES * 4
-    received_bytes = parcels * cluster * PARCEL_BYTES
-    input_bytes = finishing_warps * -(-parcels // finishing_warps) * 8 * 8 * 4
-    own_bytes = INPUTS_AHEAD * (2 if backward else 1) * input_bytes
-    frames_bytes = finishing_warps * MOST_GROUPS * SAMPLES * 4
+    received_bytes = parcels * cluster * sums * PARCEL_BYTES
+    arrays, ahead, carry_bytes = 2 if problem.backward else 1, INPUTS_AHEAD, 0
+    if cell.gates > 1:  # forward writes, and backward reads, y or its gradient and what was saved
+        arrays, ahead, carry_bytes = 1 + cell.saved, INPUTS_AHEAD // 2, warp_parcels * 4 * FINISHERS * 4
+    own_bytes = ahead * arrays * FINISHING_WARPS * warp_parcels * 8 * 8 * 4
+    frames_bytes = FINISHING_WARPS * MOST_GROUPS * SAMPLES * 4
     pieces = -(k_tiles // -PARTS // PIECE_TILES)
     barriers = 2 * MOST_GROUPS + 2 * pieces + 2
-    return 2 * state_bytes + 2 * MOST_GROUPS * received_bytes + own_bytes + frames_bytes + 8 * barriers
+    buffers = 2 * state_bytes + 2 * MOST_GROUPS * received_bytes
+    return buffers + own_bytes + frames_bytes + MOST_GROUPS * carry_bytes + 8 * barriers

@@ -17,7 +17,11 @@ Constants = dict[str, dict[str, float]]
 # Of a step's chain, a message's way: measured alone, one word.
 EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
 EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two not measured: as of 8
-UNKNOWN_GATES = 1.3  # times as long as without gates, where no sweep has them yet
+# Where no sweep has a kind with gates yet: times as long as without, and us more for each group backward. Of whole-chip
+# designs measured at H 1024 alone (ops/notes/planner.md). "wider" is the wide design with three warp groups.
+UNKNOWN_GATES = {"narrow": (1.15, 0.0), "wide": (1.1, 0.25), "wider": (1.4, 0.15)}
+UNKNOWN = (1.3, 0.0)  # of the others
+STAND_IN = "wide6"  # whose constants are those of all tiles of the wide design then
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
 
@@ -59,9 +63,13 @@ def terms(work: Work) -> dict[str, float]:
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
     known, name = constants or fitted(), kind(work)
-    mine = known.get(name) or known[name.removesuffix(" gates")]
-    chain = sum(mine.get(term, 0.0) * count for term, count in terms(work).items())
-    chain *= 1.0 if name in known else UNKNOWN_GATES
+    slower, more_us = 1.0, 0.0
+    if name not in known:
+        design = work.layout.rstrip("0123456789")
+        slower, more_us = UNKNOWN_GATES.get(design, UNKNOWN)
+        name = name.removesuffix(" gates").replace(work.layout, STAND_IN if "wide" in design else work.layout)
+    chain = slower * sum(known[name].get(term, 0.0) * count for term, count in terms(work).items())
+    chain += more_us * work.groups * work.backward
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
     return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 

@@ -50,7 +50,9 @@ class DeviceFacts:
     capability: tuple[int, int] = (9, 0)
     sms: int = 132
     smem_bytes_per_block: int = 232_448
-    active_clusters: Mapping[int, int] = field(default_factory=lambda: {2: 66, 4: 30, 5: 22, 6: 17, 8: 15, 16: 7})
+    active_clusters: Mapping[int, int] = field(
+        default_factory=lambda: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15, 9: 9, 16: 7}
+    )
     clock_mhz: int = 1980
     registers: int = 65_536
 

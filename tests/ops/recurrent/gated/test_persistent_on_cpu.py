@@ -6,8 +6,9 @@ import pytest
 import torch
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.gated import gemm, persistent
-from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.cluster import cluster_choices
+from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
+from ds2_ops.recurrent.plan.grid_wide import wide_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from support.chip import Faults, patch, small_chip
@@ -24,14 +25,23 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 # design, blocks of a cluster, clusters of the chip, groups
 Tile = tuple[str, int, int, int]
+DESIGNS = {
+    "cluster": cluster_choices,
+    "units": units_choices,
+    "narrow": narrow_choices,
+    "wide": wide_choices,
+    "wider": wide_choices,  # with three multiplying warp groups
+}
+OTHER = {"wide": 8, "wider": 16}  # blocks of a cluster, where a pass cannot have as few as are asked for
 
 
 def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
     design, cluster, clusters, groups = tile
-    facts = small_chip({cluster: clusters})
-    make = {"cluster": cluster_choices, "grid": grid_choices, "units": units_choices}[design]
-    choices = make(Problem(batch, hidden, "bfloat16", cell, backward), facts, facts.sms)
-    return next(choice for choice in choices if choice.groups == groups and choice.launch.cluster == cluster)
+    other = OTHER.get(design, cluster)
+    facts = small_chip({cluster: clusters, other: clusters})
+    choices = DESIGNS[design](Problem(batch, hidden, "bfloat16", cell, backward), facts, facts.sms)
+    fitting = [c for c in choices if c.groups == groups and c.work.layout in (f"{design}{cluster}", f"{design}{other}")]
+    return min(fitting, key=lambda choice: choice.launch.cluster != cluster)
 
 
 def wrong_results(
@@ -74,8 +84,14 @@ CASES = [
     pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, one multiprocessor"),
     pytest.param("gru_before", ("units", 1, 2, 1), (4, 3, 65), id="reset before, one multiprocessor, two tiles"),
     pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
-    pytest.param("lstm", ("grid", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
-    pytest.param("gru_after", ("grid", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
+    pytest.param("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
+    pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
+    pytest.param("lstm", ("wide", 3, 5, 1), (5, 9, 152), id="lstm, wide"),
+    pytest.param("gru_after", ("wide", 2, 5, 2), (4, 39, 145), id="gru, wide, odd rows", marks=pytest.mark.slow),
+    pytest.param("lstm", ("wider", 4, 4, 1), (3, 9, 184), id="lstm, three warp groups", marks=pytest.mark.slow),
+    pytest.param("gru_after", ("wider", 4, 4, 2), (3, 35, 245), id="gru, three warp groups", marks=pytest.mark.slow),
+    pytest.param("lstm", ("wide", 4, 4, 2), (3, 66, 122), id="lstm, wide, two tiles", marks=pytest.mark.slow),
+    pytest.param("lstm", ("wide", 4, 4, 1), (20, 3, 122), id="lstm, wide, many frames", marks=pytest.mark.slow),
 ]
 
 
@@ -126,6 +142,27 @@ def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, ch
     shape = (3, 2, 250) if forward else (3, 2, 40)  # warps share where rows are many
     try:
         wrong = wrong_results(chip, "lstm", ("cluster", 16 if forward else 8, 1, 1), shape, faults)
+    except AssertionError:
+        return  # the emulation itself saw it
+    assert wrong
+
+
+WIDE, FINISH = "recurrent/grid_wide.cuh", "recurrent/grid_wide_finish.cuh"
+WIDE_FAULTS = [
+    pytest.param((FINISH, "if (t <= last) keep_carry", "keep_carry"), False, id="carry of padding"),
+    pytest.param((FINISH, "plane * plane_words", "plane * 0"), False, id="gates overlap", marks=pytest.mark.slow),
+    pytest.param((WIDE, "* Shape::SUMS + gate)", "* Shape::SUMS)"), True, id="sums overlap", marks=pytest.mark.slow),
+    pytest.param((FINISH, "await_sums(at);\n        const unsigned from", "const unsigned from"), True, id="no wait"),
+]
+
+
+@pytest.mark.parametrize(("fault", "forward"), WIDE_FAULTS)
+def test_planted_faults_in_the_wide_design_are_found(
+    fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
+) -> None:
+    faults = ((fault,), ()) if forward else ((), (fault,))
+    try:
+        wrong = wrong_results(chip, "lstm", ("wide", 3, 5, 1), (3, 9, 152), faults)
     except AssertionError:
         return  # the emulation itself saw it
     assert wrong

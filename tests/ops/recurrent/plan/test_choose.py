@@ -39,6 +39,21 @@ def test_the_tile_that_was_measured_fastest_is_chosen(hidden: int, batch: int, t
     assert (choice.launch.cluster, choice.groups, choice.parts) == tile
 
 
+@pytest.mark.parametrize(
+    ("cell", "backward", "batch", "layout"),
+    [
+        ("lstm", False, 16, "narrow4"),
+        ("lstm", True, 16, "narrow8"),
+        ("lstm", False, 64, "wide3"),
+        ("lstm", True, 64, "wider16"),
+        ("gru_after", False, 32, "wide3"),
+        ("gru_after", True, 32, "wide9"),
+    ],
+)
+def test_with_gates_too(cell: str, backward: bool, batch: int, layout: str) -> None:
+    assert choose(Problem(batch, 1024, "bfloat16", cell, backward), H200).work.layout == layout
+
+
 def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
     sources = {choose(problem(1152, batch), H200).launch.source for batch in range(1, 200)}
     assert len(sources) <= 4  # one part, two parts cut in two ways, two groups

@@ -2,7 +2,7 @@
 
 import pytest
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.cells import ALL, CELLS
 from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from hypothesis import given
@@ -15,15 +15,21 @@ from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_choices_of,
     batch=st.integers(1, 300),
     dtype=st.sampled_from(list(LARGEST_GRID_HIDDEN)),
     sms=st.integers(1, 132),
+    cell=st.sampled_from(["relu", "lstm", "gru_after"]),
+    backward=st.booleans(),
 )
-def test_every_launch_fits_the_device_and_covers_the_problem(hidden: int, batch: int, dtype: str, sms: int) -> None:
-    for choice in grid_choices_of(hidden, batch, dtype, sms):
+def test_every_launch_fits_the_device_and_covers_the_problem(
+    hidden: int, batch: int, dtype: str, sms: int, cell: str, backward: bool
+) -> None:
+    gates = ALL[cell].gates
+    for choice in grid_choices_of(hidden, batch, dtype, sms, cell=cell, backward=backward):
         assert choice.launch.grid <= sms
         assert choice.launch.grid % choice.launch.cluster == 0
         assert choice.launch.grid // choice.launch.cluster <= H200.active_clusters[choice.launch.cluster]
         assert choice.launch.smem_bytes <= H200.smem_bytes_per_block
-        assert choice.rows * choice.launch.grid >= hidden
-        assert choice.exchange_words * (2 if dtype != "float32" else 1) >= 16 * hidden * choice.samples * choice.groups
+        assert choice.rows * choice.launch.grid >= hidden * (1 if backward else gates)
+        state = hidden * choice.samples * choice.groups * (gates if backward else 1)
+        assert choice.exchange_words * (2 if dtype != "float32" else 1) >= 16 * state
         tiles = -(-batch // (choice.samples * choice.groups))
         assert (tiles - 1) * choice.samples * choice.groups < batch
 
@@ -80,3 +86,14 @@ def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> Non
     for backward in (False, True):
         for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
             assert build(choice.launch.source.text).local_bytes == 0, choice.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
+@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 1024), ("float16", 1053), ("float32", 1025)])
+def test_tiles_with_gates_compile_without_spills(cell: str, dtype: str, hidden: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for backward in (False, True):
+        for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
+            binary = build(choice.launch.source.text)
+            assert (binary.local_bytes, binary.loss) == (0, ""), choice.explain()

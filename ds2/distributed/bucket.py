@@ -1,0 +1,145 @@
+"""A bucket of gradients: some parameters' in one flat tensor, and how what autograd and products bring gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Slot:
+    """A parameter and where its module keeps it."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+class Bucket:
+    """Some parameters' gradients in one flat tensor, and the copies of these parameters that a pass computes with.
+
+    Parameters of `low` come first in it, so that one concatenation and one conversion serve all of them, both ways.
+    """
+
+    def __init__(self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype) -> None:
+        self.first = group[-1].module  # to be called: the order is reversed
+        self.slots = sorted(group, key=lambda slot: slot.parameter not in low)
+        self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
+        self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
+        for parameter, part in zip(self.parameters, self._parts, strict=True):
+            parameter.grad = part
+        self._low = [parameter for parameter in self.parameters if parameter in low]
+        self._rounded: Tensor | None = None
+        self._sources = self.parameters
+        if self._low:
+            self._rounded, copies = _flat_like(self._low, dtype)
+            self._sources = copies + self.parameters[len(copies) :]
+        sinks = {parameter: _Sink(self, part) for parameter, part in zip(self._low, self._parts, strict=False)}
+        self._sinks = [sinks.get(parameter) for parameter in self.parameters]
+        self._written: set[Tensor] = set()  # parts, by sinks, in the running backward pass
+        self.current = False  # whether the rounded copies are those of the present parameters
+        self.placed = False  # in the running forward pass
+        self.passes = 0  # backward passes of this step that have added to it
+
+    @property
+    def rounded(self) -> dict[Tensor, Tensor]:
+        """The copies of parameters of `low`, by parameter."""
+        return dict(zip(self._low, self._sources, strict=False))
+
+    def copies(self) -> tuple[Tensor, ...]:
+        """The parameters, those of `low` rounded."""
+        if self._rounded is not None and not self.current:
+            self._rounded.copy_(_concatenated(self._low))
+        return tuple(source.detach() for source in self._sources)
+
+    def place(self, tensors: Sequence[Tensor]) -> None:
+        """Give the modules these tensors in place of their parameters.
+
+        Until the parameters are placed again, nothing else may read a module's parameters (state_dict, optimizer,
+        deepcopy): autograd only sees a copy that is an attribute of the module.
+        """
+        for slot, tensor, sink in zip(self.slots, tensors, self._sinks, strict=True):
+            if sink is not None and tensor is not slot.parameter:
+                tensor.sink = sink  # type: ignore[attr-defined]
+            slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
+
+    def begin(self) -> None:
+        """Forget the gradients of the last step."""
+        self.passes = 0
+        self._written.clear()
+
+    def add_product(self, part: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add a product to the gradient of a parameter, in float32 where it is a GPU's, ahead of `collect`."""
+        fresh = self.passes == 0 and part not in self._written
+        self._written.add(part)
+        if not left.is_cuda or left.dtype == part.dtype:
+            product = left @ right
+        elif fresh:
+            torch.mm(left, right, out_dtype=part.dtype, out=part)
+            return
+        else:
+            product = torch.mm(left, right, out_dtype=part.dtype)
+        part.copy_(product) if fresh else part.add_(product)
+
+    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of one backward pass, those of the copies."""
+        first: list[tuple[Tensor, Tensor]] = []
+        further: list[tuple[Tensor, Tensor]] = []
+        missing: list[Tensor] = []
+        for part, grad in zip(self._parts, gradients, strict=True):
+            fresh = self.passes == 0 and part not in self._written
+            if grad is not None:
+                (first if fresh else further).append((part, grad))
+            elif fresh:
+                missing.append(part)
+        if missing:
+            torch._foreach_zero_(missing)
+        for alike in _alike(first):
+            torch._foreach_copy_([part for part, _ in alike], [grad for _, grad in alike])
+        if further:
+            torch._foreach_add_([part for part, _ in further], [grad.to(part.dtype) for part, grad in further])
+        self._written.clear()
+        self.passes += 1
+
+
+class _Sink:
+    """Takes the gradient of a parameter's copy as products, made where the bucket keeps it."""
+
+    def __init__(self, bucket: Bucket, part: Tensor) -> None:
+        self._bucket, self._part = bucket, part
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left (R, N) times right (N, C) to the gradient (R, C)."""
+        self._bucket.add_product(self._part, left, right)
+
+
+_ALIGNED = 8  # elements: 16 bytes, which kernels and matrix products like, in 16-bit types
+
+
+def _flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """One tensor of zeros, and its parts in the shapes of the given ones, each on a boundary of 16 bytes."""
+    places = [tensor.numel() + -tensor.numel() % _ALIGNED for tensor in tensors]
+    flat = torch.zeros(sum(places), dtype=dtype, device=tensors[0].device)
+    cut = torch.split(flat, places)
+    return flat, [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(cut, tensors, strict=True)]
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one after the other, placed as `_flat_like` places them."""
+    pieces = []
+    for tensor in tensors:
+        pieces.append(tensor.reshape(-1))
+        if gap := -tensor.numel() % _ALIGNED:
+            pieces.append(tensor.new_zeros(gap))
+    return torch.cat(pieces)
+
+
+def _alike(came: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The pairs in groups of one type and of rows that follow one another or not: torch copies such a group at once."""
+    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for part, grad in came:
+        groups.setdefault((grad.dtype, grad.is_contiguous()), []).append((part, grad))
+    return list(groups.values())

@@ -1,0 +1,98 @@
+"""A recurrent module for hearing only: what it makes of a block of streams, and what these carry to the next one.
+
+Shapes: B streams in a batch, D width of the input, H hidden, T frames, R rows that a stream carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from ds2_ops.recurrent.layer import recurrent_layer
+from ds2_ops.row_convolution.chain import lookahead_chain
+from torch import Tensor, nn
+
+from ds2.model.acoustic import RecurrentModule
+from ds2.model.convolution import RowConvolution
+from ds2.model.folded import FoldedRecurrence
+
+WAVE_SMS = 16  # multiprocessors of a layer that has others beside it
+
+
+class FoldedModule:
+    """Recurrent layers, then row convolutions, and the skip around both.
+
+    Args:
+        module: as trained.
+        delay: frames that its input is late.
+        dtype: of weights and activations.
+    """
+
+    def __init__(self, module: RecurrentModule, delay: int, dtype: torch.dtype) -> None:
+        self.layers = [FoldedRecurrence(layer, dtype) for layer in module.recurrent]  # type: ignore[arg-type]
+        weights = [conv.weight.detach().to(dtype).t() for conv in cast(Iterable[RowConvolution], module.row_convs)]
+        self.taps = torch.stack(weights) if weights else None  # (N, tau + 1, H)
+        self.projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
+        self.residual, self.delay = module.residual, delay
+        self.ahead = sum(len(weight) - 1 for weight in weights)  # frames that its output is later
+        # Rows that a stream carries beside its states: what the convolutions heard last, frames that wait for these.
+        self.rows = self.ahead * (1 + self.residual)
+
+
+class Passage:
+    """A module's way through a block, piece by piece.
+
+    Args:
+        module: the module.
+        states: (B, H) of each layer.
+        rows: (R, N, H) what streams of N places carry beside these; updated.
+        places: (B,) int64 those of the batch.
+        edges: first frames and lengths, (C, B) int32 each, of the streams in each piece; None where all are amid.
+        beside: other layers run at the same time.
+    """
+
+    def __init__(
+        self,
+        module: FoldedModule,
+        states: Sequence[Tensor],
+        rows: Tensor,
+        places: Tensor,
+        edges: tuple[Tensor, Tensor] | None,
+        *,
+        beside: bool,
+    ) -> None:
+        self.module, self.rows, self.places, self.edges, self.beside = module, rows, places, edges, beside
+        self.states = list(states)  # by now
+        self._inputs: dict[int, Tensor] = {}  # of pieces that are amid the module
+
+    def layer(self, number: int, piece: int, x: Tensor) -> Tensor:
+        """Map a piece (T, B, D) through one layer, and through what closes the module if it is the last; (T, B, H)."""
+        module, layer = self.module, self.module.layers[number]
+        begin, lengths = (None, None) if self.edges is None else (part[piece] for part in self.edges)
+        if number == 0:
+            self._inputs[piece] = x
+        y, state = recurrent_layer(
+            x,
+            layer.weight,
+            layer.bias,
+            layer.weight_hh,
+            self.states[number],
+            lengths,
+            begin,
+            nonlinearity=layer.nonlinearity,
+            clip=layer.clip,
+            backend=layer.backend,
+            max_sms=WAVE_SMS if self.beside else None,
+            beside=self.beside,
+        )
+        self.states[number] = state
+        if number + 1 < len(module.layers):
+            return y
+        x = self._inputs.pop(piece)
+        skip = None
+        if module.residual:
+            skip = x if module.projection is None else nn.functional.linear(x, module.projection)
+        if module.taps is None:
+            return y if skip is None else y + skip
+        return lookahead_chain(y, module.taps, self.rows, skip, self.places)

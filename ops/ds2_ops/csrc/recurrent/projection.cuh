@@ -1,0 +1,104 @@
+// What stands before a recurrence of few frames: z = x W^T + b, one launch that overlaps with those around it.
+//
+//   z[r][n] = b[n] + sum over k of x[r][k] W[n][k]        r = t B + utterance; 0 where t < begin[utterance]
+//
+// A block has 16 rows of W, in registers before the kernel before it has ended: 8 warps share K, each takes every eighth group
+// of 16 words. Then all columns, 8 rows of x at a time, go by; partial sums meet in shared memory. No row of x meets another
+// one, and the order of a sum depends on nothing but K: the bits of z do not depend on how frames are cut or batched.
+// Shape letters: R = T B rows of x, K its width, H rows of W.
+#pragma once
+
+#include "ptx/number.cuh"
+#include "recurrent/pass.cuh"
+
+namespace ds2 {
+
+struct Projection {
+    const void* x;      // (R, K)
+    const void* matrix; // (H, K)
+    const void* bias;   // (H)
+    const int* begin;   // (B) or null (all 0)
+    void* z;            // (R, H)
+    int rows, batch, width, hidden;
+};
+
+template <class Number_, int PAIRS_, int CLUSTER_>
+struct ProjectionShape {
+    using Number = Number_;
+    static constexpr int CLUSTER = CLUSTER_, ALL_THREADS = THREADS;
+    static constexpr int PAIRS = PAIRS_;  // of matrix instructions along a warp's share of K
+    static constexpr int COLUMNS = 2 * MMA_SAMPLES;  // rows of x that go by together
+    static constexpr int SUMS = COLUMNS * MMA_ROWS;
+    static constexpr int SMEM_BYTES = WARPS * SUMS * 4;
+    static_assert(SUMS == THREADS, "a thread adds up one sum");
+    static_assert(Number::PER_WORD == 2, "16-bit types: what a thread stores is half a word");
+};
+
+template <class Shape>
+__device__ void project(const Projection& given) {
+    using Number = typename Shape::Number;
+    using Element = typename Number::Storage;
+    extern __shared__ __align__(128) char smem[];
+    release_kernel_behind();  // it waits for this one as this one for the kernel before
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    const int first = blockIdx.x * MMA_ROWS;
+    Pass weights_of{};
+    weights_of.matrix = given.matrix, weights_of.hidden = given.width, weights_of.wide_rows = 1;
+    const auto word = [=](int k, int q, int) { return 16 * (k / 2 * WARPS + warp) + 4 * q; };
+    Weights<Number, 1, 2 * Shape::PAIRS> weights;
+    weights.load_permuted(weights_of, word, [=, width = given.width, hidden = given.hidden](int row, int word) -> Place {
+        const int column = word * Number::PER_WORD;
+        return {size_t(first + row) * width + column, column, first + row < hidden};
+    });
+    // The sum that this thread finishes.
+    const int column = threadIdx.x / MMA_ROWS, unit = first + threadIdx.x % MMA_ROWS;
+    const bool exists = unit < given.hidden;
+    const unsigned bias_bits = exists ? unsigned(static_cast<const Element*>(given.bias)[unit]) : 0;
+    await_kernel_before();
+    const auto* x = static_cast<const Element*>(given.x);
+    for (int row = 0; row < given.rows; row += Shape::COLUMNS) {
+        float c[2][4] = {};
+        uint4 b[2][Shape::PAIRS];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int k = 0; k < Shape::PAIRS; k++) {
+                const int from = row + MMA_SAMPLES * half + g, at = Number::PER_WORD * word(2 * k, q, 4);
+                const bool inside = from < given.rows && at < given.width;
+                b[half][k] = inside ? *reinterpret_cast<const uint4*>(x + size_t(from) * given.width + at)
+                                    : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+        for (int k = 0; k < Shape::PAIRS; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                Number::multiply_add(c[half], weights.a[0][2 * k], b[half][k].x, b[half][k].y);
+                Number::multiply_add(c[half], weights.a[0][2 * k + 1], b[half][k].z, b[half][k].w);
+            }
+        // Sums of a warp: [column][row of W].
+        const unsigned sums = smem_address(smem) + 4 * (warp * Shape::SUMS);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                store_shared_4(sums + 4 * ((MMA_SAMPLES * half + 2 * q + e % 2) * MMA_ROWS + g + e / 2 * 8),
+                               __float_as_uint(c[half][e]));
+        __syncthreads();
+        float part[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            part[w] = __uint_as_float(load_shared_4(smem_address(smem) + 4 * (w * Shape::SUMS + threadIdx.x)));
+        float pair[2] = {}, bias[2];
+        Number::unpack(bias_bits, bias);
+        pair[0] = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7])) + bias[0];
+        const int to = row + column;
+        if (exists && to < given.rows) {
+            const bool begun = !given.begin || to / given.batch >= given.begin[to % given.batch];
+            static_cast<Element*>(given.z)[size_t(to) * given.hidden + unit] =
+                begun ? static_cast<Element>(Number::pack(pair)) : Element(0);
+        }
+        __syncthreads();
+    }
+}
+
+}  // namespace ds2

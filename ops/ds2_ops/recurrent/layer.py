@@ -1,0 +1,83 @@
+"""A recurrent layer for inference, projection and recurrence, whose kernels overlap where they can.
+
+Shape letters: T frames, B batch, K width of the input, H hidden.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds2_ops.checks import check_like, check_shape, check_x
+from ds2_ops.jit.launch import device_index
+from ds2_ops.lengths import lengths_on
+from ds2_ops.recurrent import persistent, projection
+from ds2_ops.recurrent.backends import resolve
+from ds2_ops.recurrent.plan.problem import Problem
+from ds2_ops.recurrent.planned import plan_for
+from ds2_ops.recurrent.rnn import options_of, recurrence
+
+
+@torch.no_grad()
+def recurrent_layer(
+    x: Tensor,
+    weight_ih: Tensor,
+    bias: Tensor,
+    weight_hh: Tensor,
+    h0: Tensor | None = None,
+    lengths: Tensor | None = None,
+    begin: Tensor | None = None,
+    *,
+    nonlinearity: str = "clipped_relu",
+    clip: float = 20.0,
+    backend: str = "auto",
+    max_sms: int | None = None,
+    beside: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
+
+    On the persistent kernels and few rows T B (`projection.MOST_ROWS`), both kernels load their weights while those
+    before them on the stream still run (programmatic dependent launch), launched plainly or recorded in a CUDA graph.
+    So the weights must be older than the kernels of this function that are still under way.
+
+    Args:
+        x: (T, B, K).
+        weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
+        h0, lengths, nonlinearity, clip, backend, max_sms: as :func:`ds2_ops.recurrence`.
+        begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0; all 0 when None.
+        beside: layers on other streams share the GPU: only the recurrence starts early, and the projection leaves them
+            their multiprocessors.
+
+    Returns:
+        y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`ds2_ops.recurrence`.
+    """
+    check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    hidden = weight_ih.shape[0]
+    check_shape("weight_ih", weight_ih, (hidden, x.shape[2]), "(H, K)")
+    check_shape("bias", bias, (hidden,), "(H,)")
+    for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
+        check_like(name, tensor, x)
+    x = x.contiguous()
+    check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
+    if _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
+        z = projection.project(x, weight_ih, bias, begin, beside=beside)
+        options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
+        h0 = None if h0 is None else h0.contiguous()
+        return persistent.forward(z, weight_hh.contiguous(), h0, lengths_on(lengths, len(x), x.device), options)
+    z = functional.linear(x, weight_ih, bias)
+    if begin is not None:
+        z = z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
+    return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
+
+
+def _overlaps(x: Tensor, weight_ih: Tensor, backend: str, nonlinearity: str, max_sms: int | None) -> bool:
+    if not x.is_cuda or projection.why_not(x, weight_ih) is not None:
+        return False
+    hidden = weight_ih.shape[0]
+    problem = Problem(x.shape[1], hidden, persistent.dtype_name(x), nonlinearity, backward=False)
+    pre_activations = x[..., :1].expand(-1, -1, hidden)
+    if resolve(backend, pre_activations, nonlinearity, max_sms) != "persistent":
+        return False
+    return plan_for(problem, device_index(x.device), max_sms).design == "cluster"

@@ -1,0 +1,73 @@
+"""Layers beside each other: no task before what it needs, whatever the lanes' speed; the same result as one by one."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds2.model import wavefront
+from ds2.model.wavefront import Task
+
+SHAPES = [(1, 1, 1), (4, 7, 7), (48, 7, 7), (5, 1, 3), (1, 9, 2), (9, 4, 1), (6, 5, 2)]
+
+
+def missing(tasks: list[Task], seed: int) -> list[tuple[int, int]]:
+    """Run lanes side by side at random speeds; return the tasks that began before one they need had ended."""
+    draw, queues = random.Random(seed), defaultdict[int, list[Task]](list)
+    queued, ended, wrong = set[tuple[int, int]](), set[tuple[int, int]](), []
+    for task in tasks:
+        if task.waits:  # an event that is not recorded yet is not waited for
+            assert (task.stage - 1, task.piece) in queued
+        queued.add((task.stage, task.piece))
+        queues[task.lane].append(task)
+    while any(queues.values()):
+        lane = draw.choice([lane for lane, queue in queues.items() if queue])
+        task = queues[lane][0]
+        if task.waits and (task.stage - 1, task.piece) not in ended:
+            continue
+        needs = {(task.stage - 1, task.piece), (task.stage, task.piece - 1)}
+        if any(min(need) >= 0 and need not in ended for need in needs):
+            wrong.append((task.stage, task.piece))
+        ended.add((task.stage, task.piece))
+        queues[lane].pop(0)
+    return wrong
+
+
+@pytest.mark.parametrize(("stages", "pieces", "lanes"), SHAPES)
+def test_no_task_begins_before_what_it_needs(stages: int, pieces: int, lanes: int) -> None:
+    tasks = wavefront.tasks(stages, pieces, lanes)
+    assert sorted((t.stage, t.piece) for t in tasks) == [(s, p) for s in range(stages) for p in range(pieces)]
+    for seed in range(5):
+        assert not missing(tasks, seed)
+
+
+def test_a_wait_that_is_forgotten_is_found() -> None:
+    tasks = [Task(t.stage, t.piece, t.lane, False) for t in wavefront.tasks(4, 7, 3)]
+    assert any(missing(tasks, seed) for seed in range(5))
+
+
+def stages_of(count: int) -> list[Callable[[int, Tensor], Tensor]]:
+    """Stages that carry a sum from piece to piece, as a recurrence carries its state."""
+    carried = [torch.zeros(()) for _ in range(count)]
+
+    def stage(number: int) -> Callable[[int, Tensor], Tensor]:
+        def run(piece: int, x: Tensor) -> Tensor:
+            carried[number] = 0.5 * carried[number] + x + number + piece
+            return carried[number]
+
+        return run
+
+    return [stage(number) for number in range(count)]
+
+
+def test_pieces_come_out_as_layer_by_layer() -> None:
+    pieces = list(torch.randn(6, generator=torch.Generator().manual_seed(0)))
+    wanted = list(pieces)
+    for stage in stages_of(5):
+        wanted = [stage(number, piece) for number, piece in enumerate(wanted)]
+    assert [float(x) for x in wavefront.run(stages_of(5), pieces, [])] == [float(x) for x in wanted]

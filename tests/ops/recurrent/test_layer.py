@@ -1,0 +1,120 @@
+"""A layer of inference: the recurrence of its projection, whether or not its kernels overlap with those before them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ds2_ops import recurrence
+from ds2_ops.jit.build import build
+from ds2_ops.recurrent.layer import recurrent_layer
+from ds2_ops.recurrent.projection import MOST_ROWS, project, projection_launch
+from support.op_cases import CUDA, relative_error
+from torch import Tensor
+
+
+def weights(hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(hidden + width)
+    ih, bias, hh = (torch.randn(*shape, generator=draw) for shape in ((hidden, width), (hidden,), (hidden, hidden)))
+    return tuple(t.to(device, dtype) for t in (ih * width**-0.5, 0.1 * bias, 0.5 * hh * hidden**-0.5))  # type: ignore[return-value]
+
+
+def test_it_is_the_recurrence_of_the_projection() -> None:
+    ih, bias, hh = weights(24, 16, torch.float64, torch.device("cpu"))
+    x, h0 = torch.randn(7, 3, 16, dtype=torch.float64), torch.randn(3, 24, dtype=torch.float64)
+    lengths, begin = torch.tensor([7, 0, 4]), torch.tensor([0, 7, 2], dtype=torch.int32)
+    z = x @ ih.t() + bias
+    z[:2, 2], z[:, 1] = 0, 0
+    wanted = recurrence(z, hh, h0, lengths, nonlinearity="tanh")
+    found = recurrent_layer(x, ih, bias, hh, h0, lengths, begin, nonlinearity="tanh")
+    for ours, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    ih, bias, hh = weights(24, 16, torch.float32, torch.device("cpu"))
+    x = torch.zeros(2, 1, 16)
+    with pytest.raises(ValueError, match=r"weight_ih has shape \(24, 16\), expected \(H, K\) = \(24, 15\)"):
+        recurrent_layer(x[..., :15], ih, bias, hh)
+    with pytest.raises(TypeError, match=r"bias is torch\.float64"):
+        recurrent_layer(x, ih, bias.double(), hh)
+    with pytest.raises(ValueError, match="weight_hh has shape"):
+        recurrent_layer(x, ih, bias, hh[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(1152, "bfloat16"), (1312, "float16"), (8, "bfloat16"), (2560, "bfloat16")]
+)
+def test_the_projection_compiles_without_spills(width: int, dtype: str) -> None:
+    binary = build(projection_launch(width, 1152, dtype).source.text)
+    assert binary.local_bytes == 0 and not binary.loss
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("frames", "batch", "width", "hidden"), [(10, 1, 1152, 1152), (4, 16, 1312, 200), (1, 3, 8, 33)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_projection_is_as_near_as_a_librarys(
+    frames: int, batch: int, width: int, hidden: int, dtype: torch.dtype
+) -> None:
+    ih, bias, _ = weights(hidden, width, dtype, CUDA)
+    x = torch.randn(frames, batch, width, device=CUDA, dtype=dtype)
+    begin = torch.arange(batch, device=CUDA, dtype=torch.int32).clamp_max(frames)
+    begun = (torch.arange(frames, device=CUDA)[:, None] >= begin)[:, :, None]
+    true = torch.nn.functional.linear(x.double(), ih.double(), bias.double()) * begun
+    stock = torch.nn.functional.linear(x, ih, bias) * begun
+    found = project(x, ih, bias, begin)
+    assert relative_error(found, true) <= 2 * relative_error(stock, true)
+    alone = torch.cat([project(frame[None], ih, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)])
+    assert torch.equal(found, alone)  # no row depends on how frames are cut
+
+
+def chain(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, beside: bool, **given: Tensor) -> Tensor:
+    for ih, bias, hh in layers:
+        x, _ = recurrent_layer(x, ih, bias, hh, nonlinearity="relu", beside=beside, **given)
+    return x
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("frames", "batch", "hidden"), [(10, 1, 1152), (10, 3, 1152), (4, 16, 1152), (1, 1, 512), (20, 2, 264)]
+)
+def test_kernels_that_overlap_give_the_same_bits(frames: int, batch: int, hidden: int) -> None:
+    layers = [weights(hidden, hidden, torch.bfloat16, CUDA) for _ in range(3)] * 4
+    draw = torch.Generator(CUDA).manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, device=CUDA, dtype=torch.bfloat16)
+
+    given = {"h0": drawn(batch, hidden).relu(), "lengths": torch.randint(0, frames + 1, (batch,), device=CUDA).int()}
+    x = drawn(frames, batch, hidden)
+    assert frames * batch <= MOST_ROWS
+    stock = one_by_one(layers, x, given)
+    for turn in range(20):
+        assert torch.equal(chain(layers, x, turn % 2 == 0, **given), stock)
+    replay, found = recorded(lambda: chain(layers, x, False, **given))
+    for _ in range(20):
+        x.copy_(drawn(frames, batch, hidden))
+        wanted = one_by_one(layers, x, given)
+        replay()
+        assert torch.equal(found, wanted)
+
+
+def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: dict[str, Tensor]) -> Tensor:
+    """The same kernels, each after the host has seen the one before end."""
+    for ih, bias, hh in layers:
+        z = project(x, ih, bias, None)
+        torch.cuda.synchronize()
+        x, _ = recurrence(z, hh, nonlinearity="relu", **given)
+        torch.cuda.synchronize()
+    return x
+
+
+def recorded(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = call()
+    return graph.replay, found

@@ -1,0 +1,107 @@
+"""Kernels of a layer that start before the kernel ahead has ended, from their own source on a CPU (chip_on_cpu.h).
+
+All arrays but weights hold NaN, and are not to be written, until every thread has waited.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ds2_ops.recurrent import persistent, projection
+from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.plan.cluster import cluster_choices
+from ds2_ops.recurrent.plan.problem import Problem
+from support.chip import Faults, patch, small_chip
+from support.op_cases import CPU, ragged_lengths, relative_error
+from support.persistent_cases import CLIP, forward_loop, inputs
+
+CLUSTER, PROJECTION = (f"recurrent/{name}.cuh" for name in ("cluster", "projection"))
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """See `support.chip.patch`."""
+    return patch(monkeypatch)
+
+
+def recur(chip: Callable[..., None], shape: tuple[int, int, int], groups: int, faults: Faults = ()) -> None:
+    """Run the cluster design early; an assertion fails where it is wrong."""
+    frames, batch, hidden = shape
+    facts = small_chip({8: 1})
+    choices = cluster_choices(Problem(batch, hidden, "bfloat16", "tanh", False), facts, facts.sms)
+    chip(next(choice for choice in choices if choice.groups == groups), 1, faults)
+    x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16, CPU)
+    lengths = ragged_lengths(frames, batch).to(torch.int32)
+    found = persistent.forward(x, weight_hh, h0, lengths, Options("tanh", CLIP, early=True))
+    true = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, "tanh")
+    stock = forward_loop(x, weight_hh, h0, lengths, "tanh")
+    for ours, exact, other in zip(found, true, stock, strict=True):
+        assert relative_error(ours, exact) <= 2 * relative_error(other, exact)
+
+
+def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], faults: Faults = ()) -> None:
+    """Run the projection early; an assertion fails where it is wrong."""
+    frames, batch, width, hidden = shape
+    facts = small_chip({8: 1})
+    chip(cluster_choices(Problem(1, 32, "bfloat16", "tanh", False), facts, facts.sms)[0], 1, faults)
+    draw = torch.Generator().manual_seed(width)
+    x, weight, bias = (
+        torch.randn(*size, generator=draw).bfloat16() for size in ((frames, batch, width), (hidden, width), (hidden,))
+    )
+    begin = torch.arange(batch, dtype=torch.int32) % (frames + 1)
+    begun = (torch.arange(frames)[:, None] >= begin)[:, :, None]
+    true = torch.nn.functional.linear(x.double(), weight.double(), bias.double()) * begun
+    stock = torch.nn.functional.linear(x, weight, bias) * begun
+    assert relative_error(projection.project(x, weight, bias, begin), true) <= 2 * relative_error(stock, true)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        pytest.param((5, 2, 40), 1, id="one group"),
+        pytest.param((4, 11, 40), 2, id="two groups, two tiles"),
+        pytest.param((3, 2, 33), 1, id="rows that start between words"),
+        pytest.param((3, 2, 44), 1, id="rows on 8 bytes"),
+    ],
+)
+def test_a_recurrence_that_starts_early_waits(
+    chip: Callable[..., None], shape: tuple[int, int, int], groups: int
+) -> None:
+    recur(chip, shape, groups)
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16)])
+def test_a_projection_that_starts_early_waits(chip: Callable[..., None], shape: tuple[int, int, int, int]) -> None:
+    projected(chip, shape)
+
+
+WAIT = "        await_kernel_before();\n"
+LOADED = "        cluster_barrier();  // all blocks are there, and their mbarriers\n"
+MADE = "finisher(pass, smem);\n        cluster_barrier();\n"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param((CLUSTER, LOADED + WAIT, LOADED), id="multiplying warps do not wait"),
+        pytest.param((CLUSTER, MADE + WAIT, MADE), id="finishing warps do not wait"),
+        pytest.param(
+            (CLUSTER, LOADED + WAIT, LOADED + "        static_cast<unsigned*>(pass.result)[0] = 1;\n" + WAIT),
+            id="a store before the wait",
+        ),
+    ],
+)
+def test_a_recurrence_that_does_not_wait_is_found(chip: Callable[..., None], fault: tuple[str, str, str]) -> None:
+    with pytest.raises(AssertionError):
+        recur(chip, (3, 2, 40), 1, (fault,))
+
+
+def test_a_projection_that_reads_before_it_waits_is_found(chip: Callable[..., None]) -> None:
+    loop = "    const auto* x = static_cast<const Element*>(given.x);\n"
+    late = "    if (given.rows > 0) await_kernel_before();\n"
+    faults = (
+        (PROJECTION, "    await_kernel_before();\n" + loop, loop),
+        (PROJECTION, "        // Sums of a warp: [column][row of W].\n", late),
+    )
+    with pytest.raises(AssertionError):
+        projected(chip, (3, 2, 40, 33), faults)
