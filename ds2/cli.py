@@ -34,6 +34,7 @@ usage: ds2 COMMAND [...]
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
+  lm train TEXT... --output FILE     a recurrent model of texts, for a second look at hypotheses (decode.rescore)
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
   cache [--clear KIND]               what is kept on this disk to save time: decoded audio, kernels, ARPA
   doctor                             what this machine has: versions, devices, backends

@@ -71,6 +71,7 @@ def measure(
     plan = [list(range(batch))]
     part: Batch = next(iter(trainer.loader.epoch([deal(plan[0], comm.rank, comm.world)], 1)))
     part = part.pin_memory() if trainer.device.type == "cuda" else part
+    trainer.overlap.over = True  # each way is measured by itself
     batches = trainer.ahead(itertools.repeat(part))
     for _ in range(args.warmup):
         trainer.step(batches, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     decode, arguments = split_overrides(arguments)
     given = _parse(arguments)
     try:
+        from ds2.serve.batcher import transcripts
         from ds2.serve.limits import Limits
         from ds2.serve.server import make_server
     except ImportError as error:
@@ -35,6 +37,8 @@ def run(arguments: Sequence[str]) -> int:
         idle_s=given.idle_s,
         api_key=os.environ.get("DS2_API_KEY", ""),
     )
+    if given.log_transcripts:
+        transcripts.setLevel(logging.INFO)
     server = make_server(recogniser, limits, given.host, given.port)
     print(f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions", flush=True)
     server.run()
@@ -61,5 +65,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--idle-s", type=real(0, 1e9, above=True), default=60.0, help="silence of a client after which it is dropped"
     )
+    parser.add_argument("--log-transcripts", action="store_true", help="log what is said; else no log holds any of it")
     add_where(parser)
     return parser.parse_args(arguments)

@@ -66,8 +66,11 @@ class Communicator:
     def sum_(self, tensor: Tensor) -> None:
         """Overwrite a small contiguous float tensor with its sum over ranks."""
 
-    def start_sum(self, tensor: Tensor) -> Pending:
-        """Begin to overwrite a contiguous float tensor with its sum over ranks; leave it alone until `wait` returns."""
+    def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
+        """Begin to overwrite a contiguous float tensor with its sum over ranks; leave it alone until `wait` returns.
+
+        `beside`, the same on all ranks: whether the device computes meanwhile, so that the sum is to take little of it.
+        """
         raise NotImplementedError("a single process has nothing to sum")
 
     @contextmanager

@@ -67,7 +67,7 @@ class GradientReducer:
             bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
         self._under_way: list[Pending] = []
-        self._armed = False
+        self._armed = self._finished = False
 
     @property
     def buckets(self) -> list[Tensor]:
@@ -91,25 +91,31 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Forget the gradients of the last step."""
-        self._armed = False
+        self._armed = self._finished = False
         self._under_way = []
         for bucket in self._buckets:
             bucket.begin()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums begin during the last backward pass of a step."""
+        return self.overlap and self.comm.world > 1
 
     @property
     def fresh(self) -> bool:
         """Whether no backward pass of this step has added gradients yet."""
         return all(bucket.passes == 0 for bucket in self._buckets)
 
-    def count_pass(self) -> None:
-        """Take notice of a backward pass that ran as a recording of an earlier one."""
+    def count_pass(self, *, finished: bool) -> None:
+        """Take notice of a backward pass that runs as a recording of an earlier one, which may hold `finish` too."""
+        self._finished = finished
         for bucket in self._buckets:
             bucket.passes += 1
 
     @contextmanager
     def passing(self, *, last: bool) -> Iterator[None]:
         """The block is a forward pass, the step's last one if `last`: its gradients are then final as they arrive."""
-        self._armed = self.overlap and last and self.comm.world > 1
+        self._armed = self.overlaps and last
         self._passing = True
         try:
             yield
@@ -134,11 +140,17 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat))
+        self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat, beside=self.overlap))
 
     def finish(self) -> list[tuple[Moment, Moment]]:
-        """Launch what is left and wait for all; returns when the sums went on, time that they share counted once."""
-        self._armed = False
+        """Launch what is left and wait for all, once a step.
+
+        Returns:
+            When the sums went on, time that they share counted once; nothing where a recording held them.
+        """
+        if self._finished:
+            return []
+        self._armed, self._finished = False, True
         for bucket in self._buckets:
             if bucket.passes == 0:
                 bucket.flat.zero_()

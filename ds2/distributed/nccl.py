@@ -20,12 +20,29 @@ _SUM = 0  # ncclRedOp_t
 _TYPES = {torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}  # ncclDataType_t
 
 
+_BLOCKS = 32  # of a sum of gradients
+# Of one beside a backward pass: NCCL starts four together, so they touch two of the seven or eight groups of
+# multiprocessors in which a cluster of 16 finds its place.
+_BLOCKS_BESIDE = 8
+_MAGIC, _UNSET = 0xCAFEBEEF, -(2**31)  # NCCL_API_MAGIC, NCCL_CONFIG_UNDEF_INT
+
+
 class NcclError(UserError):
     """NCCL refused a call; run again with NCCL_DEBUG=INFO to see why."""
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_char * _UNIQUE_ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t as of NCCL 2.18: later ones take it, by its size, and fill in what they added."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int), ("min_ctas", ctypes.c_int), ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p), ("split_share", ctypes.c_int),
+    ]  # fmt: skip
 
 
 @cache
@@ -40,7 +57,9 @@ def load_library() -> Any:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     library = ctypes.CDLL("libnccl.so.2")
     library.ncclGetErrorString.restype = ctypes.c_char_p
-    library.ncclCommInitRank.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int]
+    library.ncclCommInitRankConfig.argtypes = [
+        ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config),
+    ]  # fmt: skip
     library.ncclAllReduce.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip
@@ -49,7 +68,7 @@ def load_library() -> Any:
 
 
 class NcclCommunicator(Ranks):
-    """Ranks with a GPU each. Gradients go over one NCCL communicator on a stream of their own, statistics over another.
+    """Ranks with a GPU each. Gradients go over NCCL communicators on a stream of their own, statistics over another.
 
     NCCL adds in an order that its algorithm fixes for a number of ranks, a topology and a buffer size.
     """
@@ -59,17 +78,22 @@ class NcclCommunicator(Ranks):
     def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
         super().__init__(world, device, timeout_s)
         self._library = load_library()
-        self._gradients, self._statistics = self._open(), self._open()
+        self._gradients, self._statistics = self._open(_BLOCKS), self._open(1)
+        # How many blocks there are decides in which order more than two numbers are added up.
+        self._beside = self._open(_BLOCKS_BESIDE) if self.world == 2 else self._gradients
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def _open(self) -> ctypes.c_void_p:
+    def _open(self, blocks: int) -> ctypes.c_void_p:
+        """Open a communicator whose kernels take at most so many blocks, a multiprocessor each."""
         identifier = _UniqueId()
         if self.rank == 0:
             self._check(self._library.ncclGetUniqueId(ctypes.byref(identifier)))
         identifier = _UniqueId.from_buffer_copy(self.broadcast(bytes(identifier)))
         opened = ctypes.c_void_p()
-        with self.whereabouts.wait_in("ncclCommInitRank"):
-            self._check(self._library.ncclCommInitRank(ctypes.byref(opened), self.world, identifier, self.rank))
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, 21800, *[_UNSET] * 3, blocks, None, _UNSET)
+        call = self._library.ncclCommInitRankConfig
+        with self.whereabouts.wait_in("ncclCommInitRankConfig"):
+            self._check(call(ctypes.byref(opened), self.world, identifier, self.rank, ctypes.byref(config)))
         return opened
 
     def _check(self, result: int) -> None:
@@ -93,21 +117,21 @@ class NcclCommunicator(Ranks):
         else:
             super().sum_(tensor)
 
-    def start_sum(self, tensor: Tensor) -> Pending:
-        return _StreamSum(self, tensor.detach())
+    def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
+        return _StreamSum(self, tensor.detach(), beside=beside)
 
-    def enqueue(self, tensor: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def enqueue(self, tensor: Tensor, *, beside: bool) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Sum a tensor on the gradients' stream after what the current stream holds; returns events around the sum."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record(self._stream)
-        self._all_reduce(tensor, self._gradients, self._stream)
+        self._all_reduce(tensor, self._beside if beside else self._gradients, self._stream)
         ended.record(self._stream)
         return began, ended
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        for opened in (self._gradients, self._statistics):
+        for opened in {id(o): o for o in (self._gradients, self._beside, self._statistics)}.values():
             self._check(self._library.ncclCommDestroy(opened))
         super().close()
 
@@ -115,9 +139,9 @@ class NcclCommunicator(Ranks):
 class _StreamSum:
     """A sum on the gradients' stream; nobody waits on the host."""
 
-    def __init__(self, comm: NcclCommunicator, tensor: Tensor) -> None:
+    def __init__(self, comm: NcclCommunicator, tensor: Tensor, *, beside: bool) -> None:
         self._device = comm.device
-        self._began, self._ended = comm.enqueue(tensor)
+        self._began, self._ended = comm.enqueue(tensor, beside=beside)
 
     def wait(self) -> tuple[Moment, Moment]:
         torch.cuda.current_stream(self._device).wait_event(self._ended)

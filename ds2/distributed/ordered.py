@@ -35,7 +35,7 @@ class OrderedCommunicator(Ranks):
         self.staged = device.type == "cuda" and not world.reads_device_memory
         self._progress.start()
 
-    def start_sum(self, tensor: Tensor) -> Pending:
+    def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
         flat = tensor.detach().view(-1)
         buffers = self._buffers.get(flat.data_ptr())
         if buffers is None or buffers.host.numel() != flat.numel():

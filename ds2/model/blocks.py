@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from ds2_ops.classifier.op import classify
 from ds2_ops.recurrent.backends import why_not_unasked
-from ds2_ops.recurrent.persistent import why_not as why_not_persistent
+from ds2_ops.recurrent.layer import why_not_beside
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
@@ -220,7 +220,8 @@ def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
-    return not (unasked or why_not_persistent(1, 1, config.hidden, dtype, device, config.nonlinearity, WAVE_SMS))
+    size = (config.hidden, dtype, device, config.nonlinearity, WAVE_SMS)
+    return not (unasked or any(why_not_beside(batch, *size) for batch in (1, MOST_STREAMS_IN_WAVES)))
 
 
 def _dense_frames(channels: int) -> int:

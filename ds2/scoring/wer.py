@@ -82,8 +82,7 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: s
         return CORRECT * len(reference)
     shorter = min(len(reference), len(hypothesis))
     head = next((i for i in range(shorter) if reference[i] != hypothesis[i]), shorter)
-    shorter -= head
-    tail = next((i for i in range(shorter) if reference[-1 - i] != hypothesis[-1 - i]), shorter)
+    tail = next((i for i in range(shorter - head) if reference[-1 - i] != hypothesis[-1 - i]), shorter - head)
     middle = _align_bits(reference[head : len(reference) - tail], hypothesis[head : len(hypothesis) - tail], name)
     return CORRECT * head + middle + CORRECT * tail
 

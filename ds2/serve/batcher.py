@@ -27,6 +27,8 @@ from ds2.serve.metrics import Metrics
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
+transcripts = logging.getLogger("ds2.serve.transcripts")
+transcripts.setLevel(logging.WARNING)  # INFO, which who runs a server must ask for, logs what is said
 
 
 class FullError(UserError):
@@ -182,6 +184,8 @@ class Batcher:
         self._jobs.put(job)
         heard = await job.done
         self.metrics.latency_s.observe(time.monotonic() - job.arrived_s)
+        for segment in heard.final:
+            transcripts.info("%s", segment.hypothesis.text)
         self.metrics.words.inc(sum(len(segment.hypothesis.text.split()) for segment in heard.final))
         return heard
 

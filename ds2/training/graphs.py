@@ -109,8 +109,8 @@ class GraphedPasses(Passes):
     GPU's memory is in use: the same kernels on the same shapes, so the same bits. Graphs share their working memory,
     which the largest shape made: a larger one starts anew. At most `MOST_GRAPHS` are kept, those used last.
 
-    Between ranks batch norm's sums are part of a recording, those of gradients follow it: during back-propagation they
-    would take multiprocessors that clusters wait for.
+    Between ranks batch norm's sums are part of a recording, and so are those of gradients where these overlap: beside
+    the backward pass, on a stream that forks from it as buckets fill.
 
     Inputs must be padded, `InputMaker(padded=True)`, for shapes to come back. Arguments are those of `Passes`.
     """
@@ -131,25 +131,28 @@ class GraphedPasses(Passes):
         if utterances != self._count:
             self._count = int(utterances)
             self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
-        key = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
-        came_before = key in self._seen
-        self._seen[key] = None
-        self._seen.move_to_end(key)
+        sums = last and self.gradients.overlaps
+        shape = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
+        key = (*shape, int(sums))
+        came_before = shape in self._seen
+        self._seen[shape] = None
+        self._seen.move_to_end(shape)
         if len(self._seen) > _REMEMBERED_SHAPES:
             self._seen.popitem(last=False)
-        self._running = None
+        self._running, self.usual = None, False
         if idle or not came_before or not all(norm.settled for norm in self._norms):
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         recorded = self._kept.get(key)
         if recorded is None and not _room():
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         if recorded is None:
-            recorded = self._record(key, inputs)  # which counts the batch, as if it had run
+            recorded = self._record(key, inputs, sums=sums)  # which counts the batch, as if it had run
         else:
+            self.usual = True
             inputs.into(self._waveforms, self._numbers)
             for norm in self._norms:
                 norm.batches += 1
-            self.gradients.count_pass()
+            self.gradients.count_pass(finished=sums)
         self._kept.move_to_end(key)
         self._running = recorded
         self.replays += 1
@@ -163,7 +166,7 @@ class GraphedPasses(Passes):
         else:
             self._running.graphs[1].replay()
 
-    def _record(self, key: tuple[int, ...], inputs: Inputs) -> _Recorded:
+    def _record(self, key: tuple[int, ...], inputs: Inputs, *, sums: bool) -> _Recorded:
         waveforms, numbers = inputs.waveforms.numel(), inputs.numbers.numel()
         if waveforms > len(self._waveforms) or numbers > len(self._numbers):
             self._kept.clear()
@@ -172,9 +175,11 @@ class GraphedPasses(Passes):
             self._recorder.forget()
         static = inputs.into(self._waveforms, self._numbers)
         with self._recorder.recording() as forward:
-            losses = super().forward(static, self._utterances, last=False, idle=False)
+            losses = super().forward(static, self._utterances, last=sums, idle=False)
         with self._recorder.recording() as backward:
             super().backward()
+            if sums:
+                self.gradients.finish()
         self._kept[key] = _Recorded(static, losses, (forward, backward))
         if len(self._kept) > MOST_GRAPHS:
             self._kept.popitem(last=False)

@@ -22,7 +22,12 @@ class Passes:
         gradients: of the model.
         train: weights of what is added to the CTC loss.
         autocast: to bfloat16.
+
+    Attributes:
+        usual: whether the last passes took as long as later ones of their shape will.
     """
+
+    usual = True
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
 from ds2.training.metrics import RunLog, StepTimer
 from ds2.training.noise_scale import NoiseScale
 from ds2.training.optim import make_optimizer
+from ds2.training.overlap import OverlapTrial
 from ds2.training.passes import Passes
 from ds2.training.report import Numbers, StepReport
 from ds2.training.start import begin, freeze
@@ -66,6 +68,7 @@ class Trainer:
 
     grad_norm = 0.0
     heard: Sequence[float] = ()
+    _took_s = _read_s = 0.0  # the last step, and when its report was read
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
@@ -111,6 +114,7 @@ class Trainer:
             overlap=config.comm.overlap,
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
+        self.overlap = OverlapTrial(self.gradients)
         longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
         longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
         no_loss = why_no_loss(longest, len(self.alphabet), self.device)
@@ -173,13 +177,14 @@ class Trainer:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
         utterances = sum(map(len, group))
+        self.overlap.begin()
         self.gradients.begin()
         seen, counts = self._passes(batches, group)
         with self.timer.phase("allreduce_exposed"):
             for began, ended in self.gradients.finish():
                 self.timer.add("allreduce_total", began, ended)
         with self.timer.phase("optimizer"):
-            told = [*counts, *news()]
+            told = [*counts, self._took_s, *news()]
             report = StepReport(self.comm, [losses for _, losses in seen], self.update.norm(), told)
             launched = self.update.harmless
             if launched:
@@ -198,7 +203,10 @@ class Trainer:
 
     def _count(self, numbers: Numbers, batches: int, utterances: int) -> float:
         """Count what all ranks did in a step; returns the mean loss."""
-        infeasible, audio_s, *self.heard = numbers.counts
+        infeasible, audio_s, unusual, former_s, *self.heard = numbers.counts
+        now_s = time.perf_counter()
+        self._took_s, self._read_s = now_s - self._read_s, now_s
+        self.overlap.end(audio_s, usual=not unusual, former_s=former_s / self.comm.world)
         progress = self.progress
         progress.batch += batches
         progress.infeasible += round(infeasible)
@@ -208,15 +216,16 @@ class Trainer:
 
     def _passes(
         self, batches: Ahead, group: Sequence[Sequence[int]]
-    ) -> tuple[list[tuple[Batch, Tensor]], tuple[float, float]]:
+    ) -> tuple[list[tuple[Batch, Tensor]], tuple[float, float, float]]:
         """Forward and backward passes of a step.
 
         Returns:
-            This rank's batches with their losses; how many of its utterances are infeasible, and its seconds of audio.
+            This rank's batches with their losses; how many of its utterances are infeasible, its seconds of audio, and
+            how many passes took longer than later ones will.
         """
         config, comm = self.config, self.comm
         utterances = sum(map(len, group))
-        infeasible, audio_s = 0, 0.0
+        infeasible, audio_s, unusual = 0, 0.0, 0
         seen: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
@@ -237,11 +246,12 @@ class Trainer:
                 raise TrainingError(
                     out_of_memory(where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded)
                 ) from error
+            unusual += not self.passes.usual
             if not idle:
                 seen.append((batch, losses))
                 infeasible += inputs.infeasible
                 audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
-        return seen, (infeasible, audio_s)
+        return seen, (infeasible, audio_s, unusual)
 
     def _end_step(self) -> None:
         """Do what follows a change of the weights, and count the step."""

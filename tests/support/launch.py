@@ -29,8 +29,9 @@ def mpirun_command(ranks: int, *options: str) -> list[str]:
 def torchrun(
     ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """The same under torchrun, which ends with 1 whatever status its ranks had."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options]
+    """The same under torchrun, on a port of its own; it ends with 1 whatever status its ranks had."""
+    alone = () if options else ("--standalone",)
+    command = [sys.executable, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks), *options]
     return _run([*command, str(HERE / script), *arguments], {})
 
 

@@ -111,7 +111,8 @@ class FusedUpdate:
             most: the norm to which larger gradients are clipped; 0: none are.
         """
         if self._steps:
-            torch._foreach_add_(self._steps, torch.isfinite(norm).to(self._steps[0].dtype))
+            counts = torch.isfinite(norm).to(self._steps[0].dtype)
+            torch._foreach_add_(self._steps, [counts] * len(self._steps))  # a lone tensor would be read on the host
         source = NESTEROV if self._sgd else ADAMW
         launch = Launch(source, THREADS, grid=len(self._table))
         run(launch, [self._table, norm, most, *self._numbers], lambda: "the optimizer's step", self._device)

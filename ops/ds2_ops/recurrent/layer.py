@@ -72,6 +72,18 @@ def recurrent_layer(
     return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
 
 
+def why_not_beside(
+    batch: int, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str, max_sms: int
+) -> str | None:
+    """Say why recurrences do not run beside each other, on so many multiprocessors each; None if they do."""
+    reason = persistent.why_not(1, batch, hidden, dtype, device, nonlinearity, max_sms)
+    if reason is None:
+        problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward=False)
+        if plan_for(problem, device_index(device), max_sms).launch.cooperative:
+            reason = f"recurrences of {hidden} units and {batch} utterances wait for a whole chip"
+    return reason
+
+
 def _overlaps(x: Tensor, weight_ih: Tensor, backend: str, nonlinearity: str, max_sms: int | None) -> bool:
     if not x.is_cuda or projection.why_not(x, weight_ih) is not None:
         return False

@@ -25,8 +25,9 @@ class Twins(Communicator):
 
     rank, world = 0, 2
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlap: bool = True) -> None:
         super().__init__(CPU)
+        self.overlap = overlap
         self.started: list[tuple[int, bool]] = []  # elements, and whether backward was still running
         self.in_backward = False
         self._now = 0.0
@@ -40,7 +41,8 @@ class Twins(Communicator):
     def sum_(self, tensor: Tensor) -> None:
         tensor.mul_(2)
 
-    def start_sum(self, tensor: Tensor) -> Doubled:
+    def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Doubled:
+        assert beside == self.overlap
         self.started.append((tensor.numel(), self.in_backward))
         self._now += 1.0
         return Doubled(tensor, self._now)
@@ -88,7 +90,7 @@ def test_what_is_not_trained_has_no_place() -> None:
 def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(overlap: bool) -> None:
     plain, model, x = network(), network(), torch.randn(6, 3)
     plain(x).square().sum().backward()
-    comm = Twins()
+    comm = Twins(overlap=overlap)
     reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=overlap)
     for _ in range(2):  # the second step starts from zero again
         comm.started.clear()
@@ -106,7 +108,7 @@ def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(o
 
 def test_a_bucket_starts_before_earlier_layers_go_back() -> None:
     model, comm, order = network(), Twins(), list[str]()
-    comm.start_sum = lambda tensor: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
+    comm.start_sum = lambda tensor, beside: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
     reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
     with reducer.passing(last=True):
         x = torch.randn(2, 3, requires_grad=True)
@@ -118,7 +120,7 @@ def test_a_bucket_starts_before_earlier_layers_go_back() -> None:
 
 
 def test_time_that_sums_share_counts_once() -> None:
-    reducer = GradientReducer(network(), Twins(), bucket_bytes=1, overlap=False)
+    reducer = GradientReducer(network(), Twins(overlap=False), bucket_bytes=1, overlap=False)
     seconds = sum(ended - began for began, ended in reducer.finish())
     assert seconds == pytest.approx(len(reducer.buckets) + 0.5)
 

@@ -116,3 +116,19 @@ def test_bf16_blocks_are_as_near_as_the_model_as_it_is(make_model: Callable[...,
     wanted = exact[0][: block.frames - block.delay]
     errors = [float((y.double() - wanted).norm() / wanted.norm()) for y in (stock[: len(wanted)], first[block.delay :])]
     assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.gpu
+def test_files_whose_layers_run_beside_each_other_have_the_same_words(
+    make_model: Callable[..., Path], recording: Path
+) -> None:
+    model, found = make_model(), []
+    for lanes in (1, 7):
+        recogniser = load(model, "cuda", GraphedBlocks, precision="bf16")
+        frames = GraphedBlocks.wave_frames(recogniser)
+        assert frames > 0
+        recogniser.hearings[frames] = blocks = GraphedBlocks(recogniser, frames)
+        blocks.model.lanes = lanes
+        found.append(recogniser.transcribe(recording).hypothesis)
+        assert blocks.batches  # it was heard so
+    assert found[0] == found[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import socket
 import time
 import urllib.error
@@ -26,6 +27,7 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.live import Endpoints
 from ds2.recognition.recogniser import Recogniser
+from ds2.serve.batcher import transcripts
 from ds2.serve.limits import Limits
 from ds2.serve.server import application
 
@@ -87,6 +89,18 @@ def test_a_vosk_client_gets_one_answer_a_message_and_all_words(serve: Callable[.
     assert " ".join(word["word"] for word in result) == words_of(answers)
     assert all(word["start"] < word["end"] and 0 < word["conf"] <= 1 for word in result)
     assert running.metric("ds2_sessions") == 0
+
+
+def test_what_is_said_is_logged_only_if_asked_for(
+    serve: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    running, data = serve(), speech(2, 1.5)
+    caplog.set_level(logging.DEBUG, "ds2")
+    wanted = words_of(asyncio.run(vosk(running.vosk, data)))
+    assert wanted and wanted not in caplog.text
+    caplog.set_level(logging.INFO, transcripts.name)
+    asyncio.run(vosk(running.vosk, data))
+    assert wanted in caplog.text
 
 
 def test_a_vosk_client_says_when_segments_end(serve: Callable[..., Running]) -> None:

@@ -11,6 +11,7 @@ from ds2_ops.optimizer import update
 from ds2_ops.optimizer.update import ADAMW, LEAST_CAPABILITY, NESTEROV, SQUARES, FusedNorm, FusedUpdate, why_not
 from support.kernel_on_cpu import patch_run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [(3, 7), (8192,), (5,), (100, 300), (1,)]  # off and on the boundaries of vectors and of pieces
@@ -140,3 +141,23 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
 def test_tensors_off_a_boundary_are_refused() -> None:
     with pytest.raises(ValueError, match="boundary of 16 bytes"):
         FusedNorm([torch.zeros(9)[1:]])
+
+
+class HostReads(TorchDispatchMode):
+    """Fails where a value of a tensor is read on the host: a CUDA graph that is being recorded refuses that."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_step_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    given = parameters("cpu")
+    give_gradients(given, 1)
+    ours = optimizer(name, given)
+    ours.step()
+    fused = FusedUpdate(ours, {})
+    monkeypatch.setattr(update, "run", lambda *arguments: None)
+    with HostReads():
+        fused(torch.tensor(1.0), 1.0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,26 @@ def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
     in_one_piece = with_times([[found]], log_probs, torch.tensor([len(log_probs)]), CHARACTERS, SLOW_S)[0][0]
     assert len(found.words) > 40
     assert found.words == in_one_piece.words
+
+
+def test_a_chunk_is_one_search_until_words_are_to_be_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, searches, size = make(SURE, CHARACTERS, "", tmp_path, SLOW_S), 0, 7
+    heard = decoder.beams.hear
+
+    def counted(*given: Any) -> Any:
+        nonlocal searches
+        searches += 1
+        return heard(*given)
+
+    monkeypatch.setattr(decoder.beams, "hear", counted)
+    log_probs, decoding = spoken(12), decoder.start()
+    longest = round(LONGEST_S / SLOW_S)
+    for start in range(0, longest - size, size):
+        decoding.step(log_probs[start : start + size], torch.tensor([size]))
+    assert searches == len(range(0, longest - size, size))
+    searches, period = 0, round(PERIOD_S / SLOW_S)
+    decoding.step(log_probs[start + size : longest + period + 1], torch.tensor([longest + period + 1 - start - size]))
+    assert searches == 2  # the words are settled where a period ends, wherever the chunk does
 
 
 def test_endless_silence_is_not_kept(tmp_path: Path) -> None:

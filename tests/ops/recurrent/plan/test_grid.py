@@ -89,8 +89,16 @@ def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
-@pytest.mark.parametrize(("dtype", "hidden"), [("bfloat16", 1024), ("float16", 1053), ("float32", 1025)])
+@pytest.mark.parametrize(
+    ("cell", "dtype", "hidden"),
+    [
+        ("lstm", "bfloat16", 1024),
+        ("gru_after", "bfloat16", 1024),
+        ("lstm", "float16", 1053),
+        ("gru_after", "float16", 1053),
+        ("gru_after", "float32", 1025),
+    ],
+)
 def test_tiles_with_gates_compile_without_spills(cell: str, dtype: str, hidden: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
