@@ -60,6 +60,8 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
                 if not value:
                     raise ConfigError(f"{argument} wants a value: --cfg job")
                 options.append(value)
+    if "--resolve" in options and not any(option.startswith(("--cfg", "-c")) for option in options):
+        raise ConfigError("--resolve belongs to --cfg, which shows a configuration: --cfg job --resolve")
     return options, overrides
 
 
