@@ -82,13 +82,16 @@ struct Weights {
     // And another matrix: place(row, word) is where a word of the warp's row lies.
     template <class WordOf, class PlaceOf>
     __device__ void load_permuted(const Pass& pass, WordOf word, PlaceOf place) {
-        if (pass.wide_rows)
+        if (pass.wide_rows && K_TILES < LONG_TILES)
             load_wide(pass, word, place);
         else
             load_narrow(pass, word, place);
     }
 
   private:
+    // From so many instructions on, what all loads at once need has no registers beside the weights: one after the other.
+    static constexpr int LONG_TILES = 40;
+
     // Rows on 16-byte boundaries: a group of 4 words, or of 2, is inside the row or outside as a whole. All of a row tile is
     // asked for before any of it is used, with no branch between: a load that is waited for before the next one is asked for
     // costs a trip to L2 or memory, and 60 of them as much as 20 time steps.
@@ -140,6 +143,14 @@ struct Weights {
                     const int words = k + 1 < K_TILES ? 4 : 2;
                     const Place from = place(MMA_ROWS * m + 8 * half + g, word(k, q, words));
                     unsigned w[4] = {};
+                    if (K_TILES >= LONG_TILES && pass.wide_rows && words == 4) {
+                        uint4 v = make_uint4(0, 0, 0, 0);
+                        if (from.exists && from.column < pass.hidden)
+                            v = load_early_16(static_cast<const typename Number::Storage*>(pass.matrix) + from.element);
+                        w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+                        keep(m, half, k, w, true);
+                        continue;
+                    }
 #pragma unroll
                     for (int i = 0; i < words; i++)
                         w[i] = load_word<Number>(pass.matrix, from.element + i * Number::PER_WORD,

@@ -80,6 +80,7 @@ def _choice(
         or k_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
         or warp_parcels > may.warp_parcels
         or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
+        or (warp_groups == 3 and cell.gates == 4 and problem.hidden % per_word != 0)  # spills: four gates of half words
     ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)

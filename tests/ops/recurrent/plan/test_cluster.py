@@ -70,7 +70,9 @@ def test_a_kernel_compiled_to_other_registers_than_its_warps_share_is_refused(
     hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "compiler_version", lambda: "nvrtc 0.0")
-    for choice in space(problem(hidden, 64), H200):
+    handing = [choice for choice in space(problem(hidden, 64), H200) if choice.design != "units"]
+    assert handing
+    for choice in handing:
         launched = 65536 // choice.launch.threads // 8 * 8
         check_registers(choice.launch.source.text, launched)
         with pytest.raises(RuntimeError, match=f"to {launched - 8} registers a thread; its warps count on {launched}"):
