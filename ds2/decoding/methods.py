@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -27,18 +26,19 @@ from ds2.text.alphabet import Alphabet
 log = logging.getLogger(__name__)
 
 
-class Maker(Protocol):
-    """What builds a method's decoder from settings that were checked."""
+@dataclass(frozen=True)
+class Parts:
+    """What a decoder is made of: settings that were checked, and what they name."""
 
-    def __call__(
-        self,
-        options: DecodeConfig,
-        alphabet: Alphabet,
-        frame_s: float,
-        device: torch.device,
-        lm: NGram | None,
-        second: SecondPass | None,
-    ) -> Decoder: ...
+    options: DecodeConfig
+    alphabet: Alphabet
+    frame_s: float
+    device: torch.device
+    lm: NGram | None
+    second: SecondPass | None
+
+
+Maker = Callable[[Parts], Decoder]
 
 
 @dataclass(frozen=True)
@@ -49,41 +49,20 @@ class Method:
     options: frozenset[str]
 
 
-def _greedy(
-    options: DecodeConfig,
-    alphabet: Alphabet,
-    frame_s: float,
-    device: torch.device,
-    lm: NGram | None,
-    second: SecondPass | None,
-) -> Decoder:
-    return GreedyDecoder(alphabet, frame_s)
+def _greedy(parts: Parts) -> Decoder:
+    return GreedyDecoder(parts.alphabet, parts.frame_s)
 
 
-def _beam(
-    options: DecodeConfig,
-    alphabet: Alphabet,
-    frame_s: float,
-    device: torch.device,
-    lm: NGram | None,
-    second: SecondPass | None,
-) -> Decoder:
-    return BeamDecoder(alphabet, options, lm, frame_s, device, second)
+def _beam(parts: Parts) -> Decoder:
+    return BeamDecoder(parts.alphabet, parts.options, parts.lm, parts.frame_s, parts.device, parts.second)
 
 
 def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) -> Maker:
     """The decoder of a package's search, which runs on the CPU wherever the model does."""
 
-    def make(
-        options: DecodeConfig,
-        alphabet: Alphabet,
-        frame_s: float,
-        device: torch.device,
-        lm: NGram | None,
-        second: SecondPass | None,
-    ) -> Decoder:
-        found = search(alphabet, options, lm)
-        return SearchDecoder(found, alphabet, frame_s, options.times, second)
+    def make(parts: Parts) -> Decoder:
+        found = search(parts.alphabet, parts.options, parts.lm)
+        return SearchDecoder(found, parts.alphabet, parts.frame_s, parts.options.times, parts.second)
 
     return make
 
@@ -136,5 +115,5 @@ def make_decoder(
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
     second = make_second_pass(options, alphabet, device) if "rescore" in row.options else None
-    decoder = row.make(searched(options), alphabet, frame_s, device, lm, second)
+    decoder = row.make(Parts(searched(options), alphabet, frame_s, device, lm, second))
     return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)

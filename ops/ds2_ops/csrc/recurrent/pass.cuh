@@ -83,9 +83,9 @@ struct Weights {
     template <class WordOf, class PlaceOf>
     __device__ void load_permuted(const Pass& pass, WordOf word, PlaceOf place) {
         if (pass.wide_rows && K_TILES < LONG_TILES)
-            load_wide(pass, word, place);
+            load_at_once(pass, word, place);
         else
-            load_narrow(pass, word, place);
+            load_in_turn(pass, word, place);
     }
 
   private:
@@ -96,7 +96,7 @@ struct Weights {
     // asked for before any of it is used, with no branch between: a load that is waited for before the next one is asked for
     // costs a trip to L2 or memory, and 60 of them as much as 20 time steps.
     template <class WordOf, class PlaceOf>
-    __device__ void load_wide(const Pass& pass, WordOf word, PlaceOf place) {
+    __device__ void load_at_once(const Pass& pass, WordOf word, PlaceOf place) {
         const auto* matrix = static_cast<const typename Number::Storage*>(pass.matrix);
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
         constexpr int PAIRS = (K_TILES + 1) / 2;
@@ -132,7 +132,7 @@ struct Weights {
     }
 
     template <class WordOf, class PlaceOf>
-    __device__ void load_narrow(const Pass& pass, WordOf word, PlaceOf place) {
+    __device__ void load_in_turn(const Pass& pass, WordOf word, PlaceOf place) {
         const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
         for (int m = 0; m < M_TILES; m++)

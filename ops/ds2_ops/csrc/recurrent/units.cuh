@@ -319,19 +319,25 @@ struct Units {
         }
     }
 
+    // The second product of a step: all units' values travel as a state of their own, and are multiplied as by `multiply`.
+    template <int TILE, int FIRST, int COUNT, class Value>
+    __device__ void multiply_again(int epoch, int epochs, Sums& sums, Value value) {
+        publish(epoch, 0, value);
+        exchange<1>(epoch);
+        await(epoch, epochs);
+        Parts part = {};
+        multiply<TILE, FIRST, COUNT>(part, epoch);
+        add_up(part, sums);
+    }
+
     // Forward, sums of r and z: the last gate multiplies r h.
     __device__ void step_again(int t, int epoch, int epochs, const Sums& sums) {
-        publish(epoch, 0, [&](int n, int e) {
+        Sums last;
+        multiply_again<1, 0, 1>(epoch, epochs, last, [&](int n, int e) {
             const Unit& u = units[n][e];  // ready: bias, x of r, ...
             const float reset[1] = {Cell::reset(sums[0][n], u.ready[1][0], u.carry[0])};
             return Number::pack(reset);
         });
-        exchange<1>(epoch);
-        await(epoch, epochs);
-        Parts part = {};
-        multiply<1, 0, 1>(part, epoch);
-        Sums last;
-        add_up(part, last);
         each([&](int n, int e) {
             const float sum[3][1] = {{sums[0][n]}, {sums[0][2 + n]}, {last[0][n]}};
             finish(units[n][e], sum, t < frames[n]);
@@ -347,13 +353,8 @@ struct Units {
             const float sum[1][1] = {{sum_of(sums, 0, n, e)}};
             finish(units[n][e], sum, t < frames[n]);
         });
-        publish(epoch, 0, [&](int n, int e) { return units[n][e].out[2]; });
-        exchange<1>(epoch);
-        await(epoch, epochs);
-        Parts part = {};
-        multiply<0, 2, 1>(part, epoch);
         Sums resets;
-        add_up(part, resets);
+        multiply_again<0, 2, 1>(epoch, epochs, resets, [&](int n, int e) { return units[n][e].out[2]; });
         each([&](int n, int e) {
             Unit& u = units[n][e];
             if (t >= frames[n]) return;
