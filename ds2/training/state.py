@@ -74,6 +74,11 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     average: WeightAverage[AcousticModel] | None = None
 
+    @property
+    def judged(self) -> AcousticModel:
+        """The model that is evaluated and given away: the average where there is one."""
+        return self.average.model if self.average is not None else self.model
+
     def tensors(self) -> Parts:
         """All tensors by part; those of the average are missing where there is none."""
         return {

@@ -20,8 +20,9 @@ from ds2.config.schema import Config
 from ds2.data import cache_build, splits
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.tensor_file import load
-from ds2.training import trainer
+from ds2.training import run_files, trainer
 from ds2.training.loop import train
+from ds2.training.run_files import RunFiles
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -76,9 +77,9 @@ def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monke
     ("owner", "name", "steps"),
     [
         (Recogniser, "recognise", 3),
-        (trainer, "save_state", 3),
-        (trainer, "save_model", 3),
-        (Trainer, "keep_last", 3),
+        (run_files, "save_state", 3),
+        (run_files, "save_model", 3),
+        (RunFiles, "keep_last", 3),
     ],
     ids=["evaluation", "saving", "best-model", "last-model"],
 )

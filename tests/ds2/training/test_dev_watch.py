@@ -65,7 +65,7 @@ def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: C
 def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
-    watch, log = trainer.dev_watch, RunLog(Path(config.run_dir), writes=False)
+    watch, log = trainer.dev.watch, RunLog(Path(config.run_dir), writes=False)
     logits = torch.zeros(3, 2, 5)
     watch._labels[0], watch._labels[1] = [1, 1, 1], [1]  # three equal labels need five frames
     watch.see([0, 1], logits, torch.tensor([3, 3]))
