@@ -13,7 +13,7 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from ds2.audio.degrade import coded, coloured_noise, convolved, room_response
+from ds2.audio.degrade import coded, convolved, room_response
 from ds2.config.schema import AugmentConfig
 
 Waveform = NDArray[np.float32]
@@ -81,11 +81,6 @@ def augment_waveform(
         low, high = config.gain_db
         waveform = waveform * np.float32(10.0 ** ((low + gain_draw * (high - low)) / 20.0))
     return waveform
-
-
-def pink_noise(rng: np.random.Generator, samples: int) -> Waveform:
-    """Draw Gaussian noise (samples,) float32 whose power falls as 1 / frequency, about as that of rooms and crowds."""
-    return coloured_noise(rng, samples, 1.0)
 
 
 def recorded_noise(recordings: Sequence[Waveform], rng: np.random.Generator, samples: int) -> Waveform:

@@ -18,7 +18,7 @@ from ds2.training.lost_device import lost_device_is_told
 from ds2.training.metrics import RunLog, Window, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.position import settle
-from ds2.training.run_dir import probe_run_dir, sole_use
+from ds2.training.run_dir import made_folder, sole_use
 from ds2.training.state import Progress
 from ds2.training.trainer import Trainer, TrainingError
 
@@ -39,10 +39,15 @@ def train(config: Config, run_dir: Path) -> int:
         UserError: of config, corpus, audio, checkpoint, training or device, with the reason and the way out.
     """
     try:
-        with Interrupts() as interrupts, connect(config.comm, config.device) as comm:
-            probe_run_dir(run_dir)
-            with sole_use(run_dir, comm), rank_log(comm, run_dir), lost_device_is_told(comm):
-                return _train(config, run_dir, comm, interrupts)
+        with (
+            Interrupts() as interrupts,
+            connect(config.comm, config.device) as comm,
+            made_folder(run_dir),
+            sole_use(run_dir, comm),
+            rank_log(comm, run_dir),
+            lost_device_is_told(comm),
+        ):
+            return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
         end_children()
         log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.audio.augment import augment_waveform, pink_noise, recorded_noise, utterance_rng
+from ds2.audio.augment import augment_waveform, recorded_noise, utterance_rng
+from ds2.audio.degrade import coloured_noise
 from ds2.audio.spec_augment import apply_masks, spectrogram_masks
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 RATE = 16000
+pink_noise = partial(coloured_noise, exponent=1.0)
 
 
 def tone(hz: float = 500.0, samples: int = RATE) -> np.ndarray:
