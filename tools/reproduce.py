@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from reproduce_report import report, write_plot
+from reproduce_report import Unfinished, report, write_plot
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.system.files import write_text
@@ -77,6 +77,21 @@ class Reproduction:
         found = {row.name: self._result_file(row) for row in self.table.rows}
         return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items() if path.is_file()}
 
+    def unfinished(self) -> dict[str, Unfinished]:
+        """How far the rows came that have begun and have no result, by row; of several rates the one that went on."""
+        found = {}
+        for row in self.table.rows:
+            folders = [self._run_dir(row, rate) for rate in (None, *self._rates())]
+            begun = [folder for folder in folders if events(folder, "train")]
+            if begun and not self._result_file(row).is_file():
+                furthest = max(begun, key=lambda folder: events(folder, "train")[-1]["step"])
+                found[row.name] = Unfinished(_so_far(furthest), _curve(furthest))
+        return found
+
+    def _rates(self) -> Sequence[float]:
+        given: list[float] | None = self.given.rates
+        return self.table.rates if given is None else given
+
     def _row(self, row: Row, places: queue.Queue[str]) -> None:
         if self._result_file(row).is_file():
             return
@@ -119,14 +134,14 @@ class Reproduction:
             "steps": passed[-1]["step"],
             "minutes": (time.monotonic() - began) / 60,
             "noise_scale": passed[-1].get("noise_scale"),
-            "curve": [[e["step"], e["loss"], e["wer"]] for e in curve],
+            "curve": _curve(run_dir),
             "settings": [*self.table.settings, *row.settings, *self.given.overrides],
             "git_commit": git_commit(),
         }
 
     def _best_rate(self, row: Row, gpu: str) -> tuple[float | None, dict[str, float]]:
         """The rate of those tried whose dev cost is lowest after the first epochs: the paper's fastest convergence."""
-        rates = self.given.rates if self.given.rates is not None else self.table.rates
+        rates = self._rates()
         if len(rates) <= 1:
             return (rates[0] if rates else None), {}
         found: dict[float, float] = {}
@@ -149,7 +164,7 @@ class Reproduction:
         return min(found, key=lambda rate: found[rate]), {f"{rate:g}": loss for rate, loss in found.items()}
 
     def _train(self, row: Row, gpu: str, rate: float | None, epochs: int) -> Path:
-        run_dir = self.folder / "runs" / (_file_name(row.name) + (f"-{rate:g}" if rate else ""))
+        run_dir = self._run_dir(row, rate)
         settings = [*self.table.settings, *row.settings, *self.given.overrides, f"run_dir={run_dir}"]
         settings += [f"optim.learning_rate={rate}"] if rate else []
         if epochs:
@@ -196,6 +211,9 @@ class Reproduction:
             said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
             raise RowFailed(f"ds2 {arguments[0]} ended with {status}: {' | '.join(said[-_LINES_OF_AN_ERROR:])} ({log})")
 
+    def _run_dir(self, row: Row, rate: float | None) -> Path:
+        return self.folder / "runs" / (_file_name(row.name) + (f"-{rate:g}" if rate else ""))
+
     def _result_file(self, row: Row) -> Path:
         return self.folder / "results" / f"{_file_name(row.name)}.json"
 
@@ -205,11 +223,17 @@ class Reproduction:
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of a kind in a run's log in the order of their steps; of a repeated step the later line counts."""
+    """The events of a kind in a run's log in the order of their steps; of a repeated step the later line counts.
+
+    A line that a kill cut short is passed over.
+    """
     log, found = run_dir / "log.jsonl", {}
     epoch = 0
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        event = json.loads(line)
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
         epoch = event.get("epoch", epoch)
         if event["event"] == kind:
             found[event["step"]] = {"epoch": epoch, **event}
@@ -220,6 +244,10 @@ def _parameters(run_dir: Path) -> int:
     from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
 
     return load_model(find_model(run_dir)).model.parameter_count
+
+
+def _curve(run_dir: Path) -> list[list[Any]]:
+    return [[event["step"], event["loss"], event["wer"]] for event in events(run_dir, "dev")]
 
 
 def _so_far(run_dir: Path) -> str:
@@ -260,9 +288,10 @@ def main() -> int:
     reproduction = Reproduction(table, folder, given)
     reproduction.run()
     results = reproduction.results()
-    text = report(table, results, reproduction.failures)
+    unfinished = reproduction.unfinished()
+    text = report(table, results, unfinished, reproduction.failures)
     write_text(folder / "report.md", text)
-    write_plot(table, results, folder / "report.png")
+    write_plot(table, results, unfinished, folder / "report.png")
     print(text)
     return int(len(results) < len(table.rows))
 
