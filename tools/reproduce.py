@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from reproduce_log import curve, events, minutes_of_steps, so_far
 from reproduce_report import Unfinished, report, write_plot
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
@@ -85,7 +86,7 @@ class Reproduction:
             begun = [folder for folder in folders if events(folder, "train")]
             if begun and not self._result_file(row).is_file():
                 furthest = max(begun, key=lambda folder: events(folder, "train")[-1]["step"])
-                found[row.name] = Unfinished(_so_far(furthest), _curve(furthest))
+                found[row.name] = Unfinished(so_far(furthest), curve(furthest))
         return found
 
     def _rates(self) -> Sequence[float]:
@@ -101,14 +102,13 @@ class Reproduction:
             write_text(self._result_file(row), json.dumps(result, indent=1) + "\n")
             scores = [f"{name} {100 * found['wer']:.2f} %" for name, found in result["tests"].items()]
             self._say(f"{row.name}: {', '.join(scores)}")
-        except RowFailed as error:
-            self.failures[row.name] = str(error)
-            self._say(f"{row.name}: {error}")
+        except Exception as error:  # whatever it is: the other rows go on
+            self.failures[row.name] = str(error) if isinstance(error, RowFailed) else repr(error)
+            self._say(f"{row.name}: {self.failures[row.name]}")
         finally:
             places.put(gpu)
 
     def _result(self, row: Row, gpu: str) -> dict[str, Any]:
-        began = time.monotonic()
         rate, tried = self._best_rate(row, gpu)
         run_dir = self._train(row, gpu, rate, self.given.epochs)
         tests = self._evaluate(run_dir, gpu, "greedy", ["decode=greedy"])
@@ -117,9 +117,10 @@ class Reproduction:
                 tests |= self._evaluate(run_dir, gpu, "with LM", self.given.decode)
             except RowFailed as error:
                 self._say(f"{row.name}, with LM: {error}")
-        curve = events(run_dir, "dev")
-        best = min(curve, key=lambda event: (event["wer"], event["cer"]))
+        best = min(events(run_dir, "dev"), key=lambda event: (event["wer"], event["cer"]))
         passed = events(run_dir, "train")
+        if not passed:
+            raise RowFailed(f"{run_dir}/log.jsonl tells of no step: set train.log_every_steps below the steps taken")
         last = [
             event["loss"] for event in passed if event["epoch"] == passed[-1]["epoch"] and event["loss"] is not None
         ]
@@ -132,9 +133,9 @@ class Reproduction:
             "rates": tried,
             "epochs": passed[-1]["epoch"],
             "steps": passed[-1]["step"],
-            "minutes": (time.monotonic() - began) / 60,
+            "minutes": minutes_of_steps(passed),
             "noise_scale": passed[-1].get("noise_scale"),
-            "curve": _curve(run_dir),
+            "curve": curve(run_dir),
             "settings": [*self.table.settings, *row.settings, *self.given.overrides],
             "git_commit": git_commit(),
         }
@@ -206,7 +207,7 @@ class Reproduction:
                 except subprocess.TimeoutExpired:
                     process.terminate()
                     process.wait()
-                    raise TimeUp(f"stopped when the time was up: {_so_far(run_dir)}") from None
+                    raise TimeUp(f"stopped when the time was up: {so_far(run_dir)}") from None
         if status:
             said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
             raise RowFailed(f"ds2 {arguments[0]} ended with {status}: {' | '.join(said[-_LINES_OF_AN_ERROR:])} ({log})")
@@ -222,38 +223,10 @@ class Reproduction:
             print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of a kind in a run's log in the order of their steps; of a repeated step the later line counts.
-
-    A line that a kill cut short is passed over.
-    """
-    log, found = run_dir / "log.jsonl", {}
-    epoch = 0
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        epoch = event.get("epoch", epoch)
-        if event["event"] == kind:
-            found[event["step"]] = {"epoch": epoch, **event}
-    return [found[step] for step in sorted(found)]
-
-
 def _parameters(run_dir: Path) -> int:
     from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
 
     return load_model(find_model(run_dir)).model.parameter_count
-
-
-def _curve(run_dir: Path) -> list[list[Any]]:
-    return [[event["step"], event["loss"], event["wer"]] for event in events(run_dir, "dev")]
-
-
-def _so_far(run_dir: Path) -> str:
-    train, dev = events(run_dir, "train"), events(run_dir, "dev")
-    where = f"epoch {train[-1]['epoch']}, step {train[-1]['step']}" if train else "no step"
-    return where + (f", dev WER {100 * dev[-1]['wer']:.2f} %, cost {dev[-1]['loss']:.1f}" if dev else "")
 
 
 def _file_name(name: str) -> str:
