@@ -29,6 +29,7 @@ from ds2.system.files import write_text
 from ds2.system.machine import git_commit
 
 _LINES_OF_AN_ERROR = 3
+_SAVING_S = 12  # that a run has to save when the time is up, and anything else to end
 # A command of ds2 that is killed when the thread dies that waits for it: a run must not outlive the table.
 _CHILD = """
 import sys
@@ -205,8 +206,7 @@ class Reproduction:
                 try:
                     status = process.wait(None if left_s == float("inf") else left_s)
                 except subprocess.TimeoutExpired:
-                    process.terminate()
-                    process.wait()
+                    _end(process)
                     raise TimeUp(f"stopped when the time was up: {so_far(run_dir)}") from None
         if status:
             said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -221,6 +221,14 @@ class Reproduction:
     def _say(self, text: str) -> None:
         with self._saying:
             print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_SAVING_S)
+    except subprocess.TimeoutExpired:  # it goes on from its last save
+        process.kill()
 
 
 def _parameters(run_dir: Path) -> int:
