@@ -149,13 +149,15 @@ class Reproduction:
         found: dict[float, float] = {}
         failed: list[str] = []
         for rate in rates:
-            try:
-                run_dir = self._train(row, gpu, rate, self.given.search_epochs)
-            except TimeUp:
-                raise
-            except RowFailed as error:
-                failed.append(str(error))
-                continue
+            run_dir = self._run_dir(row, rate)
+            if not self._tried(run_dir):
+                try:
+                    run_dir = self._train(row, gpu, rate, self.given.search_epochs)
+                except TimeUp:
+                    raise
+                except RowFailed as error:
+                    failed.append(str(error))
+                    continue
             losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.given.search_epochs]
             if losses and losses[-1] is not None:
                 found[rate] = losses[-1]
@@ -164,6 +166,9 @@ class Reproduction:
                 f"no learning rate of {list(rates)} trained: {failed[0] if failed else 'no finite dev cost'}"
             )
         return min(found, key=lambda rate: found[rate]), {f"{rate:g}": loss for rate, loss in found.items()}
+
+    def _tried(self, run_dir: Path) -> bool:
+        return any(event["epoch"] == self.given.search_epochs for event in events(run_dir, "dev"))
 
     def _train(self, row: Row, gpu: str, rate: float | None, epochs: int) -> Path:
         run_dir = self._run_dir(row, rate)
