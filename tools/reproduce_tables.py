@@ -140,6 +140,7 @@ def _ablation(shape: Shape) -> Table:
         Row("intermediate CTC", ("model.intermediate=[2]",)),
         Row("stochastic depth 0.2", ("model.stochastic_depth=0.2",)),
         Row("log-mel features", ("features=log_mel", "augment.frequency_width=15")),
+        Row("tempo besides speed", ("augment.tempo=[0.9,1.0,1.1]",)),
         Row("dropout 0.3", ("model.dropout=0.3",)),
         Row("rooms, coloured noise, voices, codecs", _DEGRADED),
     )

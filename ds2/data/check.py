@@ -16,6 +16,7 @@ from statistics import median
 
 from tqdm import tqdm
 
+from ds2.audio.augment import paces
 from ds2.audio.read import END_TOLERANCE_S, AudioError
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
@@ -111,7 +112,7 @@ def check(
     Args:
         splits: utterances by part; `train` is judged as training data, any other as test data.
         data: rate, limits of duration.
-        augment: its speeds may make an utterance too short.
+        augment: its speeds and tempos may make an utterance too short.
         alphabet: what transcripts may hold.
         output_frames: samples of audio at `data.sample_rate_hz` -> frames that the model puts out.
     Raises:
@@ -125,7 +126,7 @@ def check(
         whole_file = shared[u.audio_filepath] == 1 and not u.offset_s
         problems = _audio_problems(u, measured, data.sample_rate_hz, whole_file)
         problems += transcript_problems(
-            u, data, alphabet, output_frames, speeds=augment.speed if split == "train" else None
+            u, data, alphabet, output_frames, speeds=paces(augment) if split == "train" else None
         )
         findings += [Finding(severity, kind, split, u.source, u.name, text) for severity, kind, text in problems]
     findings += _duplicates(listed, probes)
@@ -167,7 +168,8 @@ def transcript_problems(
         reason = f"{u.duration_s:.2f} s make {frames} output frames, CTC needs {needed} for {len(labels)} labels"
         problems.append((strict, "too_short", reason))
     elif output_frames(int(u.duration_s * data.sample_rate_hz / fastest)) < needed:
-        reason = f"{frames} output frames suffice for {needed}, but no longer at speed {fastest:g} (augment.speed)"
+        how = f"{fastest:g} times as fast (augment.speed, augment.tempo)"
+        reason = f"{frames} output frames suffice for {needed}, but no longer {how}"
         problems.append(("warning", "too_short_when_fast", reason))
     return problems
 

@@ -22,7 +22,13 @@ from ds2.training.averaging import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
-_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
+_PLANNED_BY = (
+    "batching.",
+    "augment.speed",
+    "augment.tempo",
+    "train.seed",
+    "data.train",
+)  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
 _FIXED = (
     "model.",

@@ -12,6 +12,7 @@ import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor
 
+from ds2.audio.augment import paces
 from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
@@ -111,7 +112,7 @@ class Trainer:
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
         self.overlap = OverlapTrial(self.gradients)
-        longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
+        longest_s = float(padded_durations_s([config.data.max_duration_s], paces(config.augment))[0])
         longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
         no_loss = why_no_loss(longest, len(self.alphabet), self.device)
         graphed = graphs_wanted(config, self.comm, no_loss, self.model.why_torch(self.precision))
@@ -120,7 +121,7 @@ class Trainer:
         self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
         self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
-        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
+        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], paces(config.augment))
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=seed)  # by the number of the epoch
         self._coming = ComingBatches(self.loader, self._plan, config.train.epochs, self.comm)

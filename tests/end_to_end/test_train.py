@@ -93,7 +93,13 @@ def test_short_epochs_may_go_by_without_a_save(
     "extra",
     [
         ("optim=sgd", "optim.learning_rate=1e-3"),
-        ("train.average_decay=0.9", "model.dropout=0.2", "augment.speed=[0.9,1.0]", "augment.time_masks=1"),
+        (
+            "train.average_decay=0.9",
+            "model.dropout=0.2",
+            "augment.speed=[0.9,1.0]",
+            "augment.tempo=[0.9,1.1]",
+            "augment.time_masks=1",
+        ),
         ("train.accumulate=2", "batching.utterances=2", "augment.noise_probability=0.5", "augment.gain_db=[-6,6]"),
         ("model.cell=lstm", "train.epochs=3"),
     ],
