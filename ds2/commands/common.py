@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ds2.config.allowed import Range
 from ds2.config.schema import ConfigError
+from ds2.distributed.launcher import yield_to_rank_0
 from ds2.system.errors import UserError
 from ds2.system.stops import Stopped, end_children, stoppable
 from ds2.system.terminal import visible
@@ -102,8 +103,6 @@ def report_errors(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
-        from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
-
         yield_to_rank_0()
         print(visible(f"ds2: {error}"), file=sys.stderr)
         return USER_ERROR

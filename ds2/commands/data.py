@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from ds2.audio.features import Features
 from ds2.commands import data_tools
 from ds2.commands.common import whole, with_search_path
 from ds2.commands.compose import compose_config
@@ -18,7 +15,6 @@ from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
 from ds2.data.splits import ensure_manifests
-from ds2.model.acoustic import AcousticModel
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces
@@ -98,6 +94,11 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
+    import torch  # here: the other commands need not wait for it
+
+    from ds2.audio.features import Features
+    from ds2.model.acoustic import AcousticModel
+
     ensure_manifests(config.data)
     features = Features(config.features, config.data.sample_rate_hz)
     alphabet = Alphabet.from_config(config.alphabet)
