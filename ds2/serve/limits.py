@@ -18,11 +18,16 @@ class LimitError(UserError):
         self.status, self.code = status, code
 
 
+class FullError(UserError):
+    """As many sessions are open as the server takes."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Of each client, but for `sessions`."""
+    """Of each client, but for `sessions` and `batch`."""
 
     sessions: int = 64
+    batch: int = 1 << 20  # sources in one; 1 hears them one at a time
     message_bytes: int = 1 << 20
     upload_bytes: int = 200 << 20
     duration_s: float = 4 * 3600.0

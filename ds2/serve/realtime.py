@@ -16,7 +16,6 @@ from starlette.websockets import WebSocket
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import NEVER, Endpoints
 from ds2.serve.hot import given as phrases
-from ds2.serve.hot import of_prompt
 from ds2.serve.limits import LimitError
 from ds2.serve.sockets import BAD_DATA, Client, json_object
 from ds2.system.errors import UserError
@@ -52,7 +51,7 @@ class Realtime(Client):
     async def _answer(self, socket: WebSocket, event: dict[str, Any]) -> None:
         kind = event.get("type")
         if kind == "session.update":
-            self._update(event.get("session"))
+            await self._update(event.get("session"))
             await self.send(socket, _event("session.updated", session=self._session()))
         elif kind == "input_audio_buffer.append":
             rules = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
@@ -93,7 +92,7 @@ class Realtime(Client):
         audio = {"format": {"type": "audio/pcm", "rate": RATE_HZ}, "turn_detection": detection}
         return {"type": "transcription", "object": "realtime.transcription_session", "audio": {"input": audio}}
 
-    def _update(self, session: Any) -> None:
+    async def _update(self, session: Any) -> None:
         if not isinstance(session, dict) or session.get("type") != "transcription":
             raise _EventError("session.type must be transcription: this server does nothing else")
         given = _inner(_inner(session, "audio"), "input")
@@ -105,7 +104,7 @@ class Realtime(Client):
             raise _EventError(
                 "turn_detection and what to expect are set before the first audio, or after input_audio_buffer.clear"
             )
-        self._expect(hints)
+        await self._expect(hints)
         if "turn_detection" not in given:
             return
         if given["turn_detection"] is None:
@@ -121,15 +120,14 @@ class Realtime(Client):
             )
         self.silence_ms = silence_ms
 
-    def _expect(self, hints: dict[str, Any]) -> None:
+    async def _expect(self, hints: dict[str, Any]) -> None:
         """Take up transcription.prompt, and hot_words, which is ours: phrases and what each is worth."""
-        recogniser = self.batcher.recogniser
         if hints.get("prompt"):
-            self.hot_words = of_prompt(hints["prompt"], recogniser.alphabet, recogniser.decoder)
+            self.hot_words = await self.batcher.of_prompt(str(hints["prompt"]))
         if hints.get("hot_words"):
             try:
-                words = phrases(hints["hot_words"], "transcription.hot_words", recogniser.alphabet)
-                recogniser.decoder.start(1, words)
+                words = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
+                await self.batcher.check(words)
             except UserError as error:
                 raise _EventError(str(error)) from error
             self.hot_words = words

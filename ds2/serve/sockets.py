@@ -12,8 +12,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ds2.audio.stream import Pcm16
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
-from ds2.serve.batcher import Batcher, FullError, Heard, Source
-from ds2.serve.limits import LimitError, Limits
+from ds2.serve.batcher import Batcher, Source
+from ds2.serve.dispatch import Heard
+from ds2.serve.limits import FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
 TRY_LATER, BAD_DATA, RESTART = 1013, 1007, 1012  # close codes
@@ -118,7 +119,7 @@ class Socket:
             client.leave()
 
     async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
-        self.batcher.metrics.refused.labels(str(code)).inc()
+        self.batcher.refused(str(code))
         try:
             async with asyncio.timeout(_REFUSAL_S):
                 await _send(socket, client.refusal(message))

@@ -27,9 +27,9 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.live import Endpoints
 from ds2.recognition.recogniser import Recogniser
-from ds2.serve.batcher import transcripts
+from ds2.serve.batcher import Here
+from ds2.serve.dispatch import transcripts
 from ds2.serve.limits import Limits
-from ds2.serve.server import application
 
 
 def flac(data: bytes) -> io.BytesIO:
@@ -301,6 +301,6 @@ def test_a_model_that_cannot_stream_is_refused(
     model = make_model("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
     recogniser = Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="cannot stream"):
-        application(recogniser, Limits())
+        Here(recogniser, Limits())
     assert main(["serve", str(model), "--device", "cpu"]) == 2
     assert "cannot stream" in capsys.readouterr().err
