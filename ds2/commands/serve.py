@@ -15,7 +15,9 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.system.machine import usable_cores
+from ds2.system.machine import allow_files, usable_cores
+
+_OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,6 +32,8 @@ def run(arguments: Sequence[str]) -> int:
         from ds2.serve.workers import Workers
     except ImportError as error:
         raise ConfigError(f"ds2 serve needs {error.name}: pip install 'ds2-speech[serve]'") from error
+    if allow_files(given.sessions + _OTHER_FILES) < given.sessions + _OTHER_FILES:
+        raise ConfigError(f"--sessions {given.sessions} need more open files than this process may have: ulimit -n")
     device = resolve_device(given.device)
     file = find_model(given.model)
     loaded = load_model(file, device)
