@@ -65,17 +65,21 @@ class Workers:
                 self.dispatch.run(self._arrived)
         finally:
             self.end()
-            for process in self._processes.values():
+            for process in self.processes():
                 process.join(_END_S)
                 process.kill()
             self._kept.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def processes(self) -> list[BaseProcess]:
+        """Those that speak with clients now."""
+        return list(self._processes.values())
+
     def end(self) -> None:
         """Let the workers finish what is open, and end."""
         self.ending = True
-        for process in list(self._processes.values()):
+        for process in self.processes():
             process.terminate()
 
     def _arrived(self, block: bool) -> list[Job | None]:
