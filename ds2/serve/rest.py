@@ -22,7 +22,7 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.live import NEVER, Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
-from ds2.serve.hot import given
+from ds2.serve.hot import given, prompt
 from ds2.serve.limits import FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
@@ -72,7 +72,7 @@ class Transcriptions:
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
             grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
-            hot_words = await self.batcher.of_prompt(str(form.get("prompt") or ""))
+            hot_words = await self.batcher.of_prompt(prompt(form.get("prompt"), form.getlist("keywords[]")))
             if form.get("hot_words"):  # ours: phrases and what each is worth
                 hot_words = given(form.get("hot_words"), "hot_words", self.batcher.alphabet)
             suffix = Path(upload.filename or "").suffix

@@ -40,7 +40,8 @@ class Client:
         Raises:
             TimeoutError: the client has taken nothing for as long as the limits allow.
         """
-        await asyncio.wait_for(_send(socket, message), self.limits.idle_s)
+        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
+            await _send(socket, message)
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -56,7 +57,8 @@ class Client:
         Raises:
             TimeoutError: nothing came for as long as the limits allow.
         """
-        message = await asyncio.wait_for(socket.receive(), self.limits.idle_s)
+        async with asyncio.timeout(self.limits.idle_s):
+            message = await socket.receive()
         return None if message["type"] == "websocket.disconnect" else message
 
     async def hear(self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Heard:
@@ -94,7 +96,7 @@ class Socket:
         assert task is not None
         self._open.add(task)
         try:
-            await socket.accept()
+            await socket.accept("realtime" if "realtime" in socket.scope["subprotocols"] else None)
             self.limits.check_key(socket)
             try:
                 await client.serve(socket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -284,15 +285,17 @@ def test_a_key_is_asked_for(serve: Callable[..., Running]) -> None:
         running.client("guess").audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.2)))
     assert running.client("secret").audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.5))).text
 
-    async def answer(headers: dict[str, str]) -> dict[str, Any]:
-        async with connect(running.vosk, additional_headers=headers) as ws:
-            if headers:
+    async def answer(headers: dict[str, str], *protocols: Any) -> dict[str, Any]:
+        async with connect(running.vosk, additional_headers=headers, subprotocols=protocols or None) as ws:
+            with contextlib.suppress(ConnectionClosed):  # refused already
                 await ws.send(speech(1, 0.1))
             found: dict[str, Any] = json.loads(await ws.recv())
             return found
 
     assert "API key" in asyncio.run(answer({}))["error"]
     assert "partial" in asyncio.run(answer({"Authorization": "Bearer secret"}))
+    assert "partial" in asyncio.run(answer({}, "realtime", "openai-insecure-api-key.secret"))  # as browsers have to
+    assert "API key" in asyncio.run(answer({}, "realtime", "openai-insecure-api-key.guess")).get("error", "")
 
 
 def test_a_model_that_cannot_stream_is_refused(
