@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -99,7 +100,11 @@ class Transcriptions:
 
         async def receive() -> Message:
             nonlocal taken
-            message = await request.receive()
+            try:
+                async with asyncio.timeout(self.limits.idle_s):
+                    message = await request.receive()
+            except TimeoutError as error:
+                raise LimitError(f"nothing of the upload came for {self.limits.idle_s:g} s", 408, 1013) from error
             taken += len(message.get("body", b""))
             if taken > self.limits.upload_bytes:
                 raise LimitError(f"uploads may have {self.limits.upload_bytes} bytes at most", 413, 1009)

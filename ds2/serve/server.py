@@ -20,6 +20,7 @@ from starlette.routing import Route, WebSocketRoute
 from ds2.serve.batcher import Batcher
 from ds2.serve.limits import Limits
 from ds2.serve.page import Page
+from ds2.serve.patience import Http, WebSocket
 from ds2.serve.realtime import Realtime
 from ds2.serve.rest import Transcriptions
 from ds2.serve.sockets import Socket
@@ -60,7 +61,7 @@ def application(batcher: Batcher, limits: Limits) -> Starlette:
         WebSocketRoute("/", vosk.__call__),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
-    app.state.end = end
+    app.state.end, app.state.idle_s = end, limits.idle_s
     return app
 
 
@@ -103,7 +104,8 @@ def make_server(batcher: Batcher, limits: Limits, host: str, port: int) -> Serve
         application(batcher, limits),
         host,
         port,
-        ws="websockets-sansio",
+        http=Http,
+        ws=WebSocket,
         ws_max_size=limits.message_bytes,
         ws_per_message_deflate=False,  # audio hardly shrinks; what it takes is 0.3 MiB a connection
         timeout_graceful_shutdown=_SHUTDOWN_S,

@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ds2.audio.stream import Pcm16
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints
+from ds2.recognition.live import Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.dispatch import Heard
 from ds2.serve.limits import FullError, LimitError, Limits
@@ -20,6 +20,7 @@ from ds2.system.errors import UserError
 TRY_LATER, BAD_DATA, RESTART = 1013, 1007, 1012  # close codes
 _REASON_BYTES = 100  # of a close; the protocol allows 123
 _REFUSAL_S = 2.0
+_PIECE_S = 2  # of audio heard at once
 
 
 class Client:
@@ -65,9 +66,14 @@ class Client:
         """Have 16-bit samples heard; errors as `Batcher.open` and `Source.accept`, and LimitError past the longest."""
         if self.source is None:
             self.source = self.batcher.open(rate_hz, endpoints, hot_words)
-        heard = await self.source.accept(self._samples.accept(data))
+        samples, final = self._samples.accept(data), list[Segment]()
+        while len(samples) > rate_hz * _PIECE_S:  # nobody waits while a long message is resampled
+            final += (await self.source.accept(samples[: rate_hz * _PIECE_S])).final
+            samples = samples[rate_hz * _PIECE_S :]
+            self.limits.check_duration(self.source.accepted_s)
+        heard = await self.source.accept(samples)
         self.limits.check_duration(self.source.accepted_s)
-        return heard
+        return Heard([*final, *heard.final], heard.partial) if final else heard
 
     def leave(self) -> None:
         """Forget what was heard; the next audio begins anew."""
