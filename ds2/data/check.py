@@ -7,10 +7,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +20,7 @@ from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
+from ds2.system.stops import worker_processes
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
 from ds2.text.unfit import count_unfit, help_text
 
@@ -183,8 +182,7 @@ def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Pro
                 probes += probe(chunk, sample_rate_hz)
                 progress.update(len(chunk))
             return probes
-        # Fresh processes rather than forks of one that has torch's threads.
-        with ProcessPoolExecutor(usable_cores(), mp_context=get_context("spawn")) as pool:
+        with worker_processes(usable_cores()) as pool:
             futures = [pool.submit(probe, chunk, sample_rate_hz) for chunk in chunks]
             probes = []
             for chunk, future in zip(chunks, futures, strict=True):
