@@ -112,11 +112,35 @@ def works(base: Path) -> list[Work]:
         launcher = str(beside) if beside.is_file() else shutil.which("mpirun") or "mpirun"
         return (launcher, "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
 
-    def evaluation(folder: Path) -> Sequence[str]:
+    def trained() -> str:
         model = base / "train" / "unbroken" / "run" / "best.safetensors"
         if not model.is_file():
             _run(training(base / "train" / "unbroken"), base / "train" / "unbroken")
-        return (*DS2, "evaluate", str(model), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
+        return str(model)
+
+    def tuning(folder: Path) -> Sequence[str]:
+        return (
+            *training(folder),
+            f"checkpoint.init_from={trained()}",
+            "alphabet.symbols='abcd '",
+            "train.freeze=[convs]",
+        )
+
+    def exporting(folder: Path) -> Sequence[str]:
+        return (
+            *DS2,
+            "export",
+            trained(),
+            "--to",
+            "onnx",
+            "--interface",
+            "plain",
+            "--output",
+            str(folder / "out" / "m.onnx"),
+        )
+
+    def evaluation(folder: Path) -> Sequence[str]:
+        return (*DS2, "evaluate", trained(), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
 
     def model_of_text(folder: Path) -> Sequence[str]:
         return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
@@ -133,6 +157,8 @@ def works(base: Path) -> list[Work]:
     return [
         Work("train", training, _trained),
         Work("train on 2 ranks", two_ranks, _trained, ranks=2),
+        Work("fine-tuning", tuning, _trained),
+        Work("export", exporting, lambda folder: _files(folder, "out/**/*")),
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
         Work("lm build", model_of_text, _built),
         Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),

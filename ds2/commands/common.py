@@ -61,7 +61,8 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
     remaining, folders = _without_config_dirs(arguments)
     if folders:
-        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(folder.resolve()) for folder in folders)}]")
+        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
+        remaining.append("hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in quoted) + "]")
     return remaining
 
 
