@@ -23,6 +23,31 @@ _SHOWN = 60  # characters of what was given
 Number = TypeVar("Number", int, float)
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes options before, between and after arguments, as people write them.
+
+    argparse alone gives a list that may be empty nothing at the first option, and refuses what follows:
+    `ds2 evaluate MODEL --device cpu MANIFEST`.
+    """
+
+    _mixing = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse has it, which calls this one again for options and for arguments; the unknown is an error."""
+        if self._mixing or self._subparsers is not None or "--" in (args or ()):  # Python 3.11 loses that one
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            given, unknown = self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return given, []
+
+
 def own_folders(arguments: Sequence[str]) -> list[Path]:
     """Return the folders that `--config-dir` names.
 
@@ -36,7 +61,8 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
     remaining, folders = _without_config_dirs(arguments)
     if folders:
-        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(folder.resolve()) for folder in folders)}]")
+        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
+        remaining.append("hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in quoted) + "]")
     return remaining
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ds2.commands import data_tools
-from ds2.commands.common import whole, with_search_path
+from ds2.commands.common import Parser, whole, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.check import check
@@ -22,9 +21,7 @@ from ds2.text.pieces import learn_pieces
 
 def run(arguments: Sequence[str]) -> int:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
-    parser = argparse.ArgumentParser(
-        prog="ds2 data", description="corpora to manifests, and what can be done with those"
-    )
+    parser = Parser(prog="ds2 data", description="corpora to manifests, and what can be done with those")
     commands = parser.add_subparsers(dest="command", required=True)
 
     checked = commands.add_parser("check", help="read every utterance and name what is wrong with it")

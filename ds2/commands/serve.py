@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import add_where, real, whole
+from ds2.commands.common import Parser, add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
@@ -66,7 +66,7 @@ def _workers(sessions: int, device: str) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 serve",
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="a page at / for microphone and files, /v1/audio/transcriptions and /v1/realtime (transcription) "

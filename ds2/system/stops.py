@@ -53,6 +53,26 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Leave SIGINT and SIGTERM to the system in the block, which loads libraries: nothing is open that must be closed.
+
+    Python would answer only when a library of some 100 MB is mapped, seconds later, and with a traceback. What a
+    launcher told this process to ignore stays ignored. Python sets handlers in the main thread; in another one this
+    does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    former = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def end_children() -> None:
     """Kill the workers of this process: they ignore the signals that launchers send to all, and may be in a read."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes their end for an accident

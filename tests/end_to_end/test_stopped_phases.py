@@ -123,6 +123,20 @@ def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -
     assert (run.returncode, run.stdout, run.stderr) == (143, "closed\n", "ds2: stopped by SIGTERM\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["ds2.commands.common", "ds2.commands.doctor"])
+def test_a_signal_while_libraries_load_ends_a_command_at_once(module: str, number: int) -> None:
+    code = (
+        "import os, sys\nfrom ds2 import cli\n"
+        "class Loading:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), {number}); print('went on', flush=True)\n"
+        "sys.meta_path.insert(0, Loading())\nsys.exit(cli.main(['doctor']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (-number, "", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_process_whatever_they_are_doing(tone_manifest: Path, number: int) -> None:
     code = (
