@@ -27,7 +27,9 @@ from ds2.text.pieces import read_pieces
 
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:
     if arguments.model and arguments.pieces:
-        raise LanguageModelError("--pieces beside --model: the network's alphabet has labels of its own, give one of both")
+        raise LanguageModelError(
+            "--pieces beside --model: the network's alphabet has labels of its own, give one of both"
+        )
     if arguments.model:
         from ds2.model.checkpoint import load_model
 
@@ -164,7 +166,9 @@ def _add_alphabet(command: argparse.ArgumentParser) -> None:
         "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
     )
     command.add_argument(
-        "--pieces", type=Path, help="byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece"
+        "--pieces",
+        type=Path,
+        help="byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece",
     )
     command.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
     command.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")

@@ -35,7 +35,9 @@ def decoder_of(options: DecodeConfig, tmp_path: Path, alphabet: Alphabet = CHARA
     return make_decoder(options, alphabet, 0.02, CPU, language_model(tmp_path, "word"))
 
 
-@pytest.mark.parametrize(("alphabet", "labels"), [(CHARACTERS, CHARACTERS), (PIECES, CHARACTERS), (CHARACTERS, LETTERS_AND_PIECES)])
+@pytest.mark.parametrize(
+    ("alphabet", "labels"), [(CHARACTERS, CHARACTERS), (PIECES, CHARACTERS), (CHARACTERS, LETTERS_AND_PIECES)]
+)
 @pytest.mark.parametrize("method", ["beam", "native"])
 def test_the_best_mixture_comes_first(method: str, alphabet: Alphabet, labels: Alphabet, tmp_path: Path) -> None:
     if method == "native":
