@@ -21,6 +21,7 @@ With --fit, contention and meeting are those by which the rows of several ranks 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -215,14 +216,16 @@ def plot(args: argparse.Namespace, scaling: dict[str, Any], curves: dict[str, di
 
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for backend, ways in curves.items():
-        for way, rates in ways.items():
-            axes.plot(args.ranks, rates, "-", label=f"{backend}: model, {way}")
-        points = [
-            row for row in scaling["rows"]
-            if row.get("backend", "auto") == backend and row["batch"] == args.global_batch and row["overlap"]
-        ]  # fmt: skip
-        axes.plot([r["ranks"] for r in points], [r["audio_s_per_s"] for r in points], "o", label=f"{backend}: measured")
+    measured = [row for row in scaling["rows"] if row["batch"] == args.global_batch and row["overlap"]]
+    backends = dict.fromkeys([*curves, *(row.get("backend", "auto") for row in measured)])
+    for color, backend in zip(itertools.cycle(f"C{n}" for n in range(10)), backends, strict=False):
+        for style, (way, rates) in zip(("-", ":", "--"), curves.get(backend, {}).items(), strict=False):
+            axes.plot(args.ranks, rates, style, color=color, label=f"{backend}: model, {way}")
+        points = [row for row in measured if row.get("backend", "auto") == backend]
+        axes.plot(
+            [row["ranks"] for row in points], [row["audio_s_per_s"] for row in points], "o", color=color,
+            label=f"{backend}: measured",
+        )  # fmt: skip
     linear = [curves[args.backend[0]]["overlap"][0] * ranks / args.ranks[0] for ranks in args.ranks]
     axes.plot(args.ranks, linear, "k--", lw=0.8, label="linear")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="audio seconds a second")
