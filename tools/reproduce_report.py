@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from reproduce_tables import Table
@@ -41,6 +42,8 @@ def report(
     lines = [[columns[index] for index in filled], ["---"] * len(filled)]
     lines += [[cells[index] for index in filled] for cells in rows]
     text = f"## {table.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    if table.repeats:
+        text += "".join(_mean(test, [found["tests"][test]["wer"] for found in results.values()]) for test in tests)
     missing = [row.name for row in table.rows if row.name not in results]
     if missing:
         text += f"\nMissing rows, {len(missing)} of {len(table.rows)}:\n\n"
@@ -64,6 +67,11 @@ def _cells(name: str, paper: float | None, result: Mapping[str, Any], tests: Seq
         _number(result["noise_scale"], ".0f"),
         f"{result['minutes']:.1f}",
     ]
+
+
+def _mean(test: str, rates: Sequence[float]) -> str:
+    low, high = (100 * edge(rates) for edge in (min, max))
+    return f"\n{test}: mean WER {100 * fmean(rates):.2f} of {len(rates)}, {low:.2f} to {high:.2f}\n"
 
 
 def _number(value: float | None, form: str) -> str:

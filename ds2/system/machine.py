@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -29,6 +30,7 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@functools.cache
 def git_commit() -> str:
     """The commit of the source tree that runs, `-dirty` appended where it has changes, or 'unknown' outside git."""
     folder = Path(__file__).resolve().parent
