@@ -1,4 +1,4 @@
-"""One command of ds2 as a process that ends with the table, and when the table's time is up."""
+"""One command of ds2 as a process, this file, that ends with the table, and when the table's time is up."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from pathlib import Path
 
 from reproduce_log import so_far
 
+from ds2 import cli
+from ds2.system.stops import end_with_parent
+
 _LINES_OF_AN_ERROR = 3
 _SAVING_S = 12  # that a run has to save when the time is up, and anything else to end
-# A command of ds2 that is killed when the thread dies that waits for it: a run must not outlive the table.
-_CHILD = """
-import sys
-from ds2.system.stops import end_with_parent
-end_with_parent()
-from ds2.cli import main
-sys.exit(main())
-"""
 
 
 class RowFailed(Exception):
@@ -52,7 +47,7 @@ def run_command(arguments: Sequence[str], gpu: str, run_dir: Path, stop_at: floa
         if left_s <= 0:
             raise TimeUp("not begun, the time was up")
         with subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *arguments],
+            [sys.executable, __file__, *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -73,3 +68,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_SAVING_S)
     except subprocess.TimeoutExpired:  # it goes on from its last save
         process.kill()
+
+
+if __name__ == "__main__":
+    end_with_parent()  # a run must not outlive the table
+    sys.exit(cli.main())
