@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import soundfile
+from kill_process import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -36,7 +34,6 @@ from ds2.system.machine import git_commit
 RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
 DS2 = (sys.executable, "-m", "ds2.cli")
-OTHERS_END_S = 60.0
 KILLS_A_CHAIN = 8
 MOST_FAULTS = 8  # a command that fails by itself would never be killed often enough
 CACHE = (
@@ -116,7 +113,7 @@ def works(base: Path) -> list[Work]:
     def trained() -> str:
         model = base / "train" / "unbroken" / "run" / "best.safetensors"
         if not model.is_file():
-            _run(training(base / "train" / "unbroken"), base / "train" / "unbroken")
+            run(training(base / "train" / "unbroken"), base / "train" / "unbroken")
         return str(model)
 
     def tuning(folder: Path) -> Sequence[str]:
@@ -202,7 +199,7 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
     assert count.faults is not None
     unbroken = folder / "unbroken"
     started = time.monotonic()
-    status = _run(work.command(unbroken), unbroken)
+    status = run(work.command(unbroken), unbroken)
     whole_s = time.monotonic() - started
     if status:
         count.faults.append(f"the unbroken run ended with status {status}: {_said(unbroken)}")
@@ -213,12 +210,12 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
         count.chains += 1
         for _ in range(min(KILLS_A_CHAIN, kills - count.kills)):
             alone = work.ranks > 1 and draw.random() < 0.5
-            status = _run(work.command(chain), chain, draw.uniform(0.2, 1.05) * whole_s, draw if alone else None)
+            status = run(work.command(chain), chain, draw.uniform(0.2, 1.05) * whole_s, draw if alone else None)
             count.kills += status is None
             if status is not None:
                 break
         else:
-            status = _run(work.command(chain), chain)
+            status = run(work.command(chain), chain)
         if status:
             count.faults.append(f"chain {count.chains} ended with status {status}: {_said(chain)}")
         elif work.result(chain) != expected:
@@ -237,64 +234,6 @@ def _temporary(folder: Path) -> list[Path]:
     """Files that ds2 puts somewhere for a while; the folders of an mpirun that was killed are not its own."""
     found = [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
     return [path for path in found if not path.name.startswith(("ompi.", "prte.", "pmix"))]
-
-
-def _run(
-    command: Sequence[str], folder: Path, kill_after_s: float = 0.0, one_of: random.Random | None = None
-) -> int | None:
-    """Run a command in a folder: its status, or None where it was killed.
-
-    Args:
-        command: what to run.
-        folder: where it writes; `tmp` in it is its temporary folder.
-        kill_after_s: 0 does not kill.
-        one_of: draws the one process among ds2's that is killed; None kills all.
-    """
-    (folder / "tmp").mkdir(parents=True, exist_ok=True)
-    environment = {
-        **os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "DS2_CACHE_DIR": str(folder / "cache"),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    }  # fmt: skip
-    with (folder / "said.txt").open("ab") as said:
-        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True)
-        try:
-            return job.wait(kill_after_s or None)
-        except subprocess.TimeoutExpired:
-            family = [job.pid, *_descendants(job.pid)]
-            ranks = [pid for pid in family if _is_python(pid)] if one_of else []
-            if ranks and one_of:
-                _kill([one_of.choice(ranks)])
-                with suppress(subprocess.TimeoutExpired):
-                    job.wait(OTHERS_END_S)
-                    return None
-                said.write(b"ranks went on although one of them was killed\n")
-            _kill([job.pid, *_descendants(job.pid)])
-            job.wait()
-            return None
-
-
-def _descendants(process: int) -> list[int]:
-    found = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{process}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
-
-
-def _is_python(process: int) -> bool:
-    with suppress(OSError):
-        return (
-            b"ds2.cli" in Path(f"/proc/{process}/cmdline").read_bytes()
-            and b"mpirun" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
-        )
-    return False
-
-
-def _kill(processes: Sequence[int]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, 9)
 
 
 def _said(folder: Path) -> str:

@@ -15,6 +15,7 @@ from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prep
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
 from ds2.data.splits import ensure_manifests
 from ds2.system.files import write_text
+from ds2.system.stops import ending_at_once
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces
 
@@ -91,10 +92,11 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
-    import torch  # here: the other commands need not wait for it
+    with ending_at_once():
+        import torch  # here: the other commands need not wait for it
 
-    from ds2.audio.features import Features
-    from ds2.model.acoustic import AcousticModel
+        from ds2.audio.features import Features
+        from ds2.model.acoustic import AcousticModel
 
     ensure_manifests(config.data)
     features = Features(config.features, config.data.sample_rate_hz)
