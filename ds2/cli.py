@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -77,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}? There are" if close else "one of"
         print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
+    atexit.register(gc.freeze)  # or Python looks through a million objects of torch before it ends: a second
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[terminal])

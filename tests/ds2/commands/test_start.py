@@ -23,3 +23,12 @@ def test_no_torch_before_it_is_needed(command: list[str], status: int) -> None:
     code = f"import sys\nfrom ds2.cli import main\nprint(main({command!r}), 'torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == f"{status} False", run.stderr
+
+
+def test_the_end_does_not_wait_for_a_last_collection() -> None:
+    code = (
+        "import atexit, gc\nfrom ds2.cli import main\natexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "main(['wer', 'none', 'none'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "True\n"
