@@ -2,7 +2,7 @@
 
 read: any file, any part, any rate to float32 mono. features: log spectrograms and their statistics. filters: on mel
 scales. kaldi: what filter banks of Kaldi and NeMo have of their own. stream: features of a source that comes piece by
-piece. augment: speed, rooms, noise, codecs, gain. degrade: how rooms, noise and codecs are made. spec_augment: masks on
-spectrograms. container: the lengths that files promise. foreign: formats that PyAV or ffmpeg decode. shard:
-members of tar files.
+piece. augment: speed, tempo, rooms, noise, codecs, gain. tempo: faster or slower at its own pitch. degrade: how rooms,
+noise and codecs are made. spec_augment: masks on spectrograms. container: the lengths that files promise. foreign:
+formats that PyAV or ffmpeg decode. shard: members of tar files.
 """
