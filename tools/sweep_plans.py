@@ -32,7 +32,7 @@ HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
 FEW_FRAMES, ROUNDS = 64, 2
-CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
+CLOCKED = [(hidden, 64) for hidden in (256, 512, 1152, 1760, 2560)]
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
 
 
