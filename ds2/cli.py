@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from ds2 import __version__
+from ds2.system.stops import ending_at_once
 from ds2.system.terminal import VisibleFormatter, safe_output
 
 _USAGE = """\
@@ -79,9 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[terminal])
-    report_errors = import_module("ds2.commands.common").report_errors
+    with ending_at_once():
+        report_errors = import_module("ds2.commands.common").report_errors
+
+    def run() -> int:
+        with ending_at_once():
+            command = import_module(f"ds2.commands.{name}")
+        status: int = command.run(rest)
+        return status
+
     with safe_output():
-        status: int = report_errors(lambda: import_module(f"ds2.commands.{name}").run(rest))
+        status: int = report_errors(run)
     return status
 
 

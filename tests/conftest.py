@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,11 @@ from ds2.text.alphabet import Alphabet
 # Examples that Hypothesis draws may take their time, on a busy machine all the more.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+# Workers side by side, and the jobs they start, compute on one thread each: more only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 RATE_HZ = 16000
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}

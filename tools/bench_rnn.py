@@ -204,7 +204,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the benchmark; 1 if an op was wrong."""
+    """Run the benchmark; 1 if an op was wrong, 130 if Ctrl-C ended it."""
     options = parse()
     device, gpu = torch.device(options.device), options.device == "cuda"
     if options.threads:
@@ -229,8 +229,12 @@ def main() -> int:
     title = f"{options.cell} {dtype} on {machine(device)}"
     print(title)
     rows: list[Result] = []
-    for hidden_batch_frames in sizes:
-        rows += bench(Work(hidden_batch_frames, dtype, device, options.cell), contenders)
+    stopped = False
+    try:
+        for hidden_batch_frames in sizes:
+            rows += bench(Work(hidden_batch_frames, dtype, device, options.cell), contenders)
+    except KeyboardInterrupt:  # what was measured is printed and kept
+        stopped = True
     add_ratios(rows)
     print_table(rows)
     data = {"benchmark": "rnn", "title": title, "dtype": str(dtype), "figure": options.figure, "rows": rows}
@@ -241,7 +245,7 @@ def main() -> int:
         if options.figure:
             plot(rows, options.figure, title, options.out / f"{name}.png")
     print(json.dumps(data))
-    return int(any("wrong" in row for row in rows))
+    return 130 if stopped else int(any("wrong" in row for row in rows))
 
 
 if __name__ == "__main__":

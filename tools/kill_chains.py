@@ -38,6 +38,7 @@ TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
 DS2 = (sys.executable, "-m", "ds2.cli")
 OTHERS_END_S = 60.0
 KILLS_A_CHAIN = 8
+MOST_FAULTS = 8  # a command that fails by itself would never be killed often enough
 CACHE = (
     "import sys; from ds2.config.schema import DataConfig; from ds2.data.audio_cache import open_audio;"
     "from ds2.data.manifest import read_manifest;"
@@ -112,11 +113,22 @@ def works(base: Path) -> list[Work]:
         launcher = str(beside) if beside.is_file() else shutil.which("mpirun") or "mpirun"
         return (launcher, "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
 
-    def evaluation(folder: Path) -> Sequence[str]:
+    def trained() -> str:
         model = base / "train" / "unbroken" / "run" / "best.safetensors"
         if not model.is_file():
             _run(training(base / "train" / "unbroken"), base / "train" / "unbroken")
-        return (*DS2, "evaluate", str(model), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
+        return str(model)
+
+    def tuning(folder: Path) -> Sequence[str]:
+        other = (f"checkpoint.init_from={trained()}", "alphabet.symbols='abcd '", "train.freeze=[convs]")
+        return (*training(folder), *other)
+
+    def exporting(folder: Path) -> Sequence[str]:
+        how = ("--to", "onnx", "--interface", "plain", "--out", str(folder / "out" / "m.onnx"))
+        return (*DS2, "export", trained(), *how)
+
+    def evaluation(folder: Path) -> Sequence[str]:
+        return (*DS2, "evaluate", trained(), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
 
     def model_of_text(folder: Path) -> Sequence[str]:
         return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
@@ -133,6 +145,8 @@ def works(base: Path) -> list[Work]:
     return [
         Work("train", training, _trained),
         Work("train on 2 ranks", two_ranks, _trained, ranks=2),
+        Work("fine-tuning", tuning, _trained),
+        Work("export", exporting, lambda folder: _files(folder, "out/**/*")),
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
         Work("lm build", model_of_text, _built),
         Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
@@ -194,7 +208,7 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
         count.faults.append(f"the unbroken run ended with status {status}: {_said(unbroken)}")
         return count
     expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
-    while count.kills < kills:
+    while count.kills < kills and len(count.faults) < MOST_FAULTS:
         chain = folder / f"chain{count.chains}"
         count.chains += 1
         for _ in range(min(KILLS_A_CHAIN, kills - count.kills)):

@@ -11,7 +11,8 @@ The model of one step on N ranks with b utterances each:
     network's beyond it;
   gradients: equal buckets that are ready evenly over backward and travel one after the other; what ends after backward
     is exposed (without overlap, all of it);
-  contention: beside the backward pass sums take multiprocessors from it, which lengthens it by this part of their time;
+  contention: beside the backward pass sums take multiprocessors from it, which lengthens it by this part of their time
+    where the recurrence fills the GPU (from --full-batch utterances a rank on), and by less in proportion below;
   meeting: several ranks wait for the slowest of them once a step;
   shared batch norm: one small sum a layer, forward and backward, each as long as its latency.
 With --fit, contention and meeting are those by which the rows of several ranks are missed least; else as given.
@@ -20,6 +21,7 @@ With --fit, contention and meeting are those by which the rows of several ranks 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -52,6 +54,7 @@ class Machine:
     ranks_per_host: int
     contention: float = 0.0
     meeting_s: float = 0.0
+    full_batch: float = 0.0  # utterances of which the recurrence fills the GPU; 0: any number does
 
     def compute_s(self, batch: float) -> tuple[float, float, float]:
         """Forward, backward and optimizer at a batch a rank; beyond the largest measured one in proportion."""
@@ -76,7 +79,8 @@ def step_s(
     buckets = max(1, math.ceil(machine.gradient_bytes / bucket_bytes))
     each_s = machine.sum_s(ranks, machine.gradient_bytes / buckets)
     if overlap and ranks > 1:
-        backward += machine.contention * buckets * each_s
+        filled = min(1.0, batch / machine.full_batch) if machine.full_batch else 1.0
+        backward += machine.contention * filled * buckets * each_s
     end_s = 0.0
     for number in range(1, buckets + 1):
         ready_s = backward * number / buckets if overlap else backward
@@ -123,10 +127,59 @@ def fitted(machine: Machine, rows: list[dict[str, Any]], bucket_bytes: float) ->
     return min(tried, key=lambda candidate: max(map(abs, errors(candidate, rows, bucket_bytes))))
 
 
+def calibrated(scaling: dict[str, Any], backend: str, args: argparse.Namespace) -> tuple[Machine, list[dict[str, Any]]]:
+    """The machine with one backend's layers, and the rows that tell of it; what misses them by how much is printed."""
+    rows = [row for row in scaling["rows"] if row.get("backend", "auto") == backend]
+    machine = calibrate({**scaling, "rows": rows}, json.loads(args.collectives.read_text()), args)
+    machine = replace(machine, contention=args.contention, meeting_s=args.meeting_us * 1e-6, full_batch=args.full_batch)
+    bucket = args.bucket_mib * 2**20
+    many = [row for row in rows if row["ranks"] > 1]
+    if args.fit and many:
+        machine = fitted(machine, many, bucket)
+        print(f"{backend}, fitted: contention {machine.contention:.2f}, meeting {1e6 * machine.meeting_s:.0f} us")
+    print(
+        f"{backend}\n{'ranks':>6}{'batch':>7}{'overlap':>9}{'norm':>8}{'measured ms':>13}{'model ms':>10}{'error':>8}"
+    )
+    for row, error in zip(rows, errors(machine, rows, bucket), strict=True):
+        print(
+            f"{row['ranks']:>6}{row['batch']:>7}{row['overlap']!s:>9}{row['batch_norm']:>8}"
+            f"{row['step_ms']:>13.1f}{row['step_ms'] * (1 + error):>10.1f}{error:>+8.1%}"
+        )
+    return machine, rows
+
+
+def predicted(
+    machine: Machine, rows: list[dict[str, Any]], duration_s: float, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Audio seconds a second at each number of ranks, by way; printed with the TFLOP/s that all of them sustain."""
+    bucket = args.bucket_mib * 2**20
+    flop_per_audio_s = 1e12 * rows[0].get("tflop_per_s", 0.0) / rows[0]["audio_s_per_s"]
+    curves: dict[str, list[float]] = {}
+    print(f"\npredicted, global batch {args.global_batch}\n{'ranks':>6}{'a rank':>8}{'step ms':>9}{'exposed':>9}"
+          f"{'audio s/s':>11}{'TFLOP/s':>9}{'efficiency':>12}{'no overlap':>12}{'local norm':>12}")  # fmt: skip
+    ways = {"overlap": (True, True), "no overlap": (False, True), "local norm": (True, False)}
+    for ranks in args.ranks:
+        batch = args.global_batch / ranks
+        base, _ = step_s(machine, 1, args.global_batch, bucket_bytes=bucket, overlap=True, shared=False)
+        found = {
+            w: step_s(machine, ranks, batch, bucket_bytes=bucket, overlap=o, shared=s) for w, (o, s) in ways.items()
+        }
+        rates = {way: args.global_batch * duration_s / seconds for way, (seconds, _) in found.items()}
+        for way, rate in rates.items():
+            curves.setdefault(way, []).append(rate)
+        seconds, exposed = found["overlap"]
+        shares = [base / found[way][0] / ranks for way in ways]
+        print(
+            f"{ranks:>6}{batch:>8g}{1000 * seconds:>9.1f}{1000 * exposed:>9.2f}{rates['overlap']:>11.0f}"
+            f"{rates['overlap'] * flop_per_audio_s / 1e12:>9.0f}{shares[0]:>12.1%}{shares[1]:>12.1%}{shares[2]:>12.1%}"
+        )
+    return curves
+
+
 def main() -> None:
     """Parse, check against the measured rows, predict, plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scaling", type=Path)
+    parser.add_argument("scaling", type=Path, nargs="+", help="files of bench_scaling.py, of one model")
     parser.add_argument("collectives", type=Path)
     parser.add_argument("--way", default="ours over MPI", help="whose sums: a name in the collectives file")
     parser.add_argument("--global-batch", type=int, default=512, help="utterances over all ranks (paper: 512)")
@@ -141,64 +194,42 @@ def main() -> None:
     )
     parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--contention", type=float, default=0.0, help="see above")
+    parser.add_argument("--full-batch", type=float, default=0.0, help="see above; 0: contention does not depend on it")
     parser.add_argument("--meeting-us", type=float, default=0.0, help="see above")
     parser.add_argument("--fit", action="store_true", help="find contention and meeting by the measured rows")
-    parser.add_argument("--backend", default="auto", help="whose rows, where the file has several")
-    parser.add_argument("--plot", type=Path, help="write the curve as an image")
+    parser.add_argument("--backend", nargs="+", default=["auto"], help="whose rows, where the files have several")
+    parser.add_argument("--plot", type=Path, help="write the curves as an image")
     args = parser.parse_args()
-    scaling = json.loads(args.scaling.read_text())
-    scaling["rows"] = [row for row in scaling["rows"] if row.get("backend", "auto") == args.backend]
-    machine = calibrate(scaling, json.loads(args.collectives.read_text()), args)
-    machine = replace(machine, contention=args.contention, meeting_s=args.meeting_us * 1e-6)
-    bucket = args.bucket_mib * 2**20
-    many = [row for row in scaling["rows"] if row["ranks"] > 1]
-    if args.fit and many:
-        machine = fitted(machine, many, bucket)
-        print(f"fitted: contention {machine.contention:.2f}, meeting {1e6 * machine.meeting_s:.0f} us")
-
-    print(f"{'ranks':>6}{'batch':>7}{'overlap':>9}{'norm':>8}{'measured ms':>13}{'model ms':>10}{'error':>8}")
-    for row, error in zip(scaling["rows"], errors(machine, scaling["rows"], bucket), strict=True):
-        print(
-            f"{row['ranks']:>6}{row['batch']:>7}{row['overlap']!s:>9}{row['batch_norm']:>8}"
-            f"{row['step_ms']:>13.1f}{row['step_ms'] * (1 + error):>10.1f}{error:>+8.1%}"
-        )
-    curves: dict[str, list[float]] = {}
-    print(f"\npredicted, global batch {args.global_batch}\n{'ranks':>6}{'a rank':>8}{'step ms':>9}{'exposed':>9}"
-          f"{'audio s/s':>11}{'efficiency':>12}{'no overlap':>12}{'local norm':>12}")  # fmt: skip
-    for ranks in args.ranks:
-        batch = args.global_batch / ranks
-        base, _ = step_s(machine, 1, args.global_batch, bucket_bytes=bucket, overlap=True, shared=False)
-        ways = {"overlap": (True, True), "no overlap": (False, True), "local norm": (True, False)}
-        found = {
-            w: step_s(machine, ranks, batch, bucket_bytes=bucket, overlap=o, shared=s) for w, (o, s) in ways.items()
-        }
-        rates = {way: args.global_batch * scaling["duration_s"] / seconds for way, (seconds, _) in found.items()}
-        for way, rate in rates.items():
-            curves.setdefault(way, []).append(rate)
-        seconds, exposed = found["overlap"]
-        shares = [base / found[way][0] / ranks for way in ways]
-        print(
-            f"{ranks:>6}{batch:>8g}{1000 * seconds:>9.1f}{1000 * exposed:>9.2f}{rates['overlap']:>11.0f}"
-            f"{shares[0]:>12.1%}{shares[1]:>12.1%}{shares[2]:>12.1%}"
-        )
+    files = [json.loads(path.read_text()) for path in args.scaling]
+    scaling = {**files[0], "rows": [row for file in files for row in file["rows"]]}
+    curves = {}
+    for backend in args.backend:
+        machine, rows = calibrated(scaling, backend, args)
+        curves[backend] = predicted(machine, rows, scaling["duration_s"], args)
     if args.plot:
         plot(args, scaling, curves)
 
 
-def plot(args: argparse.Namespace, scaling: dict[str, Any], curves: dict[str, list[float]]) -> None:
+def plot(args: argparse.Namespace, scaling: dict[str, Any], curves: dict[str, dict[str, list[float]]]) -> None:
     """Predicted curves and the measured points of the same global batch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for way, rates in curves.items():
-        axes.plot(args.ranks, rates, "-", label=f"model, {way}")
-    points = [r for r in scaling["rows"] if r["batch"] == args.global_batch and r["overlap"]]
-    axes.plot([r["ranks"] for r in points], [r["audio_s_per_s"] for r in points], "ko", label="measured")
-    linear = [curves["overlap"][0] * ranks / args.ranks[0] for ranks in args.ranks]
+    measured = [row for row in scaling["rows"] if row["batch"] == args.global_batch and row["overlap"]]
+    backends = dict.fromkeys([*curves, *(row.get("backend", "auto") for row in measured)])
+    for color, backend in zip(itertools.cycle(f"C{n}" for n in range(10)), backends, strict=False):
+        for style, (way, rates) in zip(("-", ":", "--"), curves.get(backend, {}).items(), strict=False):
+            axes.plot(args.ranks, rates, style, color=color, label=f"{backend}: model, {way}")
+        points = [row for row in measured if row.get("backend", "auto") == backend]
+        axes.plot(
+            [row["ranks"] for row in points], [row["audio_s_per_s"] for row in points], "o", color=color,
+            label=f"{backend}: measured",
+        )  # fmt: skip
+    linear = [curves[args.backend[0]]["overlap"][0] * ranks / args.ranks[0] for ranks in args.ranks]
     axes.plot(args.ranks, linear, "k--", lw=0.8, label="linear")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="audio seconds a second")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7)
     figure.savefig(args.plot, dpi=150)
 
 

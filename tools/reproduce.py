@@ -21,13 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from reproduce_report import report, write_plot
+from reproduce_log import curve, events, minutes_of_steps, so_far
+from reproduce_report import Unfinished, report, write_plot
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.system.files import write_text
 from ds2.system.machine import git_commit
 
 _LINES_OF_AN_ERROR = 3
+_SAVING_S = 12  # that a run has to save when the time is up, and anything else to end
 # A command of ds2 that is killed when the thread dies that waits for it: a run must not outlive the table.
 _CHILD = """
 import sys
@@ -77,6 +79,21 @@ class Reproduction:
         found = {row.name: self._result_file(row) for row in self.table.rows}
         return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items() if path.is_file()}
 
+    def unfinished(self) -> dict[str, Unfinished]:
+        """How far the rows came that have begun and have no result, by row; of several rates the one that went on."""
+        found = {}
+        for row in self.table.rows:
+            folders = [self._run_dir(row, rate) for rate in (None, *self._rates())]
+            begun = [folder for folder in folders if events(folder, "train")]
+            if begun and not self._result_file(row).is_file():
+                furthest = max(begun, key=lambda folder: events(folder, "train")[-1]["step"])
+                found[row.name] = Unfinished(so_far(furthest), curve(furthest))
+        return found
+
+    def _rates(self) -> Sequence[float]:
+        given: list[float] | None = self.given.rates
+        return self.table.rates if given is None else given
+
     def _row(self, row: Row, places: queue.Queue[str]) -> None:
         if self._result_file(row).is_file():
             return
@@ -86,14 +103,13 @@ class Reproduction:
             write_text(self._result_file(row), json.dumps(result, indent=1) + "\n")
             scores = [f"{name} {100 * found['wer']:.2f} %" for name, found in result["tests"].items()]
             self._say(f"{row.name}: {', '.join(scores)}")
-        except RowFailed as error:
-            self.failures[row.name] = str(error)
-            self._say(f"{row.name}: {error}")
+        except Exception as error:  # whatever it is: the other rows go on
+            self.failures[row.name] = str(error) if isinstance(error, RowFailed) else repr(error)
+            self._say(f"{row.name}: {self.failures[row.name]}")
         finally:
             places.put(gpu)
 
     def _result(self, row: Row, gpu: str) -> dict[str, Any]:
-        began = time.monotonic()
         rate, tried = self._best_rate(row, gpu)
         run_dir = self._train(row, gpu, rate, self.given.epochs)
         tests = self._evaluate(run_dir, gpu, "greedy", ["decode=greedy"])
@@ -102,9 +118,10 @@ class Reproduction:
                 tests |= self._evaluate(run_dir, gpu, "with LM", self.given.decode)
             except RowFailed as error:
                 self._say(f"{row.name}, with LM: {error}")
-        curve = events(run_dir, "dev")
-        best = min(curve, key=lambda event: (event["wer"], event["cer"]))
+        best = min(events(run_dir, "dev"), key=lambda event: (event["wer"], event["cer"]))
         passed = events(run_dir, "train")
+        if not passed:
+            raise RowFailed(f"{run_dir}/log.jsonl tells of no step: set train.log_every_steps below the steps taken")
         last = [
             event["loss"] for event in passed if event["epoch"] == passed[-1]["epoch"] and event["loss"] is not None
         ]
@@ -117,28 +134,30 @@ class Reproduction:
             "rates": tried,
             "epochs": passed[-1]["epoch"],
             "steps": passed[-1]["step"],
-            "minutes": (time.monotonic() - began) / 60,
+            "minutes": minutes_of_steps(passed),
             "noise_scale": passed[-1].get("noise_scale"),
-            "curve": [[e["step"], e["loss"], e["wer"]] for e in curve],
+            "curve": curve(run_dir),
             "settings": [*self.table.settings, *row.settings, *self.given.overrides],
             "git_commit": git_commit(),
         }
 
     def _best_rate(self, row: Row, gpu: str) -> tuple[float | None, dict[str, float]]:
         """The rate of those tried whose dev cost is lowest after the first epochs: the paper's fastest convergence."""
-        rates = self.given.rates if self.given.rates is not None else self.table.rates
+        rates = self._rates()
         if len(rates) <= 1:
             return (rates[0] if rates else None), {}
         found: dict[float, float] = {}
         failed: list[str] = []
         for rate in rates:
-            try:
-                run_dir = self._train(row, gpu, rate, self.given.search_epochs)
-            except TimeUp:
-                raise
-            except RowFailed as error:
-                failed.append(str(error))
-                continue
+            run_dir = self._run_dir(row, rate)
+            if not self._tried(run_dir):
+                try:
+                    run_dir = self._train(row, gpu, rate, self.given.search_epochs)
+                except TimeUp:
+                    raise
+                except RowFailed as error:
+                    failed.append(str(error))
+                    continue
             losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.given.search_epochs]
             if losses and losses[-1] is not None:
                 found[rate] = losses[-1]
@@ -148,8 +167,11 @@ class Reproduction:
             )
         return min(found, key=lambda rate: found[rate]), {f"{rate:g}": loss for rate, loss in found.items()}
 
+    def _tried(self, run_dir: Path) -> bool:
+        return any(event["epoch"] == self.given.search_epochs for event in events(run_dir, "dev"))
+
     def _train(self, row: Row, gpu: str, rate: float | None, epochs: int) -> Path:
-        run_dir = self.folder / "runs" / (_file_name(row.name) + (f"-{rate:g}" if rate else ""))
+        run_dir = self._run_dir(row, rate)
         settings = [*self.table.settings, *row.settings, *self.given.overrides, f"run_dir={run_dir}"]
         settings += [f"optim.learning_rate={rate}"] if rate else []
         if epochs:
@@ -189,12 +211,14 @@ class Reproduction:
                 try:
                     status = process.wait(None if left_s == float("inf") else left_s)
                 except subprocess.TimeoutExpired:
-                    process.terminate()
-                    process.wait()
-                    raise TimeUp(f"stopped when the time was up: {_so_far(run_dir)}") from None
+                    _end(process)
+                    raise TimeUp(f"stopped when the time was up: {so_far(run_dir)}") from None
         if status:
             said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
             raise RowFailed(f"ds2 {arguments[0]} ended with {status}: {' | '.join(said[-_LINES_OF_AN_ERROR:])} ({log})")
+
+    def _run_dir(self, row: Row, rate: float | None) -> Path:
+        return self.folder / "runs" / (_file_name(row.name) + (f"-{rate:g}" if rate else ""))
 
     def _result_file(self, row: Row) -> Path:
         return self.folder / "results" / f"{_file_name(row.name)}.json"
@@ -204,28 +228,18 @@ class Reproduction:
             print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of a kind in a run's log in the order of their steps; of a repeated step the later line counts."""
-    log, found = run_dir / "log.jsonl", {}
-    epoch = 0
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
-        event = json.loads(line)
-        epoch = event.get("epoch", epoch)
-        if event["event"] == kind:
-            found[event["step"]] = {"epoch": epoch, **event}
-    return [found[step] for step in sorted(found)]
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_SAVING_S)
+    except subprocess.TimeoutExpired:  # it goes on from its last save
+        process.kill()
 
 
 def _parameters(run_dir: Path) -> int:
     from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
 
     return load_model(find_model(run_dir)).model.parameter_count
-
-
-def _so_far(run_dir: Path) -> str:
-    train, dev = events(run_dir, "train"), events(run_dir, "dev")
-    where = f"epoch {train[-1]['epoch']}, step {train[-1]['step']}" if train else "no step"
-    return where + (f", dev WER {100 * dev[-1]['wer']:.2f} %, cost {dev[-1]['loss']:.1f}" if dev else "")
 
 
 def _file_name(name: str) -> str:
@@ -260,9 +274,10 @@ def main() -> int:
     reproduction = Reproduction(table, folder, given)
     reproduction.run()
     results = reproduction.results()
-    text = report(table, results, reproduction.failures)
+    unfinished = reproduction.unfinished()
+    text = report(table, results, unfinished, reproduction.failures)
     write_text(folder / "report.md", text)
-    write_plot(table, results, folder / "report.png")
+    write_plot(table, results, unfinished, folder / "report.png")
     print(text)
     return int(len(results) < len(table.rows))
 

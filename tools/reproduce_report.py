@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from reproduce_tables import Table
@@ -11,13 +13,27 @@ from reproduce_tables import Table
 _FACTS = ("dev cost", "training cost", "parameters", "rate", "epochs", "steps", "noise scale", "minutes")
 
 
-def report(table: Table, results: Mapping[str, Mapping[str, Any]], failures: Mapping[str, str]) -> str:
+@dataclass(frozen=True)
+class Unfinished:
+    """A row that has begun and has no result: where it is, and dev points of step, cost and WER."""
+
+    where: str
+    curve: list[list[Any]]
+
+
+def report(
+    table: Table,
+    results: Mapping[str, Mapping[str, Any]],
+    unfinished: Mapping[str, Unfinished],
+    failures: Mapping[str, str],
+) -> str:
     """The table in Markdown; columns that no row fills are left out, rows without a result are named beneath.
 
     Args:
         table: whose rows are reported.
         results: by row, as `tools/reproduce.py` keeps them.
-        failures: why others have none, as far as this run tried.
+        unfinished: rows without a result that had begun.
+        failures: why rows have none, as far as this run tried.
     """
     tests = list(dict.fromkeys(name for row in table.rows for name in results.get(row.name, {}).get("tests", ())))
     columns = ["", "paper", *(column for name in tests for column in (f"{name}: WER (95 %)", "CER")), *_FACTS]
@@ -26,10 +42,13 @@ def report(table: Table, results: Mapping[str, Mapping[str, Any]], failures: Map
     lines = [[columns[index] for index in filled], ["---"] * len(filled)]
     lines += [[cells[index] for index in filled] for cells in rows]
     text = f"## {table.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    if table.repeats:
+        text += "".join(_mean(test, [found["tests"][test]["wer"] for found in results.values()]) for test in tests)
     missing = [row.name for row in table.rows if row.name not in results]
     if missing:
         text += f"\nMissing rows, {len(missing)} of {len(table.rows)}:\n\n"
-        text += "".join(f"- {name}: {failures.get(name, 'not run')}\n" for name in missing)
+        begun = {name: f"begun, {row.where}" for name, row in unfinished.items()}
+        text += "".join(f"- {name}: {failures.get(name) or begun.get(name, 'not run')}\n" for name in missing)
     return text
 
 
@@ -50,6 +69,11 @@ def _cells(name: str, paper: float | None, result: Mapping[str, Any], tests: Seq
     ]
 
 
+def _mean(test: str, rates: Sequence[float]) -> str:
+    low, high = (100 * edge(rates) for edge in (min, max))
+    return f"\n{test}: mean WER {100 * fmean(rates):.2f} of {len(rates)}, {low:.2f} to {high:.2f}\n"
+
+
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -59,8 +83,10 @@ def _rate(scores: Mapping[str, Any]) -> str:
     return f"{100 * scores['wer']:.2f} ({100 * interval['low']:.2f} .. {100 * interval['high']:.2f})"
 
 
-def write_plot(table: Table, results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draw dev cost and dev WER by step, a line a row; without matplotlib nothing."""
+def write_plot(
+    table: Table, results: Mapping[str, Mapping[str, Any]], unfinished: Mapping[str, Unfinished], path: Path
+) -> None:
+    """Draw dev cost and dev WER by step, a line a row, dashed where it is unfinished; without matplotlib nothing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -68,14 +94,24 @@ def write_plot(table: Table, results: Mapping[str, Mapping[str, Any]], path: Pat
     figure = Figure(figsize=(11, 5), layout="constrained")
     cost, errors = figure.subplots(1, 2)
     for row in table.rows:
-        curve = [point for point in results.get(row.name, {}).get("curve", []) if None not in point]
+        if row.name not in results and row.name not in unfinished:
+            continue
+        done = row.name in results
+        known = results[row.name]["curve"] if done else unfinished[row.name].curve
+        curve = [point for point in known if None not in point]
         for axes, column, scale in ((cost, 1, 1), (errors, 2, 100)):
             axes.plot(
-                [p[0] for p in curve], [scale * p[column] for p in curve], marker="o", markersize=3, label=row.name
+                [point[0] for point in curve],
+                [scale * point[column] for point in curve],
+                linestyle="-" if done else "--",
+                marker="o",
+                markersize=3,
+                label=row.name,
             )
     cost.set(xlabel="step", ylabel="dev CTC cost, nats an utterance", title=table.title)
     errors.set(xlabel="step", ylabel="dev WER %, greedy")
     for axes in (cost, errors):
         axes.grid(alpha=0.3)
-    errors.legend(fontsize=7)
+    if errors.lines:
+        errors.legend(fontsize=7)
     figure.savefig(path, dpi=120)

@@ -90,9 +90,7 @@ class Soak:
         while self.going:
             with contextlib.suppress(WebSocketException, OSError):
                 async with connect(self.url) as ws:
-                    await ws.send(
-                        random.choice(['{"config": 7}', "[", "\0", '{"config": {"sample_rate": 3}}', '{"eof": 1}'])
-                    )
+                    await ws.send(random.choice(RUBBISH))
                     await ws.send(b"\1")
                     while True:
                         await ws.recv()

@@ -1,4 +1,4 @@
-"""Seeded augmentation of waveforms, in the loader: speed, rooms, noise, codecs, gain.
+"""Seeded augmentation of waveforms, in the loader: speed, tempo, rooms, noise, codecs, gain.
 
 Every draw depends on the seed, the epoch, the utterance's index and the purpose alone, never on worker, rank or
 batch: a resumed run, or one on another number of ranks, hears what the unbroken one heard.
@@ -13,7 +13,8 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from ds2.audio.degrade import coded, coloured_noise, convolved, room_response
+from ds2.audio.degrade import coded, convolved, room_response
+from ds2.audio.tempo import stretched
 from ds2.config.schema import AugmentConfig
 
 Waveform = NDArray[np.float32]
@@ -41,7 +42,7 @@ def of_view(purpose: str, view: int) -> str:
 def augment_waveform(
     waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, draws: Draws, noise: NoiseSource
 ) -> Waveform:
-    """Return the waveform after speed, room, noise, codec and gain, in this order.
+    """Return the waveform after speed, tempo, room, noise, codec and gain, in this order.
 
     Args:
         waveform: (N,) float32 in [-1, 1]; not written to.
@@ -53,7 +54,7 @@ def augment_waveform(
         noise: source of noise, scaled here to the drawn ratio of mean powers over the whole utterance. Without speech
             or noise power (digital silence) no ratio exists and nothing is added.
     Returns:
-        (N',) float32, N' = N / speed factor; gain and noise may exceed 1 in size: nothing is clipped.
+        (N',) float32, N' = N / (speed factor x tempo factor); gain and noise may exceed 1 in size: nothing is clipped.
     """
     rng = draws("waveform")
     speed_draw, gain_draw, noise_draw, snr_draw = rng.random(4)
@@ -61,6 +62,8 @@ def augment_waveform(
         factor = config.speed[int(speed_draw * len(config.speed))]
         if factor != 1.0:
             waveform = soxr.resample(waveform, sample_rate_hz * factor, sample_rate_hz)
+    if config.tempo:
+        waveform = stretched(waveform, config.tempo[int(draws("tempo").integers(len(config.tempo)))], sample_rate_hz)
     if config.room_probability and len(waveform):
         room = draws("room")
         if room.random() < config.room_probability:
@@ -83,9 +86,10 @@ def augment_waveform(
     return waveform
 
 
-def pink_noise(rng: np.random.Generator, samples: int) -> Waveform:
-    """Draw Gaussian noise (samples,) float32 whose power falls as 1 / frequency, about as that of rooms and crowds."""
-    return coloured_noise(rng, samples, 1.0)
+def paces(config: AugmentConfig) -> tuple[float, float]:
+    """Return the least and the greatest factor by which utterances may pass faster: speed times tempo."""
+    factors = [speed * tempo for speed in config.speed or [1.0] for tempo in config.tempo or [1.0]]
+    return min(factors), max(factors)
 
 
 def recorded_noise(recordings: Sequence[Waveform], rng: np.random.Generator, samples: int) -> Waveform:

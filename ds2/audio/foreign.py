@@ -89,7 +89,6 @@ class _DecodedStream:
     subtype = "PyAV"
 
     def __init__(self, package: Any, path: Path) -> None:
-        self._package, self._path = package, path
         status = path.stat()
         facts = _facts(package, str(path), status.st_size, status.st_mtime_ns)
         self.samplerate, self.channels, self.frames, self.format = facts

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds2.commands.common import Parser
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
 from ds2.data.splits import scored_utterances
@@ -21,9 +21,7 @@ from ds2.system.files import write_text
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 align MODEL MANIFEST...`: times as JSON lines, suspicious transcripts on standard output; 0."""
-    parser = argparse.ArgumentParser(
-        prog="ds2 align", description="word times of transcripts, and doubtful transcripts"
-    )
+    parser = Parser(prog="ds2 align", description="word times of transcripts, and doubtful transcripts")
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ds2_ops.jit.build import cache_dir as kernel_dir
 
-from ds2.commands.common import with_search_path
+from ds2.commands.common import Parser, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.system.files import cache_dir, sweep
 
@@ -42,7 +41,7 @@ def kinds(work_dir: Path) -> list[Kind]:
 def run(arguments: Sequence[str]) -> int:
     """`ds2 cache [--clear KIND] [OVERRIDE ...]`: 0."""
     names = [kind.name for kind in kinds(Path())]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 cache", description="what is kept on this disk to save time; all of it is made again when needed"
     )
     parser.add_argument(

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ds2.config.allowed import Range
 from ds2.config.schema import ConfigError
+from ds2.distributed.launcher import yield_to_rank_0
 from ds2.system.errors import UserError
 from ds2.system.stops import Stopped, end_children, stoppable
 from ds2.system.terminal import visible
@@ -20,6 +21,31 @@ from ds2.system.terminal import visible
 USER_ERROR = 2
 _SHOWN = 60  # characters of what was given
 Number = TypeVar("Number", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes options before, between and after arguments, as people write them.
+
+    argparse alone gives a list that may be empty nothing at the first option, and refuses what follows:
+    `ds2 evaluate MODEL --device cpu MANIFEST`.
+    """
+
+    _mixing = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse has it, which calls this one again for options and for arguments; the unknown is an error."""
+        if self._mixing or self._subparsers is not None or "--" in (args or ()):  # Python 3.11 loses that one
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            given, unknown = self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return given, []
 
 
 def own_folders(arguments: Sequence[str]) -> list[Path]:
@@ -35,7 +61,8 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
     remaining, folders = _without_config_dirs(arguments)
     if folders:
-        remaining.append(f"hydra.searchpath=[{','.join('file://' + str(folder.resolve()) for folder in folders)}]")
+        quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
+        remaining.append("hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in quoted) + "]")
     return remaining
 
 
@@ -102,8 +129,6 @@ def report_errors(action: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
-        from ds2.distributed.launch import yield_to_rank_0  # here: scoring two texts need not wait for torch
-
         yield_to_rank_0()
         print(visible(f"ds2: {error}"), file=sys.stderr)
         return USER_ERROR

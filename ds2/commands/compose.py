@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, cast
@@ -24,6 +25,8 @@ from ds2.config.schema import Config, ConfigError
 from ds2.text.pieces import read_pieces
 
 PRIMARY_CONFIG = "train"
+_WORDS = re.compile(r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
+_WORDS_OF_MAPPING = re.compile(r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 
 
 def config_dir() -> Path:
@@ -46,6 +49,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key or group choice (the nearest right one is named), a wrong type, or values that
             cannot work together.
     """
+    given_keys(overrides)  # what is no override is told with the way out
     register()
     GlobalHydra.instance().clear()
     try:
@@ -109,7 +113,8 @@ def _source(config: Config) -> Config:
 
 
 def open_free_form(overrides: Sequence[str]) -> list[str]:
-    """Return overrides of which those of mappings with keys of the user's own are in Hydra's form for new keys."""
+    """Return overrides in Hydra's grammar, those of mappings with keys of the user's own in its form for new keys."""
+    overrides = [_spelled(override) for override in overrides]
     keys = [override.split("=", 1)[0] for override in overrides]
     mine = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
     return [f"++{override}" if free else override for override, free in zip(overrides, mine, strict=True)]
@@ -138,13 +143,23 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
 def parse_override(override: str) -> Override:
     """Read one override; raises ConfigError where it is not in Hydra's grammar."""
     try:
-        return OverridesParser.create().parse_override(override)
+        return OverridesParser.create().parse_override(_spelled(override))
     except (HydraException, ValueError) as error:
         reason = " ".join(str(error).splitlines()[0].split())
         raise ConfigError(
             f"{override!r} is no override ({reason}): write key=value, and quote a value with blanks or brackets in it "
-            "twice, once for the shell: \"alphabet.symbols='abc '\""
+            "twice, once for the shell: \"alphabet.symbols='abc '\". Keys in braces are ASCII; others need a file: "
+            "`replace: {é: e}` in MY_CONF/alphabet/mine.yaml, --config-dir MY_CONF alphabet=mine"
         ) from error
+
+
+def _spelled(override: str) -> str:
+    """Quote the words of a value that have letters beyond ASCII, as in paths; Hydra's grammar has no others."""
+    key, _, value = override.partition("=")
+    if value.isascii() or any(mark in value for mark in ("'", '"', "\\", "${")):
+        return override
+    words = _WORDS_OF_MAPPING if "{" in value else _WORDS
+    return f"{key}={words.sub(lambda word: word[0] if word[0].isascii() else repr(word[0]), value)}"
 
 
 def _missing(error: MissingConfigException) -> NoReturn:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from ds2.audio.features import Features
 from ds2.commands import data_tools
-from ds2.commands.common import whole, with_search_path
+from ds2.commands.common import Parser, whole, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
 from ds2.data.splits import ensure_manifests
-from ds2.model.acoustic import AcousticModel
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces
@@ -26,9 +21,7 @@ from ds2.text.pieces import learn_pieces
 
 def run(arguments: Sequence[str]) -> int:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
-    parser = argparse.ArgumentParser(
-        prog="ds2 data", description="corpora to manifests, and what can be done with those"
-    )
+    parser = Parser(prog="ds2 data", description="corpora to manifests, and what can be done with those")
     commands = parser.add_subparsers(dest="command", required=True)
 
     checked = commands.add_parser("check", help="read every utterance and name what is wrong with it")
@@ -98,6 +91,11 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
+    import torch  # here: the other commands need not wait for it
+
+    from ds2.audio.features import Features
+    from ds2.model.acoustic import AcousticModel
+
     ensure_manifests(config.data)
     features = Features(config.features, config.data.sample_rate_hz)
     alphabet = Alphabet.from_config(config.alphabet)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -14,6 +13,7 @@ from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.recurrent import calibrate
 
 from ds2 import __version__
+from ds2.commands.common import Parser
 from ds2.commands.compose import config_dir
 from ds2.system.machine import git_commit
 
@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors",
 
 def run(arguments: Sequence[str]) -> int:
     """Print versions, devices and calibrated kernels; always 0."""
-    parser = argparse.ArgumentParser(prog="ds2 doctor", description="versions, devices, disk: what a bug report needs")
+    parser = Parser(prog="ds2 doctor", description="versions, devices, disk: what a bug report needs")
     parser.add_argument("--forget-tiles", action="store_true", help="remove what train.calibrate has measured here")
     if parser.parse_args(arguments).forget_tiles:
         print(f"calibrated kernels: {calibrate.forget()} records removed from {cache_dir()}")

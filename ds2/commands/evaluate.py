@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import add_where, real, whole
+from ds2.commands.common import Parser, add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, ConfigError, DataConfig
@@ -73,7 +73,7 @@ def report_folder(given: Path, file: Path) -> Path:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 evaluate",
         usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds2.commands.common import real
+from ds2.commands.common import Parser, real
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
 
@@ -55,7 +55,7 @@ def _tell(path: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 export",
         description="one file that needs no ds2: what it hears, gives and carries from chunk to chunk stands in "
         "recipes/export.md",

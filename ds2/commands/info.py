@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from ds2.audio.features import Features
-from ds2.commands.common import with_search_path
+from ds2.commands.common import Parser, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import ConfigError
 from ds2.model.acoustic import AcousticModel
@@ -19,7 +18,7 @@ from ds2.text.alphabet import Alphabet
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 info",
         usage="%(prog)s MODEL | %(prog)s [OVERRIDE ...] [--config-dir DIR]",
         description="what a model file or run folder holds; or the model that overrides describe: model=rnn_8",

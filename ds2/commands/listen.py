@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import add_where
+from ds2.commands.common import Parser, add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError, DecodeConfig
@@ -132,7 +132,7 @@ def _microphone(sounds: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, I
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 listen",
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="what a microphone hears: a line whenever the speaker pauses; on a terminal, the rest in grey",

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ds2.commands import lm_train
-from ds2.commands.common import whole
+from ds2.commands.common import Parser, whole
 from ds2.commands.decode_options import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.commands.lm_tune import run as run_tune
@@ -125,7 +125,7 @@ def _query(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
     build = commands.add_parser("build", help="estimate a modified Kneser-Ney model of texts (plain, .gz, .xz)")
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
@@ -171,7 +171,7 @@ def _add_unknown(command: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds2 lm", description="Build and question language models.")
+    parser = Parser(prog="ds2 lm", description="Build and question language models.")
     commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
 
     _add_build(commands)

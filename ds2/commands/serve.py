@@ -8,13 +8,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import add_where, real, whole
+from ds2.commands.common import Parser, add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
+from ds2.system.machine import allow_files, usable_cores
+
+_OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -22,31 +25,48 @@ def run(arguments: Sequence[str]) -> int:
     decode, arguments = split_overrides(arguments)
     given = _parse(arguments)
     try:
-        from ds2.serve.batcher import transcripts
+        from ds2.serve.batcher import Here
+        from ds2.serve.dispatch import transcripts
         from ds2.serve.limits import Limits
-        from ds2.serve.server import make_server
+        from ds2.serve.server import Server, make_server
+        from ds2.serve.workers import Workers
     except ImportError as error:
         raise ConfigError(f"ds2 serve needs {error.name}: pip install 'ds2-speech[serve]'") from error
+    if allow_files(given.sessions + _OTHER_FILES) < given.sessions + _OTHER_FILES:
+        raise ConfigError(f"--sessions {given.sessions} need more open files than this process may have: ulimit -n")
     device = resolve_device(given.device)
     file = find_model(given.model)
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
     limits = Limits(
         sessions=given.sessions,
+        batch=given.batch,
         duration_s=given.duration_s,
         idle_s=given.idle_s,
         api_key=os.environ.get("DS2_API_KEY", ""),
     )
     if given.log_transcripts:
         transcripts.setLevel(logging.INFO)
-    server = make_server(recogniser, limits, given.host, given.port)
+    workers = _workers(given.sessions, device.type) if given.workers is None else given.workers
+    server: Workers | Server
+    if workers:
+        server = Workers(recogniser, limits, given.host, given.port, workers)
+    else:
+        server = make_server(Here(recogniser, limits), limits, given.host, given.port)
     print(f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions", flush=True)
     server.run()
     return 0
 
 
+def _workers(sessions: int, device: str) -> int:
+    """As many as sessions need, of the processors that there are beside the recogniser's own."""
+    from ds2.serve.workers import SESSIONS
+
+    return 0 if device == "cpu" or sessions <= SESSIONS else max(0, min(-(-sessions // SESSIONS), usable_cores() - 1))
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 serve",
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="a page at / for microphone and files, /v1/audio/transcriptions and /v1/realtime (transcription) "
@@ -64,6 +84,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--idle-s", type=real(0, 1e9, above=True), default=60.0, help="silence of a client after which it is dropped"
+    )
+    parser.add_argument(
+        "--workers",
+        type=whole(0, 1024),
+        help="processes that speak with clients beside the one that hears; 0: it does so itself (default: on a GPU one "
+        "for every 250 sessions if there are more, else 0)",
+    )
+    parser.add_argument(
+        "--batch", type=whole(1, 1 << 20), default=1 << 20, help="sessions heard together at most; 1: one at a time"
     )
     parser.add_argument("--log-transcripts", action="store_true", help="log what is said; else no log holds any of it")
     add_where(parser)

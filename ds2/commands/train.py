@@ -26,7 +26,6 @@ from ds2.commands.compose import (
 from ds2.commands.sweep import Job, finish, folder_name
 from ds2.commands.train_help import help_text, options_and_overrides
 from ds2.distributed.launcher import launched
-from ds2.training.loop import train
 
 log = logging.getLogger(__name__)
 
@@ -73,4 +72,6 @@ def _train(composed: DictConfig) -> int:
         log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
     if inheritance.differing:
         log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, inheritance.differing)
+    from ds2.training.loop import train  # here: a mistake in the settings is told before torch is there
+
     return train(config, Path(config.run_dir))

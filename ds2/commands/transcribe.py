@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import add_where, whole
+from ds2.commands.common import Parser, add_where, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
@@ -155,7 +155,7 @@ def _heard(hypothesis: Hypothesis) -> dict[str, Any]:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds2 transcribe",
         usage="%(prog)s MODEL FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",

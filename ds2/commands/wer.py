@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds2.commands.common import Parser
 from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.texts import Line, match, read_texts, some
@@ -89,9 +90,7 @@ def _score(given: argparse.Namespace) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 wer REFERENCES HYPOTHESES [HYPOTHESES_B]`."""
-    parser = argparse.ArgumentParser(
-        prog="ds2 wer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="ds2 wer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("references", type=Path)
     parser.add_argument("hypotheses", type=Path)
     parser.add_argument("hypotheses_b", type=Path, nargs="?", help="a second system, compared by a paired test")

@@ -87,15 +87,18 @@ _SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs"
 
 def nearest_key(key: str) -> str | None:
     """The configuration key most like `key`, by its whole path or, failing that, by its last part."""
-    if key in _SHORT:
-        return _SHORT[key]
+    section, _, leaf = key.rpartition(".")
+    if leaf in _SHORT:
+        return _SHORT[leaf]
     known = [*_keys(OmegaConf.structured(Config)), "recipe"]
+    if section:  # of a key in a section the section itself is no mending
+        known = [other for other in known if "." in other]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if close:
         return close[0]
     by_leaf = {name.rsplit(".", 1)[-1]: name for name in known}
-    leaf = difflib.get_close_matches(key.rsplit(".", 1)[-1], list(by_leaf), n=1, cutoff=0.6)
-    return by_leaf[leaf[0]] if leaf else None
+    close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.6)
+    return by_leaf[close[0]] if close else None
 
 
 def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
@@ -116,4 +119,6 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
 
 def _unknown(key: str) -> NoReturn:
     near = nearest_key(key)
-    raise ConfigError(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+    raise ConfigError(
+        f"unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "`ds2 train --help` lists all")
+    )

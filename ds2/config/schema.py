@@ -71,6 +71,7 @@ class AugmentConfig:
     """Seeded augmentation of training utterances; every draw depends on (seed, epoch, utterance) only."""
 
     speed: list[float] = numbers([], 0.25, 4)  # factors drawn evenly, e.g. [0.9, 1.0, 1.1]
+    tempo: list[float] = numbers([], 0.5, 2)  # the same at the pitch of the speaker, besides `speed`
     gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # [low, high]
     noise_probability: float = number(0.0, 0, 1)  # the papers add noise to 40 % of utterances
     noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # [low, high]

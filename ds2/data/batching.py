@@ -15,7 +15,7 @@ from ds2.config.schema import BatchingConfig
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
-    """Return the longest that each utterance can get: durations (U,) over the slowest speed factor.
+    """Return the longest that each utterance can get: durations (U,) over the slowest of these factors (`paces`).
 
     `plan_epoch` sees durations before augmentation; planning with these makes an audio budget hold for every draw.
     """

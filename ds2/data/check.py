@@ -7,20 +7,20 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
 from tqdm import tqdm
 
+from ds2.audio.augment import paces
 from ds2.audio.read import END_TOLERANCE_S, AudioError
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
+from ds2.system.stops import worker_processes
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
 from ds2.text.unfit import count_unfit, help_text
 
@@ -111,7 +111,7 @@ def check(
     Args:
         splits: utterances by part; `train` is judged as training data, any other as test data.
         data: rate, limits of duration.
-        augment: its speeds may make an utterance too short.
+        augment: its speeds and tempos may make an utterance too short.
         alphabet: what transcripts may hold.
         output_frames: samples of audio at `data.sample_rate_hz` -> frames that the model puts out.
     Raises:
@@ -125,7 +125,7 @@ def check(
         whole_file = shared[u.audio_filepath] == 1 and not u.offset_s
         problems = _audio_problems(u, measured, data.sample_rate_hz, whole_file)
         problems += transcript_problems(
-            u, data, alphabet, output_frames, speeds=augment.speed if split == "train" else None
+            u, data, alphabet, output_frames, speeds=paces(augment) if split == "train" else None
         )
         findings += [Finding(severity, kind, split, u.source, u.name, text) for severity, kind, text in problems]
     findings += _duplicates(listed, probes)
@@ -167,7 +167,8 @@ def transcript_problems(
         reason = f"{u.duration_s:.2f} s make {frames} output frames, CTC needs {needed} for {len(labels)} labels"
         problems.append((strict, "too_short", reason))
     elif output_frames(int(u.duration_s * data.sample_rate_hz / fastest)) < needed:
-        reason = f"{frames} output frames suffice for {needed}, but no longer at speed {fastest:g} (augment.speed)"
+        how = f"{fastest:g} times as fast (augment.speed, augment.tempo)"
+        reason = f"{frames} output frames suffice for {needed}, but no longer {how}"
         problems.append(("warning", "too_short_when_fast", reason))
     return problems
 
@@ -181,8 +182,7 @@ def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Pro
                 probes += probe(chunk, sample_rate_hz)
                 progress.update(len(chunk))
             return probes
-        # Fresh processes rather than forks of one that has torch's threads.
-        with ProcessPoolExecutor(usable_cores(), mp_context=get_context("spawn")) as pool:
+        with worker_processes(usable_cores()) as pool:
             futures = [pool.submit(probe, chunk, sample_rate_hz) for chunk in chunks]
             probes = []
             for chunk, future in zip(chunks, futures, strict=True):

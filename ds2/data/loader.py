@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
-import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
-from ds2.system.stops import end_children, end_with_parent
+from ds2.system.stops import become_worker, end_children
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)
@@ -251,7 +250,4 @@ atexit.register(end_children)
 
 
 def _start_worker(worker: int) -> None:
-    """Leave the signals that launchers send to the whole group to the trainer, which saves first, and end with it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+    become_worker()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ds2.audio.augment import paces
 from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
@@ -56,7 +57,7 @@ def training_utterances(
         CorpusError: some are refused and `data.on_bad_utterance` is `stop`, or none is left.
     """
     utterances = read_manifests([Path(p) for p in data.train])
-    found = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=augment.speed)) for u in utterances]
+    found = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=paces(augment))) for u in utterances]
     refused = [(u, text) for u, problems in found for severity, _, text in problems if severity == "error"]
     kept = [u for u, problems in found if not any(severity == "error" for severity, _, _ in problems)]
     unfit = count_unfit((u.text for u in utterances), alphabet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,17 +73,18 @@ class Bucket:
         self._written.clear()
 
     def add_product(self, part: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add a product to the gradient of a parameter, in float32 where it is a GPU's, ahead of `collect`."""
+        """Add a product to the gradient of a parameter where that lies, in float32 on a GPU, ahead of `collect`."""
         fresh = self.passes == 0 and part not in self._written
         self._written.add(part)
-        if not left.is_cuda or left.dtype == part.dtype:
+        if not left.is_cuda and left.dtype != part.dtype:
             product = left @ right
-        elif fresh:
-            torch.mm(left, right, out_dtype=part.dtype, out=part)
+            part.copy_(product) if fresh else part.add_(product)
             return
+        wide: dict[str, Any] = {} if left.dtype == part.dtype else {"out_dtype": part.dtype}
+        if fresh:
+            torch.mm(left, right, out=part, **wide)
         else:
-            product = torch.mm(left, right, out_dtype=part.dtype)
-        part.copy_(product) if fresh else part.add_(product)
+            torch.addmm(part, left, right, out=part, **wide)
 
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of one backward pass, those of the copies."""

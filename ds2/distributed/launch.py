@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
 from ds2.distributed.agreement import program
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.launcher import Launched, check_variables, launched
+from ds2.distributed.launcher import Launched, check_variables, launched, yield_to_rank_0
 from ds2.distributed.ordered import OrderedCommunicator
 from ds2.distributed.world import World
 from ds2.system.errors import UserError
@@ -29,7 +28,6 @@ from ds2.system.stops import Stopped
 from ds2.system.terminal import visible
 
 log = logging.getLogger(__name__)
-_YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
 
 
 @contextmanager
@@ -122,12 +120,6 @@ def _nccl_obstacle(device: torch.device, shared: bool) -> str:
     except OSError as error:
         return f"libnccl.so.2 cannot be loaded ({error})"
     return ""
-
-
-def yield_to_rank_0() -> None:
-    """Wait, before telling of an error, for rank 0 to tell of the same one: its exit then ends this rank in silence."""
-    if launched().rank != 0:
-        time.sleep(_YIELD_TO_RANK_0_S)
 
 
 def _share_cores(comm: Communicator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from ds2.config.schema import ConfigError
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun alone sets it, other tools set the four above too
 
 
@@ -52,6 +54,12 @@ def check_variables() -> None:
         'ranks start torchrun --nproc-per-node N "$(which ds2)" ... or mpirun -n N ds2 ...; for one process '
         f"unset {' '.join(named)}, or say comm=single"
     )
+
+
+def yield_to_rank_0() -> None:
+    """Wait, before telling of an error, for rank 0 to tell of the same one: its exit then ends this rank in silence."""
+    if launched().rank != 0:
+        time.sleep(_YIELD_TO_RANK_0_S)
 
 
 def _torch_complete() -> bool:

@@ -68,6 +68,8 @@ def save_model(
 
 def find_model(path: Path) -> Path:
     """The model file that `path` means: the file itself, or the best (else the last) one of a run folder."""
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}: give a run folder, or its best.safetensors")
     if not path.is_dir():
         return path
     for name in ("best.safetensors", "last.safetensors"):

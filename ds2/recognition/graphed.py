@@ -23,6 +23,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes t
 _PLACES = 64  # at first; doubled when they are taken
 _LONGEST_S = 1.0  # a longer block fills the GPU by itself, unless its layers run beside each other
 _PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
+_EMPTY = 0, 0, FOR_EVER, 0  # the numbers of a row without a stream
 _FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
 
 
@@ -44,26 +45,27 @@ class _Batch:
         self._heard = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._here = torch.zeros(8 * size + size * samples, pin_memory=self._heard is not None)
         self.there = torch.zeros_like(self._here, device=device)
+        self._numbers, self._waveforms = (part.numpy() for part in self.parts(self._here))
+        self._flat = self._waveforms.reshape(-1)
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by whether a stream may be at its edges; gives (T', B, V)
 
     def parts(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """(4, B) int64 numbers and (B, N) samples."""
         return buffer[: 8 * self.size].view(torch.int64).view(4, self.size), buffer[8 * self.size :].view(self.size, -1)
 
-    def fill(self, columns: Sequence[Sequence[int]], blocks: Sequence[NDArray[np.float32]]) -> None:
-        """Take the numbers and samples of some streams; the other rows are empty."""
+    def fill(self, numbers: Sequence[Sequence[int]], blocks: Sequence[NDArray[np.float32]]) -> None:
+        """Take the numbers, row by row, and samples of some streams; what is left is empty."""
         if self._heard is not None:
             self._heard.synchronize()  # what was there before is read
-        numbers, waveforms = (part.numpy() for part in self.parts(self._here))
-        numbers[:] = ((0,), (0,), (FOR_EVER,), (0,))
-        if columns:
-            numbers[:, : len(columns)] = np.array(columns).T
-        if blocks and all(len(samples) == waveforms.shape[1] for samples in blocks):
-            np.stack(blocks, out=waveforms[: len(blocks)])  # a call for each row would take longer than the copy
+        count, samples = len(blocks), self._waveforms.shape[1]
+        for row, given, empty in zip(self._numbers, numbers, _EMPTY, strict=True):
+            row[:count], row[count:] = given, empty
+        if count and set(map(len, blocks)) == {samples}:
+            np.concatenate(blocks, out=self._flat[: count * samples])  # a call for each row would take longer
             return
-        for row, samples in zip(waveforms, blocks, strict=False):
-            row[: len(samples)] = samples
-            row[len(samples) :] = 0.0
+        for row, block in zip(self._waveforms, blocks, strict=False):
+            row[: len(block)] = block
+            row[len(block) :] = 0.0
 
     def bring(self) -> None:
         """Copy what was filled in to the device."""
@@ -167,8 +169,8 @@ class GraphedBlocks:
         if edges not in batch.run:
             self._record(batch, edges)
         frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
-        columns = [(s.place, s.blocks, s.ends, frames[len(b)]) for s, b in zip(streams, blocks, strict=True)]
-        batch.fill(columns, blocks)
+        numbers = [s.place for s in streams], [s.blocks for s in streams], [s.ends for s in streams]
+        batch.fill([*numbers, [frames[len(block)] for block in blocks]], blocks)
         said = batch.hear(edges)
         if not edges:
             for stream in streams:
@@ -211,7 +213,7 @@ class GraphedBlocks:
             place, block, ends, _ = numbers
             return self.model.run(features, self.carried, place, block, ends, edges=edges)
 
-        batch.fill([], [])  # all rows at the empty place
+        batch.fill([[]] * 4, [])  # all rows at the empty place
         batch.run[edges] = run if self.device.type != "cuda" else self._graph(run)
 
     def _graph(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:

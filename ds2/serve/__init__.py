@@ -1,6 +1,7 @@
 """Live recognition for others: what comes from any number of sources in one batch, and the protocols they speak.
 
-server: routes and limits. batcher: sessions that are ready, together. rest, realtime, vosk: a protocol each, on
-sockets. hot: hot words as clients give them. page: the page at /. limits, metrics: what a server allows, and what it
-counts.
+server: routes, and running them. rest, realtime, vosk: a protocol each, on sockets. dispatch: what has arrived is the
+next batch. batcher: how protocols ask for it, in this process. workers, worker, links, frames: the same from several
+processes. patience: connections that ask or take nothing. hot: hot words as clients give them. page: the page at /.
+limits, metrics: what a server allows, and what it counts.
 """

@@ -47,13 +47,18 @@ def given(value: Any, field: str, alphabet: Alphabet) -> dict[str, float]:
     return {" ".join(alphabet.normalise(str(phrase))[0].split()): float(weight) for phrase, weight in value.items()}
 
 
-def of_prompt(prompt: Any, alphabet: Alphabet, decoder: Decoder) -> dict[str, float]:
+def prompt(text: Any, keywords: Any) -> str:
+    """A prompt and a list of keywords as one prompt."""
+    return ", ".join(map(str, [text or "", *(keywords if isinstance(keywords, list) else [])]))
+
+
+def of_prompt(text: Any, alphabet: Alphabet, decoder: Decoder) -> dict[str, float]:
     """The phrases of a prompt, parted by commas and the like: what the network can write of them, if it looks for any.
 
     A prompt is a hint, so what cannot be followed is let go.
     """
     found: dict[str, float] = {}
-    for part in _PARTS.split(str(prompt)):
+    for part in _PARTS.split(str(text)):
         phrase = " ".join(alphabet.normalise(part)[0].split())
         if not phrase or len(phrase.split()) > _PROMPT_WORDS:
             continue

@@ -9,6 +9,8 @@ from starlette.requests import HTTPConnection
 
 from ds2.system.errors import UserError
 
+KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
+
 
 class LimitError(UserError):
     """More than the server takes; `status` is HTTP's, `code` the WebSocket's."""
@@ -18,11 +20,16 @@ class LimitError(UserError):
         self.status, self.code = status, code
 
 
+class FullError(UserError):
+    """As many sessions are open as the server takes."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Of each client, but for `sessions`."""
+    """Of each client, but for `sessions` and `batch`."""
 
     sessions: int = 64
+    batch: int = 1 << 20  # sources in one; 1 hears them one at a time
     message_bytes: int = 1 << 20
     upload_bytes: int = 200 << 20
     duration_s: float = 4 * 3600.0
@@ -32,6 +39,8 @@ class Limits:
     def check_key(self, connection: HTTPConnection) -> None:
         """Raise LimitError where a key is asked for and this is not it."""
         given = connection.headers.get("authorization", "").removeprefix("Bearer ")
+        for offered in connection.scope.get("subprotocols", []):  # browsers cannot set headers of a WebSocket
+            given = offered.removeprefix(KEY_PROTOCOL) if offered.startswith(KEY_PROTOCOL) else given
         if self.api_key and not hmac.compare_digest(given.encode(), self.api_key.encode()):
             raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
 

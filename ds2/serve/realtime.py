@@ -1,8 +1,9 @@
 """OpenAI's realtime interface for transcription: /v1/realtime?intent=transcription.
 
 Audio is base64 of 16-bit little-endian mono at 24 kHz. An utterance, which the protocol calls an item, ends by the
-client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses. A delta is text
-that is final: deltas are never taken back, so an item has one, before its `completed`.
+client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses, of which
+speech_started and speech_stopped tell. A delta is text that is final: deltas are never taken back, so an item has one,
+before its `completed`. Of turn_detection silence_duration_ms is followed; threshold, a volume, is not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from starlette.websockets import WebSocket
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import NEVER, Endpoints
 from ds2.serve.hot import given as phrases
-from ds2.serve.hot import of_prompt
+from ds2.serve.hot import prompt
 from ds2.serve.limits import LimitError
 from ds2.serve.sockets import BAD_DATA, Client, json_object
 from ds2.system.errors import UserError
@@ -31,7 +32,9 @@ class Realtime(Client):
 
     silence_ms: float | None = _SILENCE_MS  # of turn detection; None: there is none
     last_item: str | None = None
-    told_s = 0.0  # audio of the items before
+    item: str | None = None  # that is being spoken, once something of it was heard
+    told_s = 0.0  # audio of the items before, since the buffer was cleared
+    cleared_s = 0.0  # audio before that
     hot_words: HotWords | None = None
 
     def refusal(self, message: str) -> dict[str, Any]:
@@ -52,20 +55,27 @@ class Realtime(Client):
     async def _answer(self, socket: WebSocket, event: dict[str, Any]) -> None:
         kind = event.get("type")
         if kind == "session.update":
-            self._update(event.get("session"))
+            await self._update(event.get("session"))
             await self.send(socket, _event("session.updated", session=self._session()))
         elif kind == "input_audio_buffer.append":
             rules = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
             heard = await self.hear(_decoded(event.get("audio")), RATE_HZ, rules, self.hot_words)
             for segment in heard.final:
+                await self._started(socket, segment.hypothesis.words[0].start_s)
+                end_ms = round(1000 * (self.cleared_s + segment.end_s))
+                stopped = {"audio_end_ms": end_ms, "item_id": self.item}
+                await self.send(socket, _event("input_audio_buffer.speech_stopped", **stopped))
                 await self._complete(socket, segment.hypothesis.text)
+            if heard.partial and self.silence_ms is not None and self.source is not None:
+                await self._started(socket, self.source.accepted_s)
         elif kind == "input_audio_buffer.commit":
             if self.source is None:
                 raise _EventError("the buffer is empty: append audio before commit")
             await self.last(socket)
         elif kind == "input_audio_buffer.clear":
+            self.cleared_s += self.source.accepted_s if self.source is not None else 0.0
             self.leave()
-            self.told_s = 0.0
+            self.told_s, self.item = 0.0, None
             await self.send(socket, _event("input_audio_buffer.cleared"))
         else:
             raise _EventError(f"type={kind!r} is no event of a transcription session")
@@ -76,12 +86,19 @@ class Realtime(Client):
             final = (await self.source.flush()).final
             await self._complete(socket, " ".join(segment.hypothesis.text for segment in final))
 
+    async def _started(self, socket: WebSocket, start_s: float) -> None:
+        """Tell, once, that something of an item is heard."""
+        if self.item is None:
+            self.item = _new_item()
+            started = {"audio_start_ms": round(1000 * (self.cleared_s + start_s)), "item_id": self.item}
+            await self.send(socket, _event("input_audio_buffer.speech_started", **started))
+
     async def _complete(self, socket: WebSocket, text: str) -> None:
         """Tell of an item that ended."""
-        item, before = f"item_{secrets.token_hex(10)}", self.last_item
+        item, before = self.item or _new_item(), self.last_item
         accepted_s = self.source.accepted_s if self.source is not None else self.told_s
         usage = {"type": "duration", "seconds": round(accepted_s - self.told_s, 3)}
-        self.last_item, self.told_s = item, accepted_s
+        self.last_item, self.told_s, self.item = item, accepted_s, None
         await self.send(socket, _event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
         kind, of_item = "conversation.item.input_audio_transcription", {"item_id": item, "content_index": 0}
         if text:
@@ -93,7 +110,7 @@ class Realtime(Client):
         audio = {"format": {"type": "audio/pcm", "rate": RATE_HZ}, "turn_detection": detection}
         return {"type": "transcription", "object": "realtime.transcription_session", "audio": {"input": audio}}
 
-    def _update(self, session: Any) -> None:
+    async def _update(self, session: Any) -> None:
         if not isinstance(session, dict) or session.get("type") != "transcription":
             raise _EventError("session.type must be transcription: this server does nothing else")
         given = _inner(_inner(session, "audio"), "input")
@@ -101,11 +118,12 @@ class Realtime(Client):
         if form.get("type", "audio/pcm") != "audio/pcm" or form.get("rate", RATE_HZ) != RATE_HZ:
             raise _EventError(f"session.audio.input.format={form!r}: audio/pcm at {RATE_HZ} is taken")
         hints = _inner(given, "transcription")
-        if self.source is not None and ("turn_detection" in given or hints.get("hot_words") or hints.get("prompt")):
+        expected = any(hints.get(name) for name in ("hot_words", "keywords", "prompt"))
+        if self.source is not None and ("turn_detection" in given or expected):
             raise _EventError(
                 "turn_detection and what to expect are set before the first audio, or after input_audio_buffer.clear"
             )
-        self._expect(hints)
+        await self._expect(hints)
         if "turn_detection" not in given:
             return
         if given["turn_detection"] is None:
@@ -121,15 +139,14 @@ class Realtime(Client):
             )
         self.silence_ms = silence_ms
 
-    def _expect(self, hints: dict[str, Any]) -> None:
-        """Take up transcription.prompt, and hot_words, which is ours: phrases and what each is worth."""
-        recogniser = self.batcher.recogniser
-        if hints.get("prompt"):
-            self.hot_words = of_prompt(hints["prompt"], recogniser.alphabet, recogniser.decoder)
+    async def _expect(self, hints: dict[str, Any]) -> None:
+        """Take up transcription.prompt and keywords, and hot_words, which is ours: phrases and what each is worth."""
+        if hints.get("prompt") or hints.get("keywords"):
+            self.hot_words = await self.batcher.of_prompt(prompt(hints.get("prompt"), hints.get("keywords")))
         if hints.get("hot_words"):
             try:
-                words = phrases(hints["hot_words"], "transcription.hot_words", recogniser.alphabet)
-                recogniser.decoder.start(1, words)
+                words = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
+                await self.batcher.check(words)
             except UserError as error:
                 raise _EventError(str(error)) from error
             self.hot_words = words
@@ -155,6 +172,10 @@ def _decoded(audio: Any) -> bytes:
         return base64.b64decode(audio, validate=True)
     except (TypeError, ValueError) as error:
         raise _EventError(f"audio is base64 of 16-bit samples: {error}") from error
+
+
+def _new_item() -> str:
+    return f"item_{secrets.token_hex(10)}"
 
 
 def _event(kind: str, **fields: Any) -> dict[str, Any]:

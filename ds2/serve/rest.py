@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -21,9 +22,9 @@ from ds2.audio.read import audio_blocks
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.live import NEVER, Endpoints, Segment
-from ds2.serve.batcher import Batcher, FullError, Source
-from ds2.serve.hot import given, of_prompt
-from ds2.serve.limits import LimitError, Limits
+from ds2.serve.batcher import Batcher, Source
+from ds2.serve.hot import given, prompt
+from ds2.serve.limits import FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Transcriptions:
             return self._refused(error.status_code, str(error.detail))
 
     def _refused(self, status: int, message: str) -> JSONResponse:
-        self.batcher.metrics.refused.labels(str(status)).inc()
+        self.batcher.refused(str(status))
         kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": None}
         return JSONResponse({"error": error}, status)
@@ -72,10 +73,9 @@ class Transcriptions:
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
             grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
-            recogniser = self.batcher.recogniser
-            hot_words = of_prompt(form.get("prompt") or "", recogniser.alphabet, recogniser.decoder)
+            hot_words = await self.batcher.of_prompt(prompt(form.get("prompt"), form.getlist("keywords[]")))
             if form.get("hot_words"):  # ours: phrases and what each is worth
-                hot_words = given(form.get("hot_words"), "hot_words", recogniser.alphabet)
+                hot_words = given(form.get("hot_words"), "hot_words", self.batcher.alphabet)
             suffix = Path(upload.filename or "").suffix
             suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
             copy = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (_segments closes it)
@@ -83,8 +83,8 @@ class Transcriptions:
                 while piece := await upload.read(_PIECE):
                     copy.write(piece)
                 copy.flush()
-                rate_hz = recogniser.features.sample_rate_hz
-                source = self.batcher.open(rate_hz, Endpoints() if stream else NEVER, hot_words)
+                rules = Endpoints() if stream else NEVER
+                source = self.batcher.open(self.batcher.sample_rate_hz, rules, hot_words)
             except BaseException:
                 copy.close()
                 raise
@@ -100,7 +100,11 @@ class Transcriptions:
 
         async def receive() -> Message:
             nonlocal taken
-            message = await request.receive()
+            try:
+                async with asyncio.timeout(self.limits.idle_s):
+                    message = await request.receive()
+            except TimeoutError as error:
+                raise LimitError(f"nothing of the upload came for {self.limits.idle_s:g} s", 408, 1013) from error
             taken += len(message.get("body", b""))
             if taken > self.limits.upload_bytes:
                 raise LimitError(f"uploads may have {self.limits.upload_bytes} bytes at most", 413, 1009)
@@ -110,15 +114,13 @@ class Transcriptions:
 
     async def _segments(self, source: Source, path: Path, name: str, copy: Any) -> AsyncGenerator[Segment]:
         try:
-            async for samples in iterate_in_threadpool(
-                audio_blocks(path, self.batcher.recogniser.features.sample_rate_hz)
-            ):
+            async for samples in iterate_in_threadpool(audio_blocks(path, self.batcher.sample_rate_hz)):
                 for segment in (await source.accept(samples)).final:
                     yield segment
                 self.limits.check_duration(source.accepted_s)
             for segment in (await source.flush()).final:
                 yield segment
-        except LimitError:
+        except (LimitError, FullError):
             raise
         except UserError as error:
             raise LimitError(str(error).replace(str(path), name), 400, 1007) from error

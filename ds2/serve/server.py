@@ -11,17 +11,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 
-from ds2.recognition.recogniser import Recogniser
 from ds2.serve.batcher import Batcher
 from ds2.serve.limits import Limits
-from ds2.serve.metrics import Metrics
 from ds2.serve.page import Page
+from ds2.serve.patience import Http, WebSocket
 from ds2.serve.realtime import Realtime
 from ds2.serve.rest import Transcriptions
 from ds2.serve.sockets import Socket
@@ -30,19 +29,14 @@ from ds2.serve.vosk import Vosk
 _SHUTDOWN_S = 30  # for requests that are being answered
 
 
-def application(recogniser: Recogniser, limits: Limits) -> Starlette:
-    """An ASGI application around a recogniser with a unidirectional model.
-
-    Raises:
-        ConfigError: a bidirectional model.
-    """
-    batcher = Batcher(recogniser, limits.sessions, Metrics())
+def application(batcher: Batcher, limits: Limits) -> Starlette:
+    """An ASGI application of all protocols."""
 
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(batcher.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await batcher.counted(), media_type=CONTENT_TYPE_LATEST)
 
     rest = Transcriptions(batcher, limits)
     realtime, vosk = (Socket(protocol, batcher, limits) for protocol in (Realtime, Vosk))
@@ -54,6 +48,7 @@ def application(recogniser: Recogniser, limits: Limits) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await batcher.begin()
         yield
         batcher.close()
 
@@ -66,7 +61,7 @@ def application(recogniser: Recogniser, limits: Limits) -> Starlette:
         WebSocketRoute("/", vosk.__call__),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
-    app.state.end = end
+    app.state.end, app.state.idle_s = end, limits.idle_s
     return app
 
 
@@ -103,13 +98,14 @@ def calm() -> Iterator[None]:
         gc.unfreeze()
 
 
-def make_server(recogniser: Recogniser, limits: Limits, host: str, port: int) -> Server:
+def make_server(batcher: Batcher, limits: Limits, host: str, port: int) -> Server:
     """A server that `run` starts, and SIGINT and SIGTERM end after sessions and requests in progress were answered."""
     config = uvicorn.Config(
-        application(recogniser, limits),
+        application(batcher, limits),
         host,
         port,
-        ws="websockets-sansio",
+        http=Http,
+        ws=WebSocket,
         ws_max_size=limits.message_bytes,
         ws_per_message_deflate=False,  # audio hardly shrinks; what it takes is 0.3 MiB a connection
         timeout_graceful_shutdown=_SHUTDOWN_S,

@@ -11,14 +11,16 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ds2.audio.stream import Pcm16
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints
-from ds2.serve.batcher import Batcher, FullError, Heard, Source
-from ds2.serve.limits import LimitError, Limits
+from ds2.recognition.live import Endpoints, Segment
+from ds2.serve.batcher import Batcher, Source
+from ds2.serve.dispatch import Heard
+from ds2.serve.limits import FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
 TRY_LATER, BAD_DATA, RESTART = 1013, 1007, 1012  # close codes
 _REASON_BYTES = 100  # of a close; the protocol allows 123
 _REFUSAL_S = 2.0
+_PIECE_S = 2  # of audio heard at once
 
 
 class Client:
@@ -39,7 +41,8 @@ class Client:
         Raises:
             TimeoutError: the client has taken nothing for as long as the limits allow.
         """
-        await asyncio.wait_for(_send(socket, message), self.limits.idle_s)
+        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
+            await _send(socket, message)
 
     def refusal(self, message: str) -> dict[str, Any]:
         """What a client is told before its connection ends."""
@@ -55,16 +58,22 @@ class Client:
         Raises:
             TimeoutError: nothing came for as long as the limits allow.
         """
-        message = await asyncio.wait_for(socket.receive(), self.limits.idle_s)
+        async with asyncio.timeout(self.limits.idle_s):
+            message = await socket.receive()
         return None if message["type"] == "websocket.disconnect" else message
 
     async def hear(self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Heard:
         """Have 16-bit samples heard; errors as `Batcher.open` and `Source.accept`, and LimitError past the longest."""
         if self.source is None:
             self.source = self.batcher.open(rate_hz, endpoints, hot_words)
-        heard = await self.source.accept(self._samples.accept(data))
+        samples, final = self._samples.accept(data), list[Segment]()
+        while len(samples) > rate_hz * _PIECE_S:  # nobody waits while a long message is resampled
+            final += (await self.source.accept(samples[: rate_hz * _PIECE_S])).final
+            samples = samples[rate_hz * _PIECE_S :]
+            self.limits.check_duration(self.source.accepted_s)
+        heard = await self.source.accept(samples)
         self.limits.check_duration(self.source.accepted_s)
-        return heard
+        return Heard([*final, *heard.final], heard.partial) if final else heard
 
     def leave(self) -> None:
         """Forget what was heard; the next audio begins anew."""
@@ -93,7 +102,7 @@ class Socket:
         assert task is not None
         self._open.add(task)
         try:
-            await socket.accept()
+            await socket.accept("realtime" if "realtime" in socket.scope["subprotocols"] else None)
             self.limits.check_key(socket)
             try:
                 await client.serve(socket)
@@ -118,7 +127,7 @@ class Socket:
             client.leave()
 
     async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
-        self.batcher.metrics.refused.labels(str(code)).inc()
+        self.batcher.refused(str(code))
         try:
             async with asyncio.timeout(_REFUSAL_S):
                 await _send(socket, client.refusal(message))

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 from ds2.audio.read import RATES_HZ
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
-from ds2.serve.batcher import Heard
+from ds2.serve.dispatch import Heard
 from ds2.serve.hot import given
 from ds2.serve.limits import LimitError
 from ds2.serve.sockets import BAD_DATA, Client, json_object
@@ -64,7 +64,7 @@ class Vosk(Client):
             raise LimitError("config.max_alternatives is not offered by this server: leave it out", 400, BAD_DATA)
         for key in ("phrase_list", "hot_words"):
             if config.get(key):
-                self.hot_words = given(config[key], f"config.{key}", self.batcher.recogniser.alphabet)
+                self.hot_words = given(config[key], f"config.{key}", self.batcher.alphabet)
         if "endpoints" in config:
             self.endpoints = _endpoints(config["endpoints"])
         rate_hz = config.get("sample_rate", self.rate_hz)

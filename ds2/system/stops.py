@@ -11,6 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,6 +53,26 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Leave SIGINT and SIGTERM to the system in the block, which loads libraries: nothing is open that must be closed.
+
+    Python would answer only when a library of some 100 MB is mapped, seconds later, and with a traceback. What a
+    launcher told this process to ignore stays ignored. Python sets handlers in the main thread; in another one this
+    does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    former = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def end_children() -> None:
     """Kill the workers of this process: they ignore the signals that launchers send to all, and may be in a read."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes their end for an accident
@@ -57,8 +81,28 @@ def end_children() -> None:
             child.kill()
 
 
-def end_with_parent() -> None:
-    """Let the system kill this worker when its parent dies, of whatever (Linux; elsewhere it notices by itself)."""
+@contextmanager
+def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes rather than forks of one that has threads; what ends the block early ends them in mid-work."""
+    from concurrent.futures import ProcessPoolExecutor  # here: most commands start no workers
+
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=become_worker)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        raise
+    pool.shutdown()
+
+
+def become_worker() -> None:
+    """Leave the signals that terminals and launchers send to whole groups to the parent, which cleans up, and end with
+    it, of whatever it dies (Linux; elsewhere a worker notices by itself)."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()

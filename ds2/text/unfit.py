@@ -11,6 +11,17 @@ from ds2.text.alphabet import Alphabet
 
 _ROWS = 40
 _DOTTED_I = {"ı", "İ", "\u0307"}
+# The first word of a letter's Unicode name, and the language whose number words are proposed where one is found.
+_SCRIPTS = {
+    "HIRAGANA": "ja",
+    "KATAKANA": "ja",
+    "HANGUL": "ko",
+    "HEBREW": "he",
+    "ARABIC": "ar",
+    "THAI": "th",
+    "CYRILLIC": "ru",
+}
+_CHINESE = "CJK"  # without kana: num2words knows no Chinese
 
 
 def count_unfit(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
@@ -54,12 +65,27 @@ def block(unfit: Mapping[str, int], alphabet: Alphabet) -> str:
     if any(kind in "PSZC" for kind in kinds.values()):
         rules["punctuation"] = "drop"
     own = set() if alphabet.has_pieces else set(alphabet.symbols[1:])
+    numbers = ""
+    if "N" in kinds.values() and not alphabet.numbers:
+        numbers = rules.get("locale", "") or _language(letters | own)
+    if numbers == _CHINESE:
+        own |= {unicodedata.normalize("NFKC", character) for character, kind in kinds.items() if kind == "N"}
+        rules["unicode"] = "NFKC"  # full-width digits are the others
+        numbers = ""
     lines = settings({*own, *letters, " "}, alphabet, rules)
     if alphabet.has_pieces:
         lines.insert(0, "# with other symbols the pieces have to be learnt anew: `ds2 data pieces`")
-    if "N" in kinds.values() and not alphabet.numbers:
-        lines.append("numbers: en  # digits to words: your language; needs the package num2words")
+    if numbers:
+        lines.append(f"numbers: {numbers}  # digits to words: your language; needs the package num2words")
     return "\n".join(["alphabet:", *(f"  {line}" for line in lines)])
+
+
+def _language(letters: Iterable[str]) -> str:
+    """The language that the script of letters suggests for the words of numbers, "CJK" for Chinese, else English."""
+    scripts = {unicodedata.name(letter, "").split(" ")[0] for letter in letters}
+    return next((language for script, language in _SCRIPTS.items() if script in scripts), "") or (
+        _CHINESE if _CHINESE in scripts else "en"
+    )
 
 
 def settings(symbols: Iterable[str], alphabet: Alphabet, rules: Mapping[str, str]) -> list[str]:

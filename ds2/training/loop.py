@@ -18,7 +18,7 @@ from ds2.training.lost_device import lost_device_is_told
 from ds2.training.metrics import RunLog, Window, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
 from ds2.training.position import settle
-from ds2.training.run_dir import probe_run_dir, sole_use
+from ds2.training.run_dir import made_folder, sole_use
 from ds2.training.state import Progress
 from ds2.training.trainer import Trainer, TrainingError
 
@@ -39,10 +39,15 @@ def train(config: Config, run_dir: Path) -> int:
         UserError: of config, corpus, audio, checkpoint, training or device, with the reason and the way out.
     """
     try:
-        with Interrupts() as interrupts, connect(config.comm, config.device) as comm:
-            probe_run_dir(run_dir)
-            with sole_use(run_dir, comm), rank_log(comm, run_dir), lost_device_is_told(comm):
-                return _train(config, run_dir, comm, interrupts)
+        with (
+            Interrupts() as interrupts,
+            connect(config.comm, config.device) as comm,
+            made_folder(run_dir),
+            sole_use(run_dir, comm),
+            rank_log(comm, run_dir),
+            lost_device_is_told(comm),
+        ):
+            return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
         end_children()
         log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)
@@ -59,7 +64,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
-    if not trainer.dev:
+    if not trainer.dev.utterances:
         log.warning(
             "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "
             "best.safetensors, only last.safetensors; `ds2 data split` makes a dev set"
@@ -69,7 +74,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         due = evaluation_due(trainer, complete)
         # An evaluation may be long: who is killed in it loses no step.
         if interrupts.agree(comm) or not complete or due:
-            trainer.save()
+            trainer.files.save()
         if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
             continue
         metrics: dict[str, float] = {}
@@ -78,13 +83,13 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
                 metrics = trainer.evaluate(board)
         kept = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
         if kept:
-            trainer.keep_last(metrics)
+            trainer.files.keep_last(metrics)
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         if complete and kept:
-            trainer.save()
+            trainer.files.save()
         if interrupts.agree(comm) and complete and not kept:
-            trainer.save()
+            trainer.files.save()
             interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
@@ -138,7 +143,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at
             stepped = config.checkpoint.every_steps > 0 and progress.step % config.checkpoint.every_steps == 0
             if timed or stepped:
-                trainer.save()
+                trainer.files.save()
                 saved_at = time.monotonic()
     progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
     if epoch.steps:  # none where the run goes on from the end of an epoch
@@ -153,7 +158,7 @@ def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
     config, epoch = trainer.config.train, trainer.progress.epoch
     regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
-    return bool(trainer.dev) and (regular or is_last(trainer, complete))
+    return bool(trainer.dev.utterances) and (regular or is_last(trainer, complete))
 
 
 def is_last(trainer: Trainer, complete: bool) -> bool:

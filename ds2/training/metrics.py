@@ -92,6 +92,9 @@ def _tag(group: str, name: str) -> str:
     return f"score/{group}_{name}" if group == "dev" else f"{group}/{name}"
 
 
+_EMPTY: tuple[Any, ...] = ("", [], {})
+
+
 class RunLog:
     """Writes a run's scalars, texts and spectrograms under its folder; only rank 0 makes one that writes.
 
@@ -159,12 +162,16 @@ class RunLog:
         self._board.add_text(f"{tag}/text", text, step)
 
     def settings(self, values: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """Show a run's settings beside its best scores in the table of TensorBoard's HParams, runs side by side."""
+        """Show a run's settings beside its best scores in the table of TensorBoard's HParams, runs side by side.
+
+        Empty texts, lists and mappings are left out: they would be the first columns of the table.
+        """
         if not self._writes:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+        given = {k: v for k, v in values.items() if v not in _EMPTY}
+        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in given.items()}
         finite = {f"score/best_{name}": value for name, value in scores.items() if math.isfinite(value)}
         writer = self._board._get_file_writer()  # type: ignore[no-untyped-call]  # add_hparams makes a run of its own
         for summary in hparams(plain, finite):  # type: ignore[no-untyped-call]

@@ -26,9 +26,9 @@ def settle(progress: Progress, plan: Sequence[Sequence[int]], utterances: Sequen
             progress.batch = len(plan)
         else:
             log.warning(
-                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed "
-                "or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch as it began, "
-                "start with the former settings",
+                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed, "
+                "augment.tempo or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch "
+                "as it began, start with the former settings",
                 progress.epoch, progress.batch, progress.step,
             )  # fmt: skip
             progress.batch = 0

@@ -22,7 +22,13 @@ from ds2.training.averaging import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
-_PLANNED_BY = ("batching.", "augment.speed", "train.seed", "data.train")  # keys that change the plan of an epoch
+_PLANNED_BY = (
+    "batching.",
+    "augment.speed",
+    "augment.tempo",
+    "train.seed",
+    "data.train",
+)  # keys that change the plan of an epoch
 PARTS = ("model", "features", "optimizer", "average")
 _FIXED = (
     "model.",
@@ -73,6 +79,11 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     progress: Progress = field(default_factory=Progress)
     average: WeightAverage[AcousticModel] | None = None
+
+    @property
+    def judged(self) -> AcousticModel:
+        """The model that is evaluated and given away: the average where there is one."""
+        return self.average.model if self.average is not None else self.model
 
     def tensors(self) -> Parts:
         """All tensors by part; those of the average are missing where there is none."""

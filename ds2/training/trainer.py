@@ -1,4 +1,4 @@
-"""One run's state on one device: what happens to it in a step, an evaluation and a save."""
+"""One run's state on one device: what happens to it in a step and an evaluation."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor
 
+from ds2.audio.augment import paces
 from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
 from ds2.data.batching import padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
 from ds2.data.manifest import corpus
-from ds2.data.splits import ensure_manifests, scored_utterances, training_utterances
-from ds2.decoding.greedy import GreedyDecoder
+from ds2.data.splits import ensure_manifests, training_utterances
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import save_model
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.structure import check_backend
-from ds2.recognition.evaluate import score, score_words
-from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
-from ds2.system.machine import git_commit
 from ds2.text.alphabet import Alphabet
 from ds2.training.batch_norm import NormStatistics
 from ds2.training.budget import check_device, out_of_memory, settle_batching
 from ds2.training.coming import ComingBatches
-from ds2.training.dev_watch import DevWatch
+from ds2.training.dev_set import DevSet
 from ds2.training.graphs import GraphedPasses
 from ds2.training.graphs import wanted as graphs_wanted
 from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
@@ -45,8 +41,9 @@ from ds2.training.optim import make_optimizer
 from ds2.training.overlap import OverlapTrial
 from ds2.training.passes import Passes
 from ds2.training.report import Numbers, StepReport
+from ds2.training.run_files import RunFiles
 from ds2.training.start import begin, freeze
-from ds2.training.state import Progress, TrainState, save_state, share
+from ds2.training.state import Progress, TrainState, share
 from ds2.training.tiles import settle_tiles
 from ds2.training.trial import Trial
 from ds2.training.update import Update
@@ -59,9 +56,10 @@ class TrainingError(UserError):
 
 
 class Trainer:
-    """The state of one run on one device, and what happens to it in a step, an evaluation and a save.
+    """The state of one run on one device, and what happens to it in a step and an evaluation.
 
     Attributes:
+        files: where it is kept.
         grad_norm: of the last step.
         heard: the sum over ranks of its news.
     """
@@ -89,12 +87,10 @@ class Trainer:
         with self.comm.in_turn():
             ensure_manifests(config.data)
             self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
-            self.dev = scored_utterances(config.data.dev, self.alphabet)
             data, seed = config.data, config.train.seed
             self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
-            self.dev_loader = SpeechLoader(self.dev, data, self.device)
-        self.dev_watch = DevWatch(self.dev_loader, self.alphabet, self.features)
-        seen = corpus("training", self.utterances) | corpus("dev", self.dev)
+            self.dev = DevSet(data, self.features, self.alphabet, self.device, self.precision)
+        seen = corpus("training", self.utterances) | corpus("dev", self.dev.utterances)
         self.comm.agree(seen, "give all hosts the same manifests")
         self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
         self.model.to(self.device)
@@ -106,6 +102,7 @@ class Trainer:
         )
         share(self.state, parts, progress, config.train.average_decay, self.comm)
         self.progress, self.average = self.state.progress, self.state.average
+        self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = GradientReducer(
             self.model,
@@ -115,7 +112,7 @@ class Trainer:
             low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
         )
         self.overlap = OverlapTrial(self.gradients)
-        longest_s = float(padded_durations_s([config.data.max_duration_s], config.augment.speed)[0])
+        longest_s = float(padded_durations_s([config.data.max_duration_s], paces(config.augment))[0])
         longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
         no_loss = why_no_loss(longest, len(self.alphabet), self.device)
         graphed = graphs_wanted(config, self.comm, no_loss, self.model.why_torch(self.precision))
@@ -124,7 +121,7 @@ class Trainer:
         self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
         self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
-        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], config.augment.speed)
+        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], paces(config.augment))
         self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=seed)  # by the number of the epoch
         self._coming = ComingBatches(self.loader, self._plan, config.train.epochs, self.comm)
@@ -140,8 +137,9 @@ class Trainer:
         """One line: data, device, precision and size."""
         parameters = sum(p.numel() for p in self.model.parameters())
         hours = sum(u.duration_s for u in self.utterances) / 3600
+        dev = len(self.dev.utterances)
         return (
-            f"training {len(self.utterances)} utterances ({hours:.2f} h), {len(self.dev)} dev, on {self.device} in "
+            f"training {len(self.utterances)} utterances ({hours:.2f} h), {dev} dev, on {self.device} in "
             f"{self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
@@ -287,55 +285,14 @@ class Trainer:
 
     def evaluate(self, board: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
-        model = self.average.model if self.average is not None else self.model
-        decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
-        parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
-        hypotheses = Recogniser(*parts).recognise(self.dev_loader, comm=self.comm, watch=self.dev_watch.see)
-        model.train(model is self.model)
-        report = score(self.dev, hypotheses, self.alphabet)
-        scores = {"wer": report.wer, "cer": report.cer}
-        if (words_only := score_words(report, self.alphabet)) is not None:
-            scores["wer_without_case_and_punctuation"] = words_only.wer
         progress = self.progress
-        loss = self.dev_watch.show(board, progress.step, [h.text for h in hypotheses], self.comm)
-        board.scalars("dev", progress.step, {"loss": loss, **scores})
-        first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
-        best = {"wer": progress.best_wer, "cer": progress.best_cer}
-        better = (scores[first], scores[second]) < (best[first], best[second])
-        if better:
-            progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
-            self.save_model(self.run_dir / "best.safetensors", scores)
+        scores = self.dev.evaluate(self.state.judged, board, progress.step, self.comm)
+        self.model.train()
+        better = self.files.keep_best(scores)
+        metric = self.config.train.metric
+        best = 100 * {"wer": progress.best_wer, "cer": progress.best_cer}[metric]
         log.info(
             "epoch %d: dev WER %.2f %%, CER %.2f %%%s", progress.epoch, 100 * scores["wer"], 100 * scores["cer"],
-            " (best)" if better else f"; best {100 * best[first]:.2f} % {first.upper()} in epoch {progress.best_epoch}",
+            " (best)" if better else f"; best {best:.2f} % {metric.upper()} in epoch {progress.best_epoch}",
         )  # fmt: skip
         return scores
-
-    def save_model(self, path: Path, metrics: dict[str, float]) -> None:
-        """Write the weights that evaluation uses as one self-contained model file."""
-        if self.comm.rank != 0:
-            return
-        model = self.average.model if self.average is not None else self.model
-        facts = {
-            **metrics,
-            "epoch": self.progress.epoch,
-            "step": self.progress.step,
-            "precision": self.precision,
-            "git_commit": git_commit(),
-        }
-        save_model(path, model, self.features, self.alphabet, self.config, facts)
-
-    def keep_last(self, metrics: dict[str, float]) -> None:
-        """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 that many epochs by number."""
-        self.save_model(self.run_dir / "last.safetensors", metrics)
-        keep = self.config.checkpoint.keep_last
-        if keep > 1 and self.comm.rank == 0:
-            self.save_model(self.run_dir / f"epoch-{self.progress.epoch:04d}.safetensors", metrics)
-            for old in sorted(self.run_dir.glob("epoch-*.safetensors"))[:-keep]:
-                old.unlink()
-
-    def save(self) -> None:
-        """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
-        if self.comm.rank == 0:
-            with self.comm.whereabouts.slow("saving"):
-                save_state(self.run_dir, self.state, self.config)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ds2.audio.augment import paces
 from ds2.audio.features import Features
 from ds2.config.schema import Config
 from ds2.data.loader import Batch
@@ -48,7 +49,7 @@ class Trial:
     ) -> None:
         device = features.mean.device
         self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
-        self._slowest = min([1.0, *config.augment.speed])
+        self._slowest = min(1.0, paces(config.augment)[0])
         longest = self._samples(max(u.duration_s for u in utterances))
         self._noise = 0.01 * torch.randn(longest, generator=torch.Generator().manual_seed(0))
         torch.cuda.empty_cache()

@@ -18,7 +18,9 @@ KILLS = os.environ.get("DS2_KILLS", "2")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes of a job in /proc")
-@pytest.mark.parametrize("work", ["train", "evaluate", "lm build", "data prepare", "audio cache"])
+@pytest.mark.parametrize(
+    "work", ["train", "fine-tuning", "export", "evaluate", "lm build", "data prepare", "audio cache"]
+)
 def test_chains_of_kills_end_as_the_unbroken_run(work: str) -> None:
     path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(

@@ -85,6 +85,42 @@ def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatc
         reproduction._best_rate(table.rows[0], "cpu")
 
 
+def test_unfinished_rows_are_told_though_a_kill_cut_a_line_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from reproduce import Reproduction
+    from reproduce_report import report
+    from reproduce_tables import TABLES, Shape
+
+    table = TABLES["table1"](Shape(narrow=4))
+    reproduction = Reproduction(table, tmp_path, Namespace(stop_after_minutes=0, rates=[0.1, 0.2], search_epochs=1))
+    for rate, steps in ((0.1, (7,)), (0.2, (7, 14))):
+        run = tmp_path / "runs" / f"no_skip-{rate}"
+        run.mkdir(parents=True)
+        lines = [{"event": "train", "step": step, "epoch": 1, "step_s": 60.0} for step in steps]
+        lines.append({"event": "dev", "step": steps[-1], "loss": 9.0, "wer": 0.5})
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"event": "tra')
+    found = reproduction.unfinished()
+    assert list(found) == ["no skip"] and found["no skip"].curve == [[14, 9.0, 0.5]]
+    text = report(table, {}, found, {"skip 1": "the disk is full"})
+    assert "- no skip: begun, epoch 1, step 14, dev WER 50.00 %, cost 9.0" in text
+    assert "- skip 1: the disk is full" in text and "- skip 2: not run" in text
+
+
+def test_rows_that_repeat_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from reproduce_report import report
+    from reproduce_tables import TABLES, Shape
+
+    table = TABLES["seeds"](Shape())
+    facts = {"dev_loss": 1.0, "train_loss": 1.0, "parameters": 1, "rate": None, "epochs": 1, "steps": 1}
+    facts |= {"noise_scale": None, "minutes": 1.0}
+    scores = [{"wer": wer, "cer": 0.1, "interval": {"low": 0.0, "high": 1.0}} for wer in (0.1, 0.2, 0.6)]
+    results = {row.name: {**facts, "tests": {"dev": found}} for row, found in zip(table.rows, scores, strict=True)}
+    assert "\ndev: mean WER 30.00 of 3, 10.00 to 60.00\n" in report(table, results, {}, {})
+
+
 def test_an_unknown_row_is_refused(command: list[str]) -> None:
     refused = reproduce(command, "--rows", "9 layers")
     assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr

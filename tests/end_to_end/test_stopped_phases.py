@@ -20,8 +20,9 @@ from ds2.config.schema import Config
 from ds2.data import cache_build, splits
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.tensor_file import load
-from ds2.training import trainer
+from ds2.training import run_files, trainer
 from ds2.training.loop import train
+from ds2.training.run_files import RunFiles
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -76,9 +77,9 @@ def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monke
     ("owner", "name", "steps"),
     [
         (Recogniser, "recognise", 3),
-        (trainer, "save_state", 3),
-        (trainer, "save_model", 3),
-        (Trainer, "keep_last", 3),
+        (run_files, "save_state", 3),
+        (run_files, "save_model", 3),
+        (RunFiles, "keep_last", 3),
     ],
     ids=["evaluation", "saving", "best-model", "last-model"],
 )
@@ -120,6 +121,20 @@ def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (143, "closed\n", "ds2: stopped by SIGTERM\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["ds2.commands.common", "ds2.commands.doctor"])
+def test_a_signal_while_libraries_load_ends_a_command_at_once(module: str, number: int) -> None:
+    code = (
+        "import os, sys\nfrom ds2 import cli\n"
+        "class Loading:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), {number}); print('went on', flush=True)\n"
+        "sys.meta_path.insert(0, Loading())\nsys.exit(cli.main(['doctor']))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (-number, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

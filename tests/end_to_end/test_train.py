@@ -25,6 +25,7 @@ from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training.loop import train
 from ds2.training.metrics import RunLog
+from ds2.training.run_files import RunFiles
 from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
@@ -72,13 +73,13 @@ def test_short_epochs_may_go_by_without_a_save(
     often, seldom = (tiny_config(*settings, f"checkpoint.every_epochs={n}", f"run_dir={tmp_path}/{n}") for n in (1, 2))
     told: list[tuple[str, int, int]] = []
     for name in ("save", "keep_last"):
-        original = getattr(Trainer, name)
+        original = getattr(RunFiles, name)
 
-        def spy(self: Trainer, *given: Any, name: str = name, original: Any = original) -> None:
-            told.append((name, self.progress.epoch, self.progress.batch))
+        def spy(self: RunFiles, *given: Any, name: str = name, original: Any = original) -> None:
+            told.append((name, self.state.progress.epoch, self.state.progress.batch))
             original(self, *given)
 
-        monkeypatch.setattr(Trainer, name, spy)
+        monkeypatch.setattr(RunFiles, name, spy)
     train(seldom, Path(seldom.run_dir))
     assert [epoch for name, epoch, _ in told if name == "keep_last"] == [2, 4, 5]
     assert [epoch for name, epoch, batch in told if name == "save" and batch == 0] == [3, 5, 6]
@@ -92,7 +93,13 @@ def test_short_epochs_may_go_by_without_a_save(
     "extra",
     [
         ("optim=sgd", "optim.learning_rate=1e-3"),
-        ("train.average_decay=0.9", "model.dropout=0.2", "augment.speed=[0.9,1.0]", "augment.time_masks=1"),
+        (
+            "train.average_decay=0.9",
+            "model.dropout=0.2",
+            "augment.speed=[0.9,1.0]",
+            "augment.tempo=[0.9,1.1]",
+            "augment.time_masks=1",
+        ),
         ("train.accumulate=2", "batching.utterances=2", "augment.noise_probability=0.5", "augment.gain_db=[-6,6]"),
         ("model.cell=lstm", "train.epochs=3"),
     ],

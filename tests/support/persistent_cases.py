@@ -1,5 +1,7 @@
 """What the tests of the persistent kernels share: inputs, both passes through them, and their equations as loops."""
 
+from collections.abc import Sequence
+
 import torch
 from ds2_ops.jit.source import Source
 from ds2_ops.recurrent import persistent
@@ -84,3 +86,24 @@ def run(
     options = Options(nonlinearity, CLIP)
     y, h_n = persistent.forward(x, weight_hh, h0, lengths, options)
     return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)]
+
+
+def assert_split_in_time_gives_the_same_bits(
+    shape: tuple[int, int, int], dtype: torch.dtype, cuts: Sequence[int]
+) -> None:
+    x, weight_hh, h0, _, _ = inputs(shape, dtype)
+    options = Options("tanh", CLIP)
+    whole, last = persistent.forward(x, weight_hh, h0, None, options)
+    for cut in cuts:
+        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
+        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
+        assert torch.equal(torch.cat([head, tail]), whole)
+        assert torch.equal(end, last)
+
+
+def assert_few_multiprocessors_give_the_same_bits(shape: tuple[int, int, int], max_sms: int) -> None:
+    x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16)
+    options = Options("relu", CLIP)
+    everything = persistent.forward(x, weight_hh, h0, None, options)
+    fewer = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=max_sms))
+    assert all(torch.equal(a, b) for a, b in zip(everything, fewer, strict=True))

@@ -24,7 +24,7 @@ from ds2.cli import main
 from ds2.distributed.launcher import launched
 from ds2.distributed.watchdog import Watchdog
 from ds2.recognition.recogniser import Recogniser
-from ds2.training import lost_device, trainer
+from ds2.training import lost_device, run_files
 from ds2.training.graphs import GraphedPasses
 from ds2.training.passes import Passes
 from ds2.training.trainer import Trainer
@@ -112,7 +112,7 @@ HEALTHY_STEP = Trainer.step
 PHASES = {
     "statistics": (Features, "estimate"),
     "evaluation": (Recogniser, "recognise"),
-    "saving": (trainer, "save_state"),
+    "saving": (run_files, "save_state"),
 }
 
 if __name__ == "__main__":

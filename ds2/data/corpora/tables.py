@@ -17,6 +17,7 @@ _COLUMNS = {
     "speaker": ("client_id", "speaker_id", "speaker"),
     "lang": ("locale", "lang", "language"),
 }
+_TABLES_SHOWN = 8
 
 
 def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
@@ -29,7 +30,13 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
         ImporterError: no column for audio or text, a row with another number of fields, or unusable audio.
     """
     path = Path(path).expanduser().resolve()
+    if path.is_dir():
+        tables = sorted(p.name for p in path.iterdir() if p.suffix.lower() in (".csv", ".tsv"))
+        named = f"one of {', '.join(tables[:_TABLES_SHOWN])}" if tables else "FILE.csv or FILE.tsv; this one holds none"
+        raise ImporterError(f"{path}: is a folder; give the table in it: {named}")
     rows = list(read_lines(path))
+    if rows and rows[0][1].startswith("{"):
+        raise ImporterError(f"{path}: is a manifest (JSON lines), which needs no import: data.train=[{path.name}]")
     tabs = bool(rows) and "\t" in rows[0][1]
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(file, strict=True)
@@ -37,6 +44,8 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
             header = next(reader, [])
             column = {kind: _column(header, names) for kind, names in _COLUMNS.items()}
             if column["audio"] is None or column["text"] is None:
+                if len(header) == 1 and ";" in header[0]:
+                    raise ImporterError(f"{path}:1: columns are separated by semicolons; save it with commas or tabs")
                 raise ImporterError(
                     f"{path}:1: columns {header} have none for audio ({', '.join(_COLUMNS['audio'])}) "
                     f"or none for text ({', '.join(_COLUMNS['text'])}); rename them"

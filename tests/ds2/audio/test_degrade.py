@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.audio.augment import augment_waveform, pink_noise, utterance_rng
+from ds2.audio.augment import augment_waveform, utterance_rng
 from ds2.audio.degrade import babble, coded, coloured_noise, convolved, room_response
 from ds2.config.schema import CODECS, AugmentConfig, Config
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import read_manifests
 
 RATE = 16000
+pink_noise = partial(coloured_noise, exponent=1.0)
 
 
 def speechlike(samples: int = RATE, seed: int = 1) -> np.ndarray:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config, config_dir, first_of_sweep
 from ds2.config.check import check
 from ds2.config.convert import config_from_dict, config_to_dict, save_config
@@ -32,6 +33,9 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("model.heigth=8", "unknown key 'model.heigth'"),
         ("modle.depth=8", "did you mean 'model.depth'?"),
         ("learning_rate=1", "did you mean 'optim.learning_rate'?"),
+        ("optim.lr=1", "did you mean 'optim.learning_rate'?"),
+        ("train.batch_size=8", "did you mean 'batching.utterances'?"),
+        ("+train.foo=1", "unknown key 'train.foo'; `ds2 train --help` lists all"),
         ("+model.deph=8", "did you mean 'model.depth'?"),
         ("recipe=an5", "did you mean 'an4"),
         ("optim=adam", "did you mean 'adamw'?"),
@@ -99,3 +103,21 @@ def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) ->
 def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
     config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
     assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}
+
+
+def test_letters_beyond_ascii_need_no_quotes() -> None:
+    given = ["data.train=[ä b.jsonl,b.jsonl, 日本/ü.jsonl]", "run_dir=Läufe/é x", "alphabet.replace={x:é,y: ö}"]
+    config = compose_config(given)
+    assert config.data.train == ["ä b.jsonl", "b.jsonl", "日本/ü.jsonl"]
+    assert config.run_dir == "Läufe/é x" and config.alphabet.replace == {"x": "é", "y": "ö"}
+    assert compose_config(["data.train=['ä,[b].jsonl']"]).data.train == ["ä,[b].jsonl"]
+    assert first_of_sweep(["data.corpus=é,ü"]) == ["data.corpus='é'"]
+    with pytest.raises(ConfigError, match="Keys in braces are ASCII"):
+        compose_config(["alphabet.replace={é:e}"])
+
+
+@pytest.mark.parametrize("name", ["my conf [1], é", "q'uote {x}", "back\\slash", "$(x) ${y}"])
+def test_the_folder_of_own_recipes_may_be_called_anything(name: str, tmp_path: Path) -> None:
+    (tmp_path / name / "recipe").mkdir(parents=True)
+    (tmp_path / name / "recipe" / "mine.yaml").write_text("# @package _global_\ntrain:\n  epochs: 7\n")
+    assert compose_config(with_search_path(["--config-dir", str(tmp_path / name), "recipe=mine"])).train.epochs == 7

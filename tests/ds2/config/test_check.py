@@ -99,6 +99,7 @@ def named(override: str) -> str:
         "data.sample_rate_hz=0",
         "augment.gain_db=[1000,1000]",
         "augment.speed=[nan]",
+        "augment.tempo=[0.4]",
         "model.convs=[{kernel:[nan,3],stride:[1,1],channels:2}]",
         "model.convs=[{kernel:[3],stride:[1,1],channels:2}]",
         "batching.utterances=-1",

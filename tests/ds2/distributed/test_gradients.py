@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds2.distributed.bucket import Slot
+from ds2.distributed.bucket import Bucket, Slot
 from ds2.distributed.communicator import Communicator, Moment
 from ds2.distributed.gradients import GradientReducer, in_buckets
 from ds2.model.norm import SequenceBatchNorm
@@ -208,6 +208,39 @@ def test_sinks_take_the_gradients_that_autograd_would_bring(passes: int) -> None
         assert not hasattr(model.weight, "sink")
     assert len(results[0]) == 2 + passes
     assert all(map(torch.equal, *results)) and bool((results[0][1] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("device", "low"),
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_products_of_further_passes_add_up_where_the_gradient_lies(device: str, low: torch.dtype) -> None:
+    rows, frames, columns = 64, 96, 40
+    parameter = nn.Parameter(torch.zeros(rows, columns, device=device))
+    module = nn.Module()
+    module.weight = parameter
+    bucket = Bucket([Slot(module, "weight", parameter)], {parameter}, low)
+    bucket.flat.fill_(torch.nan)  # of a step before
+    where = parameter.grad
+    bucket.begin()
+    exact, size = torch.zeros(rows, columns, dtype=torch.float64), torch.zeros(rows, columns, dtype=torch.float64)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        left = torch.randn(frames, rows, generator=generator).to(device, low).t()
+        right = torch.randn(frames, columns, generator=generator).to(device, low)
+        bucket.place(bucket.copies())
+        module.weight.sink.add_product(left, right)
+        bucket.collect([None])
+        exact += left.double().cpu() @ right.double().cpu()
+        size += left.double().cpu().abs() @ right.double().cpu().abs()
+    assert where is parameter.grad and where is not None
+    # Products of 16 bits are exact in float32: what is left is its rounding of the sums, each term at most once a sum.
+    unit = torch.finfo(torch.float32).eps / 2
+    assert bool(((where.double().cpu() - exact).abs() <= 4 * frames * unit * size).all())
 
 
 def test_parameters_are_back_after_a_pass_that_failed() -> None:

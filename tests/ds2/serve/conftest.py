@@ -15,6 +15,7 @@ from support.serving import Running
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
+from ds2.serve.batcher import Here
 from ds2.serve.limits import Limits
 from ds2.serve.server import make_server
 
@@ -27,7 +28,7 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     def start(method: str = "greedy", decode: DecodeConfig | None = None, **limits: Any) -> Running:
         options = decode or DecodeConfig(method=method, beam=8)
         recogniser = Recogniser.of(load_model(make_model()), options, torch.device("cpu"))
-        server = make_server(recogniser, Limits(**limits), "127.0.0.1", 0)
+        server = make_server(Here(recogniser, Limits(**limits)), Limits(**limits), "127.0.0.1", 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

@@ -65,6 +65,7 @@ def test_openais_prompt_is_a_hint_and_our_field_an_order(serve: Callable[..., Ru
     create = running.client().audio.transcriptions.create
     prompt = "Cab, b a; a sentence of many words that is no phrase. 123, zebra"
     assert create(model="ds2", file=upload, prompt=prompt).text == wanted(running, {"cab": 10.0, "b a": 10.0})
+    assert create(model="ds2", file=upload, keywords=["cab", "b a"]).text == wanted(running, {"cab": 10.0, "b a": 10.0})
     hot = json.dumps({"cab": 90})
     assert create(model="ds2", file=upload, extra_body={"hot_words": hot}).text == wanted(running, {"cab": 90.0})
     with pytest.raises(openai.BadRequestError, match="zebra"):
@@ -83,6 +84,7 @@ def test_realtime_takes_them_before_audio(serve: Callable[..., Running]) -> None
             return await connection.recv()
 
     assert asyncio.run(session({"prompt": "cab, 7"})).type == "session.updated"
+    assert asyncio.run(session({"keywords": ["cab", "7"]})).type == "session.updated"
     assert asyncio.run(session({"hot_words": {"cab": 3}})).type == "session.updated"
     assert "zebra" in asyncio.run(session({"hot_words": ["zebra"]})).error.message
 

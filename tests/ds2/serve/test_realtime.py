@@ -89,7 +89,8 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable
                 assert answer.error.event_id == event.get("event_id")
             await send(connection, data)
             await connection.input_audio_buffer.clear()
-            assert (await connection.recv()).type == "input_audio_buffer.cleared"
+            told = [(await connection.recv()).type for _ in range(2)]
+            assert told == ["input_audio_buffer.speech_started", "input_audio_buffer.cleared"]
             await connection.session.update(session=session(None))
             await connection.recv()
             await send(connection, data)
@@ -112,9 +113,13 @@ def test_server_vad_ends_items_at_pauses(serve: Callable[..., Running], monkeypa
             updated = await connection.recv()
             assert updated.session.audio.input.turn_detection.silence_duration_ms == 300
             await send(connection, np.tile(np.frombuffer(data, "<i2"), 3).tobytes())
-            return [await connection.recv() for _ in range(3)]
+            return [await connection.recv() for _ in range(5)]
 
-    committed, delta, completed = asyncio.run(talk())
+    started, stopped, committed, delta, completed = asyncio.run(talk())
+    assert started.type == "input_audio_buffer.speech_started"
+    assert stopped.type == "input_audio_buffer.speech_stopped"
+    assert 0 <= started.audio_start_ms < stopped.audio_end_ms <= 3000
+    assert started.item_id == stopped.item_id == committed.item_id == completed.item_id
     assert committed.type == "input_audio_buffer.committed"
     assert delta.delta == completed.transcript != ""
 

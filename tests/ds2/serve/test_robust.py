@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import subprocess
@@ -21,6 +22,10 @@ from ds2.serve.limits import Limits
 from ds2.serve.vosk import Vosk
 
 CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
 DIES = """
 import sys, os, signal
 from websockets.sync.client import connect
@@ -54,8 +59,7 @@ def test_others_hear_nothing_of_clients_that_misbehave(serve: Callable[..., Runn
 
     async def damaged() -> None:  # a frame that is no frame of the protocol
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
-        writer.write(b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+        writer.write(UPGRADE)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(bytes(range(255, 0, -1)))
         await reader.read()
@@ -63,8 +67,7 @@ def test_others_hear_nothing_of_clients_that_misbehave(serve: Callable[..., Runn
 
     async def half_closed() -> None:  # sends, closes its side amid a message
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n")
-        writer.write(b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n")
+        writer.write(UPGRADE)
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"\x82\xfe\x40\x00")
         writer.write_eof()
@@ -114,25 +117,65 @@ def test_a_client_that_never_reads_is_slowed_down(serve: Callable[..., Running])
     running, data = serve(idle_s=1.0), speech(7, 1.0)
     with socket.create_connection(("127.0.0.1", running.port)) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.sendall(
-            b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-        )
+        raw.sendall(UPGRADE)
+        assert raw.recv(4096).startswith(b"HTTP/1.1 101")  # what is sent before that is lost
         raw.settimeout(0.5)
         sent, frame = 0, b"\x82\x82\0\0\0\0\0\0" * 500  # messages of a sample, each answered
         deadline_s = time.monotonic() + 60
         try:
             while time.monotonic() < deadline_s:
-                sent += raw.send(frame)
+                raw.sendall(frame)
+                sent += len(frame)
         except (TimeoutError, ConnectionError):
             pass
-        assert time.monotonic() < deadline_s  # the server took no more, or ended it
+        assert sent and time.monotonic() < deadline_s  # the server took no more, or ended it
 
         async def meanwhile() -> str:
             async with connect(running.vosk) as ws:
                 return await heard(ws, data)
 
         assert asyncio.run(meanwhile()) == text_alone(running.recogniser, data)
+    until_empty(running)
+
+
+def closes(running: Running, *sent: bytes) -> bytes:
+    """What a connection is told before the server ends it."""
+    with socket.create_connection(("127.0.0.1", running.port)) as raw:
+        for data in sent:
+            raw.sendall(data)
+        raw.settimeout(30)
+        told = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := raw.recv(4096):
+                told += data
+        return told
+
+
+def test_connections_that_ask_nothing_end(serve: Callable[..., Running]) -> None:
+    running = serve(idle_s=0.5)
+    assert closes(running) == b""
+    assert closes(running, b"GET / HTTP/1.1\r\nHost: a\r\n") == b""
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n"
+    told = closes(running, head, b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n")
+    assert b" 408 " in told and b"nothing of the upload came for 0.5 s" in told
+    told = closes(running, b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\n")
+    assert b" 200 " in told
+    assert json.loads(running.text("/healthz")) == {"status": "ok"}
+
+
+def test_pings_whose_answers_nobody_takes_are_not_kept(serve: Callable[..., Running]) -> None:
+    running = serve(idle_s=60.0)
+    with socket.create_connection(("127.0.0.1", running.port)) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(UPGRADE)
+        assert raw.recv(4096).startswith(b"HTTP/1.1 101")  # what is sent before that is lost
+        raw.settimeout(3.0)
+        sent, ping = 0, (b"\x89\xfd\0\0\0\0" + bytes(125)) * 1000
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while sent < 50 << 20:
+                raw.sendall(ping)
+                sent += len(ping)
+        assert 0 < sent < 50 << 20  # the server took no more
     until_empty(running)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -27,9 +28,9 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.live import Endpoints
 from ds2.recognition.recogniser import Recogniser
-from ds2.serve.batcher import transcripts
+from ds2.serve.batcher import Here
+from ds2.serve.dispatch import transcripts
 from ds2.serve.limits import Limits
-from ds2.serve.server import application
 
 
 def flac(data: bytes) -> io.BytesIO:
@@ -284,15 +285,17 @@ def test_a_key_is_asked_for(serve: Callable[..., Running]) -> None:
         running.client("guess").audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.2)))
     assert running.client("secret").audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.5))).text
 
-    async def answer(headers: dict[str, str]) -> dict[str, Any]:
-        async with connect(running.vosk, additional_headers=headers) as ws:
-            if headers:
+    async def answer(headers: dict[str, str], *protocols: Any) -> dict[str, Any]:
+        async with connect(running.vosk, additional_headers=headers, subprotocols=protocols or None) as ws:
+            with contextlib.suppress(ConnectionClosed):  # refused already
                 await ws.send(speech(1, 0.1))
             found: dict[str, Any] = json.loads(await ws.recv())
             return found
 
     assert "API key" in asyncio.run(answer({}))["error"]
     assert "partial" in asyncio.run(answer({"Authorization": "Bearer secret"}))
+    assert "partial" in asyncio.run(answer({}, "realtime", "openai-insecure-api-key.secret"))  # as browsers have to
+    assert "API key" in asyncio.run(answer({}, "realtime", "openai-insecure-api-key.guess")).get("error", "")
 
 
 def test_a_model_that_cannot_stream_is_refused(
@@ -301,6 +304,6 @@ def test_a_model_that_cannot_stream_is_refused(
     model = make_model("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
     recogniser = Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="cannot stream"):
-        application(recogniser, Limits())
+        Here(recogniser, Limits())
     assert main(["serve", str(model), "--device", "cpu"]) == 2
     assert "cannot stream" in capsys.readouterr().err

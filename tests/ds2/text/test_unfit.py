@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 
 from ds2.config.schema import AlphabetConfig
@@ -29,8 +30,34 @@ def test_the_table_counts_and_the_block_makes_room() -> None:
 def test_digits_ask_for_a_language_and_turkish_for_its_locale() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     shown = help_text(count_unfit(["3 İnek, ılık"], plain), plain)
-    assert "numbers: en  # digits to words: your language" in shown and "alphabet.locale=tr" in shown
+    assert "numbers: tr  # digits to words: your language" in shown and "alphabet.locale=tr" in shown
     assert proposal(shown).normalise("İNEK ILIK")[0] == "inek ılık"
+
+
+@pytest.mark.parametrize(
+    ("text", "language"),
+    [
+        ("3 inek, ılık", "tr"),
+        ("три кота, 3", "ru"),
+        ("3ひき", "ja"),
+        ("3마리", "ko"),
+        ("3 חתולים", "he"),
+        ("3 fünf", "en"),
+    ],
+)
+def test_the_proposed_number_words_are_of_the_script(text: str, language: str) -> None:
+    plain = Alphabet.from_config(AlphabetConfig())
+    shown = help_text(count_unfit([text], plain), plain)
+    assert f"numbers: {language}  # digits to words: your language" in shown
+    proposal(shown).normalise(text)  # num2words knows it
+
+
+def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
+    plain = Alphabet.from_config(AlphabetConfig())
+    shown = help_text(count_unfit(["我有３只猫。", "2只"], plain), plain)
+    assert "numbers:" not in shown
+    assert not count_unfit(["我有３只猫。", "2只"], proposal(shown))
+    assert proposal(shown).normalise("我有３只猫。")[0].strip() == "我有3只猫"
 
 
 def test_nothing_unfit_says_nothing() -> None:

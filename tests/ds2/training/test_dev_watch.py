@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
@@ -43,6 +44,11 @@ def test_a_run_shows_losses_scores_times_and_the_same_utterances(tiny_config: Ca
         [e["loss"] for e in logged if e["event"] == "dev"]
     )
     assert "_hparams_/experiment" in shown.summary_metadata
+    settings = HParamsPluginData.FromString(
+        shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    ).session_start_info.hparams
+    assert settings["train.epochs"].number_value == 3 and settings["augment.noise_probability"].number_value == 0
+    assert not {"alphabet.pieces_file", "alphabet.replace", "data.test"} & {*settings}  # empty
 
 
 def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: Callable[..., Config]) -> None:
@@ -65,7 +71,7 @@ def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: C
 def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
-    watch, log = trainer.dev_watch, RunLog(Path(config.run_dir), writes=False)
+    watch, log = trainer.dev.watch, RunLog(Path(config.run_dir), writes=False)
     logits = torch.zeros(3, 2, 5)
     watch._labels[0], watch._labels[1] = [1, 1, 1], [1]  # three equal labels need five frames
     watch.see([0, 1], logits, torch.tensor([3, 3]))

@@ -109,7 +109,7 @@ def test_a_resumed_run_meets_shapes_anew_and_gives_the_same_bits(tiny_config: Ma
     config = tiny_config(*ON_GPU)
     whole = run(config, tmp_path / "whole", STEPS)
     first = run(config, tmp_path / "broken", 14)
-    first[0].save()
+    first[0].files.save()
     second = run(config, tmp_path / "broken", STEPS)
     assert_equal(whole, (second[0], first[1] + second[1]))
     assert replays(whole[0]) > replays(second[0]) > 0
@@ -160,10 +160,10 @@ def test_out_of_memory_while_recording_names_the_batch_and_the_settings(
 ) -> None:
     record = GraphedPasses._record
 
-    def without_memory(*arguments: Any) -> Any:
+    def without_memory(*arguments: Any, **options: Any) -> Any:
         torch.cuda.set_per_process_memory_fraction(1e-6)
         try:
-            return record(*arguments)
+            return record(*arguments, **options)
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -58,7 +58,7 @@ def test_a_state_without_some_of_its_tensors_does_not_resume(
     config = tiny_config("train.average_decay=0.9", "train.max_steps=1")
     trainer = Trainer(config, tmp_path)
     trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
-    trainer.save()
+    trainer.files.save()
     path = tmp_path / "trainer.safetensors"
     tensors, metadata = load(path)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)}
@@ -71,7 +71,7 @@ def test_a_state_without_some_of_its_tensors_does_not_resume(
 def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.max_steps=1")
     trainer = Trainer(config, tmp_path)
-    trainer.save()
+    trainer.files.save()
     path = tmp_path / "trainer.safetensors"
     tensors, metadata = load(path)
     progress = metadata["progress"]

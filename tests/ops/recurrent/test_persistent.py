@@ -14,7 +14,18 @@ from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidd
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
-from support.persistent_cases import CLIP, DTYPES, TF32_ERROR, backward_loop, forward_loop, inputs, one_a_kernel, run
+from support.persistent_cases import (
+    CLIP,
+    DTYPES,
+    TF32_ERROR,
+    assert_few_multiprocessors_give_the_same_bits,
+    assert_split_in_time_gives_the_same_bits,
+    backward_loop,
+    forward_loop,
+    inputs,
+    one_a_kernel,
+    run,
+)
 from support.rounding import Arithmetic, allowed_beside_stock, variances
 from torch._subclasses import FakeTensorMode
 
@@ -75,23 +86,12 @@ def test_every_tile_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_split_in_time_gives_the_same_bits(dtype: torch.dtype) -> None:
-    x, weight_hh, h0, _, _ = inputs((11, 20, 700), dtype)
-    options = Options("tanh", CLIP)
-    whole, last = persistent.forward(x, weight_hh, h0, None, options)
-    for cut in (1, 4, 10):
-        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
-        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
-        assert torch.equal(torch.cat([head, tail]), whole)
-        assert torch.equal(end, last)
+    assert_split_in_time_gives_the_same_bits((11, 20, 700), dtype, cuts=(1, 4, 10))
 
 
 @pytest.mark.gpu
 def test_few_multiprocessors_give_the_same_bits() -> None:
-    x, weight_hh, h0, _, _ = inputs((6, 30, 1152), torch.bfloat16)
-    options = Options("relu", CLIP)
-    everything = persistent.forward(x, weight_hh, h0, None, options)
-    one_cluster = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=16))
-    assert all(torch.equal(a, b) for a, b in zip(everything, one_cluster, strict=True))
+    assert_few_multiprocessors_give_the_same_bits((6, 30, 1152), max_sms=16)  # one cluster
 
 
 @pytest.mark.gpu

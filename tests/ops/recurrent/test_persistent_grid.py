@@ -14,6 +14,8 @@ from support.persistent_cases import (
     DTYPES,
     LARGEST_GRID_HIDDEN,
     TF32_ERROR,
+    assert_few_multiprocessors_give_the_same_bits,
+    assert_split_in_time_gives_the_same_bits,
     backward_loop,
     forward_loop,
     grid_choices_of,
@@ -80,23 +82,12 @@ def test_every_tile_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "dtype"), [(4, torch.bfloat16), (40, torch.float16), (3, torch.float32)])
 def test_split_in_time_gives_the_same_bits(batch: int, dtype: torch.dtype) -> None:
-    x, weight_hh, h0, _, _ = inputs((37, batch, 1760), dtype)
-    options = Options("tanh", CLIP)
-    whole, last = persistent.forward(x, weight_hh, h0, None, options)
-    for cut in (1, 9, 30):
-        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
-        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
-        assert torch.equal(torch.cat([head, tail]), whole)
-        assert torch.equal(end, last)
+    assert_split_in_time_gives_the_same_bits((37, batch, 1760), dtype, cuts=(1, 9, 30))
 
 
 @pytest.mark.gpu
 def test_few_multiprocessors_give_the_same_bits() -> None:
-    x, weight_hh, h0, _, _ = inputs((6, 4, 1760), torch.bfloat16)
-    options = Options("relu", CLIP)
-    everything = persistent.forward(x, weight_hh, h0, None, options)
-    fewer = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=100))
-    assert all(torch.equal(a, b) for a, b in zip(everything, fewer, strict=True))
+    assert_few_multiprocessors_give_the_same_bits((6, 4, 1760), max_sms=100)
 
 
 @pytest.mark.gpu

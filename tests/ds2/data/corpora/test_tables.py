@@ -27,6 +27,20 @@ def test_common_voice_and_coqui(tmp_path: Path) -> None:
     assert facts(import_csv(table)) == [("x.wav", 1.0, "one, two", "")]
 
 
+def test_what_is_no_table_is_named_with_the_way_out(tmp_path: Path) -> None:
+    for name, said in (("empty", "this one holds none"), ("voice", "one of dev.tsv, train.tsv$")):
+        (tmp_path / name).mkdir()
+        for table in ("train.tsv", "dev.tsv") if name == "voice" else ():
+            (tmp_path / name / table).touch()
+        with pytest.raises(ImporterError, match=f"is a folder; give the table in it: .*{said}"):
+            import_csv(tmp_path / name)
+    manifest = write_text(tmp_path / "m.jsonl", '{"audio_filepath": "x.wav", "duration": 1.0, "text": "a, b"}')
+    with pytest.raises(ImporterError, match=r"is a manifest .* needs no import"):
+        import_csv(manifest)
+    with pytest.raises(ImporterError, match="separated by semicolons"):
+        import_csv(write_text(tmp_path / "t.csv", "path;text", "x.wav;a"))
+
+
 @pytest.mark.parametrize(
     "lines, reason",
     [

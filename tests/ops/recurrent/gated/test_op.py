@@ -8,25 +8,20 @@ import torch
 from ds2_ops import gru, lstm
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.gated.op import _backward_data, _forward, gated
-from support.gated_cases import NAMES, assert_as_good_as_stock, problem, run
+from support.gated_cases import NAMES, assert_as_good_as_stock, on_every_target, problem, rounding_floor, run
 from support.op_cases import (
     CPU,
     CUDA,
     assert_same_bits,
     draw,
     nan_filled_memory,
-    on_cpu,
-    on_gpu,
     poison_padding,
     ragged_lengths,
 )
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-TARGETS = [on_cpu("cpu"), on_gpu("gemm"), on_gpu("persistent")]
 SHAPES = [(1, 3, 16), (6, 1, 33), (5, 4, 64), (4, 19, 7)]  # T = 1, B = 1, odd sizes
-TF32_ERROR = 2e-3  # the persistent kernels multiply float32 as TF32
-on_every_target = pytest.mark.parametrize(("device", "backend"), TARGETS)
 each_cell = pytest.mark.parametrize("cell", GATED)
 
 
@@ -39,7 +34,7 @@ def test_error_is_at_most_twice_that_of_stock_pytorch(
     for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
         lengths = ragged_lengths(shape[0], shape[1]).to(device) if ragged else None
         given = problem(cell, shape, device, dtype)
-        floor = TF32_ERROR if backend == "persistent" and dtype == torch.float32 else 2e-7
+        floor = rounding_floor(backend, dtype)
         assert_as_good_as_stock(cell, lambda: run(cell, *given, lengths, backend=backend), *given, lengths, floor)  # noqa: B023
 
 

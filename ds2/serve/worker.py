@@ -1,0 +1,151 @@
+"""A process that speaks with clients, of a server whose recogniser is in another: see `ds2.serve.workers`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.live import Endpoints
+from ds2.serve.batcher import Batcher
+from ds2.serve.dispatch import Heard
+from ds2.serve.frames import Frames, frame
+from ds2.serve.limits import Limits
+from ds2.serve.links import Failed
+from ds2.serve.server import make_server
+from ds2.text.alphabet import Alphabet
+
+log = logging.getLogger(__name__)
+
+
+class There(Batcher, asyncio.Protocol):
+    """A recogniser in another process; what is asked in one turn of the loop goes there together.
+
+    Args:
+        end: of the pair of sockets.
+        alphabet, sample_rate_hz: as of `Batcher`.
+        lost: is called when the other process has gone.
+    """
+
+    def __init__(self, end: socket.socket, alphabet: Alphabet, sample_rate_hz: int, lost: Callable[[], None]) -> None:
+        super().__init__(alphabet, sample_rate_hz)
+        self._end, self._lost = end, lost
+        self._numbers, self._frames = itertools.count(1), Frames()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._asked: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport: asyncio.Transport | None = None
+
+    async def begin(self) -> None:
+        """See `Batcher`."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.create_connection(lambda: self, sock=self._end)
+        self._tell(0, "begun")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio has it."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio has it."""
+        for call, answer in self._frames.accept(data):
+            done = self._waiting.pop(call)
+            if done.done():
+                continue
+            if isinstance(answer, Failed):
+                done.set_exception(answer.error())
+            else:
+                done.set_result(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """As asyncio has it."""
+        self._transport = None
+        for done in self._waiting.values():
+            if not done.done():
+                done.set_exception(RuntimeError("the recogniser has gone"))
+        self._waiting.clear()
+        self._lost()
+
+    def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> int:
+        number = next(self._numbers)
+        self._tell(0, "open", number, sample_rate_hz, endpoints, hot_words)
+        return number
+
+    def hear(self, called: int, samples: NDArray[np.float32] | None) -> asyncio.Future[Heard]:
+        """See `Batcher`."""
+        return self._ask("hear", called, time.monotonic(), samples)
+
+    def leave(self, called: int) -> None:
+        """See `Batcher`."""
+        self._tell(0, "leave", called)
+
+    async def of_prompt(self, prompt: str) -> dict[str, float]:
+        """See `Batcher`."""
+        found: dict[str, float] = await self._ask("prompt", prompt) if prompt else {}
+        return found
+
+    async def check(self, hot_words: HotWords) -> None:
+        """See `Batcher`."""
+        await self._ask("check", hot_words)
+
+    def refused(self, reason: str) -> None:
+        """See `Batcher`."""
+        self._tell(0, "refused", reason)
+
+    async def counted(self) -> bytes:
+        """See `Batcher`."""
+        found: bytes = await self._ask("counted")
+        return found
+
+    def close(self) -> None:
+        """See `Batcher`."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _ask(self, kind: str, *given: Any) -> asyncio.Future[Any]:
+        if self._transport is None or self._loop is None:
+            raise RuntimeError("the recogniser has gone")
+        call = next(self._numbers)
+        self._waiting[call] = done = self._loop.create_future()
+        self._tell(call, kind, *given)
+        return done
+
+    def _tell(self, call: int, kind: str, *given: Any) -> None:
+        if self._loop is None:
+            return
+        if not self._asked:
+            self._loop.call_soon(self._send)
+        self._asked.append((call, kind, given))
+
+    def _send(self) -> None:
+        asked, self._asked = self._asked, []
+        if self._transport is not None:
+            self._transport.write(frame(asked))
+
+
+def work(end: socket.socket, address: tuple[str, int], alphabet: Alphabet, sample_rate_hz: int, limits: Limits) -> None:
+    """Serve on an address that others share, until SIGTERM or until the recogniser has gone."""
+    os.setpgrp()  # Ctrl-C is for the first process, which ends the others in order
+    batcher = There(end, alphabet, sample_rate_hz, lambda: setattr(server, "should_exit", True))
+    server = make_server(batcher, limits, *address)
+    server.run(sockets=[bound(*address)])
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket on an address that other processes share: new connections are spread over those that listen."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    found.bind((host, port))
+    return found

@@ -1,0 +1,124 @@
+"""A server in several processes: this one owns the recogniser, the others speak with clients.
+
+One process of Python answers some thousand messages a second, and the recogniser has to share it: a GPU hears more
+streams than that.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import signal
+import socket
+import threading
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from ds2.config.schema import ConfigError
+from ds2.recognition.recogniser import Recogniser
+from ds2.serve.dispatch import Dispatch, Job
+from ds2.serve.limits import Limits
+from ds2.serve.links import Link, Links
+from ds2.serve.server import calm
+from ds2.serve.worker import bound, work
+
+log = logging.getLogger(__name__)
+SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
+_END_S = 60  # that workers have to finish what is open
+
+
+class Workers:
+    """The processes that speak with clients.
+
+    Args:
+        recogniser: with a unidirectional model.
+        limits: of all together; those of sessions and batches are kept here.
+        host, port: where they listen.
+        count: how many.
+
+    Raises:
+        ConfigError: a bidirectional model, an address that is taken, or workers that cannot begin.
+    """
+
+    def __init__(self, recogniser: Recogniser, limits: Limits, host: str, port: int, count: int) -> None:
+        self.limits, self.ending = limits, False
+        self._kept = _reserve(host, port)
+        self.address = (host, self._kept.getsockname()[1])
+        self.dispatch = Dispatch(recogniser, limits)
+        self._facts = (recogniser.alphabet, recogniser.features.sample_rate_hz)
+        self._processes: dict[Link, BaseProcess] = {}
+        self._links = Links(self.dispatch, self._gone)
+        for _ in range(count):
+            self._links.add(self._start())
+        self._early: list[Job | None] = []
+        while not all(link.begun for link in self._processes):
+            self._early += self._links.arrived(True)
+
+    def run(self) -> None:
+        """Hear until SIGINT or SIGTERM, and then until all sessions were told their last words."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with calm():
+                self.dispatch.run(self._arrived)
+        finally:
+            self.end()
+            for process in self.processes():
+                process.join(_END_S)
+                process.kill()
+            self._kept.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def processes(self) -> list[BaseProcess]:
+        """Those that speak with clients now."""
+        return list(self._processes.values())
+
+    def end(self) -> None:
+        """Let the workers finish what is open, and end."""
+        self.ending = True
+        for process in self.processes():
+            process.terminate()
+
+    def _arrived(self, block: bool) -> list[Job | None]:
+        early, self._early = self._early, []
+        return early or self._links.arrived(block)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self.end()
+
+    def _start(self) -> Link:
+        ours, theirs = socket.socketpair()
+        given = (theirs, self.address, *self._facts, self.limits)
+        process = multiprocessing.get_context("spawn").Process(target=work, args=given, name="ds2 serve", daemon=True)
+        process.start()
+        theirs.close()
+        link = Link(self.dispatch, ours)
+        self._processes[link] = process
+        return link
+
+    def _gone(self, link: Link) -> Link | None:
+        """Begin another worker for one that ended by itself."""
+        process = self._processes.pop(link)
+        if self.ending:
+            process.join(_END_S)
+            return None
+        process.join(_END_S)
+        if not link.begun:
+            raise ConfigError(f"a worker could not begin (status {process.exitcode}): its own message says why")
+        log.error("a worker ended (status %s): its clients are gone, another begins", process.exitcode)
+        return self._start()
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """Keep an address that nobody else has, without listening."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as alone:
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, port))
+        return bound(host, port)
+    except OSError as error:
+        taken = "is taken: choose another with --port" if error.errno == errno.EADDRINUSE else f"cannot be had: {error}"
+        raise ConfigError(f"{host}:{port} {taken}") from error

@@ -1,0 +1,23 @@
+"""The client of recipes/live.md, as it is written there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import soundfile
+from support.paths import ROOT
+from support.serving import RATE_HZ, Running, samples_of, speech, text_alone
+
+
+def test_the_client_in_the_recipe(serve: Callable[..., Running], tmp_path: Path) -> None:
+    running, data = serve(), speech(2, 1.5)
+    soundfile.write(tmp_path / "talk.wav", samples_of(data), RATE_HZ, subtype="PCM_16")
+    recipe = (ROOT / "recipes/live.md").read_text(encoding="utf-8")
+    client = recipe.split("```python\n")[1].split("```")[0]
+    command = [sys.executable, "-c", client, str(tmp_path / "talk.wav"), running.vosk]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert len(told) == 9
+    assert told[-1] == text_alone(running.recogniser, data) != ""

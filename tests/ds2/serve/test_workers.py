@@ -1,0 +1,193 @@
+"""A server in several processes: the same answers, and no process that takes the others with it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import soundfile
+import torch
+from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.model.checkpoint import load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.serve.limits import Limits
+from ds2.serve.workers import Workers
+
+CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
+
+
+@pytest.fixture
+def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, Workers]]:
+    """A server with two workers that takes 40 sessions."""
+    recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method="beam", beam=8), torch.device("cpu"))
+    server = Workers(recogniser, Limits(sessions=40, idle_s=20), "127.0.0.1", 0, 2)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    yield Running(recogniser, server.address[1], server.end), server
+    server.end()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+async def vosk(url: str, data: bytes, chunk: int = 6400) -> list[tuple[str, float, float]]:
+    """Words and times of what is sent chunk by chunk."""
+    async with connect(url) as ws:
+        await ws.send(CONFIG)
+        answers = []
+        for start in range(0, len(data), chunk):
+            await ws.send(data[start : start + chunk])
+            answers.append(json.loads(await ws.recv()))
+        await ws.send('{"eof" : 1}')
+        answers.append(json.loads(await ws.recv()))
+        return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
+    server, workers = running
+    sources = [speech(seed, 0.4 + 0.02 * seed) for seed in range(36)]
+    wanted = [
+        [(word.text, round(word.start_s, 3), round(word.end_s, 3)) for word in alone(server.recogniser, data).words]
+        for data in sources
+    ]
+    assert len(set(map(str, wanted))) > 10
+
+    async def all_at_once() -> list[list[tuple[str, float, float]]]:
+        return await asyncio.gather(*(vosk(server.vosk, data) for data in sources))
+
+    assert asyncio.run(all_at_once()) == wanted
+    until(lambda: server.metric("ds2_sessions") == 0)
+    assert server.metric("ds2_words_total") == sum(map(len, wanted))
+    assert server.metric("ds2_latency_seconds_count") > len(sources)
+    with pytest.raises(ConfigError, match="is taken: choose another with --port"):
+        Workers(server.recogniser, Limits(), *workers.address, 1)
+
+
+def test_files_hot_words_and_what_is_wrong(running: tuple[Running, Workers]) -> None:
+    server, _ = running
+    data = speech(2, 1.5)
+    file = io.BytesIO()
+    soundfile.write(file, samples_of(data), RATE_HZ, format="WAV")
+    upload, create = ("talk.wav", file.getvalue()), server.client().audio.transcriptions.create
+    plain = text_alone(server.recogniser, data)
+    assert create(model="ds2", file=upload).text == plain
+    assert create(model="ds2", file=upload, extra_body={"hot_words": json.dumps({plain: -500})}).text != plain
+    create(model="ds2", file=upload, prompt="cab, b a")
+    with pytest.raises(openai.BadRequestError, match="zebra"):
+        create(model="ds2", file=upload, extra_body={"hot_words": '["zebra"]'})
+    with pytest.raises(openai.BadRequestError, match="not readable"):
+        create(model="ds2", file=("talk.wav", b"not audio"))
+    assert server.metric("ds2_sessions") == 0
+
+
+def test_the_sessions_of_all_workers_together_are_limited(running: tuple[Running, Workers]) -> None:
+    server, _ = running
+
+    async def full() -> tuple[str, int]:
+        held = [await connect(server.vosk) for _ in range(40)]
+        for ws in held:
+            await ws.send(bytes(200))
+            await ws.recv()
+        try:
+            async with connect(server.vosk) as ws:
+                await ws.send(bytes(200))
+                reason = json.loads(await ws.recv())["error"]
+                with pytest.raises(ConnectionClosed) as closed:
+                    await ws.recv()
+            with pytest.raises(openai.RateLimitError, match="all 40 sessions"):
+                await asyncio.to_thread(
+                    server.client().audio.transcriptions.create, model="ds2", file=("a.raw", bytes(200))
+                )
+        finally:
+            for ws in held:
+                await ws.close()
+        return reason, closed.value.rcvd.code if closed.value.rcvd else 0
+
+    reason, code = asyncio.run(full())
+    assert "all 40 sessions" in reason and code == 1013
+    until(lambda: server.metric("ds2_sessions") == 0)
+
+
+def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Running, Workers]) -> None:
+    server, workers = running
+    data = speech(6, 1.0)
+    first = workers.processes()[0]
+
+    async def talk() -> list[Any]:
+        held = [await connect(server.vosk) for _ in range(30)]
+        for ws in held:
+            await ws.send(CONFIG)
+            await ws.send(data)
+        for ws in held:
+            await ws.recv()
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+        texts: list[Any] = []
+        for ws in held:
+            try:
+                await ws.send('{"eof" : 1}')
+                texts.append(json.loads(await ws.recv())["text"])
+            except ConnectionClosed:
+                texts.append(None)
+        return texts
+
+    texts = asyncio.run(talk())
+    assert set(texts) == {None, text_alone(server.recogniser, data)}
+    until(lambda: first not in workers.processes() and len(workers.processes()) == 2)
+    until(lambda: server.metric("ds2_sessions") == 0)
+    assert " ".join(word for word, *_ in asyncio.run(vosk(server.vosk, data))) == text_alone(server.recogniser, data)
+
+
+def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path]) -> None:
+    model = str(make_model())
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", "2", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert f"127.0.0.1:{port}" in server.stdout.readline()
+        data, recogniser = speech(3, 1.0), Recogniser.load(model, device="cpu", decode=DecodeConfig())
+
+        async def speak() -> list[tuple[str, int]]:
+            held = [await connect(f"ws://127.0.0.1:{port}/") for _ in range(8)]
+            told: list[tuple[str, int]] = []
+            for ws in held:
+                await ws.send(CONFIG)
+                await ws.send(data)
+                await ws.recv()
+            server.terminate()
+            for ws in held:
+                text = json.loads(await ws.recv())["text"]
+                with pytest.raises(ConnectionClosed) as closed:
+                    await ws.recv()
+                told.append((text, closed.value.rcvd.code if closed.value.rcvd else 0))
+            return told
+
+        assert asyncio.run(speak()) == [(text_alone(recogniser, data), 1012)] * 8
+        assert server.wait(60) == 0
+    finally:
+        server.kill()

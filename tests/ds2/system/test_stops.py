@@ -1,0 +1,49 @@
+"""Workers end with the block that they work for, in the middle of what they do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds2.system.stops import Stopped, worker_processes
+
+
+def wait(folder: Path, number: int) -> None:
+    (folder / str(number)).touch()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt(), Stopped(signal.SIGTERM), ValueError()], ids=repr)
+def test_what_ends_a_block_ends_its_workers(tmp_path: Path, reason: BaseException) -> None:
+    others = set(multiprocessing.active_children())
+    with pytest.raises(type(reason)), worker_processes(2) as pool:
+        futures = [pool.submit(wait, tmp_path, number) for number in range(9)]
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        workers = set(multiprocessing.active_children()) - others
+        raise reason
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+    assert not any(future.done() and not (future.cancelled() or future.exception()) for future in futures)
+
+
+def test_an_interrupt_of_the_group_is_the_parents(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time\nfrom ds2.system.stops import worker_processes\n"
+        "if __name__ == '__main__':\n"
+        "    with worker_processes(1) as pool:\n        pool.submit(time.sleep, 0).result()\n"
+        "        pool.submit(time.sleep, 60)\n        os.killpg(0, signal.SIGINT)\n"
+    )
+    script = tmp_path / "group.py"
+    script.write_text(code, encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, start_new_session=True
+    )
+    assert run.stderr.count("Traceback") == 1 and "KeyboardInterrupt" in run.stderr, run.stderr
