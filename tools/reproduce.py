@@ -9,43 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import re
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from reproduce_command import RowFailed, TimeUp, run_command
 from reproduce_log import curve, events, minutes_of_steps, so_far
 from reproduce_report import Unfinished, report, write_plot
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.system.files import write_text
 from ds2.system.machine import git_commit
-
-_LINES_OF_AN_ERROR = 3
-_SAVING_S = 12  # that a run has to save when the time is up, and anything else to end
-# A command of ds2 that is killed when the thread dies that waits for it: a run must not outlive the table.
-_CHILD = """
-import sys
-from ds2.system.stops import end_with_parent
-end_with_parent()
-from ds2.cli import main
-sys.exit(main())
-"""
-
-
-class RowFailed(Exception):
-    """A command of a row did not end well; says which and how."""
-
-
-class TimeUp(RowFailed):
-    """A command was stopped, or not begun, for want of time."""
 
 
 class Reproduction:
@@ -76,8 +56,21 @@ class Reproduction:
 
     def results(self) -> dict[str, dict[str, Any]]:
         """What is known, by row."""
-        found = {row.name: self._result_file(row) for row in self.table.rows}
-        return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items() if path.is_file()}
+        return {row.name: found for row in self.table.rows if (found := self._kept(row))}
+
+    def of_other_settings(self) -> str | None:
+        """The first row whose result is one of another shape of the table, and what differs; None where all fit."""
+        for row in self.table.rows:
+            wanted = {*self.table.settings, *row.settings}
+            kept = self._kept(row)
+            if kept and (missing := sorted(wanted - {*kept["settings"]})):
+                return f"{self._result_file(row)} was trained without {', '.join(missing)}"
+        return None
+
+    def _kept(self, row: Row) -> dict[str, Any] | None:
+        path = self._result_file(row)
+        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return found
 
     def unfinished(self) -> dict[str, Unfinished]:
         """How far the rows came that have begun and have no result, by row; of several rates the one that went on."""
@@ -176,46 +169,19 @@ class Reproduction:
         settings += [f"optim.learning_rate={rate}"] if rate else []
         if epochs:
             settings += [f"train.epochs={epochs}"]
-        self._command(["train", *settings], gpu, run_dir)
+        run_command(["train", *settings], gpu, run_dir, self.stop_at)
         return run_dir
 
     def _evaluate(self, run_dir: Path, gpu: str, how: str, decode: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Scores by test manifest and way of decoding."""
         out = run_dir / _file_name(how)
-        self._command(["evaluate", str(run_dir), *self.given.test, *decode, "--out", str(out)], gpu, run_dir)
+        arguments = ["evaluate", str(run_dir), *self.given.test, *decode, "--out", str(out)]
+        run_command(arguments, gpu, run_dir, self.stop_at)
         scores = {}
         for path in sorted(out.glob("*/report.json")):
             found = json.loads(path.read_text(encoding="utf-8"))
             scores[f"{path.parent.name}, {how}"] = {key: found[key] for key in ("wer", "cer", "interval")}
         return scores
-
-    def _command(self, arguments: Sequence[str], gpu: str, run_dir: Path) -> None:
-        """Run a command of ds2 on a GPU; it ends with this process, and when the time is up.
-
-        Raises:
-            RowFailed: its status was not 0.
-        """
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu != "cpu" else None
-        run_dir.mkdir(parents=True, exist_ok=True)
-        log = run_dir / "output.txt"
-        with log.open("a", encoding="utf-8") as output:
-            left_s = self.stop_at - time.monotonic()
-            if left_s <= 0:
-                raise TimeUp("not begun, the time was up")
-            with subprocess.Popen(
-                [sys.executable, "-c", _CHILD, *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            ) as process:
-                try:
-                    status = process.wait(None if left_s == float("inf") else left_s)
-                except subprocess.TimeoutExpired:
-                    _end(process)
-                    raise TimeUp(f"stopped when the time was up: {so_far(run_dir)}") from None
-        if status:
-            said = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-            raise RowFailed(f"ds2 {arguments[0]} ended with {status}: {' | '.join(said[-_LINES_OF_AN_ERROR:])} ({log})")
 
     def _run_dir(self, row: Row, rate: float | None) -> Path:
         return self.folder / "runs" / (_file_name(row.name) + (f"-{rate:g}" if rate else ""))
@@ -228,14 +194,6 @@ class Reproduction:
             print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_SAVING_S)
-    except subprocess.TimeoutExpired:  # it goes on from its last save
-        process.kill()
-
-
 def _parameters(run_dir: Path) -> int:
     from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
 
@@ -246,6 +204,16 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.]+", "_", name)
 
 
+def _above(least: float, kind: type[float] = float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text}: a finite number above {least} is needed")
+        return value
+
+    return parse
+
+
 def main() -> int:
     """Run, report; status 1 where rows are missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -253,13 +221,15 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings of ds2 train for all rows: data.corpus=FOLDER")
     parser.add_argument("--out", type=Path, help="folder (default: runs/TABLE); the same one goes on")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by name, in this order")
-    parser.add_argument("--narrow", type=float, default=1, help="widths of the paper over this")
-    parser.add_argument("--epochs", type=int, default=20, help="of a row of the paper's tables; 0: as its settings say")
+    parser.add_argument("--narrow", type=_above(0), default=1, help="widths of the paper over this")
+    parser.add_argument(
+        "--epochs", type=_above(-1, int), default=20, help="of a row of the paper's tables; 0: as its settings say"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of the paper's tables; theirs is sgd")
     parser.add_argument("--rates", type=float, nargs="*", help="learning rates to try; one: no search")
-    parser.add_argument("--search-epochs", type=int, default=2, help="that each learning rate is tried for")
+    parser.add_argument("--search-epochs", type=_above(0, int), default=2, help="that each learning rate is tried for")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="numbers of GPUs, or cpu")
-    parser.add_argument("--at-once", type=int, default=1, help="runs that share a GPU")
+    parser.add_argument("--at-once", type=_above(0, int), default=1, help="runs that share a GPU")
     parser.add_argument("--test", nargs="+", default=[], help="manifests to report on, if not the recipe's test set")
     parser.add_argument(
         "--decode", nargs="+", default=[], help="settings of ds2 evaluate for a second WER: decode.lm=..."
@@ -272,6 +242,8 @@ def main() -> int:
         parser.error(f"{given.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")
     folder = given.out or Path("runs") / given.table
     reproduction = Reproduction(table, folder, given)
+    if differs := reproduction.of_other_settings():
+        parser.error(f"{differs}, as this command would: give the former options, another --out, or remove the file")
     reproduction.run()
     results = reproduction.results()
     unfinished = reproduction.unfinished()

@@ -48,7 +48,7 @@ class Shape:
 # Section 5.3: Nesterov 0.99, clip 400, SortaGrad, noise on 40 %, the best model on dev. Not the paper's: characters at
 # 25 frames a second for speed; speed and masks, as 5 hours of speech would be learnt by heart otherwise.
 _PAPER = (
-    "recipe=librispeech_5h",
+    "recipe=librispeech_5h_relu",
     "optim.schedule=anneal",
     "augment.noise_probability=0.4",
     "model.row_convs=10",
@@ -130,7 +130,7 @@ _DEGRADED = (
 
 
 def _ablation(shape: Shape) -> Table:
-    base = ("recipe=librispeech_5h", "optim.schedule=timed_cosine", "train.epochs=1000")
+    base = ("recipe=librispeech_5h_relu", "optim.schedule=timed_cosine", "train.epochs=1000")
     rows = (
         Row("as it was", ()),
         Row("batches of 32, rate 2e-3", ("batching.utterances=32", "optim.learning_rate=2e-3")),

@@ -82,6 +82,25 @@ def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path
     return remaining, [Path(folder) for folder in folders]
 
 
+def manifests_of(model_file: Path, given: Sequence[str | Path], named: Sequence[str], key: str) -> list[Path]:
+    """Return the manifests given, or else those that the model's config names.
+
+    Args:
+        model_file: for the message.
+        given: on the command line.
+        named: by `key` of the model's config, relative to where it was trained.
+        key: data.dev or data.test.
+
+    Raises:
+        ConfigError: none was given and the model names none, or one that is not here.
+    """
+    if given or (named and all(Path(path).is_file() for path in named)):
+        return [Path(path) for path in given or named]
+    missing = next((path for path in named if not Path(path).is_file()), "")
+    lacks = f"{key} of its config, {missing}, is not here" if missing else f"it names none ({key} is empty)"
+    raise ConfigError(f"{model_file}: no manifests were given, and {lacks}: add MANIFEST... to the command")
+
+
 def add_where(parser: argparse.ArgumentParser) -> None:
     """Declare where a model runs and in which precision."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import Parser, add_where, real, whole
+from ds2.commands.common import Parser, add_where, manifests_of, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
-from ds2.config.schema import CommConfig, ConfigError, DataConfig
+from ds2.config.schema import CommConfig, DataConfig
 from ds2.data.splits import scored_utterances
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
@@ -32,9 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         file = find_model(given.model)
         loaded = load_model(file, comm.device)
         data = loaded.config.data
-        manifests = given.manifests or [Path(p) for p in data.test]
-        if not manifests:
-            raise ConfigError(f"{file} names no test manifest (data.test is empty): give manifests to evaluate")
+        manifests = manifests_of(file, given.manifests, data.test, "data.test")
         options = resolve_options(decode, file, loaded.config)
         recogniser = Recogniser.of(loaded, options, comm.device, given.precision)
         if given.robustness is not None:

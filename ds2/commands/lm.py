@@ -22,9 +22,14 @@ from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.perplexity import perplexity
 from ds2.lm.sentences import SentenceReader, cut
 from ds2.text.alphabet import Alphabet
+from ds2.text.pieces import read_pieces
 
 
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:
+    if arguments.model and arguments.pieces:
+        raise LanguageModelError(
+            "--pieces beside --model: the network's alphabet has labels of its own, give one of both"
+        )
     if arguments.model:
         from ds2.model.checkpoint import load_model
 
@@ -35,7 +40,8 @@ def _alphabet(arguments: argparse.Namespace) -> Alphabet:
         if not old or not equals:
             raise LanguageModelError(f"--replace {pair!r} is not OLD=NEW")
         replace[old] = new
-    return Alphabet.from_config(AlphabetConfig(arguments.symbols, arguments.case, replace))
+    pieces = read_pieces(arguments.pieces) if arguments.pieces else []
+    return Alphabet.from_config(AlphabetConfig(arguments.symbols, arguments.case, replace, pieces=pieces))
 
 
 def _stored_alphabet(model: NGram) -> Alphabet | None:
@@ -49,9 +55,9 @@ def _refuse_missing(arguments: argparse.Namespace) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    alphabet = None if arguments.unit == "piece" and not arguments.model else _alphabet(arguments)
+    alphabet = None if arguments.unit == "piece" and not (arguments.model or arguments.pieces) else _alphabet(arguments)
     if arguments.unit == "piece" and alphabet is not None and not alphabet.has_pieces:
-        raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters, not pieces")
+        raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
     output = arguments.output
     _refuse_missing(arguments)
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
@@ -158,6 +164,11 @@ def _add_alphabet(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--symbols", default=defaults.symbols, help=f"the alphabet without --model (default {defaults.symbols!r})"
+    )
+    command.add_argument(
+        "--pieces",
+        type=Path,
+        help="byte-pair pieces of these symbols, of `ds2 data pieces`, or a .model of sentencepiece",
     )
     command.add_argument("--case", choices=("lower", "upper", "keep"), default=defaults.case, help="(default lower)")
     command.add_argument("--replace", nargs="+", default=[], metavar="OLD=NEW", help="applied first, longest first")

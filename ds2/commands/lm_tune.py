@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ds2.commands.common import whole
+from ds2.commands.common import manifests_of, whole
 from ds2.commands.decode_options import resolve_options
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
@@ -62,10 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         options = replace(options, method="beam")
     options = replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
     make_decoder(options, loaded.alphabet, 1.0, device, lm)  # a mistake shows before the model is run
-    manifests = arguments.manifests or loaded.config.data.dev
-    if not manifests:
-        raise DecodeError(f"{file} names no dev manifest (data.dev is empty): give manifests to tune on")
-    utterances = scored_utterances(manifests, loaded.alphabet)
+    manifests = manifests_of(file, arguments.manifests, loaded.config.data.dev, "data.dev")
+    utterances = scored_utterances([str(path) for path in manifests], loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
     dev = DevSet.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])

@@ -114,7 +114,17 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
     given = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         _unknown(given)
-    raise ConfigError(f"{key}: {detail}") from error
+    raise ConfigError(f"{key}: {shape_hint(key) or detail}") from error
+
+
+def shape_hint(key: str) -> str:
+    """What a key takes if that is a list or a mapping, whatever was given; empty for single values and unknown keys."""
+    value: Any = Config()
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    if isinstance(value, list):
+        return f"takes a list, in brackets even of one: {key}=[A,B]"
+    return f"takes a mapping: {key}={{KEY:VALUE}}" if isinstance(value, dict) else ""
 
 
 def _unknown(key: str) -> NoReturn:

@@ -40,6 +40,7 @@ def pack(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> tuple[Ten
     Args:
         log_probs: (T, B, V) float32.
         lengths: (B,) CPU int64.
+        options: whose `label_min_log_prob` counts.
 
     Returns:
         (T + 1, B, V) packed frames, -inf where a label is not followed, and (B,) int64 how many each utterance has.

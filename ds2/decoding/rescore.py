@@ -41,7 +41,7 @@ def make_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.de
             f"{options.rescore} does not know {describe(unknown)}, which this network writes: train one with "
             "`ds2 lm train --model` of the network"
         )
-    return Rescorer(model, options, alike=model.alphabet == alphabet)
+    return Rescorer(model, options, alike=alphabet.normalises_as(model.alphabet))
 
 
 class Rescorer:
@@ -52,7 +52,7 @@ class Rescorer:
     Args:
         model: the recurrent one.
         options: alpha, w (`rescore_weight`) and how many hypotheses are kept (`nbest`).
-        alike: what the network writes is normalised as the model's texts were: in its characters, or its pieces.
+        alike: what the network writes is normalised as the model's texts were, whatever the labels of both.
     """
 
     def __init__(self, model: RecurrentLM, options: DecodeConfig, *, alike: bool) -> None:

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ds2.config.convert import nearest_key, to_config
+from ds2.config.convert import nearest_key, shape_hint, to_config
 from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
 
@@ -54,7 +54,9 @@ def decode_settings(
         near = nearest_key(str(error.full_key)) if unknown else None
         hint = f"; did you mean {near!r}?" if near else ""
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{place}: {key}{str(error).splitlines()[0]}{hint}") from error
+        blamed = [k for k, _, value in (c.partition("=") for c in changes) if k == error.full_key or value[:1] == "{"]
+        reason = next(filter(None, map(shape_hint, blamed)), str(error).splitlines()[0])
+        raise ConfigError(f"{place}: {key}{reason}{hint}") from error
     return to_config(cast(DictConfig, merged)).decode
 
 

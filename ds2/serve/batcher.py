@@ -115,9 +115,9 @@ class Source:
 
         What became final in a chunk for which nobody waited to the end is told here.
         """
-        heard = await self._hear(None)
         missed, self._missed = self._missed, []
-        before = [segment for done in missed for segment in (await done).final]
+        before = [segment for done in missed for segment in (await done).final]  # first: a batch has each source once
+        heard = await self._hear(None)
         return replace(heard, final=before + heard.final)
 
     async def _hear(self, samples: NDArray[np.float32] | None) -> Heard:

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +48,12 @@ class There(Batcher, asyncio.Protocol):
     async def begin(self) -> None:
         """See `Batcher`."""
         self._loop = asyncio.get_running_loop()
-        await self._loop.create_connection(lambda: self, sock=self._end)
+        await self._loop.create_unix_connection(lambda: self, sock=self._end)
         self._tell(0, "begun")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As asyncio has it."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by name
 
     def data_received(self, data: bytes) -> None:
         """As asyncio has it."""

@@ -100,9 +100,14 @@ def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 def become_worker() -> None:
     """Leave the signals that terminals and launchers send to whole groups to the parent, which cleans up, and end with
-    it, of whatever it dies (Linux; elsewhere a worker notices by itself)."""
+    it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when its parent dies, of whatever (Linux; elsewhere workers notice)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -190,6 +190,10 @@ class Alphabet:
                 )
             text = " ".join("".join(c for c in text if c not in unknown).split())
         return self.spell(text)
+
+    def normalises_as(self, other: Alphabet) -> bool:
+        """Whether what this alphabet writes is what `normalise` of the other makes of it: all but the labels agree."""
+        return self._characters == other._characters and replace(self, symbols=other.symbols) == other
 
     def spell(self, text: str) -> list[int]:
         """Return the labels of a normalised text without unknown characters."""

@@ -124,3 +124,18 @@ def test_rows_that_repeat_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_row_is_refused(command: list[str]) -> None:
     refused = reproduce(command, "--rows", "9 layers")
     assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr
+
+
+@pytest.mark.parametrize("option", [("--at-once", "0"), ("--narrow", "0"), ("--narrow", "nan"), ("--epochs", "-1")])
+def test_numbers_out_of_range_are_refused(command: list[str], option: tuple[str, str]) -> None:
+    refused = reproduce(command, *option)
+    assert refused.returncode == 2 and f"argument {option[0]}: {option[1]}: a finite number above" in refused.stderr
+
+
+def test_results_of_another_shape_are_not_reported_as_this_one(command: list[str], tmp_path: Path) -> None:
+    kept = tmp_path / "table" / "results" / "8_layers.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({"settings": ["model.depth=8", "model.skip=4", "model.hidden=1152"]}))
+    refused = reproduce(command, "--narrow", "9")
+    assert refused.returncode == 2 and "8_layers.json was trained without" in refused.stderr
+    assert "model.hidden=128" in refused.stderr and "another --out" in refused.stderr

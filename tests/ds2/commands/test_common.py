@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 
-from ds2.commands.common import Parser
+from ds2.cli import main
+from ds2.commands.common import Parser, manifests_of
+from ds2.config.schema import ConfigError
 
 
 def parser() -> Parser:
@@ -64,3 +68,29 @@ def test_mistakes_are_named_with_the_whole_usage(
     assert end.value.code == 2
     shown = capsys.readouterr().err
     assert said in shown and "[--quiet]" in shown and "model" in shown.split("error")[0]
+
+
+def test_manifests_that_a_model_names_are_asked_for_where_they_are_not(tmp_path: Path) -> None:
+    model, here = tmp_path / "best.safetensors", tmp_path / "test.jsonl"
+    here.touch()
+    assert manifests_of(model, ["other.jsonl"], ["gone.jsonl"], "data.test") == [Path("other.jsonl")]
+    assert manifests_of(model, [], [str(here)], "data.test") == [here]
+    with pytest.raises(ConfigError, match=r"data.test of its config, gone.jsonl, is not here: add MANIFEST"):
+        manifests_of(model, [], [str(here), "gone.jsonl"], "data.test")
+    with pytest.raises(ConfigError, match=r"it names none \(data.dev is empty\): add MANIFEST"):
+        manifests_of(model, [], [], "data.dev")
+
+
+def test_serve_says_where_it_cannot_listen_before_it_loads_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "none", "--port", str(port)]) == 2
+        assert (
+            f"cannot listen on 127.0.0.1:{port} (Address already in use): give another --port"
+            in capsys.readouterr().err
+        )
+    assert main(["serve", "none", "--host", "192.0.2.1"]) == 2
+    assert "--host is an address of this machine" in capsys.readouterr().err

@@ -31,6 +31,14 @@ def test_mistakes_are_named(override: str, tmp_path: Path) -> None:
         resolve_options([override], tmp_path / "best.safetensors", Config(run_dir="run"))
 
 
+@pytest.mark.parametrize("others", [[], ["decode=beam"], ["decode.beam=9"]])
+@pytest.mark.parametrize("value", ["{zero:5}", "zero"])
+def test_a_list_that_is_none_is_told_how_lists_are_written(value: str, others: list[str], tmp_path: Path) -> None:
+    given = [*others, f"decode.hot_words={value}"]
+    with pytest.raises(ConfigError, match=r"takes a list, in brackets even of one: decode\.hot_words=\[A,B\]"):
+        resolve_options(given, tmp_path / "best.safetensors", Config(run_dir="run"))
+
+
 def test_the_nearest_key_is_named(tmp_path: Path) -> None:
     model, config = tmp_path / "best.safetensors", Config(run_dir="run")
     with pytest.raises(ConfigError, match=r"did you mean 'decode\.alpha'"):

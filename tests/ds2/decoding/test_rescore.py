@@ -19,6 +19,7 @@ from ds2.recognition.tuning import DevSet, tune_rescoring
 from ds2.text.alphabet import Alphabet
 
 LENGTHS = torch.tensor([6, 4, 1])
+LETTERS_AND_PIECES = Alphabet(("", "\u2581a", "\u2581", "a", "b"))
 
 
 def recurrent(folder: Path, alphabet: Alphabet = CHARACTERS) -> tuple[str, RecurrentLM]:
@@ -34,12 +35,14 @@ def decoder_of(options: DecodeConfig, tmp_path: Path, alphabet: Alphabet = CHARA
     return make_decoder(options, alphabet, 0.02, CPU, language_model(tmp_path, "word"))
 
 
-@pytest.mark.parametrize("alphabet", [CHARACTERS, PIECES])
+@pytest.mark.parametrize(
+    ("alphabet", "labels"), [(CHARACTERS, CHARACTERS), (PIECES, CHARACTERS), (CHARACTERS, LETTERS_AND_PIECES)]
+)
 @pytest.mark.parametrize("method", ["beam", "native"])
-def test_the_best_mixture_comes_first(method: str, alphabet: Alphabet, tmp_path: Path) -> None:
+def test_the_best_mixture_comes_first(method: str, alphabet: Alphabet, labels: Alphabet, tmp_path: Path) -> None:
     if method == "native":
         pytest.importorskip("ctc_beam_decoder")
-    file, model = recurrent(tmp_path)  # characters, whatever the network writes
+    file, model = recurrent(tmp_path, labels)  # whatever the network writes
     log_probs = random_log_probs(6, 3, 4)
     found = replace(WIDE, method=method, nbest=12, label_min_log_prob=-20.0)
     plain = decoder_of(found, tmp_path, alphabet).decode(log_probs, LENGTHS)

@@ -174,6 +174,23 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         run(["train", str(tmp_path / "none"), "--output", lm])
 
 
+def test_a_model_of_pieces_reads_what_characters_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, lm = tmp_path / "text.txt", str(tmp_path / "lm.safetensors")
+    text.write_text("AB ABB\nBA\n" * 10, encoding="utf-8")
+    (tmp_path / "two.pieces").write_text("\u2581a\n\u2581ab\n\u2581\na\nb\n", encoding="utf-8")
+    cut = ["--symbols", " ab", "--pieces", str(tmp_path / "two.pieces")]
+    sizes = ["--hidden", "8", "--layers", "1", "--epochs", "1", "--device", "cpu"]
+    assert run(["train", str(text), "--output", lm, *cut, *sizes]) == 0
+    assert "20 lines, 60 pieces" in capsys.readouterr().out  # _ab, _ab b, and _ b a
+    alphabet = load_recurrent(Path(lm)).alphabet
+    characters = Alphabet(("", " ", "a", "b"))
+    assert characters.normalises_as(alphabet) and alphabet.normalises_as(characters)
+    assert not characters.normalises_as(Alphabet(("", " ", "A", "B"), "upper"))
+    assert not characters.normalises_as(Alphabet(("", " ", "a", "b"), replace=(("c", "a"),)))
+    with pytest.raises(LanguageModelError, match="give one of both"):
+        run(["train", str(text), "--output", lm, *cut, "--model", lm])
+
+
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_scores() -> None:
     model = small(hidden=64)

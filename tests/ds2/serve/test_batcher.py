@@ -1,0 +1,68 @@
+"""Sources that share a recogniser: how many are heard together, and what nobody waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.serving import RATE_HZ, samples_of, speech
+
+from ds2.config.schema import DecodeConfig
+from ds2.model.checkpoint import load_model
+from ds2.recognition.live import Endpoints
+from ds2.recognition.recogniser import Recogniser
+from ds2.serve.batcher import Here
+from ds2.serve.limits import Limits
+
+RULES = Endpoints(longest_s=0.5)
+
+
+def recogniser_of(model: Path) -> Recogniser:
+    return Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu"))
+
+
+def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
+    def sizes(batch: int) -> dict[str, str]:
+        here = Here(recogniser_of(make_model()), Limits(batch=batch))
+
+        async def talk() -> bytes:
+            sources = [here.open(RATE_HZ, RULES) for _ in range(6)]
+            for _ in range(3):
+                await asyncio.gather(*(source.accept(samples_of(speech(3, 0.4))) for source in sources))
+            return await here.counted()
+
+        lines = asyncio.run(talk()).decode().splitlines()
+        here.close()
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("ds2_batch_size"))
+
+    alone, all_of_them = sizes(1), sizes(6)
+    assert alone['ds2_batch_size_bucket{le="1.0"}'] == alone["ds2_batch_size_count"]
+    assert float(all_of_them["ds2_batch_size_count"]) < float(alone["ds2_batch_size_count"])
+
+
+def test_what_nobody_waited_for_is_told_at_the_end(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.recognition.live._NO_PAUSE_S", 0.0)
+    here, samples = Here(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
+
+    async def texts(*, leaves: bool) -> list[str]:
+        source = here.open(RATE_HZ, RULES)
+        heard = asyncio.create_task(source.accept(samples))
+        final = []
+        if leaves:
+            await asyncio.sleep(0)
+            heard.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await heard
+        else:
+            final = (await heard).final
+        return [segment.hypothesis.text for segment in [*final, *(await source.flush()).final]]
+
+    wanted = asyncio.run(texts(leaves=False))
+    assert len(wanted) > 2 and asyncio.run(texts(leaves=True)) == wanted
+    here.close()
