@@ -13,34 +13,26 @@ import json
 import multiprocessing
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
-from ds2_ops.jit.launch import run_loaded
-from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.device import device_facts
-from ds2_ops.recurrent.gated import gemm
 from ds2_ops.recurrent.plan.choose import rank
-from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
-from torch import Tensor
+from plan_bench import FRAMES, Bench, clocked_text
 
 HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
 HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
 BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
-FRAMES, FEW_FRAMES, CHECKED_FRAMES = 256, 64, 5
-ROUNDS, LAUNCHES = 2, 2
-CLOCKED = [(hidden, batch) for hidden in (256, 512, 1152, 1760, 2560) for batch in (4, 64)]
-_CLOCK = "if (threadIdx.x == 0 && blockIdx.x == 0) { clocks[%d] = clock64(); clocks[%d] = ds2::now_ns(); }"
+FEW_FRAMES, ROUNDS = 64, 2
+CLOCKED = [(hidden, 64) for hidden in (256, 512, 1152, 1760, 2560)]
 Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
 
 
@@ -71,130 +63,11 @@ def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> 
         return []
 
 
-def clocked_text(choice: Choice) -> str:
-    """Write the kernel so that it notes cycles and nanoseconds at its beginning and end."""
-    head, _, body = choice.launch.source.text.partition("ds2_kernel(")
-    signature, _, statements = body.partition(") {\n")
-    end = statements.rindex("}")
-    begin, finish = _CLOCK % (0, 1), _CLOCK % (2, 3)
-    return (
-        f"{head}ds2_kernel({signature}, unsigned long long* clocks) {{\n    {begin}\n"
-        f"{statements[:end]}    __syncthreads();\n    {finish}\n}}\n"
-    )
-
-
-class Bench:
-    """Tensors of one problem, and what is done to them."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.device = problem, torch.device("cuda")
-        self.index, self.cell = torch.cuda.current_device(), ALL[problem.nonlinearity]
-        torch.manual_seed(problem.hidden + problem.batch)
-        dtype = getattr(torch, problem.dtype)
-        self.arrays: list[Tensor | None] = []
-        for place, size in enumerate(array_bytes(problem, FRAMES)):
-            kind = torch.float32 if place in (9, 10) else dtype  # c is
-            count = size // kind.itemsize
-            self.arrays.append(torch.randn(count, dtype=kind, device=self.device) if size else None)
-        if self.arrays[1] is not None:
-            self.arrays[1].clamp_min_(0)  # an output
-        self.arrays[2].mul_(0.9 * problem.hidden**-0.5)
-        if self.cell.gates > 1 and problem.backward:
-            self.arrays[7].uniform_(-0.9, 0.9)  # what a forward pass may have saved
-        self.exchange: Tensor | None = None
-        self.truth = self._truth().flatten()
-
-    def _few(self, place: int, width: int) -> Tensor:
-        """The first few frames of an array, in float64."""
-        rows = CHECKED_FRAMES * self.problem.batch
-        array = self.arrays[place]
-        assert array is not None
-        return array[: rows * width].double().view(CHECKED_FRAMES, self.problem.batch, width)
-
-    def _truth(self) -> Tensor:
-        """The result of a few frames in float64."""
-        problem, hidden, gates = self.problem, self.problem.hidden, self.cell.gates
-        matrix = self.arrays[2]
-        assert matrix is not None
-        if gates > 1:
-            carry = self.arrays[9].double().view(problem.batch, hidden) if self.arrays[9] is not None else None
-            if problem.backward:  # is given the transpose
-                saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
-                weight = matrix.double().view(hidden, gates * hidden).t()
-                grads = (self._few(0, hidden), None, carry, saved, weight, None)
-                return gemm.backward_data(problem.nonlinearity, *grads)[0]
-            weight = matrix.double().view(gates * hidden, hidden)
-            given = (self._few(0, gates * hidden), weight, None, None, carry, None)
-            return gemm.forward(problem.nonlinearity, *given, save=False)[0]
-        double, outputs = matrix.double().view(hidden, hidden), []
-        x, state = self._few(0, hidden), matrix.new_zeros(problem.batch, hidden, dtype=torch.float64)
-        for t in range(CHECKED_FRAMES):
-            if problem.backward:
-                frame = CHECKED_FRAMES - 1 - t
-                state = (x[frame] + state @ double.t()) * (self._few(1, hidden)[frame] > 0)
-            else:
-                state = (x[t] + state @ double.t()).clamp_min(0)
-            outputs.append(state)
-        return torch.stack(outputs[::-1] if problem.backward else outputs)
-
-    def launcher(self, choice: Choice, frames: int, clocks: Tensor | None = None) -> Callable[[], None]:
-        """Make ready all that a launch takes."""
-        launch = choice.launch
-        if choice.exchange_words and (self.exchange is None or self.exchange.numel() < choice.exchange_words):
-            self.exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=self.device)
-        addresses = [0 if array is None else array.data_ptr() for array in self.arrays]
-        packed = launch.source.pack(pass_arguments(choice, self.problem, frames, addresses, 1.0, self.exchange))
-        text = launch.source.text
-        if clocks is not None:
-            packed.append(clocks.data_ptr())
-            text = clocked_text(choice)
-        kernel, stream = runtime.load(text, self.index), torch.cuda.current_stream().cuda_stream
-
-        def call() -> None:
-            run_loaded(launch, kernel, packed, stream)
-
-        return call
-
-    def empty_exchange(self, choice: Choice) -> None:
-        """Make the exchange what a whole-chip kernel must find."""
-        if choice.exchange_words and self.exchange is not None:
-            self.exchange.fill_(-1)
-
-    def error(self, choice: Choice) -> float:
-        """Relative error of a few frames."""
-        call = self.launcher(choice, CHECKED_FRAMES)
-        self.empty_exchange(choice)
-        self.arrays[5].fill_(torch.nan)
-        call()
-        result = self.arrays[5][: self.truth.numel()].double()
-        return float((result - self.truth).norm() / self.truth.norm())
-
-    def times_us(self, choices: list[Choice], frames: int, rounds: int) -> list[float]:
-        """Median time of a launch of each, in turns, so that a drift of the clock meets all."""
-        calls = [self.launcher(choice, frames) for choice in choices]
-        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in choices]
-        for turn in range(rounds):
-            for choice, call, span in zip(choices, calls, spans, strict=True):
-                for launch in range(-1 if turn == 0 else 0, LAUNCHES):
-                    self.empty_exchange(choice)
-                    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                    start.record()
-                    call()
-                    stop.record()
-                    if launch >= 0:  # the others warm up
-                        span.append((start, stop))
-        torch.cuda.synchronize()
-        return [statistics.median(start.elapsed_time(stop) for start, stop in span) * 1e3 for span in spans]
-
-    def clock_mhz(self, choice: Choice) -> float:
-        """Cycles over time of a kernel that has been running for a while."""
-        clocks = torch.zeros(4, dtype=torch.int64, device=self.device)
-        call = self.launcher(choice, FRAMES, clocks)
-        for _ in range(8):
-            self.empty_exchange(choice)
-            call()
-        cycles_0, ns_0, cycles_1, ns_1 = clocks.tolist()
-        return (cycles_1 - cycles_0) * 1e3 / (ns_1 - ns_0)
+def clocked(problem: Problem, choices: list[Choice], options: argparse.Namespace) -> list[Choice]:
+    """Return the tiles in whose kernels the clock is read: of some problems, the first of each layout."""
+    if options.max_sms or (problem.hidden, problem.batch) not in CLOCKED:
+        return []
+    return list({choice.work.layout: choice for choice in reversed(choices)}.values())
 
 
 def build_all(sources: Iterable[str], workers: int) -> dict[str, str]:
@@ -251,13 +124,9 @@ def measure_all(options: argparse.Namespace, journal: Path) -> None:
             short = bench.times_us(right, FEW_FRAMES, 1)
             rows = zip(right, long, short, strict=True)
             note(key=key, times=[(choice.name, round(a, 2), round(b, 2)) for choice, a, b in rows])
-            if (problem.hidden, problem.batch) in CLOCKED and not options.max_sms:
-                seen: set[str] = set()
-                for choice in right:
-                    if choice.work.layout not in seen:
-                        seen.add(choice.work.layout)
-                        note(key=key, trying=choice.name)
-                        note(key=key, clock=choice.name, mhz=round(bench.clock_mhz(choice)))
+            for choice in clocked(problem, right, options):
+                note(key=key, trying=choice.name)
+                note(key=key, clock=choice.name, mhz=round(bench.clock_mhz(choice)))
             best = min(long)
             print(f"{key}: {len(right)} of {len(choices)} tiles, {best / FRAMES:.3f} us a step", flush=True)
 
@@ -266,13 +135,12 @@ def record(options: argparse.Namespace) -> int:
     """Compile, then measure in a process that may hang."""
     deadline = time.monotonic() + options.budget_s
     facts = _facts_of_gpu()
-    wanted, clocked = set(), set()
+    wanted = set()
     for problem in problems(options):
-        for choice in tiles(problem, facts, options):
-            wanted.add(choice.launch.source.text)
-            if (problem.hidden, problem.batch) in CLOCKED:
-                clocked.add(clocked_text(choice))
-    bad = build_all(wanted | clocked, options.workers)
+        choices = tiles(problem, facts, options)
+        wanted |= {choice.launch.source.text for choice in choices}
+        wanted |= {clocked_text(choice) for choice in clocked(problem, choices, options)}
+    bad = build_all(wanted, options.workers)
     for text, why in bad.items():
         print(f"COMPILED BADLY: {why}\n{text}", flush=True)
     journal = options.out.with_suffix(".journal")

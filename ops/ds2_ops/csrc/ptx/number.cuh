@@ -3,8 +3,8 @@
 // Everything downstream counts in words. A word holds PER_WORD consecutive elements of the hidden dimension, and one
 // matrix instruction consumes 8 words of K, whatever the type: m16n8k16 for 16-bit types, m16n8k8 for TF32.
 //
-// A type gives its elements' Storage, PER_WORD, unpack and pack, the word as the matrix unit takes it (operand), and the
-// product (multiply_add).
+// A type gives its elements' Storage, PER_WORD, unpack and pack, the word as the matrix unit takes it (operand), the product
+// (multiply_add), and whether it is COARSE: rounds by four times as much as coarse_tanh errs.
 #pragma once
 
 namespace ds2 {
@@ -19,6 +19,7 @@ namespace ds2 {
 struct Bf16 {
     using Storage = unsigned short;
     static constexpr int PER_WORD = 2;
+    static constexpr bool COARSE = true;
 
     static __device__ void unpack(unsigned word, float (&v)[2]) {
         v[0] = __uint_as_float(word << 16);
@@ -38,6 +39,7 @@ struct Bf16 {
 struct Fp16 {
     using Storage = unsigned short;
     static constexpr int PER_WORD = 2;
+    static constexpr bool COARSE = false;
 
     static __device__ void unpack(unsigned word, float (&v)[2]) {
         asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
@@ -66,11 +68,18 @@ __device__ inline float quick_reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// tanh within 2^-11 of its value, one instruction.
+__device__ inline float coarse_tanh(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // fp32 in memory; products through TF32 (10 explicit mantissa bits), sums in fp32.
 struct Fp32 {
     using Storage = unsigned;
     static constexpr int PER_WORD = 1;
+    static constexpr bool COARSE = false;
 
     static __device__ void unpack(unsigned word, float (&v)[1]) { v[0] = __uint_as_float(word); }
     static __device__ unsigned pack(const float (&v)[1]) { return __float_as_uint(v[0]); }

@@ -44,17 +44,30 @@ struct Tanh {
 constexpr float LOG2_E = 1.44269504f;
 __device__ inline float sigmoid(float x) { return quick_reciprocal(1.f + quick_exp2(-LOG2_E * x)); }
 __device__ inline float quick_tanh(float x) { return 1.f - 2.f * quick_reciprocal(1.f + quick_exp2(2 * LOG2_E * x)); }
+// One slow instruction instead of two, where numbers are coarser than it errs. Not for a gate that a carry is multiplied by, or
+// that lets something into it: over many steps its errors would add up.
+template <class Number>
+__device__ float tanh_as(float x) {
+    if constexpr (Number::COARSE) return coarse_tanh(x);
+    else return quick_tanh(x);
+}
+template <class Number>
+__device__ float sigmoid_as(float x) {
+    if constexpr (Number::COARSE) return 0.5f + 0.5f * coarse_tanh(0.5f * x);
+    else return sigmoid(x);
+}
 
 // Gates i, f, g, o: c = f c + i g, h = o tanh(c).
 struct Lstm {
     static constexpr int GATES = 4, SAVED = 5, SLOPES = 6, PHASES = 1;
     static constexpr bool CARRIES_H = false, LAST_APART = false;
+    template <class Number>
     static __device__ float forward(const float (&sum)[4], const float (&x)[4], float, float& carry, float (&saved)[5]) {
         const float i = sigmoid(x[0] + sum[0]), f = sigmoid(x[1] + sum[1]);
-        const float g = quick_tanh(x[2] + sum[2]), o = sigmoid(x[3] + sum[3]);
+        const float g = tanh_as<Number>(x[2] + sum[2]), o = sigmoid_as<Number>(x[3] + sum[3]);
         saved[0] = i, saved[1] = f, saved[2] = g, saved[3] = o, saved[4] = carry;
         carry = f * carry + i * g;
-        return o * quick_tanh(carry);
+        return o * tanh_as<Number>(carry);
     }
     static __device__ void slopes(const float (&saved)[5], float (&slope)[6]) {
         const float i = saved[0], f = saved[1], g = saved[2], o = saved[3], before = saved[4];
@@ -77,9 +90,10 @@ struct Lstm {
 struct GruAfter {
     static constexpr int GATES = 3, SAVED = 5, SLOPES = 5, PHASES = 1;
     static constexpr bool CARRIES_H = true, LAST_APART = true;  // the gradients of x_n and of (W h)_n differ
+    template <class Number>
     static __device__ float forward(const float (&sum)[3], const float (&x)[3], float bias, float& carry, float (&saved)[5]) {
-        const float r = sigmoid(x[0] + sum[0]), z = sigmoid(x[1] + sum[1]), q = sum[2] + bias;
-        const float n = quick_tanh(x[2] + r * q);
+        const float r = sigmoid_as<Number>(x[0] + sum[0]), z = sigmoid(x[1] + sum[1]), q = sum[2] + bias;
+        const float n = tanh_as<Number>(x[2] + r * q);
         saved[0] = r, saved[1] = z, saved[2] = n, saved[3] = q, saved[4] = carry;
         return n + z * (carry - n);
     }
@@ -105,9 +119,12 @@ struct GruAfter {
 struct GruBefore {
     static constexpr int GATES = 3, SAVED = 5, SLOPES = 5, PHASES = 2;
     static constexpr bool CARRIES_H = true, LAST_APART = false;
-    static __device__ float reset(float sum, float x, float carry) { return sigmoid(x + sum) * carry; }
+    template <class Number>
+    static __device__ float reset(float sum, float x, float carry) { return sigmoid_as<Number>(x + sum) * carry; }
+    template <class Number>
     static __device__ float forward(const float (&sum)[3], const float (&x)[3], float bias, float& carry, float (&saved)[5]) {
-        const float r = sigmoid(x[0] + sum[0]), z = sigmoid(x[1] + sum[1]), n = quick_tanh(x[2] + bias + sum[2]);
+        const float r = sigmoid_as<Number>(x[0] + sum[0]), z = sigmoid(x[1] + sum[1]);
+        const float n = tanh_as<Number>(x[2] + bias + sum[2]);
         saved[0] = saved[3] = r, saved[1] = z, saved[2] = n, saved[4] = carry;
         return n + z * (carry - n);
     }

@@ -88,7 +88,7 @@ __device__ void apply_gates(const float (&sum)[SUMS][N], const float (&ready)[RE
         } else {
 #pragma unroll
             for (int a = 0; a < Cell::GATES; a++) gates[a] = sum[a][e];
-            made[0][e] = Cell::forward(gates, rest, ready[0][e], carry[e], saved);
+            made[0][e] = Cell::template forward<Number>(gates, rest, ready[0][e], carry[e], saved);
 #pragma unroll
             for (int a = 0; a < Cell::SAVED; a++) made[1 + a][e] = saved[a];
         }

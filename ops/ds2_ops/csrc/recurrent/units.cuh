@@ -335,7 +335,7 @@ struct Units {
         Sums last;
         multiply_again<1, 0, 1>(epoch, epochs, last, [&](int n, int e) {
             const Unit& u = units[n][e];  // ready: bias, x of r, ...
-            const float reset[1] = {Cell::reset(sums[0][n], u.ready[1][0], u.carry[0])};
+            const float reset[1] = {Cell::template reset<Number>(sums[0][n], u.ready[1][0], u.carry[0])};
             return Number::pack(reset);
         });
         each([&](int n, int e) {

@@ -11,6 +11,7 @@ template <class Several>
 struct Single {
     using Storage = typename Several::Storage;
     static constexpr int PER_WORD = 1;
+    static constexpr bool COARSE = Several::COARSE;
     static __device__ void unpack(unsigned word, float (&v)[1]) {
         float all[Several::PER_WORD];
         Several::unpack(word, all);

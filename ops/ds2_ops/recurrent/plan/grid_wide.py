@@ -80,7 +80,9 @@ def _choice(
         or k_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
         or warp_parcels > may.warp_parcels
         or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
-        or (warp_groups == 3 and cell.gates == 4 and problem.hidden % per_word != 0)  # spills: four gates of half words
+        # These spill: four gates of half words; three gates' gradients and a GRU's last one beside so much of K.
+        or (warp_groups == 3 and cell.gates == 4 and problem.hidden % per_word != 0)
+        or (warp_groups == 3 and cell.gates == 3 and problem.backward and k_tiles > 13)
     ):
         return None
     samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)

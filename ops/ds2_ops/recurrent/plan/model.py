@@ -17,11 +17,7 @@ Constants = dict[str, dict[str, float]]
 # Of a step's chain, a message's way: measured alone, one word.
 EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
 EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two not measured: as of 8
-# Where no sweep has a kind with gates yet: times as long as without, and us more for each group backward. Of whole-chip
-# designs measured at H 1024 alone (ops/notes/planner.md). "wider" is the wide design with three warp groups.
-UNKNOWN_GATES = {"narrow": (1.15, 0.0), "wide": (1.1, 0.25), "wider": (1.4, 0.15)}
-UNKNOWN = (1.3, 0.0)  # of the others
-STAND_IN = "wide6"  # whose constants are those of all tiles of the wide design then
+WHOLE_CHIP = ("narrow", "wide")  # with gates, constants of a design are those of clusters of any size
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
 
@@ -38,7 +34,9 @@ def kind(work: Work) -> str:
     """Name what has constants of its own."""
     how = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
     how += " phases" if work.phases > 1 else ""
-    return f"{work.layout}{how}{' gates' if work.sums * work.sent > 1 else ''}"
+    gates = work.sums * work.sent > 1
+    layout = work.layout.rstrip("0123456789") if gates and work.layout.startswith(WHOLE_CHIP) else work.layout
+    return f"{layout}{how}{' gates' if gates else ''}"
 
 
 def terms(work: Work) -> dict[str, float]:
@@ -63,13 +61,7 @@ def terms(work: Work) -> dict[str, float]:
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
     known, name = constants or fitted(), kind(work)
-    slower, more_us = 1.0, 0.0
-    if name not in known:
-        design = work.layout.rstrip("0123456789")
-        slower, more_us = UNKNOWN_GATES.get(design, UNKNOWN)
-        name = name.removesuffix(" gates").replace(work.layout, STAND_IN if "wide" in design else work.layout)
-    chain = slower * sum(known[name].get(term, 0.0) * count for term, count in terms(work).items())
-    chain += more_us * work.groups * work.backward
+    chain = sum(known[name].get(term, 0.0) * count for term, count in terms(work).items())
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
     return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 

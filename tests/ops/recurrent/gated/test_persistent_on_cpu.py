@@ -180,5 +180,26 @@ def test_planted_faults_of_small_layers_are_found(
     assert wrong
 
 
+CELLS = "recurrent/cells.cuh"
+COARSE_GATES = [
+    pytest.param((), True, id="as it is"),
+    pytest.param(((CELLS, "i = sigmoid(", "i = sigmoid_as<Number>("),), False, id="what lets something in"),
+    pytest.param(((CELLS, "f = sigmoid(", "f = sigmoid_as<Number>("),), False, id="what scales the carry"),
+]
+
+
+@pytest.mark.parametrize(("faults", "right"), COARSE_GATES)
+def test_a_long_memory_rests_on_exact_gates(faults: Faults, right: bool, chip: Callable[..., None]) -> None:
+    """bfloat16's instruction of less precision is not for gates near their ends, whose errors add up over frames."""
+    frames, hidden = 64, 40
+    chip(the_choice(("units", 1, 1, 1), "lstm", 1, hidden, False), 1, faults)
+    x = torch.tensor([-5.0, 7.0, 0.5, 0.0]).repeat_interleave(hidden).expand(frames, 1, -1).bfloat16()
+    c0 = torch.ones(1, hidden)
+    given = (x, torch.zeros(4 * hidden, hidden).bfloat16(), None, None, c0, torch.tensor([frames], dtype=torch.int32))
+    c_n = persistent.forward("lstm", *given, False)[2]
+    truth = gemm.forward("lstm", *in_float64(given[:5]), given[5], False)[2]
+    assert (relative_error(c_n, truth) <= 2**-11) == right
+
+
 def test_every_cell_is_run_here() -> None:
     assert {case.values[0] for case in CASES} == set(GATED)

@@ -42,7 +42,7 @@ def test_the_tile_that_was_measured_fastest_is_chosen(hidden: int, batch: int, t
 @pytest.mark.parametrize(
     ("cell", "backward", "batch", "layout"),
     [
-        ("lstm", False, 16, "narrow4"),
+        ("lstm", False, 16, "narrow2"),
         ("lstm", True, 16, "narrow8"),
         ("lstm", False, 64, "wide3"),
         ("lstm", True, 64, "wider16"),
