@@ -36,6 +36,10 @@ TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
 DS2 = (sys.executable, "-m", "ds2.cli")
 KILLS_A_CHAIN = 8
 MOST_FAULTS = 8  # a command that fails by itself would never be killed often enough
+PREPARE = (  # a corpus that takes about as long as Python's start
+    "import sys; from ds2 import cli; from ds2.data.corpora import synthetic;"
+    "synthetic.UTTERANCES.update(train=120, dev=10, test=10); sys.exit(cli.main())"
+)
 CACHE = (
     "import sys; from ds2.config.schema import DataConfig; from ds2.data.audio_cache import open_audio;"
     "from ds2.data.manifest import read_manifest;"
@@ -131,7 +135,8 @@ def works(base: Path) -> list[Work]:
         return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
 
     def preparing(folder: Path) -> Sequence[str]:
-        return (*DS2, "data", "prepare", "recipe=synthetic", f"data.work_dir={folder / 'corpus'}")
+        work_dir = f"data.work_dir={folder / 'corpus'}"
+        return (sys.executable, "-c", PREPARE, "data", "prepare", "recipe=synthetic", work_dir)
 
     def sharding(folder: Path) -> Sequence[str]:
         return (*DS2, "data", "shards", str(manifest), str(folder / "shards"), "--shard-mb", "0.1")

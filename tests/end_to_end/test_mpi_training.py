@@ -26,11 +26,15 @@ def train(ranks: int, *jobs: Job) -> subprocess.CompletedProcess[str]:
 def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
-    folders = {
-        name: tmp_path / name for name in ("one", "two", "again", "plain", "four", "accumulated", "halves", "local")
-    }
-    run = train(1, clean(tiny_overrides, folders["one"]), clean(
-        tiny_overrides, folders["accumulated"], "train.accumulate=2", "batching.utterances=3"))  # fmt: skip
+    names = ("one", "two", "again", "plain", "four", "accumulated", "halves", "local", "drop1", "drop2", "drop4")
+    folders = {name: tmp_path / name for name in names}
+    dropout = ("model.dropout=0.3", "augment.time_masks=1")
+    run = train(
+        1,
+        clean(tiny_overrides, folders["one"]),
+        clean(tiny_overrides, folders["accumulated"], "train.accumulate=2", "batching.utterances=3"),
+        clean(tiny_overrides, folders["drop1"], *dropout),
+    )
     assert run.returncode == 0, run.stdout
     run = train(
         2,
@@ -39,13 +43,14 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
         clean(tiny_overrides, folders["plain"], "comm.overlap=false", "comm.bucket_mib=0.01"),
         clean(tiny_overrides, folders["halves"], "train.accumulate=2", "batching.utterances=3"),
         clean(tiny_overrides, folders["local"], "comm.batch_norm=local"),
+        clean(tiny_overrides, folders["drop2"], *dropout),
     )
     assert run.returncode == 0, run.stdout
     assert "2 ranks over mpi (comm=auto" in run.stdout and re.search(
         r"rank +host +process +threads +device", run.stdout
     )
-    assert run.stdout.count("epoch 1: dev WER") == 5  # five trainings, each told by rank 0 alone
-    run = train(4, clean(tiny_overrides, folders["four"]))
+    assert run.stdout.count("epoch 1: dev WER") == 6  # six trainings, each told by rank 0 alone
+    run = train(4, clean(tiny_overrides, folders["four"]), clean(tiny_overrides, folders["drop4"], *dropout))
     assert run.returncode == 0, run.stdout
 
     curve = losses(folders["one"])
@@ -57,21 +62,13 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
     assert same_bits(folders["two"], folders["again"]) and losses(folders["two"]) == losses(folders["again"])
     assert same_bits(folders["two"], folders["plain"])  # neither overlap nor bucket size changes a bit
     assert losses(folders["local"]) != pytest.approx(curve, rel=1e-3)  # a choice that does change the answer
+    assert len(losses(folders["drop1"])) == 9
+    for name in ("drop2", "drop4"):
+        assert losses(folders[name]) == pytest.approx(losses(folders["drop1"]), rel=1e-4), name
     assert {p.name for p in (folders["four"] / "ranks").iterdir()} == {f"rank-000{rank}.log" for rank in range(4)}
     assert {"allreduce_total_s", "allreduce_exposed_s", "data_s", "forward_s", "backward_s"} <= set(
         json.loads((folders["four"] / "log.jsonl").read_text().splitlines()[1])
     )
-
-
-def test_dropout_follows_one_curve_on_any_number_of_ranks(tiny_overrides: list[str], tmp_path: Path) -> None:
-    dropout = ("model.dropout=0.3", "augment.time_masks=1")
-    for ranks in (1, 2, 4):
-        run = train(ranks, clean(tiny_overrides, tmp_path / str(ranks), *dropout))
-        assert run.returncode == 0, run.stdout
-    curve = losses(tmp_path / "1")
-    assert len(curve) == 9
-    assert losses(tmp_path / "2") == pytest.approx(curve, rel=1e-4)
-    assert losses(tmp_path / "4") == pytest.approx(curve, rel=1e-4)
 
 
 def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tiny_overrides: list[str], tmp_path: Path) -> None:

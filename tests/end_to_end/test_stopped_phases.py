@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.launch import mpirun
+from support.rank_runs import arguments, clean, losses
 
 from ds2.audio.features import Features
 from ds2.config.schema import Config
@@ -26,11 +26,6 @@ from ds2.training.run_files import RunFiles
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return {event["step"]: event["loss"] for event in lines if event["event"] == "train"}
 
 
 def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int = signal.SIGTERM) -> list[str]:
@@ -100,15 +95,15 @@ def test_evaluation_and_saving_end_and_lose_no_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["statistics", "evaluation", "saving"])
-def test_a_signal_to_one_rank_ends_all_in_every_phase(tiny_overrides: list[str], tmp_path: Path, phase: str) -> None:
-    overrides = [*tiny_overrides, "train.epochs=3", "optim.schedule=constant"]
-    run = mpirun(2, "rank_job.py", f"signal:{phase}", "0", "0", *overrides)
-    assert run.returncode == 143, run.stdout
-    assert "SIGTERM" in run.stdout and "Traceback" not in run.stdout
-    run = mpirun(2, "rank_job.py", "none", "0", "0", *overrides)
+def test_a_signal_to_one_rank_ends_all_in_every_phase(tiny_overrides: list[str], tmp_path: Path) -> None:
+    folders = [tmp_path / phase for phase in ("statistics", "evaluation", "saving")]
+    for folder in folders:
+        run = mpirun(2, "rank_job.py", f"signal:{folder.name}", *clean(tiny_overrides, folder)[1:])
+        assert run.returncode == 143, run.stdout
+        assert "SIGTERM" in run.stdout and "Traceback" not in run.stdout
+    run = mpirun(2, "rank_job.py", *arguments(*(clean(tiny_overrides, folder) for folder in folders)))
     assert run.returncode == 0, run.stdout
-    assert len(losses(tmp_path / "run")) == 9
+    assert all(len(losses(folder)) == 9 for folder in folders)
 
 
 def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -> None:

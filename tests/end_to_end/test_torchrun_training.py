@@ -78,9 +78,8 @@ def test_ranks_that_torchrun_starts_again_after_one_was_killed_go_on_from_the_la
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert train(2, clean(tiny_overrides, whole)).returncode == 0
     job = ("kill", "1", "5", *tiny_overrides, *STEPS, "checkpoint.every_steps=2", f"run_dir={broken}")
-    run = train(2, job, options=("--max-restarts", "1"))
+    run = train(2, job, clean(tiny_overrides, whole), options=("--max-restarts", "1"))
     assert run.returncode == 0, run.stdout
     told = r"ds2: rank 0 on \S+ failed at step 5, .*: lost contact with another rank"
     assert len(re.findall(told, run.stdout)) == 1, run.stdout

@@ -77,10 +77,26 @@ def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, par
     signature = ", ".join([parameters, *(f"{kind} {name}" for kind, name in source.parameters)])
     run = f'\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
     (folder / "kernel.cpp").write_text(source.text + run)
-    # A checked longjmp would refuse to leave a fiber's stack: no fortification.
-    options = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-I.", "-include", "ptx/sync.cuh"]
-    subprocess.run(["g++", *options, "-o", "kernel.so", "kernel.cpp"], cwd=folder, check=True)
+    (folder / "cuda.h.gch").symlink_to(_precompiled((folder / "ptx/sync.cuh").read_text(), fibers.read_text()))
+    _compile(folder, "-shared", "-include", "cuda.h", "-o", "kernel.so", "kernel.cpp")
     return folder / "kernel.so"
+
+
+@functools.cache
+def _precompiled(cuda: str, fibers: str) -> Path:
+    """What stands for CUDA, read by the compiler once a process: it takes as long as a kernel."""
+    folder = Path(tempfile.mkdtemp(dir=_session_folder().name))
+    for name, text in {"ptx/sync.cuh": cuda, "fiber_on_cpu.h": fibers, "cuda.h": '#include "ptx/sync.cuh"\n'}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    _compile(folder, "-x", "c++-header", "-o", "cuda.h.gch", "cuda.h")
+    return folder / "cuda.h.gch"
+
+
+def _compile(folder: Path, *options: str) -> None:
+    # A checked longjmp would refuse to leave a fiber's stack: no fortification.
+    always = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-I."]
+    subprocess.run(["g++", *always, *options], cwd=folder, check=True)
 
 
 def host_arguments(source: Source, arguments: Sequence[Any]) -> list[Any]:

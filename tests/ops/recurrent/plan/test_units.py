@@ -2,7 +2,7 @@
 
 import pytest
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.cells import ALL, GATED
 from ds2_ops.recurrent.plan.choose import choose
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
 from ds2_ops.recurrent.plan.units import units_choices
@@ -65,13 +65,18 @@ def test_largest_tiles_compile_without_spills(cell: str, hidden: int, backward: 
     assert_no_spills(units_choices(Problem(4, hidden, "bfloat16", cell, backward), H200, H200.sms)[0])
 
 
+# Cells of one gate differ in 2 or 4 registers, and float16 has bfloat16's words: every tile with all gates and with
+# the one of those cells that needs most, the others on two sizes.
+EVERY_TILE = {(cell, dtype) for cell in ("clipped_relu", *GATED) for dtype in NUMBERS if dtype != "float16"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", NUMBERS)
 @pytest.mark.parametrize("cell", ALL)
 def test_every_tile_compiles_without_spills(cell: str, dtype: str, backward: bool) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    hiddens = (*range(32, 641, 32), 77)
+    hiddens = (*range(32, 641, 32), 77) if (cell, dtype) in EVERY_TILE else (77, 640)
     problems = [Problem(64, hidden, dtype, cell, backward) for hidden in hiddens]
     for choice in one_a_kernel([choice for one in problems for choice in units_choices(one, H200, H200.sms)]):
         assert_no_spills(choice)
