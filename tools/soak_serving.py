@@ -111,7 +111,13 @@ class Soak:
 
 
 def usage(pid: int) -> tuple[float, int, int]:
-    """Resident memory in MiB, open files and threads of a process."""
+    """Resident memory in MiB, open files and threads of a process and those that it began."""
+    begun = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    memory, files, threads = zip(*(_usage(one) for one in [pid, *map(int, begun)]), strict=True)
+    return sum(memory), sum(files), sum(threads)
+
+
+def _usage(pid: int) -> tuple[float, int, int]:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return int(status["VmRSS"].split()[0]) / 1024, files, int(status["Threads"])
@@ -141,12 +147,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--port", type=int, default=2790)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", default="0")
     given = parser.parse_args()
     decode = [argument for argument in given.audio if argument.startswith("decode.")]
     names = [argument for argument in given.audio if argument not in decode]
     audio = [(np.clip(read_audio(name, RATE_HZ), -1, 1) * 32767).astype("<i2").tobytes() for name in names]
     command = [sys.executable, "-m", "ds2.cli", "serve", given.model, *decode, "--port", str(given.port)]
-    server = subprocess.Popen([*command, "--device", given.device, "--idle-s", "5"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [*command, "--device", given.device, "--idle-s", "5", "--workers", given.workers],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert server.stdout is not None
         print(server.stdout.readline().strip())

@@ -20,8 +20,9 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Live, Segment, conclude
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import best, step
-from ds2.serve.limits import FullError, Limits
+from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.metrics import Metrics
+from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")
@@ -124,7 +125,8 @@ class Dispatch:
                     step(batch)
             except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
                 log.exception("a batch of %d failed", len(waiting))
-                _tell([(job, error) for job in waiting])
+                told = error if isinstance(error, UserError) else BrokenError()
+                _tell([(job, told) for job in waiting])
                 waiting = []
 
     def _begun(self, job: Job) -> bool:
@@ -134,8 +136,12 @@ class Dispatch:
             else:
                 job.live.accept(job.samples)
                 self.metrics.audio_s.inc(len(job.samples) / job.live.sample_rate_hz)
-        except Exception as error:  # of this source alone: its client is told
+        except UserError as error:  # of this source alone: its client is told
             _tell([(job, error)])
+            return False
+        except Exception:
+            log.exception("a source failed")
+            _tell([(job, BrokenError())])
             return False
         return True
 

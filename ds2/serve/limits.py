@@ -24,6 +24,13 @@ class FullError(UserError):
     """As many sessions are open as the server takes."""
 
 
+class BrokenError(Exception):
+    """The recogniser failed, which is no client's fault; the log says how."""
+
+    def __init__(self) -> None:
+        super().__init__("this server failed to hear: its log says why")
+
+
 @dataclass(frozen=True)
 class Limits:
     """Of each client, but for `sessions` and `batch`."""

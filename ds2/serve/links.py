@@ -18,6 +18,7 @@ from ds2.recognition.live import Live
 from ds2.serve.dispatch import Answers, Dispatch, Job
 from ds2.serve.frames import Frames, frame
 from ds2.serve.hot import of_prompt
+from ds2.serve.limits import BrokenError
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Failed:
 
     def error(self) -> Exception:
         """The error."""
-        return RuntimeError(self.message) if self.kind is None else self.kind(self.message)
+        return BrokenError() if self.kind is None else self.kind(self.message)
 
 
 class Links:

@@ -24,12 +24,13 @@ from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.live import NEVER, Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.hot import given, prompt
-from ds2.serve.limits import FullError, LimitError, Limits
+from ds2.serve.limits import BrokenError, FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+_STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
 _PIECE = 1 << 20  # bytes copied at a time
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # by which formats are known that nothing else tells
 
@@ -47,10 +48,8 @@ class Transcriptions:
             return await self._answer(request)
         except LimitError as error:
             return self._refused(error.status, str(error))
-        except FullError as error:
-            return self._refused(429, str(error))
-        except UserError as error:
-            return self._refused(400, str(error))
+        except (UserError, BrokenError) as error:
+            return self._refused(_STATUS.get(type(error), 400), str(error))
         except OSError as error:  # a full disk
             log.error("an upload cannot be kept: %s", error)
             return self._refused(507, f"this server cannot keep the upload: {error.strerror}")
@@ -142,7 +141,7 @@ async def _events(parts: AsyncGenerator[Segment]) -> Response:
                 texts.append(segment.hypothesis.text)
                 yield _event({"type": "transcript.text.delta", "delta": delta})
                 segment = await anext(parts, None)
-        except UserError as error:
+        except (UserError, BrokenError) as error:
             yield _event({"type": "error", "error": {"message": str(error), "type": "invalid_request_error"}})
             return
         finally:  # the client may have gone

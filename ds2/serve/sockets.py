@@ -14,10 +14,10 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.dispatch import Heard
-from ds2.serve.limits import FullError, LimitError, Limits
+from ds2.serve.limits import BrokenError, FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
-TRY_LATER, BAD_DATA, RESTART = 1013, 1007, 1012  # close codes
+TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes
 _REASON_BYTES = 100  # of a close; the protocol allows 123
 _REFUSAL_S = 2.0
 _PIECE_S = 2  # of audio heard at once
@@ -122,6 +122,8 @@ class Socket:
             await self._refuse(socket, client, str(error), TRY_LATER)
         except UserError as error:
             await self._refuse(socket, client, str(error), BAD_DATA)
+        except BrokenError as error:
+            await self._refuse(socket, client, str(error), BROKEN)
         finally:
             self._open.discard(task)
             client.leave()

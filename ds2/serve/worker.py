@@ -19,7 +19,7 @@ from ds2.recognition.live import Endpoints
 from ds2.serve.batcher import Batcher
 from ds2.serve.dispatch import Heard
 from ds2.serve.frames import Frames, frame
-from ds2.serve.limits import Limits
+from ds2.serve.limits import BrokenError, Limits
 from ds2.serve.links import Failed
 from ds2.serve.server import make_server
 from ds2.text.alphabet import Alphabet
@@ -71,7 +71,7 @@ class There(Batcher, asyncio.Protocol):
         self._transport = None
         for done in self._waiting.values():
             if not done.done():
-                done.set_exception(RuntimeError("the recogniser has gone"))
+                done.set_exception(BrokenError())
         self._waiting.clear()
         self._lost()
 
@@ -113,7 +113,7 @@ class There(Batcher, asyncio.Protocol):
 
     def _ask(self, kind: str, *given: Any) -> asyncio.Future[Any]:
         if self._transport is None or self._loop is None:
-            raise RuntimeError("the recogniser has gone")
+            raise BrokenError()
         call = next(self._numbers)
         self._waiting[call] = done = self._loop.create_future()
         self._tell(call, kind, *given)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from support.serving import RATE_HZ, Running, alone, speech, text_alone
 from websockets.asyncio.client import ClientConnection, connect
@@ -224,3 +225,27 @@ def test_a_server_that_ends_tells_all_their_last_words(serve: Callable[..., Runn
     running.end()
     client.join(60)
     assert found == [(text, 1012) for text in wanted]
+
+
+def test_a_recogniser_that_fails_is_told_and_the_server_goes_on(
+    serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, data = serve(), speech(5, 1.0)
+
+    async def talk() -> str:
+        async with connect(running.vosk) as ws:
+            return await heard(ws, data)
+
+    def fail(sessions: object) -> None:
+        raise RuntimeError("CUDA error: secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ds2.serve.dispatch.step", fail)
+        with pytest.raises(ConnectionClosed) as closed:
+            asyncio.run(talk())
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+        assert closed.value.rcvd.reason == "this server failed to hear: its log says why"
+        with pytest.raises(openai.InternalServerError, match="its log says why"):
+            running.client().audio.transcriptions.create(model="ds2", file=("a.raw", data))
+    until_empty(running)
+    assert asyncio.run(talk()) == text_alone(running.recogniser, data)
