@@ -123,7 +123,7 @@ def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -
 def test_a_signal_while_libraries_load_ends_a_command_at_once(module: str, number: int) -> None:
     code = (
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever started the tests in the background ignores it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         "from ds2 import cli\n"
         "class Loading:\n"
         "    def find_spec(self, name, *_):\n"
