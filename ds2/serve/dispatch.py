@@ -153,13 +153,14 @@ class Dispatch:
         conclude([job.live for job in done if job.samples is None])
         partial = best([job.live for job in done])
         answers = [(job, Heard(_taken(job.live), found.text)) for job, found in zip(done, partial, strict=True)]
-        _tell(answers)
-        now_s = time.monotonic()
-        for job, heard in answers:
-            self.metrics.latency_s.observe(now_s - job.arrived_s)
+        for _, heard in answers:  # told first, a client could be gone before its words are in the log
             for segment in heard.final:
                 transcripts.info("%s", segment.hypothesis.text)
                 self.metrics.words.inc(len(segment.hypothesis.text.split()))
+        _tell(answers)
+        now_s = time.monotonic()
+        for job, _ in answers:
+            self.metrics.latency_s.observe(now_s - job.arrived_s)
         return [job for job in waiting if job.live.ready()]
 
 

@@ -24,11 +24,11 @@ class FullError(UserError):
     """As many sessions are open as the server takes."""
 
 
-class BrokenError(Exception):
-    """The recogniser failed, which is no client's fault; the log says how."""
+class BrokenError(UserError):
+    """The recogniser failed, which is no client's fault; the log says how, and who runs the server can mend it."""
 
-    def __init__(self) -> None:
-        super().__init__("this server failed to hear: its log says why")
+    def __init__(self, message: str = "this server failed to hear: its log says why") -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import NEVER, Endpoints
 from ds2.serve.hot import given as phrases
 from ds2.serve.hot import prompt
-from ds2.serve.limits import LimitError
+from ds2.serve.limits import BrokenError, LimitError
 from ds2.serve.sockets import BAD_DATA, Client, json_object
 from ds2.system.errors import UserError
 
@@ -147,6 +147,8 @@ class Realtime(Client):
             try:
                 words = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
                 await self.batcher.check(words)
+            except BrokenError:
+                raise
             except UserError as error:
                 raise _EventError(str(error)) from error
             self.hot_words = words

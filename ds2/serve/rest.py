@@ -48,7 +48,7 @@ class Transcriptions:
             return await self._answer(request)
         except LimitError as error:
             return self._refused(error.status, str(error))
-        except (UserError, BrokenError) as error:
+        except UserError as error:
             return self._refused(_STATUS.get(type(error), 400), str(error))
         except OSError as error:  # a full disk
             log.error("an upload cannot be kept: %s", error)
@@ -119,7 +119,7 @@ class Transcriptions:
                 self.limits.check_duration(source.accepted_s)
             for segment in (await source.flush()).final:
                 yield segment
-        except (LimitError, FullError):
+        except (LimitError, FullError, BrokenError):
             raise
         except UserError as error:
             raise LimitError(str(error).replace(str(path), name), 400, 1007) from error
@@ -141,7 +141,7 @@ async def _events(parts: AsyncGenerator[Segment]) -> Response:
                 texts.append(segment.hypothesis.text)
                 yield _event({"type": "transcript.text.delta", "delta": delta})
                 segment = await anext(parts, None)
-        except (UserError, BrokenError) as error:
+        except UserError as error:
             yield _event({"type": "error", "error": {"message": str(error), "type": "invalid_request_error"}})
             return
         finally:  # the client may have gone

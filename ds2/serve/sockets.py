@@ -120,10 +120,10 @@ class Socket:
             await self._refuse(socket, client, str(error), error.code)
         except FullError as error:
             await self._refuse(socket, client, str(error), TRY_LATER)
-        except UserError as error:
-            await self._refuse(socket, client, str(error), BAD_DATA)
         except BrokenError as error:
             await self._refuse(socket, client, str(error), BROKEN)
+        except UserError as error:
+            await self._refuse(socket, client, str(error), BAD_DATA)
         finally:
             self._open.discard(task)
             client.leave()
