@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import generate_latest
 
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Live
 from ds2.recognition.recogniser import Recogniser
 from ds2.serve.dispatch import Answers, Dispatch, Heard, Job
-from ds2.serve.hot import of_prompt
 from ds2.serve.limits import FullError, Limits
 from ds2.text.alphabet import Alphabet
 
@@ -170,19 +168,19 @@ class Here(Batcher):
 
     async def of_prompt(self, prompt: str) -> dict[str, float]:
         """See `Batcher`."""
-        return of_prompt(prompt, self.alphabet, self.dispatch.recogniser.decoder)
+        return self.dispatch.of_prompt(prompt)
 
     async def check(self, hot_words: HotWords) -> None:
         """See `Batcher`."""
-        self.dispatch.recogniser.decoder.start(1, hot_words)
+        self.dispatch.check(hot_words)
 
     def refused(self, reason: str) -> None:
         """See `Batcher`."""
-        self.dispatch.metrics.refused.labels(reason).inc()
+        self.dispatch.refused(reason)
 
     async def counted(self) -> bytes:
         """See `Batcher`."""
-        return generate_latest(self.dispatch.metrics.registry)
+        return self.dispatch.counted()
 
     def close(self) -> None:
         """See `Batcher`."""
@@ -205,12 +203,12 @@ class _Loop:
     def settle(self, answers: Answers) -> None:
         """See `Asker`."""
         try:
-            self.loop.call_soon_threadsafe(_settle, [(job.called, answer) for job, answer in answers])
+            self.loop.call_soon_threadsafe(settle, [(job.called, answer) for job, answer in answers])
         except RuntimeError:  # the loop has ended, and with it who waited
             log.debug("an answer came after its loop had ended")
 
 
-def _settle(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+def settle(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     """Wake who waits, unless nobody does any more."""
     for done, answer in answers:
         if done.done():

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client import generate_latest
 
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Live, Segment, conclude
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import best, step
+from ds2.serve import hot
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.metrics import Metrics
 from ds2.system.errors import UserError
@@ -104,6 +106,22 @@ class Dispatch:
         """Let a source go; twice does no harm."""
         self._open.discard(live)
         self.metrics.sessions.set(len(self._open))
+
+    def of_prompt(self, prompt: str) -> dict[str, float]:
+        """The phrases of a prompt: see `ds2.serve.hot`."""
+        return hot.of_prompt(prompt, self.recogniser.alphabet, self.recogniser.decoder)
+
+    def check(self, hot_words: HotWords) -> None:
+        """Raise LexiconError for hot words that cannot be looked for."""
+        self.recogniser.decoder.start(1, hot_words)
+
+    def refused(self, reason: str) -> None:
+        """Count a refusal."""
+        self.metrics.refused.labels(reason).inc()
+
+    def counted(self) -> bytes:
+        """All that is counted, as Prometheus reads it."""
+        return generate_latest(self.metrics.registry)
 
     def run(self, arrived: Callable[[bool], Sequence[Job | None]]) -> None:
         """Answer jobs until None arrives and none is left.

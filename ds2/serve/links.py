@@ -12,12 +12,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import generate_latest
-
 from ds2.recognition.live import Live
 from ds2.serve.dispatch import Answers, Dispatch, Job
 from ds2.serve.frames import Frames, frame
-from ds2.serve.hot import of_prompt
 from ds2.serve.limits import BrokenError
 from ds2.system.errors import UserError
 
@@ -95,17 +92,16 @@ class Link:
             self.dispatch.leave(live)
 
     def _prompt(self, call: int, prompt: str) -> dict[str, float]:
-        recogniser = self.dispatch.recogniser
-        return of_prompt(prompt, recogniser.alphabet, recogniser.decoder)
+        return self.dispatch.of_prompt(prompt)
 
     def _check(self, call: int, hot_words: dict[str, float]) -> None:
-        self.dispatch.recogniser.decoder.start(1, hot_words)
+        self.dispatch.check(hot_words)
 
     def _refused(self, call: int, reason: str) -> None:
-        self.dispatch.metrics.refused.labels(reason).inc()
+        self.dispatch.refused(reason)
 
     def _counted(self, call: int) -> bytes:
-        return generate_latest(self.dispatch.metrics.registry)
+        return self.dispatch.counted()
 
     def _send(self, answers: list[tuple[int, Any]]) -> None:
         if not answers or self.end.fileno() < 0:

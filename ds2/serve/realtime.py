@@ -14,13 +14,12 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.live import NEVER, Endpoints
 from ds2.serve.hot import given as phrases
 from ds2.serve.hot import prompt
-from ds2.serve.limits import BrokenError, LimitError
+from ds2.serve.limits import LimitError
 from ds2.serve.sockets import BAD_DATA, Client, json_object
-from ds2.system.errors import UserError
 
 RATE_HZ = 24000
 _SILENCE_MS = 500  # the protocol's default
@@ -147,9 +146,7 @@ class Realtime(Client):
             try:
                 words = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
                 await self.batcher.check(words)
-            except BrokenError:
-                raise
-            except UserError as error:
+            except (LimitError, LexiconError) as error:  # of what was given; a server that failed is another matter
                 raise _EventError(str(error)) from error
             self.hot_words = words
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
-from ds2.serve.batcher import Batcher
+from ds2.serve.batcher import Batcher, settle
 from ds2.serve.dispatch import Heard
 from ds2.serve.frames import Frames, frame
 from ds2.serve.limits import BrokenError, Limits
@@ -57,21 +57,17 @@ class There(Batcher, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """As asyncio has it."""
-        for call, answer in self._frames.accept(data):
-            done = self._waiting.pop(call)
-            if done.done():
-                continue
-            if isinstance(answer, Failed):
-                done.set_exception(answer.error())
-            else:
-                done.set_result(answer)
+        settle(
+            [
+                (self._waiting.pop(call), answer.error() if isinstance(answer, Failed) else answer)
+                for call, answer in self._frames.accept(data)
+            ]
+        )
 
     def connection_lost(self, error: Exception | None) -> None:
         """As asyncio has it."""
         self._transport = None
-        for done in self._waiting.values():
-            if not done.done():
-                done.set_exception(BrokenError())
+        settle([(done, BrokenError()) for done in self._waiting.values()])
         self._waiting.clear()
         self._lost()
 

@@ -102,10 +102,9 @@ class Workers:
     def _gone(self, link: Link) -> Link | None:
         """Begin another worker for one that ended by itself."""
         process = self._processes.pop(link)
-        if self.ending:
-            process.join(_END_S)
-            return None
         process.join(_END_S)
+        if self.ending:
+            return None
         if not link.begun:
             raise ConfigError(f"a worker could not begin (status {process.exitcode}): its own message says why")
         log.error("a worker ended (status %s): its clients are gone, another begins", process.exitcode)

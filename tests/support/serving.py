@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import openai
 from numpy.typing import NDArray
+from websockets.asyncio.client import connect
 
 from ds2.audio.stream import Pcm16
 from ds2.decoding.hypothesis import Hypothesis
@@ -54,6 +56,19 @@ def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:
     pitch_hz = np.repeat(draw.uniform(200, 3000, size=int(seconds * 10) + 1), rate_hz // 10)
     samples = draw.uniform(0.05, 0.5) * np.sin(2 * np.pi * np.cumsum(pitch_hz) / rate_hz)
     return (samples[: int(seconds * rate_hz)] * 32767).astype("<i2").tobytes()
+
+
+async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof."""
+    async with connect(url) as ws:
+        await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ} | (config or {})}))
+        answers = []
+        for start in range(0, len(data), chunk):
+            await ws.send(data[start : start + chunk])
+            answers.append(json.loads(await ws.recv()))
+        await ws.send('{"eof" : 1}')
+        answers.append(json.loads(await ws.recv()))
+        return answers
 
 
 def samples_of(data: bytes) -> NDArray[np.float32]:

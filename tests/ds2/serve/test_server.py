@@ -19,7 +19,7 @@ import openai
 import pytest
 import soundfile
 import torch
-from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone
+from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone, vosk
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -39,19 +39,6 @@ def flac(data: bytes) -> io.BytesIO:
     file.seek(0)
     file.name = "talk.flac"
     return file
-
-
-async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof."""
-    async with connect(url) as ws:
-        await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ} | (config or {})}))
-        answers = []
-        for start in range(0, len(data), chunk):
-            await ws.send(data[start : start + chunk])
-            answers.append(json.loads(await ws.recv()))
-        await ws.send('{"eof" : 1}')
-        answers.append(json.loads(await ws.recv()))
-        return answers
 
 
 def words_of(answers: list[dict[str, Any]]) -> str:

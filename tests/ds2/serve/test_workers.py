@@ -20,7 +20,7 @@ import openai
 import pytest
 import soundfile
 import torch
-from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone
+from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone, vosk
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -46,17 +46,10 @@ def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, Workers]
     assert not thread.is_alive()
 
 
-async def vosk(url: str, data: bytes, chunk: int = 6400) -> list[tuple[str, float, float]]:
+async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
     """Words and times of what is sent chunk by chunk."""
-    async with connect(url) as ws:
-        await ws.send(CONFIG)
-        answers = []
-        for start in range(0, len(data), chunk):
-            await ws.send(data[start : start + chunk])
-            answers.append(json.loads(await ws.recv()))
-        await ws.send('{"eof" : 1}')
-        answers.append(json.loads(await ws.recv()))
-        return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
+    answers = await vosk(url, data, chunk=6400, config={"words": True})
+    return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -76,7 +69,7 @@ def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
     assert len(set(map(str, wanted))) > 10
 
     async def all_at_once() -> list[list[tuple[str, float, float]]]:
-        return await asyncio.gather(*(vosk(server.vosk, data) for data in sources))
+        return await asyncio.gather(*(words(server.vosk, data) for data in sources))
 
     assert asyncio.run(all_at_once()) == wanted
     until(lambda: server.metric("ds2_sessions") == 0)
@@ -158,7 +151,7 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     assert set(texts) == {None, text_alone(server.recogniser, data)}
     until(lambda: first not in workers.processes() and len(workers.processes()) == 2)
     until(lambda: server.metric("ds2_sessions") == 0)
-    assert " ".join(word for word, *_ in asyncio.run(vosk(server.vosk, data))) == text_alone(server.recogniser, data)
+    assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
 
 
 def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path]) -> None:
