@@ -19,6 +19,7 @@ from pathlib import Path
 ENTRY = "ds2_kernel"
 LAUNCH_REGISTERS = "DS2_LAUNCH_REGISTERS"  # a constant of sources whose kernels must be compiled to so many a thread
 _CSRC = Path(__file__).parents[1] / "csrc"
+_INCLUDE = re.compile(r'^ *# *include +"([^"]+)"', re.MULTILINE)
 _MAGIC = b"ds2_ops cubin 3\n"
 
 
@@ -82,21 +83,34 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
 def _key(source: str, arch: str, defines: Sequence[str]) -> str:
     """Hash of everything that decides the machine code."""
     digest = hashlib.sha256()
-    for part in (compiler_version(), arch, *defines, source, _headers()):
+    for part in (compiler_version(), arch, *defines, source):
         digest.update(part.encode() + b"\0")
+    for name, text in sorted(_included(source).items()):
+        digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()
+
+
+def _included(source: str) -> dict[str, str]:
+    """Name and text of each header of ``csrc`` that a source includes, by itself or through another header."""
+    headers, found, named = _headers(), dict[str, str](), _INCLUDE.findall(source)
+    while named:
+        name = named.pop()
+        if name in headers and name not in found:
+            found[name] = headers[name]
+            named += _INCLUDE.findall(headers[name])
+    return found
 
 
 @functools.cache
 def sources_digest() -> str:
     """Short hash of the compiler and all headers of ``csrc``: which version of the kernels this is."""
-    return hashlib.sha256(f"{compiler_version()}\0{_headers()}".encode()).hexdigest()[:16]
+    texts = "\0".join(f"{name}\0{text}" for name, text in sorted(_headers().items()))
+    return hashlib.sha256(f"{compiler_version()}\0{texts}".encode()).hexdigest()[:16]
 
 
 @functools.cache
-def _headers() -> str:
-    headers = sorted(_CSRC.rglob("*.cuh"))
-    return "\0".join(f"{path.relative_to(_CSRC).as_posix()}\0{path.read_text()}" for path in headers)
+def _headers() -> dict[str, str]:
+    return {path.relative_to(_CSRC).as_posix(): path.read_text() for path in _CSRC.rglob("*.cuh")}
 
 
 @functools.cache
