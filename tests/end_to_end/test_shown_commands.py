@@ -1,0 +1,120 @@
+"""Every command that a page shows is one that today's parsers and settings take."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from support.paths import ROOT
+
+from ds2.cli import COMMANDS, main
+from ds2.commands.common import with_search_path
+from ds2.commands.compose import compose_config, first_of_sweep
+from ds2.commands.train_help import options_and_overrides
+
+PAGES = [page for folder in (ROOT, ROOT / "ds2", ROOT / "ops") for page in sorted(folder.glob("*.md"))]
+PAGES += [page for folder in ("ops/notes", "recipes") for page in sorted((ROOT / folder).rglob("*.md"))]
+HISTORY = ROOT / "CHANGELOG.md"
+COMMAND = re.compile(rf"(?<![\w./-])ds2 (?:{'|'.join(COMMANDS)})\b|ds2\.cli (?:{'|'.join(COMMANDS)})\b|tools/\w+\.py")
+BLOCK = re.compile(r"^```\w*\n[\s\S]*?^```$|(?:^ {4}.*\n)+", re.MULTILINE)
+SPAN = re.compile(r"`([^`]+)`")
+REMARK = re.compile(r"\s+#\s.*|(?<=\S)\s{3,}.*|\s>\s.*")
+SETTING = re.compile(r"[a-z_]+(?:\.\w+)*=")
+FILES_OF_OTHERS = ("checkpoint.init_from=", "alphabet.pieces_file=")  # read while composing, and not here
+
+
+class Parsed(Exception):
+    """A command line went through its parser, which found `given` in it."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__()
+        self.given = given
+
+
+def shown(page: Path) -> Iterator[str]:
+    """The commands of a page: all of its blocks, those with arguments of its running text."""
+    text = page.read_text(encoding="utf-8")
+    for block in BLOCK.findall(text):
+        joined = re.sub(r"\\\n\s*", "", block)
+        variables = re.compile(r'^\s*(\w+)="([^"]*)"', re.MULTILINE)
+        lines = variables.sub("", joined)
+        for name, value in reversed(variables.findall(joined)):  # one may hold those before it
+            lines = lines.replace(f"${name}", value)
+        for line in lines.partition("git checkout ")[0].splitlines():  # after it, commands of that commit
+            for part in re.split(r";|&&|\||\s&\s", REMARK.sub("", line)):
+                yield from command_of(part)
+    for span in SPAN.findall(BLOCK.sub("", text)):
+        if re.search(r" --\w| \w[\w.]*=", span):
+            yield from command_of(" ".join(span.split()))
+
+
+def command_of(line: str) -> Iterator[str]:
+    """The command in a part of a line, without launchers before it and remarks behind it."""
+    if found := COMMAND.search(line):
+        command = line[found.start() :].rstrip(") ").replace("ds2.cli", "ds2")
+        yield command.replace("model=NAME", "model=rnn_8").replace("recipe=NAME", "recipe=an4")
+
+
+def settings_of(words: list[str]) -> list[str]:
+    """Run a command as far as its parser, and return what it would compose."""
+    if words[:2] == ["ds2", "train"] and "--help" not in words:
+        return options_and_overrides(with_search_path(words[2:]))[1]
+    try:
+        if words[0] == "ds2":
+            assert main(words[1:]) == 0
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", words)
+                runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    except Parsed as parsed:
+        shares = getattr(parsed.given, "shares", None) or []
+        return [word for word in with_search_path(words) if SETTING.match(word) and word not in shares]
+    except SystemExit as ended:
+        assert not ended.code
+    return []
+
+
+@functools.cache
+def compose(settings: tuple[str, ...]) -> None:
+    """Compose settings that a page shows; pages show the same ones."""
+    compose_config([*first_of_sweep(settings), "run_dir=unused"])
+
+
+@pytest.fixture(autouse=True)
+def parsers_that_only_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each parser stop where it has parsed, in a folder with the reader's own recipe and alphabet."""
+    monkeypatch.chdir(tmp_path)
+    for group in ("recipe", "alphabet"):
+        (tmp_path / "my_conf" / group).mkdir(parents=True)
+        (tmp_path / "my_conf" / group / "mine.yaml").write_text("# @package _global_\n", encoding="utf-8")
+
+    def stop_there(parse: object) -> object:
+        def parsed(*arguments: object, **named: object) -> NoReturn:
+            raise Parsed(parse(*arguments, **named))  # type: ignore[operator]
+
+        return parsed
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop_there(getattr(argparse.ArgumentParser, name)))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY and any(shown(page))], ids=lambda p: p.name)
+def test_all_commands_of_a_page(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {}
+    for command in dict.fromkeys(shown(page)):
+        try:
+            settings = settings_of([word for word in shlex.split(command) if word not in ("...", "…")])
+            if here := tuple(setting for setting in settings if not setting.startswith(FILES_OF_OTHERS)):
+                compose(here)
+        except (Exception, SystemExit) as error:
+            wrong[command] = " ".join([repr(error), *capsys.readouterr().err.strip().splitlines()[-1:]])
+    assert not wrong, "\n".join(f"{command}\n    {reason}" for command, reason in wrong.items())
