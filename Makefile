@@ -17,9 +17,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py $(if $(AN4),--an4 $(AN4))
 
-# A worker on each core takes the next test, or one that another worker has not come to; each computes on one thread.
+# A worker on each core takes the next test, or one that another worker has not come to.
 test: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo

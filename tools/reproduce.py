@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,12 @@ from reproduce_log import curve, events, minutes_of_steps, so_far
 from reproduce_report import Unfinished, report, write_plot
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
+from ds2.commands.common import real, whole
+from ds2.config.allowed import COUNT, UNLIMITED
 from ds2.system.files import write_text
 from ds2.system.machine import git_commit
+
+_NARROWEST = 1152  # as wide as the paper's layers: over this, none is left
 
 
 class Reproduction:
@@ -204,16 +208,6 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^\w.]+", "_", name)
 
 
-def _above(least: float, kind: type[float] = float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: a finite number above {least} is needed")
-        return value
-
-    return parse
-
-
 def main() -> int:
     """Run, report; status 1 where rows are missing."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -221,20 +215,26 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings of ds2 train for all rows: data.corpus=FOLDER")
     parser.add_argument("--out", type=Path, help="folder (default: runs/TABLE); the same one goes on")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by name, in this order")
-    parser.add_argument("--narrow", type=_above(0), default=1, help="widths of the paper over this")
     parser.add_argument(
-        "--epochs", type=_above(-1, int), default=20, help="of a row of the paper's tables; 0: as its settings say"
+        "--narrow", type=real(0, _NARROWEST, above=True), default=1, help="widths of the paper over this"
+    )
+    parser.add_argument(
+        "--epochs", type=whole(0, COUNT), default=20, help="of a row of the paper's tables; 0: as its settings say"
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of the paper's tables; theirs is sgd")
-    parser.add_argument("--rates", type=float, nargs="*", help="learning rates to try; one: no search")
-    parser.add_argument("--search-epochs", type=_above(0, int), default=2, help="that each learning rate is tried for")
+    parser.add_argument(
+        "--rates", type=real(0, 1e6, above=True), nargs="*", help="learning rates to try; one: no search"
+    )
+    parser.add_argument("--search-epochs", type=whole(1, COUNT), default=2, help="that each learning rate is tried for")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="numbers of GPUs, or cpu")
-    parser.add_argument("--at-once", type=_above(0, int), default=1, help="runs that share a GPU")
+    parser.add_argument("--at-once", type=whole(1, 1024), default=1, help="runs that share a GPU")
     parser.add_argument("--test", nargs="+", default=[], help="manifests to report on, if not the recipe's test set")
     parser.add_argument(
         "--decode", nargs="+", default=[], help="settings of ds2 evaluate for a second WER: decode.lm=..."
     )
-    parser.add_argument("--stop-after-minutes", type=float, default=0, help="stop runs then, to go on another day")
+    parser.add_argument(
+        "--stop-after-minutes", type=real(0, UNLIMITED), default=0, help="stop runs then, to go on another day"
+    )
     given = parser.parse_intermixed_args()
     table = TABLES[given.table](Shape(given.narrow, given.epochs, given.optimizer))
     unknown = set(given.rows) - {row.name for row in table.rows}

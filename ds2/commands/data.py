@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from ds2.system.files import write_text
 from ds2.system.stops import ending_at_once
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces
+
+log = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -131,6 +134,12 @@ def learn(config: Config, count: int, output: Path) -> None:
     texts = [u.text for u in read_manifests([Path(p) for p in config.data.train])]
     characters = replace(config.alphabet, pieces=[], unknown="drop")
     found = learn_pieces(texts, Alphabet.from_config(characters), count)
+    if len(found) < count:
+        log.warning(
+            "only %d of %d pieces: these transcripts have no more to join. Give more text, or a smaller --count",
+            len(found),
+            count,
+        )
     write_text(output, "".join(piece + "\n" for piece in found))
     cut = Alphabet.from_config(replace(characters, pieces=found))
     labels, words = sum(len(cut.encode(text)) for text in texts), sum(len(text.split()) for text in texts)

@@ -126,10 +126,12 @@ def test_an_unknown_row_is_refused(command: list[str]) -> None:
     assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr
 
 
-@pytest.mark.parametrize("option", [("--at-once", "0"), ("--narrow", "0"), ("--narrow", "nan"), ("--epochs", "-1")])
+@pytest.mark.parametrize(
+    "option", [("--at-once", "0"), ("--narrow", "0"), ("--narrow", "nan"), ("--epochs", "-1"), ("--rates", "nan")]
+)
 def test_numbers_out_of_range_are_refused(command: list[str], option: tuple[str, str]) -> None:
     refused = reproduce(command, *option)
-    assert refused.returncode == 2 and f"argument {option[0]}: {option[1]}: a finite number above" in refused.stderr
+    assert refused.returncode == 2 and f"argument {option[0]}: {option[1]!r} is not allowed" in refused.stderr
 
 
 def test_results_of_another_shape_are_not_reported_as_this_one(command: list[str], tmp_path: Path) -> None:

@@ -84,6 +84,16 @@ def test_a_model_of_sentencepiece_is_read(tmp_path: Path) -> None:
         read_pieces(tmp_path / "unigram.model")
 
 
+def test_pieces_that_the_transcripts_do_not_give_are_missed_aloud(
+    tone_manifest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces = tmp_path / "tones.pieces"
+    base = [f"data.train=[{tone_manifest}]", "alphabet.symbols='abc '"]
+    assert main(["data", "pieces", str(pieces), *base, "--count", "500"]) == 0
+    found = read_pieces(pieces)
+    assert len(found) < 500 and f"only {len(found)} of 500 pieces" in caplog.text
+
+
 def test_a_model_of_pieces_trains_decodes_and_gets_a_language_model(
     tiny_config: Callable[..., Config], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +102,8 @@ def test_a_model_of_pieces_trains_decodes_and_gets_a_language_model(
     pieces = tmp_path / "tones.pieces"
     base = [f"data.train=[{tone_manifest}]", "alphabet.symbols='abc '"]
     assert main(["data", "pieces", str(pieces), *base, "--count", "7"]) == 0
-    assert "7 pieces" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "7 pieces" in said.out and "no more to join" not in said.err
     config = tiny_config(f"alphabet.pieces_file={pieces}", "train.epochs=1")
     train(config, Path(config.run_dir))
     loaded = load_model(config.run_dir)
