@@ -7,6 +7,7 @@ from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from hypothesis import given
 from hypothesis import strategies as st
+from support.compiled import report
 from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_choices_of, one_a_kernel
 
 
@@ -92,7 +93,7 @@ def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> Non
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
-            assert build(choice.launch.source.text).local_bytes == 0, choice.explain()
+            assert report(choice.launch.source.text).local_bytes == 0, choice.explain()
 
 
 @pytest.mark.slow
@@ -110,5 +111,5 @@ def test_tiles_with_gates_compile_without_spills(cell: str, dtype: str, hidden: 
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
-            binary = build(choice.launch.source.text)
-            assert (binary.local_bytes, binary.loss) == (0, ""), choice.explain()
+            said = report(choice.launch.source.text)
+            assert (said.local_bytes, said.loss) == (0, ""), choice.explain()
