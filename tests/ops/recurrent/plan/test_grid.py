@@ -74,8 +74,8 @@ def test_largest_tile_compiles_without_spills(dtype: str) -> None:
 def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        binary = build(grid_choices_of(hidden, 64, backward=backward)[-1].launch.source.text)
-        assert (binary.local_bytes, binary.loss) == (0, "")
+        said = report(grid_choices_of(hidden, 64, backward=backward)[-1].launch.source.text)
+        assert (said.local_bytes, said.loss) == (0, "")
 
 
 # A cell of one gate is code of the finishing warps alone: every tile with the longest of them, the others on one size.
