@@ -1,8 +1,8 @@
 """What the compiler says about the planner's kernels, from a record where that is of the very same kernels.
 
-Registers and spills are a function of the translation unit, the headers and the compiler. The record names all three,
-so the compiler would say the same again, for 15 minutes. Whatever is not in it, such as every kernel after a change of
-csrc, is compiled: a record that is old costs time, never a check.
+Registers and spills are a function of the translation unit, the headers that it includes, the compiler and its options.
+Rows of the record are named by all four, so the compiler would say the same again, for twenty minutes. What has no row,
+such as every kernel that includes a header that was changed, is compiled: an old record costs time, never a check.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from ds2_ops.jit.build import build, debug_waits, sources_digest
+from ds2_ops.jit import build as builder
+from ds2_ops.jit.build import build
 
 RECORD = Path(__file__).parents[1] / "ops/recurrent/plan/compiled.tsv"
+_HOW = Path(builder.__file__).read_text()  # among it the compiler's options
 
 
 class Report(NamedTuple):
@@ -47,28 +48,21 @@ def write_record() -> int:
         for source, said in heard.items()
         if not said.loss
     )
-    RECORD.write_text("\n".join([f"kernel\tregisters\tlocal_bytes\t{sources_digest()}", *rows, ""]))
+    RECORD.write_text("\n".join(["kernel\tregisters\tlocal_bytes\tkey", *rows, ""]))
     return len(rows)
 
 
 @functools.cache
 def recorded() -> dict[str, Report]:
-    """What the record says, by :func:`key`; nothing, with a warning, where it is of other kernels or compilers."""
-    head, *rows = RECORD.read_text().splitlines() if RECORD.exists() else [""]
-    if debug_waits() or head.rpartition("\t")[2] != sources_digest():
-        warnings.warn(
-            "compiled.tsv is of other kernels or another compiler: each is compiled; "
-            "`python tools/record_compiled.py` records them",
-            stacklevel=1,
-        )
-        return {}
+    """What the record says, by :func:`key`."""
+    rows = RECORD.read_text().splitlines()[1:] if RECORD.exists() else []
     fields = (row.split("\t") for row in rows)
-    return {unit: Report(int(registers), int(local), "") for _, registers, local, unit in fields}
+    return {name: Report(int(registers), int(local), "") for _, registers, local, name in fields}
 
 
 def key(source: str) -> str:
-    """Name a translation unit."""
-    return hashlib.sha256(source.encode()).hexdigest()[:12]
+    """Name all that decides what the compiler says."""
+    return hashlib.sha256(f"{builder.key(source)}{_HOW}".encode()).hexdigest()[:12]
 
 
 def _shape(source: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ds2_ops.jit import build as builder
 from ds2_ops.jit.build import Binary, build
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
@@ -42,16 +43,18 @@ def test_what_is_recorded_is_not_compiled_and_all_else_is(record: Path) -> None:
     assert spills(SOURCE + "\n")
 
 
-@pytest.mark.parametrize("other", ["sources", "waits", "none"])
+@pytest.mark.parametrize("other", ["compiler", "options", "waits", "header"])
 def test_a_record_of_other_kernels_is_not_believed(other: str, record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if other == "sources":
-        monkeypatch.setattr(compiled, "sources_digest", lambda: "of another compiler, or headers")
+    if other == "compiler":
+        monkeypatch.setattr(builder, "compiler_version", lambda: "nvrtc 0.0")
+    elif other == "options":
+        monkeypatch.setattr(compiled, "_HOW", "with other options")
     elif other == "waits":
         monkeypatch.setenv("DS2_OPS_DEBUG", "1")
     else:
-        record.unlink()
-    with pytest.warns(UserWarning, match="each is compiled; .*record_compiled.py"):
-        assert spills(SOURCE)
+        changed = builder._headers() | {"ptx/sync.cuh": "// changed\n"}
+        monkeypatch.setattr(builder, "_headers", lambda: changed)
+    assert spills(SOURCE)
 
 
 def test_a_kernel_that_loses_performance_is_not_recorded(record: Path) -> None:
@@ -68,4 +71,3 @@ def test_the_compiler_says_what_is_recorded(layout: str, hidden: int, cell: str)
     source = tile(layout, hidden, cell)
     binary = build(source)
     assert compiled.report(source) == (binary.registers, binary.local_bytes, binary.loss)
-    assert compiled.key(source) in compiled.recorded() or not compiled.recorded()
