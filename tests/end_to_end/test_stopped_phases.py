@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.launch import mpirun
-from support.rank_runs import arguments, clean, losses
+from support.rank_runs import arguments, clean
+from support.run_log import losses
 
 from ds2.audio.features import Features
 from ds2.cli import main
