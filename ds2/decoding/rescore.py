@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,13 +63,13 @@ class Rescorer:
         heard = [row for row in rows if row != [EMPTY]]
         texts = sorted({h.text for row in heard for h in row})
         scores = dict(zip(texts, self.model.score(texts, normalised=self.alike), strict=True))
-        options = self.options
-        return [
-            sorted((mixed(h, scores[h.text], options) for h in row), key=lambda h: -h.score)[: options.nbest]
-            if row != [EMPTY]
-            else row
-            for row in rows
-        ]
+        return [self._ranked(row, scores) if row != [EMPTY] else row for row in rows]
+
+    def _ranked(self, row: list[Hypothesis], scores: Mapping[str, float]) -> list[Hypothesis]:
+        """The best of a row; only they are made anew, which takes longer than to rank all."""
+        share = self.options.alpha * self.options.rescore_weight
+        best = sorted(row, key=lambda h: share * (h.lm - scores[h.text]) - h.score)[: self.options.nbest]
+        return [mixed(h, scores[h.text], self.options) for h in best]
 
 
 def mixed(hypothesis: Hypothesis, log_prob: float, options: DecodeConfig) -> Hypothesis:

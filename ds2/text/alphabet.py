@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -41,6 +42,13 @@ class _Stored:
     punctuation: str = _RULES["punctuation"]
 
 
+class _Table(dict[int, str]):
+    """What `str.translate` puts for each character; it leaves none as it is."""
+
+    def __missing__(self, key: int) -> str:
+        raise ValueError(f"{key} stands for nothing")
+
+
 @dataclass(frozen=True)
 class Alphabet:
     """The labels of a network: label 0 is the CTC blank, label i writes symbols[i]; V = len(alphabet).
@@ -61,6 +69,8 @@ class Alphabet:
     _characters: frozenset[str] = field(init=False, repr=False, compare=False)
     _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # words in pieces, once each
     _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
+    _written: _Table = field(init=False, repr=False, compare=False)  # symbols by the character of each label's number
+    _read: _Table = field(init=False, repr=False, compare=False)  # the inverse, of single characters
 
     def __post_init__(self) -> None:
         if self.case not in _CASE or self.unknown not in ("stop", "drop"):
@@ -93,6 +103,8 @@ class Alphabet:
         object.__setattr__(self, "_labels", labels)
         object.__setattr__(self, "_characters", frozenset(characters))
         object.__setattr__(self, "_spelled", {})
+        object.__setattr__(self, "_written", _Table(enumerate(self.symbols)))
+        object.__setattr__(self, "_read", _Table((ord(s), chr(n)) for s, n in labels.items() if len(s) == 1))
         object.__setattr__(self, "_replacement", re.compile("|".join(map(re.escape, keys))) if keys else None)
 
     @classmethod
@@ -198,7 +210,10 @@ class Alphabet:
     def spell(self, text: str) -> list[int]:
         """Return the labels of a normalised text without unknown characters."""
         if not self.has_pieces:
-            return [self._labels[character] for character in text]
+            try:
+                return list(text.translate(self._read).encode("latin-1"))  # a third of the time of the line below
+            except ValueError:  # unknown characters, or labels past 255
+                return [self._labels[character] for character in text]
         return [label for word in text.split() for label in self._pieces(word)]
 
     def _pieces(self, word: str) -> list[int]:
@@ -233,6 +248,9 @@ class Alphabet:
 
     def decode(self, labels: Iterable[int]) -> str:
         """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""
+        if isinstance(labels, tuple):  # of a search: a fifth of the time of the line below
+            with suppress(ValueError):  # labels past 255
+                return bytes(labels).decode("latin-1").translate(self._written)
         return "".join(map(self.symbols.__getitem__, labels))
 
 

@@ -82,3 +82,16 @@ def test_survives_a_checkpoint() -> None:
 def test_an_alphabet_that_cannot_work_is_refused(keys: dict[str, object], reason: str) -> None:
     with pytest.raises(AlphabetError, match=reason):
         make(**keys)
+
+
+@pytest.mark.parametrize("symbols", ["abc ", "äß漢 ", "".join(map(chr, range(0x4E00, 0x4E00 + 400)))])
+def test_tables_write_and_read_what_the_symbols_say(symbols: str) -> None:
+    alphabet = make(symbols=symbols, case="keep")
+    labels = [*range(1, len(alphabet)), 0, 2, 2]
+    text = "".join(alphabet.symbols[label] for label in labels)
+    assert alphabet.decode(tuple(labels)) == alphabet.decode(labels) == text
+    assert alphabet.spell(text) == [label for label in labels if label]
+    with pytest.raises(KeyError):
+        alphabet.spell("a" if "a" not in symbols else "z")
+    with pytest.raises(IndexError):
+        alphabet.decode((len(alphabet),))

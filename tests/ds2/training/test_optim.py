@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds2.config.schema import Config, ConfigError, OptimConfig
+from ds2.model.norm import SequenceBatchNorm
 from ds2.training.averaging import WeightAverage
 from ds2.training.loop import planned_part
 from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer, set_learning_rate
@@ -88,6 +89,15 @@ def test_weight_average_follows_weights_and_running_statistics() -> None:
     torch.testing.assert_close(average.model[1].running_mean, torch.full((2,), 2 * (1 - decay)))
     assert average.model[1].num_batches_tracked.item() == 3
     assert not math.isclose(decay, 0.5)
+
+
+def test_a_weight_average_knows_how_many_batches_are_behind_its_running_statistics() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), SequenceBatchNorm(2))
+    average = WeightAverage(model, 0.5)
+    for batches in (3, 4):
+        model[1].batches = batches
+        average.update(model)
+        assert average.model[1].batches == batches
 
 
 def test_a_timed_cosine_is_at_zero_when_the_minutes_or_the_epochs_are_up(tiny_config: Callable[..., Config]) -> None:
