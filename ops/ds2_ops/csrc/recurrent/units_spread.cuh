@@ -12,7 +12,7 @@ __device__ inline float of_lane(float mine, int q) {  // of the four
 __device__ inline float of_gate(int q, float a, float b, float c, float d) { return q < 2 ? (q == 0 ? a : b) : q == 2 ? c : d; }
 
 // The cell in lane q: as Cell::forward, but of what is saved plane q alone. The last plane, the carry before, is the caller's.
-template <class Cell>
+template <class Cell, bool ALONE>  // without a cluster
 struct Spread {
     // What a lane needs of x, while products are under way; its own is of gate q, or of the last gate.
     static __device__ void share(float mine, float (&x)[Cell::GATES]) {
@@ -29,9 +29,10 @@ struct Spread {
     }
 };
 
-// A lane a gate: its slow functions take three slow instructions, not seven, and no gate waits for another.
+// A lane a gate: three slow instructions, not seven. On one multiprocessor, where two warps and more share a scheduler's slow unit;
+// in a cluster one has it, and a step waits for the shuffles.
 template <>
-struct Spread<Lstm> {
+struct Spread<Lstm, true> {
     static __device__ void share(float mine, float (&x)[4]) { x[0] = x[1] = x[2] = x[3] = mine; }
     template <class Number>
     static __device__ float forward(int q, const float (&sum)[4], const float (&x)[4], float, float& carry, float& saved) {
@@ -48,7 +49,7 @@ template <class Shape, int READY>
 __device__ void prepare_gates_spread(unsigned in, float bias, float (&ready)[READY][1]) {
     float mine[1], x[READY - 1];
     Shape::Number::unpack(in, mine);
-    Spread<typename Shape::Cell>::share(mine[0], x);
+    Spread<typename Shape::Cell, Shape::CLUSTER == 1>::share(mine[0], x);
     ready[0][0] = bias;
 #pragma unroll
     for (int k = 0; k < READY - 1; k++) ready[1 + k][0] = x[k];
@@ -64,7 +65,7 @@ __device__ void apply_gates_spread(int q, const float (&sum)[SUMS][1], const flo
     out[2] = Number::pack(carry);
 #pragma unroll
     for (int k = 0; k < SUMS; k++) sums[k] = sum[k][0], x[k] = ready[1 + k][0];
-    h[0] = Spread<Cell>::template forward<Number>(q, sums, x, ready[0][0], carry[0], saved[0]);
+    h[0] = Spread<Cell, Shape::CLUSTER == 1>::template forward<Number>(q, sums, x, ready[0][0], carry[0], saved[0]);
     out[0] = Number::pack(h), out[1] = Number::pack(saved);
     if constexpr (Cell::CARRIES_H) Number::unpack(out[0], carry);
 }
