@@ -81,6 +81,7 @@ CASES = [
     pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
     pytest.param("lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles"),
     pytest.param("lstm", ("units", 1, 3, 1), (4, 3, 65), id="lstm, a lane a gate"),
+    pytest.param("lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile"),
     pytest.param("lstm", ("units", 2, 1, 1), (4, 5, 60), id="lstm, units of a cluster, two columns a lane"),
     pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, a lane a gate"),
     pytest.param("gru_after", ("units", 1, 1, 1), (4, 3, 33), id="gru, one multiprocessor"),
