@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fuzz_files
 import fuzz_serving
 import fuzz_targets
 import torch
@@ -37,7 +38,7 @@ from fuzz_targets import Target
 from ds2.system.errors import UserError
 from ds2.system.machine import git_commit
 
-TARGETS = {**fuzz_targets.TARGETS, **fuzz_serving.TARGETS}
+TARGETS = {**fuzz_targets.TARGETS, **fuzz_files.TARGETS, **fuzz_serving.TARGETS}
 RIGHT, FAULTS = ("named", "same", "read"), ("wrong", "traceback", "died", "hang", "memory")
 HANG_S = 30.0
 MEMORY_KIB = 1 << 20

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.container import what_is_missing
 from ds2.audio.foreign import FOREIGN_SUFFIXES, ForeignError, Source, looks_foreign, opened_foreign
-from ds2.audio.shard import ShardError, is_member, open_member
+from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,8 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
     """Open a file for reading; whatever goes wrong inside the block is raised as AudioError with the file's name."""
     try:
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        descriptor = open_member(path) if is_member(path) else os.open(path, flags)
+        member = member_of(path)
+        descriptor = open_member(*member) if member else os.open(path, flags)
     except ShardError as error:
         raise AudioError(str(error)) from error
     except (OSError, ValueError) as error:
@@ -187,7 +188,7 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iter
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
-        place = Path(f"/proc/self/fd/{descriptor}") if is_member(path) else path
+        place = Path(f"/proc/self/fd/{descriptor}") if member_of(path) else path
         if path.suffix.lower() not in FOREIGN_SUFFIXES and not looks_foreign(place):
             raise
         with opened_foreign(place) as source:

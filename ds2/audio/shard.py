@@ -14,7 +14,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,9 +42,13 @@ class Member(NamedTuple):
     samples: int = -1  # -1: nobody noted them
 
 
-def is_member(path: Path) -> bool:
-    """Whether a path is one through a shard."""
-    return path.parent.suffix == ".tar"
+def member_of(path: Path) -> tuple[Path, str] | None:
+    """Return the shard that a path goes through and the member's name in it; None for paths of files and folders."""
+    if ".tar" in str(path.parent):
+        for parent in path.parents:
+            if parent.suffix == ".tar" and not _is_folder(parent):
+                return parent, path.relative_to(parent).as_posix()
+    return None
 
 
 def index_file(shard: Path) -> Path:
@@ -124,7 +128,8 @@ class Shard:
 
     def _look_through(self) -> list[Member]:
         with tarfile.open(self.path, "r:") as tar:
-            return [Member(found.name, found.offset_data, found.size) for found in tar if found.isfile()]
+            files = (found for found in tar if found.isfile())
+            return [Member(found.name.removeprefix("./"), found.offset_data, found.size) for found in files]
 
 
 def write_index(shard: Path, members: Iterable[Member], made_from: str) -> None:
@@ -146,8 +151,8 @@ def check_members(paths: Iterable[Path]) -> list[str]:
     """
     names: dict[Path, list[str]] = {}
     for path in paths:
-        if is_member(path):
-            names.setdefault(path.parent, []).append(path.name)
+        if member := member_of(path):
+            names.setdefault(member[0], []).append(member[1])
     problems = []
     for shard, wanted in names.items():
         try:
@@ -160,18 +165,18 @@ def check_members(paths: Iterable[Path]) -> list[str]:
     return problems
 
 
-def open_member(path: Path) -> int:
-    """Return a descriptor, to be closed, of a file in memory with the bytes of the member that a path names.
+def open_member(path: Path, name: str) -> int:
+    """Return a descriptor, to be closed, of a file in memory with the bytes of a shard's member.
 
     Raises:
         ShardError: as `Shard.read`.
     """
-    shard = _SHARDS.get(path.parent)
+    shard = _SHARDS.get(path)
     if shard is None:
-        shard = _SHARDS[path.parent] = Shard(path.parent)
-    content = shard.read(path.name)
+        shard = _SHARDS[path] = Shard(path)
+    content = shard.read(name)
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(path.name)
+        descriptor = os.memfd_create("member")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
@@ -179,6 +184,11 @@ def open_member(path: Path) -> int:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+@cache
+def _is_folder(path: Path) -> bool:
+    return path.is_dir()
 
 
 class _OpenFile:

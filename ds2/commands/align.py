@@ -16,7 +16,7 @@ from ds2.model.checkpoint import load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcripts import align_utterances, suspicious
-from ds2.system.files import write_text
+from ds2.system.files import check_writable, write_text
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,6 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     given = parser.parse_args(arguments)
+    if given.out:
+        check_writable(given.out)
     device = resolve_device(given.device)
     loaded = load_model(given.model, device)
     utterances = scored_utterances(given.manifests, loaded.alphabet)

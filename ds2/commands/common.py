@@ -114,20 +114,25 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """The `type` of an argument that is a whole number of a range, both ends among it."""
-    return lambda text: _within(int, text, Range(low, high))
+    return within(int, Range(low, high))
 
 
 def real(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
     """The `type` of an argument that is a number of a range; `above`: the low end is not among it."""
-    return lambda text: _within(float, text, Range(low, high, above))
+    return within(float, Range(low, high, above))
 
 
-def _within(kind: Callable[[str], Number], text: str, allowed: Range) -> Number:
-    with suppress(ValueError):
-        value = kind(text)
-        if value in allowed:
-            return value
-    raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not allowed: {'whole ' * (kind is int)}{allowed}")
+def within(kind: Callable[[str], Number], allowed: Range) -> Callable[[str], Number]:
+    """The `type` of an argument that is an int or float of a range, such as a field of settings declares."""
+
+    def parse(text: str) -> Number:
+        with suppress(ValueError):
+            value = kind(text)
+            if value in allowed:
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not allowed: {'whole ' * (kind is int)}{allowed}")
+
+    return parse
 
 
 def report_errors(action: Callable[[], int]) -> int:

@@ -15,7 +15,7 @@ from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
 from ds2.data.splits import ensure_manifests
-from ds2.system.files import write_text
+from ds2.system.files import check_writable, write_text
 from ds2.system.stops import ending_at_once
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces
@@ -74,6 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     elif given.command == "pieces":
         learn(compose_config(given.overrides), given.count, given.output)
     elif given.command == "import":
+        check_writable(given.manifest)
         utterances = import_corpus(given.format, given.folder, given.split, skip_bad=given.skip_bad)
         write_manifest(given.manifest, utterances)
         hours = sum(u.duration_s for u in utterances) / 3600

@@ -176,7 +176,8 @@ def _alphabet(given: argparse.Namespace) -> int:
     print(f"{len(symbols)} symbols, by count: {describe(Counter({c: counts[c] for c in symbols}))}")
     if digits:
         print(
-            f"left out, {sum(digits.values())} digits: make them words with alphabet.numbers=LANGUAGE (en, de, tr, ...)"
+            f"left out, {sum(digits.values())} digits: make them words with alphabet.numbers=LANGUAGE (en, de, tr, "
+            f"...), or keep them with alphabet.symbols={''.join(sorted(digits))}"
         )
     if rare:
         print(f"left out, occurring less than {given.least} times: {describe(rare)}")

@@ -19,7 +19,7 @@ from ds2.recognition.evaluate import evaluate
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.robustness import robustness, table
 from ds2.scoring.report import format_report, kaldi_line
-from ds2.system.files import write_text
+from ds2.system.files import check_writable, write_text
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,13 +34,16 @@ def run(arguments: Sequence[str]) -> int:
         data = loaded.config.data
         manifests = manifests_of(file, given.manifests, data.test, "data.test")
         options = resolve_options(decode, file, loaded.config)
+        reports = given.out or report_folder(given.model, file)
+        if comm.rank == 0:
+            check_writable(reports / "report.json")
         recogniser = Recogniser.of(loaded, options, comm.device, given.precision)
         if given.robustness is not None:
-            return _robustness(recogniser, manifests, data, given, report_folder(given.model, file))
+            return _robustness(recogniser, manifests, data, given, reports)
         how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers, "comm": comm}
         for evaluation in evaluate(recogniser, manifests, data, **how):
             if comm.rank == 0:
-                folder = (given.out or report_folder(given.model, file)) / evaluation.manifest.stem
+                folder = reports / evaluation.manifest.stem
                 evaluation.write(folder, file, options)
                 print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
                 if evaluation.words_only is not None:
@@ -58,7 +61,7 @@ def _robustness(
         utterances = scored_utterances([str(manifest)], recogniser.alphabet)
         how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers}
         text = table(list(robustness(recogniser, utterances, data, snrs_db, **how)))
-        path = (given.out or folder) / manifest.stem / "robustness.md"
+        path = folder / manifest.stem / "robustness.md"
         write_text(path, f"{manifest}\n\n{text}")
         print(f"{manifest}\n\n{text}\nreport: {path}")
     return 0

@@ -21,6 +21,7 @@ from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.perplexity import perplexity
 from ds2.lm.sentences import SentenceReader, cut
+from ds2.system.files import check_writable
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
 
@@ -60,6 +61,7 @@ def _build(arguments: argparse.Namespace) -> int:
         raise LanguageModelError(f"--unit piece: the alphabet of {arguments.model} has characters: give --pieces alone")
     output = arguments.output
     _refuse_missing(arguments)
+    check_writable(output, *([arguments.arpa] if arguments.arpa else []))
     reader = SentenceReader(arguments.text, arguments.unit, alphabet, arguments.unknown)
     result = estimate(
         reader,

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
-from ds2.commands.common import whole
-from ds2.config.allowed import COUNT
+from ds2.commands.common import within
+from ds2.config.allowed import KEY
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import Passed, Settings, Text, train
 from ds2.lm.sentences import SentenceReader
+from ds2.system.files import check_writable
 from ds2.system.machine import git_commit
+from ds2.system.stops import Stopped
 from ds2.text.alphabet import Alphabet
+from ds2.training.interrupts import Interrupts
 
 _HELP = {
     "hidden": "units of a layer",
@@ -41,16 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `ds2 lm train` beside those of the alphabet."""
     for kind in (Shape, Settings):
         for field in fields(kind):
-            convert: Any = whole(0, COUNT) if isinstance(field.default, int) else float
+            kind_of: Any = type(field.default)
             parser.add_argument(
-                f"--{field.name.replace('_', '-')}", type=convert, default=field.default,
+                f"--{field.name.replace('_', '-')}", type=within(kind_of, field.metadata[KEY]), default=field.default,
                 help=f"{_HELP[field.name]} (default {field.default})",
             )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
 
 
 def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
-    """Read, train, write, judge; the model is written at the end."""
+    """Read, train, write, judge; the model is written at the end, or as far as it is where a signal ends it.
+
+    Raises:
+        UnwritableError: the model has no place; told before the text is read.
+        Stopped: by a signal, once the model is written.
+    """
+    check_writable(arguments.output)
     reader = SentenceReader(arguments.text, unit_of(alphabet), alphabet, arguments.unknown)
     text = Text.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)
@@ -60,12 +69,17 @@ def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"training {parameters:,} parameters on {device}", flush=True)
     began = time.monotonic()
-    passed = train(model, text, _settings(Settings, arguments), _show)
-    minutes = (time.monotonic() - began) / 60
-    facts = {"epoch": passed.epoch, "step": passed.step, "minutes": minutes, "git_commit": git_commit()}
-    save_recurrent(arguments.output, model, facts)
-    size_mib = arguments.output.stat().st_size / 2**20
-    print(f"wrote {arguments.output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
+    with Interrupts() as interrupts:
+        passed = train(model, text, _settings(Settings, arguments), _show, stop=lambda: bool(interrupts.received))
+        if interrupts.received and not passed.step:
+            raise Stopped(interrupts.received)
+        minutes = (time.monotonic() - began) / 60
+        facts = {"epoch": passed.epoch, "step": passed.step, "minutes": minutes, "git_commit": git_commit()}
+        save_recurrent(arguments.output, model, facts)
+        size_mib = arguments.output.stat().st_size / 2**20
+        print(f"wrote {arguments.output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
+        if interrupts.received:
+            raise Stopped(interrupts.received)
     if arguments.heldout:
         judge(model, arguments.heldout)
     return 0

@@ -22,6 +22,7 @@ from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
 from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence, tune_rescoring
+from ds2.system.files import check_writable
 
 _FURTHEST, _MOST = 1e6, 1000  # as decode.alpha and decode.beta may be; values of each
 
@@ -62,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         options = replace(options, method="beam")
     options = replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
     make_decoder(options, loaded.alphabet, 1.0, device, lm)  # a mistake shows before the model is run
+    target = tuned_file(file)
+    picture = arguments.picture or target.with_suffix(".png")
+    check_writable(target, picture)
     manifests = manifests_of(file, arguments.manifests, loaded.config.data.dev, "data.dev")
     utterances = scored_utterances([str(path) for path in manifests], loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
@@ -78,7 +82,6 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
     best = choose(trials)
-    target = tuned_file(file)
     tuned = replace(options, alpha=best.alpha, beta=best.beta, beam=best.beam)
     if options.rescore:
         model = load_recurrent(Path(options.rescore), device)
@@ -89,7 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
         tuned = replace(tuned, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
     slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
     save_settings(replace(tuned, confidence=[round(slope, 4), round(offset, 4)]), target)
-    picture = arguments.picture or target.with_suffix(".png")
     print(
         f"wrote {target}: alpha {best.alpha:g}, beta {best.beta:g}, beam {best.beam}, confidences calibrated by "
         f"{slope:.2f} logit + {offset:.2f}; evaluate and transcribe use it"

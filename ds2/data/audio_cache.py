@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.audio.shard import check_members, is_member
+from ds2.audio.shard import check_members, member_of
 from ds2.config.schema import DataConfig
 from ds2.data import cache_file
 from ds2.data.cache_build import SUFFIX, decode, find_cheap, summary, write_cheap, write_files
@@ -106,7 +106,7 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
         return AudioStore(utterances, data.sample_rate_hz)
     folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz)
     files = _open_files(folder)
-    missing = {key: u for key, u in zip(keys, utterances, strict=True) if not is_member(u.audio_filepath)}
+    missing = {key: u for key, u in zip(keys, utterances, strict=True) if not member_of(u.audio_filepath)}
     for key in _known(files, keys, cheap_too=data.cache == "auto"):
         missing.pop(key, None)
     if missing:
@@ -140,7 +140,8 @@ def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[b
     stats: dict[Path, tuple[int, int]] = {}
     keys = []
     for u in utterances:
-        file = u.audio_filepath.parent if is_member(u.audio_filepath) else u.audio_filepath
+        member = member_of(u.audio_filepath)
+        file = member[0] if member else u.audio_filepath
         if file not in stats:
             try:
                 stat = file.stat()

@@ -64,7 +64,10 @@ def load_ngram(path: Path) -> NGram:
             header = opened.metadata() or {}
             metadata = read_header(header, FORMAT_VERSION)
             if metadata.get("kind") != "n-gram":
-                raise LanguageModelError(f"{path} is a safetensors file, but not a language model of ds2")
+                raise ValueError(
+                    f"is a {metadata.get('kind')}, not an n-gram model: `ds2 lm build` writes "
+                    "them, and decode.rescore takes recurrent ones"
+                )
             stored = from_plain(_Header, metadata, "metadata")
             tensors = {name: opened.get_tensor(name) for name in (*TENSORS, "vocabulary")}
         if has_digest(header):

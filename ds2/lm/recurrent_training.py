@@ -101,7 +101,12 @@ class Passed:
 
 
 def train(
-    model: RecurrentLM, text: Text, settings: Settings, report: Callable[[Passed], None], report_every_s: float = 10.0
+    model: RecurrentLM,
+    text: Text,
+    settings: Settings,
+    report: Callable[[Passed], None],
+    report_every_s: float = 10.0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Passed:
     """Fit a model to a text: AdamW, a rate that rises in the first steps and falls by half a cosine to zero.
 
@@ -111,6 +116,7 @@ def train(
         settings: of the training.
         report: is told now and then how far it is.
         report_every_s: seconds between two reports.
+        stop: asked before each step whether to end there.
 
     Raises:
         LanguageModelError: settings out of range, or a loss that is not finite.
@@ -132,7 +138,7 @@ def train(
         part = (epoch - 1 + position / batches) / settings.epochs
         if settings.max_minutes:
             part = max(part, (time.monotonic() - began) / (60 * settings.max_minutes))
-        if part >= 1:
+        if part >= 1 or stop():
             break
         warm = min(1.0, (passed.step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))

@@ -5,20 +5,45 @@ They are written in a folder of their own beside their place, made durable, and 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ds2.system.errors import UserError
+
 _STALE_S = 3600.0  # before, nothing of another host goes: its locks may not be seen here
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
 _LOCK = ".writer"  # in a writer's folder, locked as long as it lives
+
+
+class UnwritableError(UserError):
+    """A file that has no place where it is to be written; the message names it and the system's reason."""
+
+
+def check_writable(*paths: Path) -> None:
+    """Find out before long work, rather than after it, that its results cannot be written; nothing is left behind.
+
+    Raises:
+        UnwritableError: a path is a folder, or the folder that it is to lie in cannot be written or made.
+    """
+    for path in paths:
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            there = next(folder for folder in path.absolute().parents if folder.exists())
+            with tempfile.TemporaryFile(dir=there) as probe:
+                probe.write(b"ds2")
+        except OSError as error:
+            raise UnwritableError(f"{path} could not be written: {error.strerror}; give another place") from error
 
 
 def cache_dir() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -83,6 +84,15 @@ def spell_numbers(text: str, language: str) -> str:
     if _language(language) == "en":
         text = _ENGLISH_ORDINAL.sub(lambda match: f" {spelled(int(match[1]), to='ordinal')} ", text)
     return _DIGITS.sub(lambda match: f" {_number(match[0], language, spelled)} ", text)
+
+
+def number_words(language: str) -> list[str]:
+    """Return the words that numbers of a language are made of, as far as num2words is installed and has them."""
+    found = []
+    for number in (*range(101), *range(200, 1000, 100), 1000, 2000, 10**6, 2 * 10**6, 10**9, 2 * 10**9):
+        with suppress(NormaliseError):
+            found.append(_speller(language)(number))
+    return found
 
 
 def _number(written: str, language: str, spelled: Callable[..., str]) -> str:

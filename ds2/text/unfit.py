@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ds2.text.alphabet import Alphabet
+from ds2.text.normalise import number_words
 
 _ROWS = 40
 _DOTTED_I = {"ı", "İ", "\u0307"}
@@ -56,28 +57,50 @@ def help_text(unfit: Mapping[str, int], alphabet: Alphabet) -> str:
 
 def block(unfit: Mapping[str, int], alphabet: Alphabet) -> str:
     """Return a YAML block of the alphabet's settings, changed so that it can write the characters given."""
-    kinds = {character: unicodedata.category(character)[0] for character in unfit}
-    letters = {character for character, kind in kinds.items() if kind in "LM"}
     rules = alphabet.rules()
-    if alphabet.locale == "" and _DOTTED_I & unfit.keys():
-        letters.discard("\u0307")
-        rules["locale"] = "tr"
-    if any(kind in "PSZC" for kind in kinds.values()):
-        rules["punctuation"] = "drop"
     own = set() if alphabet.has_pieces else set(alphabet.symbols[1:])
-    numbers = ""
-    if "N" in kinds.values() and not alphabet.numbers:
-        numbers = rules.get("locale", "") or _language(letters | own)
-    if numbers == _CHINESE:
-        own |= {unicodedata.normalize("NFKC", character) for character, kind in kinds.items() if kind == "N"}
-        rules["unicode"] = "NFKC"  # full-width digits are the others
-        numbers = ""
-    lines = settings({*own, *letters, " "}, alphabet, rules)
+    turkish = alphabet.locale == "" and bool(_DOTTED_I & unfit.keys())
+    if turkish:
+        rules["locale"] = "tr"
+    letters = {character for character in unfit if _kind(character) in "LM"}
+    digits = {character for character in unfit if _kind(character) == "N"}
+    language = ""
+    if digits and not alphabet.numbers:
+        language = rules.get("locale", "") or _language(letters | own)
+    if language == _CHINESE or any(unicodedata.category(digit) != "Nd" for digit in digits):
+        rules["unicode"] = "NFKC"  # full-width and raised digits are the others
+    if any(_kind(c) in "PSZC" for text in unfit for c in _composed(text, rules)):
+        rules["punctuation"] = "drop"
+    form = Alphabet(
+        ("",), alphabet.case, locale=rules.get("locale", ""), unicode=rules.get("unicode", "NFC"), punctuation="drop"
+    )
+
+    def written(characters: Iterable[str]) -> set[str]:
+        return {c for text in characters for c in form.normalise(text)[0] or _composed(text, rules)}
+
+    found = written(letters | digits)
+    symbols = written(own) | {c for c in found if _kind(c) in "LM"} | {" "}
+    if turkish:
+        symbols.discard("\u0307")
+    if language == _CHINESE:
+        symbols |= found
+    elif language:
+        symbols |= written(number_words(language))
+    lines = settings(symbols, alphabet, rules)
     if alphabet.has_pieces:
         lines.insert(0, "# with other symbols the pieces have to be learnt anew: `ds2 data pieces`")
-    if numbers:
-        lines.append(f"numbers: {numbers}  # digits to words: your language; needs the package num2words")
+    if language not in ("", _CHINESE):
+        lines.append(f"numbers: {language}  # digits to words: your language; needs the package num2words")
     return "\n".join(["alphabet:", *(f"  {line}" for line in lines)])
+
+
+def _kind(character: str) -> str:
+    """The first letter of a character's Unicode category: L(etter), M(ark), N(umber), P, S, Z, C."""
+    return unicodedata.category(character)[0]
+
+
+def _composed(text: str, rules: Mapping[str, str]) -> str:
+    return unicodedata.normalize("NFKC" if rules.get("unicode") == "NFKC" else "NFC", text)
 
 
 def _language(letters: Iterable[str]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from support.run_log import events
 
 from ds2.cli import main
 from ds2.commands.compose import compose_config
@@ -125,9 +125,8 @@ def test_a_trainer_state_is_no_model_to_start_from(tiny_overrides: list[str], ba
 def test_the_best_model_is_the_one_of_the_chosen_metric(tiny_overrides: list[str], tmp_path: Path) -> None:
     config = compose_config([*tiny_overrides, "train.metric=cer", "train.epochs=3"])
     train(config, tmp_path / "run")
-    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    dev = [event for line in lines if (event := json.loads(line))["event"] == "dev"]
-    assert load_model(tmp_path / "run").metadata["metrics"]["cer"] == min(event["cer"] for event in dev)
+    lowest = min(event["cer"] for event in events(tmp_path / "run", "dev"))
+    assert load_model(tmp_path / "run").metadata["metrics"]["cer"] == lowest
 
 
 def test_info_says_what_is_inside_a_model(base: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.rank_runs import losses, same_bits
+from support.rank_runs import same_bits
+from support.run_log import losses
 
 from ds2.cli import main
 from ds2.data.corpora import synthetic

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.launch import HERE, TIMEOUT_S, torchrun
-from support.rank_runs import losses, same_bits
+from support.rank_runs import same_bits
+from support.run_log import losses
 
 from ds2.system.tensor_file import load
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import HERE, TIMEOUT_S, mpirun
-from support.rank_runs import STEPS, Job, arguments, clean, losses, same_bits, scores, state
+from support.rank_runs import STEPS, Job, arguments, clean, same_bits, scores, state
+from support.run_log import events, losses
 
 from ds2.system.tensor_file import load
 
@@ -67,7 +67,7 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
         assert losses(folders[name]) == pytest.approx(losses(folders["drop1"]), rel=1e-4), name
     assert {p.name for p in (folders["four"] / "ranks").iterdir()} == {f"rank-000{rank}.log" for rank in range(4)}
     assert {"allreduce_total_s", "allreduce_exposed_s", "data_s", "forward_s", "backward_s"} <= set(
-        json.loads((folders["four"] / "log.jsonl").read_text().splitlines()[1])
+        events(folders["four"], "train")[0]
     )
 
 
@@ -75,8 +75,7 @@ def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tiny_overrides: list
     run = train(2, ("poison", "1", "4", *tiny_overrides, *STEPS))
     assert run.returncode == 0, run.stdout
     assert len(re.findall(r"step skipped: loss nan, .*utterances: tones\d", run.stdout)) == 1
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [e["skipped_steps"] for e in lines if e["event"] == "train"][-1] == 1
+    assert events(tmp_path / "run", "train")[-1]["skipped_steps"] == 1
     assert max(losses(tmp_path / "run")) == 8
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(tmp_path / "run").values())
 

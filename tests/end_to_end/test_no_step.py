@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.run_log import events
 
 from ds2.config.schema import Config
 from ds2.training.inputs import Inputs
@@ -31,8 +31,7 @@ def test_a_run_whose_every_step_was_skipped_fails(
     with pytest.raises(TrainingError, match=r"nothing was learned: 3 steps were tried, none .*ds2 data check"):
         train(tiny_config("train.epochs=1"), tmp_path / "run")
     monkeypatch.undo()
-    events = [json.loads(line)["event"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert events[0] == "start"
+    assert len(events(tmp_path / "run", "start")) == 1
 
 
 def test_a_finished_run_that_is_started_again_has_not_failed(tiny_config: MakeConfig, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every command that a page shows is one that today's parsers and settings take."""
+"""Every command that a page shows is one that today's parsers and settings take, and every file it names is there."""
 
 from __future__ import annotations
 
@@ -105,6 +105,16 @@ def parsers_that_only_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(argparse.ArgumentParser, name, stop_there(getattr(argparse.ArgumentParser, name)))
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY], ids=lambda page: page.name)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    linked = [name for name in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in name]
+    missing = [name for name in linked if not (page.parent / name).exists()]
+    named = re.findall(r"(?<![\w/.-])(?:tests|tools|ds2|recipes|conf)/[\w/.-]*\w\.(?:py|md|yaml|png)\b", text)
+    missing += [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "ops", page.parent))]
+    assert not [name for name in missing if "NAME" not in name]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY and any(shown(page))], ids=lambda p: p.name)

@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 from support.launch import mpirun
-from support.rank_runs import arguments, clean, losses
+from support.rank_runs import arguments, clean
+from support.run_log import losses
 
 from ds2.audio.features import Features
+from ds2.cli import main
 from ds2.config.schema import Config
 from ds2.data import cache_build, splits
+from ds2.lm import recurrent_training
+from ds2.lm.recurrent import load_recurrent
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.tensor_file import load
 from ds2.training import run_files, trainer
@@ -92,6 +96,19 @@ def test_evaluation_and_saving_end_and_lose_no_step(
     one, other = load(whole / "trainer.safetensors")[0], load(broken / "trainer.safetensors")[0]
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_language_model_in_training_is_written_as_far_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("the cat sat\non the mat\n" * 20, encoding="utf-8")
+    model = tmp_path / "lm.safetensors"
+    sizes = ["--hidden", "8", "--layers", "1", "--epochs", "50", "--batch-tokens", "64", "--device", "cpu"]
+    steps = signalled(monkeypatch, recurrent_training, "gather")
+    assert main(["lm", "train", str(tmp_path / "t.txt"), "--output", str(model), *sizes]) == 143
+    said = capsys.readouterr()
+    assert len(steps) == 1 and "after 1 steps" in said.out and "ds2: stopped by SIGTERM" in said.err
+    load_recurrent(model)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.run_log import losses
 
 from ds2.config.schema import Config
 from ds2.system.tensor_file import CheckpointError, load
@@ -22,11 +22,6 @@ from ds2.training.loop import train
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return {event["step"]: event["loss"] for event in lines if event["event"] == "train"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import mpirun, torchrun
-from support.rank_runs import STEPS, Job, arguments, clean, losses, same_bits, scores
+from support.rank_runs import STEPS, Job, arguments, clean, same_bits, scores
+from support.run_log import losses
 
 from ds2.system.tensor_file import load
 

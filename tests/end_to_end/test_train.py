@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.launch import HERE, TIMEOUT_S
+from support.run_log import events, losses
 
 from ds2.audio.read import AudioError
 from ds2.cli import main
@@ -30,15 +31,6 @@ from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
 RANK_JOB = HERE / "rank_job.py"
-
-
-def events(run_dir: Path, kind: str) -> list[dict[str, object]]:
-    lines = (run_dir / "log.jsonl").read_text().splitlines()
-    return [event for line in lines if (event := json.loads(line))["event"] == kind]
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    return {int(str(e["step"])): float(str(e["loss"])) for e in events(run_dir, "train")}
 
 
 def test_overfits_ten_utterances_to_no_character_error(tiny_config: MakeConfig) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from ds2.system.tensor_file import load
+from support.run_log import events
 
 STEPS = ("train.epochs=3", "optim.schedule=constant")  # 9 steps; every third batch has 2 utterances: ranks idle on 4
 Job = tuple[str, ...]
@@ -23,16 +23,9 @@ def arguments(*jobs: Job) -> list[str]:
     return [word for number, job in enumerate(jobs) for word in (*(["--"] if number else []), *job)]
 
 
-def losses(run_dir: Path) -> dict[int, float]:
-    """The loss by step."""
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return {event["step"]: event["loss"] for event in lines if event["event"] == "train"}
-
-
 def scores(run_dir: Path) -> list[tuple[float, float]]:
     """WER and CER of every evaluation."""
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    return [(event["wer"], event["cer"]) for event in lines if event["event"] == "dev"]
+    return [(event["wer"], event["cer"]) for event in events(run_dir, "dev")]
 
 
 def state(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from ds2.data.corpora.folder import import_folder
 from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
 from ds2.data.corpora.librispeech import import_librispeech
 from ds2.data.corpora.prepare import FORMATS, RECIPES, import_corpus, prepare
+from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
 
 __all__ = [
@@ -20,5 +21,7 @@ __all__ = [
     "import_folder",
     "import_kaldi",
     "import_librispeech",
+    "import_shar",
+    "import_webdataset",
     "prepare",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
+from ds2.audio.shard import member_of
 from ds2.data.manifest import Utterance
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
@@ -85,8 +86,8 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def find_audio(listed: Path) -> Path | None:
-    """Return the listed file, or else one of the same name with another audio extension, or None."""
-    if listed.is_file():
+    """Return the listed file or shard's member, or else one of the same name with another audio extension, or None."""
+    if listed.is_file() or member_of(listed):
         return listed
     known = listed.suffix.lower() in AUDIO_SUFFIXES
     found = _audio_names(str(listed.parent)).get(listed.stem if known else listed.name)

@@ -13,6 +13,7 @@ from ds2.data.corpora.common import ImporterError
 from ds2.data.corpora.folder import import_folder
 from ds2.data.corpora.kaldi import import_kaldi
 from ds2.data.corpora.librispeech import import_librispeech, libri_root, parts
+from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
 from ds2.data.manifest import Utterance, write_manifest
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _DEV_FRACTION = 0.05
 _DEV_SEED = 1
-FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch")
+FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch", "webdataset", "shar")
 RECIPES = ("an4", "librispeech", "librispeech_5h", "synthetic")
 
 
@@ -44,6 +45,8 @@ def import_corpus(format: str, folder: str | Path, split: str = "", *, skip_bad:
         "kaldi": import_kaldi,
         "csv": import_csv,
         "deepspeech_pytorch": import_deepspeech_pytorch,
+        "webdataset": import_webdataset,
+        "shar": import_shar,
     }
     if format not in importers:
         raise ImporterError(f"unknown format {format!r}; one of {', '.join(FORMATS)}")

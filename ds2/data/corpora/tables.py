@@ -10,13 +10,13 @@ from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines
 from ds2.data.manifest import Utterance
 from ds2.system.plain import parse_json
 
-# The names that a column goes by, most telling first.
-_COLUMNS = {
+COLUMNS = {
     "audio": ("wav_filename", "audio_filepath", "audio_path", "path", "file_name", "filename", "file", "audio"),
     "text": ("transcript", "sentence", "text", "transcription"),
     "speaker": ("client_id", "speaker_id", "speaker"),
     "lang": ("locale", "lang", "language"),
 }
+"""The names that a column goes by, most telling first."""
 _TABLES_SHOWN = 8
 
 
@@ -42,13 +42,13 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
         reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(file, strict=True)
         try:
             header = next(reader, [])
-            column = {kind: _column(header, names) for kind, names in _COLUMNS.items()}
+            column = {kind: _column(header, names) for kind, names in COLUMNS.items()}
             if column["audio"] is None or column["text"] is None:
                 if len(header) == 1 and ";" in header[0]:
                     raise ImporterError(f"{path}:1: columns are separated by semicolons; save it with commas or tabs")
                 raise ImporterError(
-                    f"{path}:1: columns {header} have none for audio ({', '.join(_COLUMNS['audio'])}) "
-                    f"or none for text ({', '.join(_COLUMNS['text'])}); rename them"
+                    f"{path}:1: columns {header} have none for audio ({', '.join(COLUMNS['audio'])}) "
+                    f"or none for text ({', '.join(COLUMNS['text'])}); rename them"
                 )
             entries = []
             for row in reader:

@@ -66,13 +66,12 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
     Raises:
         RuntimeError: NVRTC or cuda-core is missing, or the source does not compile (the compiler's log is quoted).
     """
-    options = ("DS2_DEBUG_WAIT",) if debug_waits() else ()
-    entry = cache_dir() / f"{_key(source, arch, options)}.cubin"
+    entry = cache_dir() / f"{key(source, arch)}.cubin"
     try:
         return _decode(entry.read_bytes())
     except (OSError, ValueError):
         pass  # absent, unreadable or damaged: build it
-    binary = _compile(source, arch, options)
+    binary = _compile(source, arch, _defines())
     try:
         _publish(entry, _encode(binary))
     except OSError as error:
@@ -80,14 +79,18 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
     return binary
 
 
-def _key(source: str, arch: str, defines: Sequence[str]) -> str:
-    """Hash of everything that decides the machine code."""
+def key(source: str, arch: str = "sm_90a") -> str:
+    """Hash of everything that decides the machine code; arguments as of :func:`build`."""
     digest = hashlib.sha256()
-    for part in (compiler_version(), arch, *defines, source):
+    for part in (compiler_version(), arch, *_defines(), source):
         digest.update(part.encode() + b"\0")
     for name, text in sorted(_included(source).items()):
         digest.update(f"{name}\0{text}\0".encode())
     return digest.hexdigest()
+
+
+def _defines() -> Sequence[str]:
+    return ("DS2_DEBUG_WAIT",) if debug_waits() else ()
 
 
 def _included(source: str) -> dict[str, str]:

@@ -6,12 +6,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from ds2.audio.augment import augment_waveform, paces, recorded_noise, utterance_rng
 from ds2.audio.degrade import coloured_noise
-from ds2.audio.spec_augment import apply_masks, spectrogram_masks
-from ds2.config.schema import AugmentConfig, FeaturesConfig
+from ds2.config.schema import AugmentConfig
 
 RATE = 16000
 pink_noise = partial(coloured_noise, exponent=1.0)
@@ -165,11 +163,3 @@ def test_recorded_noise_takes_random_segments_and_repeats_short_ones() -> None:
             assert np.array_equal(segment, np.resize([-1.0, -2.0, -3.0], 10))
     assert 10 < len(starts) < 40
     assert not recorded_noise([np.zeros(0, np.float32)], np.random.default_rng(0), 5).any()
-
-
-MASKING = AugmentConfig(frequency_masks=2, frequency_width=27, time_masks=3, time_width_s=0.4, time_fraction=0.2)
-
-
-def masked(lengths: list[int], indices: list[int], epoch: int = 1, config: AugmentConfig = MASKING) -> torch.Tensor:
-    masks = spectrogram_masks(torch.tensor(lengths), 161, config, FeaturesConfig(), 1, epoch, indices)
-    return apply_masks(torch.ones(len(lengths), 161, max(lengths)), masks)

@@ -74,6 +74,9 @@ def test_alphabet_writes_one_that_a_run_can_use(
     searched = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
     made = Alphabet.from_config(compose_config([searched, "alphabet=mine", "run_dir=x"]).alphabet)
     assert set("äöüß") < set(made.symbols) and "!" not in made.symbols and "2" not in made.symbols
+    kept = shown.partition("or keep them with ")[2].split()[0]
+    assert main(["data", "alphabet", str(manifest), kept]) == 0
+    assert 'symbols: " 12' in capsys.readouterr().out
     assert made.normalise("Schöne Grüße!") == ("schöne grüße", {})
     assert main(["data", "alphabet", str(manifest), "alphabet.numbers=de", "--least", "7"]) == 0
     shown = capsys.readouterr().out

@@ -7,7 +7,7 @@ import pkgutil
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,9 @@ import pytest
 
 import ds2
 from ds2 import cli
+from ds2.commands import data
+from ds2.lm.sentences import SentenceReader
+from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
 from ds2.system.stops import Stopped
 
@@ -62,6 +65,9 @@ NUMBERS = (
     ("lm build t.txt --output t.lm --order", "0 21 two nan 1e9"),
     ("lm build t.txt --output t.lm --memory-mib", "0 -5"),
     ("lm build t.txt --output t.lm --prune", "-1"),
+    ("lm train t.txt --output t.lm --dropout", "nan 1 -0.1"),
+    ("lm train t.txt --output t.lm --hidden", "0 100000000 8.5"),
+    ("lm train t.txt --output t.lm --learning-rate", "0 inf nan"),
     ("lm tune m l --beam", "0 -1"),
     ("lm tune m l --alphas", "0:1:1000000000 nan:1:2 0:inf:2 1:0:2 0:1 x"),
     ("data split m --out o --seed", "-1 0.5"),
@@ -91,6 +97,44 @@ def test_a_number_outside_its_range_is_refused_before_any_work(
         assert ended.value.code == 2
         told = capsys.readouterr().err
         assert f"argument {command.rsplit(maxsplit=1)[-1]}: " in told and len(told) < 2000
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lm build t.txt --output",
+        "lm build t.txt --output t.lm --arpa",
+        "lm train t.txt --output",
+        "lm tune best.safetensors t.lm m.jsonl --picture",
+        "align best.safetensors m.jsonl --out",
+        "evaluate best.safetensors m.jsonl --out",
+        "data import folder recordings",
+    ],
+)
+def test_results_that_have_no_place_are_refused_before_the_work(
+    command: str, make_model: Callable[..., Path], tone_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def work(*arguments: object, **named: object) -> None:
+        raise AssertionError("worked for nothing")
+
+    monkeypatch.chdir(tmp_path)
+    make_model().rename("best.safetensors")
+    Path("m.jsonl").symlink_to(tone_manifest)
+    Path("t.txt").write_text("a b c\nb c a\n" * 20, encoding="utf-8")
+    assert cli.main(["lm", "build", "t.txt", "--output", "t.lm", "--order", "2"]) == 0
+    before = set(tmp_path.iterdir())
+    for owner, name in ((SentenceReader, "__iter__"), (Recogniser, "recognise"), (Recogniser, "logits")):
+        monkeypatch.setattr(owner, name, work)
+    monkeypatch.setattr(data, "import_corpus", work)
+    for place, reason in (("m.jsonl/there", "Not a directory"), (".", "Is a directory")):
+        if command.startswith("evaluate") and place == ".":  # a folder is what it wants
+            continue
+        capsys.readouterr()
+        assert cli.main([*command.split(), place]) == 2
+        told = capsys.readouterr()
+        assert f"could not be written: {reason}" in told.err and place.rstrip(".") in told.err and not told.out
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_every_number_of_a_command_has_a_range() -> None:

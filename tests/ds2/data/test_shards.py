@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from support.run_log import losses
 
 from ds2.audio.read import AudioError, audio_info, read_audio
 from ds2.audio.shard import index_file
@@ -100,10 +101,6 @@ def test_a_run_on_shards_resumes_exactly(
     shards = tmp_path / "shards"
     write_shards(read_manifest(tone_manifest), shards, RATE, 60_000)
 
-    def losses(name: str) -> dict[int, float]:
-        lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
-        return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
-
     def config(*overrides: str) -> Config:
         return tiny_config("data.dev=[]", "train.epochs=2", *overrides)
 
@@ -112,7 +109,7 @@ def test_a_run_on_shards_resumes_exactly(
     assert train(config(on_shards), tmp_path / "whole") == 0
     assert train(config(on_shards, "train.max_steps=2"), tmp_path / "broken") == 0
     assert train(config(on_shards), tmp_path / "broken") == 0
-    assert losses("whole") == losses("broken") == losses("files")
+    assert losses(tmp_path / "whole") == losses(tmp_path / "broken") == losses(tmp_path / "files")
 
 
 def cut(path: Path) -> None:

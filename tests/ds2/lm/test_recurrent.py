@@ -15,6 +15,7 @@ from torch import nn
 
 from ds2.commands.lm import run
 from ds2.config.schema import ConfigError
+from ds2.lm.files import load_ngram
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import Passed, Settings, Text, plan, train
@@ -156,6 +157,8 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "damaged").write_bytes(damaged)
     with pytest.raises(CheckpointError, match="digest"):
         load_recurrent(tmp_path / "damaged")
+    with pytest.raises(LanguageModelError, match="lm: is a recurrent-lm, not an n-gram model: `ds2 lm build` writes"):
+        load_ngram(tmp_path / "lm")
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds2.config.schema import AlphabetConfig
 from ds2.text.alphabet import Alphabet
@@ -58,6 +60,14 @@ def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
     assert "numbers:" not in shown
     assert not count_unfit(["我有３只猫。", "2只"], proposal(shown))
     assert proposal(shown).normalise("我有３只猫。")[0].strip() == "我有3只猫"
+
+
+@given(st.lists(st.text("aZéßıİ72٣２²½Ⅳ㈠한カ我ёאａＢﬁſ…«»,'’- ", max_size=12), min_size=1, max_size=3))
+def test_in_the_proposed_alphabet_whatever_was_found_fits(texts: list[str]) -> None:
+    plain = Alphabet.from_config(AlphabetConfig())
+    if unfit := count_unfit(texts, plain):
+        better = proposal(help_text(unfit, plain))
+        assert not count_unfit(texts, better)
 
 
 def test_nothing_unfit_says_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.run_log import events
 
 from ds2.config.schema import BatchingConfig, Config, ConfigError
 from ds2.distributed.communicator import Communicator
@@ -143,16 +143,15 @@ def test_a_run_plans_with_what_was_found_and_resumes_exactly(
     monkeypatch.setattr(Trainer, "_trial", trial)
     auto = ("batching=auto", "train.epochs=2")
 
-    def losses(name: str) -> list[tuple[int, float]]:
-        events = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
-        return [(event["step"], event["loss"]) for event in events if event["event"] == "train"]
+    def steps(name: str) -> list[tuple[int, float]]:
+        return [(event["step"], event["loss"]) for event in events(tmp_path / name, "train")]
 
     assert train(tiny_config(*auto), tmp_path / "whole") == 0
     assert train(tiny_config(*auto, "train.max_steps=2"), tmp_path / "broken") == 0
     assert train(tiny_config(*auto), tmp_path / "broken") == 0
-    assert len(asked) == 2 and losses("broken") == losses("whole")
+    assert len(asked) == 2 and steps("broken") == steps("whole")
     found = Trainer(tiny_config(*auto), tmp_path / "whole")
     assert 2.5 < found.batching.audio_s <= 3.1 and found.batching.utterances == 0
     assert train(tiny_config("batching.utterances=0", f"batching.audio_s={found.batching.audio_s}", "train.epochs=2"),
                  tmp_path / "by-hand") == 0  # fmt: skip
-    assert losses("by-hand") == losses("whole")
+    assert steps("by-hand") == steps("whole")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.run_log import events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -39,10 +39,8 @@ def test_a_run_shows_losses_scores_times_and_the_same_utterances(tiny_config: Ca
     assert set(tags["audio"]) == {f"{u}/audio" for u in utterances}
     assert set(tags["images"]) == {f"{u}/{kind}" for u in utterances for kind in ("spectrogram", "alignment")}
     assert len(shown.Images("utterance_1/alignment")) == 3 and len(shown.Images("utterance_1/spectrogram")) == 1
-    logged = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-    assert [e.value for e in shown.Scalars("loss/dev")] == pytest.approx(
-        [e["loss"] for e in logged if e["event"] == "dev"]
-    )
+    logged = [event["loss"] for event in events(run_dir, "dev")]
+    assert [e.value for e in shown.Scalars("loss/dev")] == pytest.approx(logged)
     assert "_hparams_/experiment" in shown.summary_metadata
     settings = HParamsPluginData.FromString(
         shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content

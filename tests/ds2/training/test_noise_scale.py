@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.run_log import events
 
 from ds2.config.schema import Config
 from ds2.training.loop import train
@@ -38,6 +38,5 @@ def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
 def test_a_run_logs_it(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config("train.noise_scale=true", "train.log_every_steps=3", "train.epochs=3")
     assert train(config, Path(config.run_dir)) == 0
-    lines = [json.loads(line) for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines()]
-    found = [line["noise_scale"] for line in lines if line["event"] == "train"]
+    found = [event["noise_scale"] for event in events(Path(config.run_dir), "train")]
     assert len(found) == 3 and any(value is not None and value > 0 for value in found)

@@ -314,8 +314,8 @@ struct WideFinisher : WideBlock<Shape> {
     }
 
     __device__ void finish_gates(const Tile& tile, Turn at, int t, int turn, bool more) const {
+        copies_wait<Shape::AHEAD - 1>();  // of zeros, too, before they are copied again
         if (parcel(0) >= Shape::PARCELS) return;
-        copies_wait<Shape::AHEAD - 1>();
         __syncwarp();
         const int frames = frames_of(at.group);
         const unsigned to = pinned(slot(at.group, at.epoch + 1));

@@ -5,7 +5,7 @@
 //   1. It multiplies its rows by the whole state, which lies in shared memory. While the matrix unit works, it stores what the
 //      step before has made and takes this step's inputs, fetched long ago.
 //   2. A lane's sums are those of LANE_UNITS units of COLUMNS utterances, all gates of them: it applies the cell, and leaves
-//      the new state in shared memory.
+//      the new state in shared memory. Where a tile is one utterance, four lanes have the same sums, and a gate each (SPREAD).
 //   3. Barrier of the block. In a cluster the block's part of the state goes to all peers by st.async, and each block waits at
 //      an mbarrier for theirs.
 // A GRU that resets before its last gate's product takes two such rounds a step: forward r h is exchanged, then h; backward the
@@ -19,6 +19,7 @@
 #pragma once
 
 #include "recurrent/units_shape.cuh"
+#include "recurrent/units_spread.cuh"
 
 namespace ds2 {
 
@@ -45,6 +46,7 @@ struct Units {
     // sends, here, at the peer (0: it sends nothing) and at the peer's mbarrier.
     unsigned state, own, sent, sent_to, sent_barrier;
     int rank, warp_unit;
+    SpreadFrames<Shape> spread;
 
     __device__ Units(const Pass& pass, char* memory) : pass(pass) {
         rank = Shape::CLUSTER == 1 ? 0 : cluster_rank();
@@ -72,7 +74,7 @@ struct Units {
 
     static __device__ int lane() { return threadIdx.x % 32; }
     // With one column a lane, odd columns of the product repeat even ones.
-    static __device__ int sample(int n) { return lane() % 4 * Shape::COLUMNS + n; }
+    static __device__ int sample(int n) { return Shape::SPREAD ? 0 : lane() % 4 * Shape::COLUMNS + n; }
     __device__ int unit(int e) const { return warp_unit + lane() / 4 * Shape::LANE_UNITS + e; }
     __device__ int valid(int n, int e) const { return sample(n) < live && unit(e) < pass.hidden; }
     __device__ int frame(int i) const { return Shape::BACKWARD ? steps - 1 - i : i; }
@@ -117,7 +119,7 @@ struct Units {
                 each([&](int n, int e) {
                     // Who forms r h from what was saved does so of padding too.
 #pragma unroll
-                    for (int a = 0; a < (Shape::BACKWARD || Shape::PHASES == 2 ? Shape::OUTPUTS : 1); a++)
+                    for (int a = 0; a < (Shape::BACKWARD || Shape::PHASES == 2 ? pass_outputs<Cell, Shape::BACKWARD>() : 1); a++)
                         at(n, e, t).store_output(a, 0, valid(n, e), false);
                 });
         }
@@ -141,6 +143,7 @@ struct Units {
             sent_to = pinned(peer == rank ? 0 : remote_address(sent, peer));
             sent_barrier = pinned(remote_address(barrier(0), peer));
         }
+        if constexpr (Shape::SPREAD) spread.open(pass, first, steps, unit(0), lane() % 4);
         each([&](int n, int e) {
             Unit& u = units[n][e];
             u.last = load_state(n, e);
@@ -175,8 +178,12 @@ struct Units {
                ((n * Shape::LANE_WORDS + word) * Shape::INPUTS + a) * Shape::ALL_THREADS * 4;
     }
     // Asks for what iteration i consumes. Each thread reads only what itself has fetched.
-    __device__ void fetch_inputs(int i) const {
+    __device__ void fetch_inputs(int i) {
         const int t = frame(i);
+        if constexpr (Shape::SPREAD) {
+            spread.fetch(input_at(i, 0, 0, 0), t);
+            return copies_commit();
+        }
 #pragma unroll
         for (int n = 0; n < Shape::COLUMNS; n++)
 #pragma unroll
@@ -206,11 +213,15 @@ struct Units {
 #pragma unroll
             for (int a = 0; a < Shape::INPUTS; a++) {
                 u.in[a] = load_shared_4(input_at(i, n, e / Shape::WORD_UNITS, a));
-                if constexpr (Shape::HALVES)
-                    u.in[a] >>= 16 * ((Shape::WHOLE_WORDS ? unsigned(unit(e)) : unsigned(at(n, e, t).input_element(a))) % 2);
+                if constexpr (Shape::HALVES) {
+                    const int plane = Shape::SPREAD ? min(lane() % 4, Cell::GATES - 1) : a;
+                    u.in[a] >>= 16 * ((Shape::WHOLE_WORDS ? unsigned(unit(e)) : unsigned(at(n, e, t).input_element(plane))) % 2);
+                }
             }
             const float given[1] = {!Shape::BACKWARD || t == frames[n] - 1 ? u.given[0] : 0.f};
-            if constexpr (Shape::GATED)
+            if constexpr (Shape::SPREAD)
+                prepare_gates_spread<Shape>(u.in[0], given[0], u.ready);
+            else if constexpr (Shape::GATED)
                 prepare_gates<Shape>(u.in, given, u.ready);
             else
                 u.ready[0][0] = given[0];
@@ -220,6 +231,11 @@ struct Units {
     // Without branches: products are under way.
     __device__ void store_outputs(int i) {
         const int t = frame(i);
+        if constexpr (Shape::SPREAD) {
+            spread.store(lane() % 4, i, units[0][0].out);
+            units[0][0].last = i >= 0 ? units[0][0].out[0] : units[0][0].last;
+            return;
+        }
 #pragma unroll
         for (int n = 0; n < Shape::COLUMNS; n++)
 #pragma unroll
@@ -370,7 +386,9 @@ struct Units {
     }
 
     __device__ void finish(Unit& u, const float (&sum)[Shape::SUMS][1], bool exists) const {
-        if constexpr (Shape::GATED) {
+        if constexpr (Shape::SPREAD) {  // all frames of a tile exist
+            apply_gates_spread<Shape>(lane() % 4, sum, u.ready, u.carry, u.out);
+        } else if constexpr (Shape::GATED) {
             float carry[1] = {u.carry[0]};
             apply_gates<Shape>(sum, u.ready, carry, u.out);
             if (exists) u.carry[0] = carry[0];
@@ -415,7 +433,7 @@ struct Units {
         const unsigned to = own + epoch % 2 * Shape::STATE_BYTES + 4 * vector * Shape::OWN_WORDS;
 #pragma unroll
         for (int n = 0; n < Shape::COLUMNS; n++) {
-            if (sample(n) >= live) break;
+            if (Shape::SPREAD ? lane() % 4 != 0 : sample(n) >= live) break;
             const unsigned sample_to = to + n * Shape::SAMPLE_PITCH;
             if constexpr (sizeof(Storage) == 4) {
 #pragma unroll

@@ -28,7 +28,8 @@ struct UnitsShape {
     using Matrix = Matrix_;         // numbers as they are multiplied,
     using Number = Single<Matrix>;  // and as lanes read and write them
     using Cell = Cell_;
-    static constexpr int CLUSTER = CLUSTER_, COLUMNS = COLUMNS_, ALL_THREADS = 32 * BLOCK_WARPS, PER_WORD = 1;
+    static constexpr bool SPREAD = COLUMNS_ == 0;  // a tile is one utterance: four lanes share a unit, a gate each
+    static constexpr int CLUSTER = CLUSTER_, COLUMNS = SPREAD ? 1 : COLUMNS_, ALL_THREADS = 32 * BLOCK_WARPS, PER_WORD = 1;
     static constexpr bool BACKWARD = BACKWARD_, GATED = Cell::GATES > 1;
     static constexpr bool WHOLE_WORDS = WHOLE_WORDS_;  // every row of H elements starts on a word boundary
     static constexpr int PHASES = cell_phases<Cell>();
@@ -47,13 +48,14 @@ struct UnitsShape {
     static constexpr int PAIRS = CLUSTER * OWN_WORDS / 16;  // of matrix instructions along a vector: a 16-byte load each
     // A cluster has time while the state travels; but what is made ready then is kept through the products.
     static constexpr bool IN_FLIGHT = CLUSTER > 1 && TILES * PAIRS * SENT <= 20;
-    static constexpr int SAMPLES = 4 * COLUMNS;
+    static constexpr int SAMPLES = SPREAD ? 1 : 4 * COLUMNS;
     // State: [source block][sample][vector][words]. Two samples' 64 bytes fall into different banks.
     static constexpr int SAMPLE_PITCH = (4 * VECTORS * OWN_WORDS + 63) / 128 * 128 + 64;
     static constexpr int SOURCE_PITCH = SAMPLES * SAMPLE_PITCH;
     static constexpr int STATE_BYTES = CLUSTER * SOURCE_PITCH;
-    static constexpr int INPUTS = pass_inputs<Cell, BACKWARD>();
-    static constexpr int OUTPUTS = pass_outputs<Cell, BACKWARD>();
+    // Of a lane. Spread: x of its gate; h, what is saved of its gate, the carry.
+    static constexpr int INPUTS = SPREAD ? 1 : pass_inputs<Cell, BACKWARD>();
+    static constexpr int OUTPUTS = SPREAD ? 3 : pass_outputs<Cell, BACKWARD>();
     static constexpr int READY = pass_ready<Cell, BACKWARD>();
     static constexpr int LAST_SENT = OUTPUTS > SENT && BACKWARD ? SENT : SENT - 1;  // the last vector sent, among these
     static constexpr int AHEAD = 8 / COLUMNS;  // steps that inputs are fetched early
@@ -63,6 +65,7 @@ struct UnitsShape {
     static constexpr int SMEM_BYTES = BARRIER_AT + 16;
 
     static_assert(CLUSTER == 1 || OWNED % (16 * Matrix::PER_WORD) == 0, "each pair of instructions has one source");
+    static_assert(!SPREAD || (GATED && !BACKWARD), "a unit needs several gates and their sums");
     static_assert(BLOCK_WARPS <= 32, "a block has at most 1024 threads");
 
     // Where the pair-th 64 bytes of a sample's state lie.

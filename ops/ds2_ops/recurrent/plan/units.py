@@ -61,6 +61,8 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     lane_words = 2 if warp_units == 16 and (per_word == 1 or problem.hidden % per_word != 0) else 1
     if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns, lane_words) > most:
         return None
+    if samples == 1 and sums > 1 and _registers(cell, False, k_tiles, 0, lane_words) <= most:
+        columns = 0  # one utterance: four lanes share a unit
     smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns, lane_words)
     if smem_bytes > device.smem_bytes_per_block:
         return None
@@ -115,12 +117,12 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
 def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:
     """What a thread needs to keep weights and the loop without spills: as compiled, of every tile."""
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
-    wide = columns - 1
+    wide, shared = max(columns - 1, 0), 16 if columns == 0 else 0
     if cell.gates == 1:
         return weights + 64 + wide * (8 + 40 * (lane_words - 1))
     if backward:
         return weights + (60 + 72 * wide if lane_words == 1 else 96 + 84 * wide)
-    return weights + 64 - 4 * (cell.gates == 4) + 12 * (cell.phases - 1) + 24 * wide
+    return weights + 64 - 4 * (cell.gates == 4) + 12 * (cell.phases - 1) + 24 * wide + shared
 
 
 def _smem_bytes(
@@ -128,7 +130,7 @@ def _smem_bytes(
 ) -> int:
     """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
     vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
-    state_bytes = cluster * 4 * columns * ((4 * vectors * words + 63) // 128 * 128 + 64)
+    state_bytes = cluster * (4 * columns or 1) * ((4 * vectors * words + 63) // 128 * 128 + 64)
     read_back = 2 if cell.gates == 1 else 1 + cell.saved
-    inputs = read_back if problem.backward else cell.gates
-    return 2 * state_bytes + 8 // columns * columns * lane_words * inputs * 32 * warps * 4 + 16
+    inputs = read_back if problem.backward else cell.gates if columns else 1
+    return 2 * state_bytes + 8 * lane_words * inputs * 32 * warps * 4 + 16

@@ -80,9 +80,13 @@ CASES = [
     pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
     pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
     pytest.param("lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles"),
+    pytest.param("lstm", ("units", 1, 3, 1), (4, 3, 65), id="lstm, a lane a gate"),
+    pytest.param("lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile"),
     pytest.param("lstm", ("units", 2, 1, 1), (4, 5, 60), id="lstm, units of a cluster, two columns a lane"),
-    pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, one multiprocessor"),
+    pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, a lane a gate"),
+    pytest.param("gru_after", ("units", 1, 1, 1), (4, 3, 33), id="gru, one multiprocessor"),
     pytest.param("gru_before", ("units", 1, 2, 1), (4, 3, 65), id="reset before, one multiprocessor, two tiles"),
+    pytest.param("gru_before", ("units", 2, 3, 1), (5, 3, 60), id="reset before, cluster, a lane a gate"),
     pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
     pytest.param("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
     pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
@@ -112,7 +116,7 @@ FAULTS = [
     pytest.param(("recurrent/cells.cuh", "= before * f", "= tanh_c * f"), False, id="c of the wrong frame"),
     pytest.param((CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap"),
 ]
-UNITS = "recurrent/units.cuh"
+UNITS, SPREAD = "recurrent/units.cuh", "recurrent/units_spread.cuh"
 UNITS_FAULTS = [
     pytest.param(
         "gru_before", 1, (UNITS, "block_wait(1, Shape::ALL_THREADS);", ""), True, id="no barrier of the block"
@@ -127,6 +131,7 @@ UNITS_FAULTS = [
     pytest.param(
         "gru_before", 2, (UNITS, "return Shape::PHASES == 2 && epoch % 2 ?", "return false ?"), False, id="other bytes"
     ),
+    pytest.param("lstm", 1, (SPREAD, "of_lane(saved, 1) * carry", "carry"), True, id="a gate left out"),
     pytest.param(
         "lstm", 1, (UNITS, "if (exists) u.carry[0] = carry[0];", "u.carry[0] = carry[0];"), False, id="carry of padding"
     ),
@@ -173,8 +178,9 @@ def test_planted_faults_of_small_layers_are_found(
     cell: str, cluster: int, fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
 ) -> None:
     faults = ((fault,), ()) if forward else ((), (fault,))
+    batch = 1 if fault[0] == SPREAD else 2
     try:
-        wrong = wrong_results(chip, cell, ("units", cluster, 1, 1), (5, 2, 40), faults)
+        wrong = wrong_results(chip, cell, ("units", cluster, 1, 1), (5, batch, 40), faults)
     except AssertionError:
         return  # the emulation itself saw it
     assert wrong
@@ -182,20 +188,21 @@ def test_planted_faults_of_small_layers_are_found(
 
 CELLS = "recurrent/cells.cuh"
 COARSE_GATES = [
-    pytest.param((), True, id="as it is"),
-    pytest.param(((CELLS, "i = sigmoid(", "i = sigmoid_as<Number>("),), False, id="what lets something in"),
-    pytest.param(((CELLS, "f = sigmoid(", "f = sigmoid_as<Number>("),), False, id="what scales the carry"),
+    pytest.param((), 1, True, id="a lane a gate"),
+    pytest.param((), 2, True, id="as it is"),
+    pytest.param(((CELLS, "i = sigmoid(", "i = sigmoid_as<Number>("),), 2, False, id="what lets something in"),
+    pytest.param(((CELLS, "f = sigmoid(", "f = sigmoid_as<Number>("),), 2, False, id="what scales the carry"),
 ]
 
 
-@pytest.mark.parametrize(("faults", "right"), COARSE_GATES)
-def test_a_long_memory_rests_on_exact_gates(faults: Faults, right: bool, chip: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("faults", "batch", "right"), COARSE_GATES)
+def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: bool, chip: Callable[..., None]) -> None:
     """bfloat16's instruction of less precision is not for gates near their ends, whose errors add up over frames."""
     frames, hidden = 64, 40
-    chip(the_choice(("units", 1, 1, 1), "lstm", 1, hidden, False), 1, faults)
-    x = torch.tensor([-5.0, 7.0, 0.5, 0.0]).repeat_interleave(hidden).expand(frames, 1, -1).bfloat16()
-    c0 = torch.ones(1, hidden)
-    given = (x, torch.zeros(4 * hidden, hidden).bfloat16(), None, None, c0, torch.tensor([frames], dtype=torch.int32))
+    chip(the_choice(("units", 1, 1, 1), "lstm", batch, hidden, False), 1, faults)
+    x = torch.tensor([-5.0, 7.0, 0.5, 0.0]).repeat_interleave(hidden).repeat(frames, batch, 1).bfloat16()
+    c0, lengths = torch.ones(batch, hidden), torch.full((batch,), frames, dtype=torch.int32)
+    given = (x, torch.zeros(4 * hidden, hidden).bfloat16(), None, None, c0, lengths)
     c_n = persistent.forward("lstm", *given, False)[2]
     truth = gemm.forward("lstm", *in_float64(given[:5]), given[5], False)[2]
     assert (relative_error(c_n, truth) <= 2**-11) == right

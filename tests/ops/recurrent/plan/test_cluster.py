@@ -2,7 +2,7 @@
 
 import pytest
 from ds2_ops.jit import build as builder
-from ds2_ops.jit.build import build, check_registers
+from ds2_ops.jit.build import Binary, build, check_registers
 from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
@@ -18,6 +18,7 @@ from ds2_ops.recurrent.plan.problem import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from support.compiled import Report, report
 
 H200 = DeviceFacts()
 
@@ -58,11 +59,15 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
     assert cluster_units(largest + 1, dtype, 16) is None
 
 
-def assert_no_spills(choice: Choice) -> None:
-    binary = build(choice.launch.source.text)
-    assert binary.local_bytes == 0, choice.explain()
+def assert_no_spills(choice: Choice, said: Binary | Report) -> None:
+    assert said.local_bytes == 0, choice.explain()
     launched = 65536 // choice.launch.threads // 8 * 8
-    assert binary.registers == launched, "what setmaxnreg moves is counted from these"
+    assert said.registers == launched, "what setmaxnreg moves is counted from these"
+
+
+def compile_without_spills(*choices: Choice) -> None:
+    for choice in choices:
+        assert_no_spills(choice, build(choice.launch.source.text))
 
 
 @pytest.mark.parametrize("hidden", [512, 1152, 1760, 2560])  # of every design
@@ -87,7 +92,7 @@ def test_kernels_that_share_no_registers_may_have_any() -> None:
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     choices = cluster_choices(problem(largest_cluster_hidden(dtype), 64, dtype, backward=True), H200, H200.sms)
-    assert_no_spills(choices[-1])
+    compile_without_spills(choices[-1])
 
 
 @pytest.mark.slow
@@ -103,7 +108,7 @@ def test_every_tile_and_cell_compiles_without_spills(dtype: str, backward: bool)
     choices = {choice.launch.source: choice for one in problems for choice in cluster_choices(one, H200, H200.sms)}
     assert len(choices) >= len(hiddens)
     for choice in choices.values():
-        assert_no_spills(choice)
+        assert_no_spills(choice, report(choice.launch.source.text))
 
 
 @pytest.mark.parametrize("cell", [name for name, cell in GATED.items() if cell.phases == 1])
@@ -114,16 +119,15 @@ def test_largest_tile_with_gates_compiles_without_spills(cell: str) -> None:
     for backward in (False, True):
         choices = cluster_choices(Problem(64, largest, "bfloat16", cell, backward), H200, H200.sms)
         two_groups = next(choice for choice in choices if choice.groups == 2)
-        assert_no_spills(choices[0])
-        assert_no_spills(two_groups)
+        compile_without_spills(choices[0], two_groups)
 
 
 @pytest.mark.parametrize("cell", ["clipped_relu", *(name for name, cell in GATED.items() if cell.phases == 1)])
 def test_tiles_of_both_directions_compile_without_spills(cell: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        for choice in cluster_choices(Problem(130, 512, "bfloat16", cell, backward, 2), H200, H200.sms)[::3]:
-            assert_no_spills(choice)
+        problem = Problem(130, 512, "bfloat16", cell, backward, 2)
+        compile_without_spills(*cluster_choices(problem, H200, H200.sms)[::3])
 
 
 @given(batch=st.integers(1, 400), hidden=st.integers(1, 512), max_sms=st.one_of(st.none(), st.integers(16, 132)))

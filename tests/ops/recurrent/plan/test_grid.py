@@ -7,6 +7,7 @@ from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from hypothesis import given
 from hypothesis import strategies as st
+from support.compiled import report
 from support.persistent_cases import H200, LARGEST_GRID_HIDDEN, grid_choices_of, one_a_kernel
 
 
@@ -73,8 +74,8 @@ def test_largest_tile_compiles_without_spills(dtype: str) -> None:
 def test_weights_of_the_wide_kernel_leave_registers_to_the_rest(hidden: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
-        binary = build(grid_choices_of(hidden, 64, backward=backward)[-1].launch.source.text)
-        assert (binary.local_bytes, binary.loss) == (0, "")
+        said = report(grid_choices_of(hidden, 64, backward=backward)[-1].launch.source.text)
+        assert (said.local_bytes, said.loss) == (0, "")
 
 
 # A cell of one gate is code of the finishing warps alone: every tile with the longest of them, the others on one size.
@@ -92,7 +93,7 @@ def test_tiles_compile_without_spills(hidden: int, dtype: str, cell: str) -> Non
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
-            assert build(choice.launch.source.text).local_bytes == 0, choice.explain()
+            assert report(choice.launch.source.text).local_bytes == 0, choice.explain()
 
 
 @pytest.mark.slow
@@ -110,5 +111,5 @@ def test_tiles_with_gates_compile_without_spills(cell: str, dtype: str, hidden: 
     pytest.importorskip("cuda.bindings.nvrtc")
     for backward in (False, True):
         for choice in one_a_kernel(grid_choices_of(hidden, 64, dtype, cell=cell, backward=backward)):
-            binary = build(choice.launch.source.text)
-            assert (binary.local_bytes, binary.loss) == (0, ""), choice.explain()
+            said = report(choice.launch.source.text)
+            assert (said.local_bytes, said.loss) == (0, ""), choice.explain()

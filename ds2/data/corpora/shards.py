@@ -1,0 +1,173 @@
+"""Tar files that other tools wrote, whose audio is read where it lies: WebDataset's, and lhotse's Shar."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ds2.audio.read import AUDIO_SUFFIXES
+from ds2.audio.shard import Shard, ShardError, check_members
+from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, to_utterances
+from ds2.data.corpora.tables import COLUMNS
+from ds2.data.manifest import Utterance
+from ds2.system.plain import parse_json
+
+_TEXT_SUFFIXES = ("txt", "text")
+_LONGEST_LINE = 1 << 24  # bytes of a cut, unpacked: whatever a small file may unpack to
+
+
+def import_webdataset(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
+    """Import all NAME.tar beneath a folder: samples KEY.flac (or other audio) with KEY.json or KEY.txt beside it.
+
+    A key ends at the first dot of a member's last name, as WebDataset has it. Of KEY.json text, speaker and language
+    are taken, by the names that a table's columns go by. The tar files must not be compressed.
+
+    Raises:
+        ImporterError: no tar files, one that is damaged, a sample without audio or text, or unusable audio.
+    """
+    root = corpus_folder(folder)
+    entries, problems = list[Entry](), list[str]()
+    for path in _found(root, "*.tar", "NAME.tar with samples KEY.flac and KEY.json or KEY.txt"):
+        try:
+            shard = Shard(path)
+            for key, members in _samples(shard).items():
+                try:
+                    entries.append(_sample(shard, key, members))
+                except ImporterError as error:
+                    problems.append(str(error))
+        except ShardError as error:
+            problems.append(str(error))
+    return _measured(entries, problems, skip_bad=skip_bad)
+
+
+def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
+    """Import a Shar folder of lhotse: cuts.N.jsonl.gz, whose audio lies in recording.N.tar beside it.
+
+    A cut is an utterance, the texts of its supervisions its transcript; what they share as speaker and language is
+    taken. Other fields (features, custom ones) are left alone.
+
+    Raises:
+        ImporterError: no cuts, a file that is damaged, a cut without audio or text, or unusable audio.
+    """
+    root = corpus_folder(folder)
+    entries, problems = list[Entry](), list[str]()
+    for path in _found(root, "cuts.*.jsonl*", "cuts.N.jsonl.gz with recording.N.tar"):
+        tar = path.with_name(f"recording.{path.name.split('.')[1]}.tar")
+        try:
+            names = _by_id(Shard(tar))
+        except ShardError as error:
+            problems.append(f"{path}: {error}")
+            continue
+        for source, line in _lines(path):
+            try:
+                entries.append(_cut(tar, names, source, line))
+            except ImporterError as error:
+                problems.append(str(error))
+    return _measured(entries, problems, skip_bad=skip_bad)
+
+
+def _found(root: Path, pattern: str, expected: str) -> list[Path]:
+    found = sorted(path for path in root.rglob(pattern) if path.is_file())
+    if not found:
+        raise ImporterError(f"{root}: holds no {expected}")
+    return found
+
+
+def _measured(entries: list[Entry], problems: list[str], *, skip_bad: bool) -> list[Utterance]:
+    check_members(entry.audio for entry in entries)  # each shard is looked through once, here
+    return to_utterances(entries, skip_bad=skip_bad, problems=problems)
+
+
+def _samples(shard: Shard) -> dict[str, dict[str, str]]:
+    """Names of members by key and by what follows the key's dot, in the order in which they lie."""
+    samples: dict[str, dict[str, str]] = {}
+    for member in sorted(shard.members(), key=lambda member: member.offset):
+        folder, slash, last = member.name.rpartition("/")
+        key, _, kind = last.partition(".")
+        samples.setdefault(folder + slash + key, {})[kind.lower()] = member.name
+    return samples
+
+
+def _sample(shard: Shard, key: str, members: dict[str, str]) -> Entry:
+    source = f"{shard.path}: {key}"
+    audio = [name for name in members.values() if Path(name).suffix.lower() in AUDIO_SUFFIXES]
+    if not audio:
+        raise ImporterError(f"{source}: no audio among {', '.join(members.values())}")
+    facts: dict[str, Any] = {}
+    if "json" in members:
+        facts = _object(shard.read(members["json"]), source)
+    found = {kind: _text(facts, names, source) for kind, names in COLUMNS.items()}
+    for kind in _TEXT_SUFFIXES:
+        if not found["text"] and kind in members:
+            found["text"] = " ".join(_decoded(shard.read(members[kind]), source).split())
+    if not found["text"]:
+        raise ImporterError(f"{source}: no transcript: KEY.json with one of {', '.join(COLUMNS['text'])}, or KEY.txt")
+    return Entry(shard.path / audio[0], found["text"], source, found["speaker"], found["lang"])
+
+
+def _by_id(shard: Shard) -> dict[str, str]:
+    """Names of members with audio by the cut that they belong to; ids may hold dots."""
+    suffixes = {member.name: Path(member.name).suffix for member in shard.members()}
+    return {name.removesuffix(end): name for name, end in suffixes.items() if end.lower() in AUDIO_SUFFIXES}
+
+
+def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> Entry:
+    cut = _object(line, source)
+    spoken = cut.get("supervisions")
+    if not isinstance(spoken, list) or not all(isinstance(part, dict) for part in spoken):
+        raise ImporterError(f"{source}: a cut without a list of supervisions")
+    name, texts = _text(cut, ("id",), source), [_text(part, ("text",), source) for part in spoken]
+    if name not in names:
+        raise ImporterError(f"{source}: {tar} has no audio of cut {name!r}")
+    if not any(texts):
+        raise ImporterError(f"{source}: cut {name!r} has no text")
+    shared = {key: {_text(part, (key,), source) for part in spoken} for key in ("speaker", "language")}
+    speaker, language = (found.pop() if len(found) == 1 else "" for found in shared.values())
+    return Entry(tar / names[name], " ".join(filter(None, texts)), source, speaker, language)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield ("file:line", line) of a file of JSON lines, packed by gzip or not."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                number += 1
+                if len(line) == _LONGEST_LINE:
+                    raise ImporterError(f"{path}:{number}: a line of more than {_LONGEST_LINE >> 20} MiB is no cut")
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ImporterError(f"{path}: cannot be read behind line {number} ({error}); copy it again") from error
+
+
+def _object(content: bytes, source: str) -> dict[str, Any]:
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise ImporterError(f"{source}: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ImporterError(f"{source}: a JSON {type(found).__name__}; expected an object")
+    return found
+
+
+def _text(record: dict[str, Any], keys: tuple[str, ...], source: str) -> str:
+    """The first of the keys that has a text or a number; raises ImporterError where it is neither."""
+    for key in keys:
+        value = record.get(key)
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ImporterError(f"{source}: {key} is {str(value)[:60]!r}; expected a text")
+        return str(value).strip()
+    return ""
+
+
+def _decoded(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ImporterError(f"{source}: byte {error.start + 1} of the transcript is not UTF-8") from error

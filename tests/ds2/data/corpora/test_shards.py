@@ -1,0 +1,143 @@
+"""WebDatasets and Shar folders, laid out as webdataset 1.0.2 and lhotse 1.33.0 write them, are read where they lie."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from support.corpora_cases import facts
+
+from ds2.audio.read import read_audio
+from ds2.config.schema import DataConfig
+from ds2.data.audio_cache import open_audio
+from ds2.data.corpora import ImporterError, import_corpus
+from ds2.data.manifest import read_manifest, write_manifest
+
+SECONDS = {"a": 0.5, "b": 0.6, "c": 0.7}
+
+
+def sound(seconds: float, container: str = "FLAC") -> bytes:
+    buffer = io.BytesIO()
+    samples = 0.1 * np.sin(np.arange(int(16000 * seconds)) * seconds)
+    soundfile.write(buffer, samples, 16000, format=container, subtype="PCM_16")
+    return buffer.getvalue()
+
+
+def tar(path: Path, members: Mapping[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return path
+
+
+def cut(name: str, text: str | None, **more: Any) -> dict[str, Any]:
+    spoken = {"id": "s", "recording_id": "r", "start": 0.0, "duration": 0.5, "channel": 0, "language": "English"}
+    placeholder = {"id": "r", "sources": [{"type": "shar", "channels": [0], "source": ""}], "sampling_rate": 16000}
+    supervisions = [{**spoken, "text": text, "speaker": "anna"}]
+    head = {"id": name, "start": 0, "duration": 0.5, "channel": 0, "supervisions": supervisions}
+    return {**head, "recording": placeholder, "type": "MonoCut", **more}
+
+
+def shar(folder: Path, cuts: list[dict[str, Any]], members: Mapping[str, bytes]) -> Path:
+    tar(folder / "recording.000000.tar", members)
+    lines = "".join(json.dumps(line) + "\n" for line in cuts).encode()
+    (folder / "cuts.000000.jsonl.gz").write_bytes(gzip.compress(lines))
+    return folder
+
+
+def test_samples_of_a_webdataset(tmp_path: Path) -> None:
+    tar(
+        tmp_path / "wds" / "part-000000.tar",
+        {
+            "b.flac": sound(0.6),
+            "b.json": json.dumps({"text": "two words", "speaker_id": 7, "duration": 9}).encode(),
+            "./a.wav": sound(0.5, "WAV"),
+            "./a.txt": "\ufeffone\n word\n".encode(),
+        },
+    )
+    tar(tmp_path / "wds" / "more" / "part-000001.tar", {"sub.dir/c.flac": sound(0.7), "sub.dir/c.txt": b"three"})
+    found = import_corpus("webdataset", tmp_path / "wds")
+    assert facts(found) == [
+        ("c.flac", 0.7, "three", ""),
+        ("b.flac", 0.6, "two words", "7"),
+        ("a.wav", 0.5, "one word", ""),
+    ]
+    write_manifest(tmp_path / "m.jsonl", found)
+    listed = read_manifest(tmp_path / "m.jsonl")
+    for utterance, samples in zip(listed, open_audio(listed, DataConfig(work_dir=str(tmp_path / "work"))), strict=True):
+        (tmp_path / "alone").write_bytes(sound(utterance.duration_s, utterance.audio_filepath.suffix[1:].upper()))
+        assert np.array_equal(samples, read_audio(tmp_path / "alone"))
+
+
+def test_cuts_of_a_shar_folder(tmp_path: Path) -> None:
+    two = [{"text": "first", "speaker": "anna"}, {"text": "second", "speaker": "ben"}]
+    cuts = [cut("a.b-1", "one"), cut("x/c", None, supervisions=two)]
+    folder = shar(
+        tmp_path, cuts, {"x/c.flac": sound(0.7), "x/c.json": b"{}", "a.b-1.flac": sound(0.5), "a.b-1.json": b"{}"}
+    )
+    assert facts(import_corpus("shar", folder)) == [
+        ("a.b-1.flac", 0.5, "one", "anna"),
+        ("c.flac", 0.7, "first second", ""),
+    ]
+
+
+def test_a_folder_that_is_called_like_a_shard_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "corpus.tar" / "wav").mkdir(parents=True)
+    for path in (tmp_path / "corpus.tar" / "a.wav", tmp_path / "corpus.tar" / "wav" / "a.wav"):
+        path.write_bytes(sound(0.5, "WAV"))
+        assert len(read_audio(path)) == 8000
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ({"a.json": b'{"text": "one"}'}, "a: no audio among a.json"),
+        ({"a.flac": b"", "a.cls": b"1"}, "a: no transcript: KEY.json with one of"),
+        ({"a.flac": b"", "a.txt": b"\xff\xfe"}, "a: byte 1 of the transcript is not UTF-8"),
+        ({"a.flac": b"", "a.json": b"{"}, "a: not JSON"),
+        ({"a.flac": b"", "a.json": b"[" * 100_000}, "a: not JSON"),
+        ({"a.flac": b"", "a.json": b"[1]"}, "a: a JSON list; expected an object"),
+        ({"a.flac": b"", "a.json": b'{"text": ["one"]}'}, "text is \"\\['one'\\]\"; expected a text"),
+        ({"a.flac": b"no audio", "a.txt": b"one"}, "a.flac"),
+    ],
+)
+def test_samples_that_cannot_be_taken_are_named_or_left_out(
+    members: dict[str, bytes], told: str, tmp_path: Path
+) -> None:
+    tar(tmp_path / "a.tar", {**members, "z.flac": sound(0.5), "z.txt": b"good"})
+    with pytest.raises(ImporterError, match=f"1 of 2 utterances cannot be imported:\n  .*{told}"):
+        import_corpus("webdataset", tmp_path)
+    assert facts(import_corpus("webdataset", tmp_path, skip_bad=True)) == [("z.flac", 0.5, "good", "")]
+
+
+def test_damaged_tar_files_and_cuts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(gzip.compress(tar(tmp_path / "whole", {"a.flac": sound(0.5)}).read_bytes()))
+    with pytest.raises(ImporterError, match=r"a\.tar: no shard"):
+        import_corpus("webdataset", tmp_path)
+    folder = shar(tmp_path / "shar", [cut("a", "one"), cut("b", "two")], {"a.flac": sound(0.5)})
+    with pytest.raises(
+        ImporterError, match=r"cuts\.000000\.jsonl\.gz:2: .*recording\.000000\.tar has no audio of cut 'b'"
+    ):
+        import_corpus("shar", folder)
+    cuts = folder / "cuts.000000.jsonl.gz"
+    whole = cuts.read_bytes()
+    lines = (b"[]", b'{"id": "a"}', b'{"id": "a", "supervisions": [1]}', json.dumps(cut("a", "")).encode())
+    for damaged in (whole[:-9], b"no gzip", *map(gzip.compress, lines), gzip.compress(b" " * (1 << 25), 1)):
+        cuts.write_bytes(damaged)
+        with pytest.raises(ImporterError, match=r"cuts\.000000\.jsonl\.gz"):
+            import_corpus("shar", folder)
+    cuts.write_bytes(whole)
+    (folder / "recording.000000.tar").unlink()
+    with pytest.raises(ImporterError, match=r"recording\.000000\.tar: No such file"):
+        import_corpus("shar", folder)

@@ -1,0 +1,71 @@
+"""What the compiler says about the planner's kernels, from a record where that is of the very same kernels.
+
+Registers and spills are a function of the translation unit, the headers that it includes, the compiler and its options.
+Rows of the record are named by all four, so the compiler would say the same again, for twenty minutes. What has no row,
+such as every kernel that includes a header that was changed, is compiled: an old record costs time, never a check.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ds2_ops.jit import build as builder
+from ds2_ops.jit.build import build
+
+RECORD = Path(__file__).parents[1] / "ops/recurrent/plan/compiled.tsv"
+_HOW = Path(builder.__file__).read_text()  # among it the compiler's options
+
+
+class Report(NamedTuple):
+    """Registers, bytes of local memory a thread, and losses, as in `ds2_ops.jit.build.Binary`."""
+
+    registers: int
+    local_bytes: int
+    loss: str
+
+
+heard: dict[str, Report] = {}  # by translation unit, since the process began
+
+
+def report(source: str) -> Report:
+    """What the compiler says about a translation unit, compiled only if the record does not know it."""
+    found = recorded().get(key(source))
+    if found is None:
+        binary = build(source)
+        found = Report(binary.registers, binary.local_bytes, binary.loss)
+    heard[source] = found
+    return found
+
+
+def write_record() -> int:
+    """Record what was heard of kernels without losses; returns their number."""
+    rows = sorted(
+        f"{_shape(source)}\t{said.registers}\t{said.local_bytes}\t{key(source)}"
+        for source, said in heard.items()
+        if not said.loss
+    )
+    RECORD.write_text("\n".join(["kernel\tregisters\tlocal_bytes\tkey", *rows, ""]))
+    return len(rows)
+
+
+@functools.cache
+def recorded() -> dict[str, Report]:
+    """What the record says, by :func:`key`."""
+    rows = RECORD.read_text().splitlines()[1:] if RECORD.exists() else []
+    fields = (row.split("\t") for row in rows)
+    return {name: Report(int(registers), int(local), "") for _, registers, local, name in fields}
+
+
+def key(source: str) -> str:
+    """Name all that decides what the compiler says."""
+    return hashlib.sha256(f"{builder.key(source)}{_HOW}".encode()).hexdigest()[:12]
+
+
+def _shape(source: str) -> str:
+    shape = re.search(r"using Shape = (.*);", source)
+    assert shape, source
+    return shape[1].replace("ds2::", "")

@@ -1,0 +1,67 @@
+"""More files: tar files of other tools, as imports find them, and recurrent language models."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz_damage import BYTES, JSON_LINES, TENSORS, TEXT
+from fuzz_targets import WORDS_OF_LM, Target, digest, speech
+
+from ds2.data.corpora import import_corpus
+from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
+from ds2.text.alphabet import Alphabet
+
+
+def _make_webdataset(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for number, utterance in enumerate(speech(folder / "made")):
+            facts = folder / f"{number}.json"
+            facts.write_text(json.dumps({"text": utterance.text, "speaker": utterance.speaker}), encoding="utf-8")
+            tar.add(utterance.audio_filepath, f"{number}.wav")
+            tar.add(facts, f"{number}.json")
+
+
+def _make_shar(folder: Path) -> None:
+    lines = []
+    with tarfile.open(folder / "recording.000000.tar", "w") as tar:
+        for number, utterance in enumerate(speech(folder / "made")):
+            tar.add(utterance.audio_filepath, f"cut-{number}.wav")
+            said = {"text": utterance.text, "speaker": utterance.speaker, "language": "en"}
+            lines.append(json.dumps({"id": f"cut-{number}", "start": 0, "supervisions": [said]}) + "\n")
+    (folder / "cuts.000000.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _make_packed_shar(folder: Path) -> None:
+    _make_shar(folder)
+    cuts = folder / "cuts.000000.jsonl"
+    cuts.with_name("cuts.000000.jsonl.gz").write_bytes(gzip.compress(cuts.read_bytes()))
+    cuts.unlink()
+
+
+def _imported(format_name: str) -> Callable[[Path], Any]:
+    return lambda folder: [(u.name, u.text, u.speaker, u.duration_s) for u in import_corpus(format_name, folder)]
+
+
+def _make_recurrent(folder: Path) -> None:
+    torch.manual_seed(0)
+    letters = sorted({" ", *"".join(WORDS_OF_LM)})
+    save_recurrent(folder / "lm", RecurrentLM(Alphabet(("", *letters)), Shape(hidden=8, layers=2)), {"step": 1})
+
+
+def _read_recurrent(folder: Path) -> Any:
+    return digest(load_recurrent(folder / "lm").score([" ".join(WORDS_OF_LM), "one", ""]))
+
+
+_ROWS = (
+    Target("import webdataset", _make_webdataset, _imported("webdataset"), (*BYTES, *TEXT), "*.tar"),
+    Target("import shar, cuts", _make_shar, _imported("shar"), JSON_LINES, "cuts*"),
+    Target("import shar, packed", _make_packed_shar, _imported("shar"), BYTES, "[cr]*"),
+    Target("LM recurrent", _make_recurrent, _read_recurrent, TENSORS, checked=True),
+)
+TARGETS = {row.name: row for row in _ROWS}
