@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from ds2_ops.jit import build as builder
 from ds2_ops.jit.build import build
 
 RECORD = Path(__file__).parents[1] / "ops/recurrent/plan/compiled.tsv"
-_HOW = Path(builder.__file__).read_text()  # among it the compiler's options
+_HOW = inspect.getsource(builder._compile)  # among it the compiler's options
 
 
 class Report(NamedTuple):

@@ -64,7 +64,8 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
         The cubin and its resource use.
 
     Raises:
-        RuntimeError: NVRTC or cuda-core is missing, or the source does not compile (the compiler's log is quoted).
+        RuntimeError: NVRTC or cuda-core is missing, the source does not compile (the compiler's log is quoted), or a
+            header was changed since this process read it.
     """
     entry = cache_dir() / f"{key(source, arch)}.cubin"
     try:
@@ -72,6 +73,8 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
     except (OSError, ValueError):
         pass  # absent, unreadable or damaged: build it
     binary = _compile(source, arch, _defines())
+    if _read_headers() != _headers():
+        raise RuntimeError(f"headers in {_CSRC} changed since this process read them: it must be started again")
     try:
         _publish(entry, _encode(binary))
     except OSError as error:
@@ -113,6 +116,10 @@ def sources_digest() -> str:
 
 @functools.cache
 def _headers() -> dict[str, str]:
+    return _read_headers()
+
+
+def _read_headers() -> dict[str, str]:
     return {path.relative_to(_CSRC).as_posix(): path.read_text() for path in _CSRC.rglob("*.cuh")}
 
 

@@ -81,6 +81,24 @@ def test_a_header_in_a_folder_is_compiled_and_in_the_key(
     assert len(list(cache.iterdir())) == 2
 
 
+def test_what_the_compiler_read_is_what_the_key_says(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code of another header under the former one's key would be loaded by every process after this."""
+    header = tmp_path / "csrc" / "number.cuh"
+    header.parent.mkdir()
+    header.write_text("constexpr float NUMBER = 2.0f;\n")
+    monkeypatch.setattr(build, "_CSRC", header.parent)
+    build._headers.cache_clear()
+    source = '#include "number.cuh"\n' + SOURCE.replace("2.0f", "NUMBER")
+    build.key(source)
+    header.write_text("constexpr float NUMBER = 3.0f;\n")
+    with pytest.raises(RuntimeError, match=r"headers in .*csrc changed since this process read them"):
+        build.build(source)
+    build._headers.cache_clear()
+    assert not cache.exists()
+
+
 def test_every_kernel_header_is_found() -> None:
     assert {"ptx/sync.cuh", "recurrent/cluster.cuh", "ctc/beam.cuh"} <= build._headers().keys()
 
