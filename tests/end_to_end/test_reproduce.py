@@ -65,11 +65,11 @@ def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatc
     from reproduce_tables import TABLES, Shape
 
     table = TABLES["table1"](Shape(narrow=4))
-    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2)
+    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2, gpus=["cpu"], at_once=1)
     reproduction = Reproduction(table, tmp_path, given)
     costs = {0.1: 80.0, 0.2: 70.0}
 
-    def train(row: object, gpu: str, rate: float, epochs: int) -> Path:
+    def train(row: object, rate: float, epochs: int) -> Path:
         if rate not in costs:
             raise RowFailed("nothing was learned")
         run = tmp_path / f"{rate}"
@@ -79,10 +79,10 @@ def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatc
         return run
 
     monkeypatch.setattr(reproduction, "_train", train)
-    assert reproduction._best_rate(table.rows[0], "cpu") == (0.2, {"0.1": 80.0, "0.2": 70.0})
+    assert reproduction._best_rate(table.rows[0]) == (0.2, {"0.1": 80.0, "0.2": 70.0})
     costs.clear()
     with pytest.raises(RowFailed, match=r"no learning rate of .* trained: nothing was learned"):
-        reproduction._best_rate(table.rows[0], "cpu")
+        reproduction._best_rate(table.rows[0])
 
 
 def test_unfinished_rows_are_told_though_a_kill_cut_a_line_short(
@@ -94,7 +94,8 @@ def test_unfinished_rows_are_told_though_a_kill_cut_a_line_short(
     from reproduce_tables import TABLES, Shape
 
     table = TABLES["table1"](Shape(narrow=4))
-    reproduction = Reproduction(table, tmp_path, Namespace(stop_after_minutes=0, rates=[0.1, 0.2], search_epochs=1))
+    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2], search_epochs=1, gpus=["cpu"], at_once=1)
+    reproduction = Reproduction(table, tmp_path, given)
     for rate, steps in ((0.1, (7,)), (0.2, (7, 14))):
         run = tmp_path / "runs" / f"no_skip-{rate}"
         run.mkdir(parents=True)
