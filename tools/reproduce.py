@@ -210,6 +210,12 @@ def _parameters(run_dir: Path) -> int:
     return load_model(find_model(run_dir)).model.parameter_count
 
 
+def _undone(table: Table, overrides: Sequence[str]) -> str | None:
+    """The first override of a setting in which rows differ: it would make them alike."""
+    rows = [dict(setting.split("=", 1) for setting in row.settings) for row in table.rows]
+    return next((given for given in overrides if len({row.get(given.split("=", 1)[0]) for row in rows}) > 1), None)
+
+
 def _file_name(name: str) -> str:
     return re.sub(r"[^\w.]+", "_", name)
 
@@ -246,6 +252,8 @@ def main() -> int:
     unknown = set(given.rows) - {row.name for row in table.rows}
     if unknown:
         parser.error(f"{given.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")
+    if clash := _undone(table, given.overrides):
+        parser.error(f"{clash} would undo what the rows differ in; leave it out (--narrow changes all widths alike)")
     folder = given.out or Path("runs") / given.table
     reproduction = Reproduction(table, folder, given)
     if differs := reproduction.of_other_settings():

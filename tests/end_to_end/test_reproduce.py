@@ -127,6 +127,11 @@ def test_an_unknown_row_is_refused(command: list[str]) -> None:
     assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr
 
 
+def test_a_setting_that_is_the_rows_own_is_refused(command: list[str]) -> None:
+    refused = reproduce(command, "model.depth=8")
+    assert refused.returncode == 2 and "model.depth=8 would undo what the rows differ in" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "option", [("--at-once", "0"), ("--narrow", "0"), ("--narrow", "nan"), ("--epochs", "-1"), ("--rates", "nan")]
 )
