@@ -129,7 +129,7 @@ class Reproduction:
             "epochs": passed[-1]["epoch"],
             "steps": passed[-1]["step"],
             "minutes": minutes_of_steps(passed),
-            "noise_scale": passed[-1].get("noise_scale"),
+            "noise_scale": next((e["noise_scale"] for e in reversed(passed) if e.get("noise_scale") is not None), None),
             "curve": curve(run_dir),
             "settings": [*self.table.settings, *row.settings, *self.given.overrides],
             "git_commit": git_commit(),

@@ -122,6 +122,21 @@ def test_rows_that_repeat_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\ndev: mean WER 30.00 of 3, 10.00 to 60.00\n" in report(table, results, {}, {})
 
 
+def test_the_picture_of_figure_8_has_ends_and_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from reproduce_report import Unfinished, write_plot
+    from reproduce_tables import TABLES, Shape
+
+    table = TABLES["fig8"](Shape())
+    scores = {"test, greedy": {"wer": 0.2, "cer": 0.1, "interval": {"low": 0.1, "high": 0.4}}}
+    curve = [[7, 9.0, 0.5], [14, None, 0.4]]
+    results = {row.name: {"tests": scores, "curve": curve, "noise_scale": 40.0} for row in table.rows[:2]}
+    results["batch 32"]["noise_scale"] = None
+    write_plot(table, results, {"batch 128": Unfinished("epoch 1", curve)}, tmp_path / "ends.png")
+    write_plot(table, {}, {"batch 128": Unfinished("epoch 1", curve)}, tmp_path / "begun.png")
+    assert (tmp_path / "ends.png").stat().st_size > (tmp_path / "begun.png").stat().st_size > 10_000
+
+
 def test_an_unknown_row_is_refused(command: list[str]) -> None:
     refused = reproduce(command, "--rows", "9 layers")
     assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr
