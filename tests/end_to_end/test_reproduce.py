@@ -143,7 +143,7 @@ def test_an_unknown_row_is_refused(command: list[str]) -> None:
 
 
 def test_a_setting_that_is_the_rows_own_is_refused(command: list[str]) -> None:
-    refused = reproduce(command, "model.depth=8")
+    refused = reproduce([*command, "--narrow", "9", "model.depth=8"])
     assert refused.returncode == 2 and "model.depth=8 would undo what the rows differ in" in refused.stderr
 
 
