@@ -46,17 +46,17 @@ class Reproduction:
         self.stop_at = time.monotonic() + 60 * given.stop_after_minutes if given.stop_after_minutes else float("inf")
         self.failures: dict[str, str] = {}
         self._saying = threading.Lock()
+        self._trained: dict[Path, int] = {}  # epochs that this process saw a run end with
+        self._places: queue.Queue[str] = queue.Queue()  # a GPU's number for each run that may be on it
+        for gpu in list(given.gpus) * given.at_once:
+            self._places.put(gpu)
 
     def run(self) -> None:
         """Run every row that has no result yet."""
-        places: queue.Queue[str] = queue.Queue()
-        for _ in range(self.given.at_once):
-            for gpu in self.given.gpus:
-                places.put(gpu)
         by_name = {row.name: row for row in self.table.rows}
         wanted = [by_name[name] for name in self.given.rows] or list(self.table.rows)
-        with ThreadPoolExecutor(places.qsize()) as pool:
-            list(pool.map(lambda row: self._row(row, places), wanted))
+        with ThreadPoolExecutor(self._places.qsize()) as pool:
+            list(pool.map(self._row, wanted))
 
     def results(self) -> dict[str, dict[str, Any]]:
         """What is known, by row."""
@@ -91,28 +91,25 @@ class Reproduction:
         given: list[float] | None = self.given.rates
         return self.table.rates if given is None else given
 
-    def _row(self, row: Row, places: queue.Queue[str]) -> None:
+    def _row(self, row: Row) -> None:
         if self._result_file(row).is_file():
             return
-        gpu = places.get()
         try:
-            result = self._result(row, gpu)
+            result = self._result(row)
             write_text(self._result_file(row), json.dumps(result, indent=1) + "\n")
             scores = [f"{name} {100 * found['wer']:.2f} %" for name, found in result["tests"].items()]
             self._say(f"{row.name}: {', '.join(scores)}")
         except Exception as error:  # whatever it is: the other rows go on
             self.failures[row.name] = str(error) if isinstance(error, RowFailed) else repr(error)
             self._say(f"{row.name}: {self.failures[row.name]}")
-        finally:
-            places.put(gpu)
 
-    def _result(self, row: Row, gpu: str) -> dict[str, Any]:
-        rate, tried = self._best_rate(row, gpu)
-        run_dir = self._train(row, gpu, rate, self.given.epochs)
-        tests = self._evaluate(run_dir, gpu, "greedy", ["decode=greedy"])
+    def _result(self, row: Row) -> dict[str, Any]:
+        rate, tried = self._best_rate(row)
+        run_dir = self._train(row, rate, self.given.epochs)
+        tests = self._evaluate(run_dir, "greedy", ["decode=greedy"])
         if self.given.decode:
             try:
-                tests |= self._evaluate(run_dir, gpu, "with LM", self.given.decode)
+                tests |= self._evaluate(run_dir, "with LM", self.given.decode)
             except RowFailed as error:
                 self._say(f"{row.name}, with LM: {error}")
         best = min(events(run_dir, "dev"), key=lambda event: (event["wer"], event["cer"]))
@@ -132,55 +129,64 @@ class Reproduction:
             "epochs": passed[-1]["epoch"],
             "steps": passed[-1]["step"],
             "minutes": minutes_of_steps(passed),
-            "noise_scale": passed[-1].get("noise_scale"),
+            "noise_scale": next((e["noise_scale"] for e in reversed(passed) if e.get("noise_scale") is not None), None),
             "curve": curve(run_dir),
             "settings": [*self.table.settings, *row.settings, *self.given.overrides],
             "git_commit": git_commit(),
         }
 
-    def _best_rate(self, row: Row, gpu: str) -> tuple[float | None, dict[str, float]]:
+    def _best_rate(self, row: Row) -> tuple[float | None, dict[str, float]]:
         """The rate of those tried whose dev cost is lowest after the first epochs: the paper's fastest convergence."""
         rates = self._rates()
         if len(rates) <= 1:
             return (rates[0] if rates else None), {}
-        found: dict[float, float] = {}
-        failed: list[str] = []
-        for rate in rates:
-            run_dir = self._run_dir(row, rate)
-            if not self._tried(run_dir):
-                try:
-                    run_dir = self._train(row, gpu, rate, self.given.search_epochs)
-                except TimeUp:
-                    raise
-                except RowFailed as error:
-                    failed.append(str(error))
-                    continue
-            losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.given.search_epochs]
-            if losses and losses[-1] is not None:
-                found[rate] = losses[-1]
+        with ThreadPoolExecutor(len(rates)) as pool:  # beside each other where there are places
+            costs = list(pool.map(lambda rate: self._try(row, rate), rates))
+        found = {rate: cost for rate, cost in zip(rates, costs, strict=True) if isinstance(cost, float)}
+        failed = [cost for cost in costs if isinstance(cost, RowFailed)]
+        if late := next((why for why in failed if isinstance(why, TimeUp)), None):
+            raise late
         if not found:
-            raise RowFailed(
-                f"no learning rate of {list(rates)} trained: {failed[0] if failed else 'no finite dev cost'}"
-            )
+            raise RowFailed(f"no learning rate of {list(rates)} trained: {(failed or ['no finite dev cost'])[0]}")
         return min(found, key=lambda rate: found[rate]), {f"{rate:g}": loss for rate, loss in found.items()}
+
+    def _try(self, row: Row, rate: float) -> float | RowFailed | None:
+        """The dev cost of a rate after the epochs of the search, or why there is none."""
+        run_dir = self._run_dir(row, rate)
+        try:
+            if not self._tried(run_dir):
+                run_dir = self._train(row, rate, self.given.search_epochs)
+        except RowFailed as error:
+            return error
+        losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.given.search_epochs]
+        return float(losses[-1]) if losses and losses[-1] is not None else None
 
     def _tried(self, run_dir: Path) -> bool:
         return any(event["epoch"] == self.given.search_epochs for event in events(run_dir, "dev"))
 
-    def _train(self, row: Row, gpu: str, rate: float | None, epochs: int) -> Path:
+    def _train(self, row: Row, rate: float | None, epochs: int) -> Path:
         run_dir = self._run_dir(row, rate)
+        if self._trained.get(run_dir) == epochs:
+            return run_dir
         settings = [*self.table.settings, *row.settings, *self.given.overrides, f"run_dir={run_dir}"]
         settings += [f"optim.learning_rate={rate}"] if rate else []
         if epochs:
             settings += [f"train.epochs={epochs}"]
-        run_command(["train", *settings], gpu, run_dir, self.stop_at)
+        self._command(["train", *settings], run_dir)
+        self._trained[run_dir] = epochs
         return run_dir
 
-    def _evaluate(self, run_dir: Path, gpu: str, how: str, decode: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def _command(self, arguments: Sequence[str], run_dir: Path) -> None:
+        gpu = self._places.get()
+        try:
+            run_command(arguments, gpu, run_dir, self.stop_at)
+        finally:
+            self._places.put(gpu)
+
+    def _evaluate(self, run_dir: Path, how: str, decode: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Scores by test manifest and way of decoding."""
         out = run_dir / _file_name(how)
-        arguments = ["evaluate", str(run_dir), *self.given.test, *decode, "--out", str(out)]
-        run_command(arguments, gpu, run_dir, self.stop_at)
+        self._command(["evaluate", str(run_dir), *self.given.test, *decode, "--out", str(out)], run_dir)
         scores = {}
         for path in sorted(out.glob("*/report.json")):
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -202,6 +208,12 @@ def _parameters(run_dir: Path) -> int:
     from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
 
     return load_model(find_model(run_dir)).model.parameter_count
+
+
+def _undone(table: Table, overrides: Sequence[str]) -> str | None:
+    """The first override of a setting in which rows differ: it would make them alike."""
+    rows = [dict(setting.split("=", 1) for setting in row.settings) for row in table.rows]
+    return next((given for given in overrides if len({row.get(given.split("=", 1)[0]) for row in rows}) > 1), None)
 
 
 def _file_name(name: str) -> str:
@@ -240,6 +252,8 @@ def main() -> int:
     unknown = set(given.rows) - {row.name for row in table.rows}
     if unknown:
         parser.error(f"{given.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")
+    if clash := _undone(table, given.overrides):
+        parser.error(f"{clash} would undo what the rows differ in; leave it out (--narrow changes all widths alike)")
     folder = given.out or Path("runs") / given.table
     reproduction = Reproduction(table, folder, given)
     if differs := reproduction.of_other_settings():

@@ -86,13 +86,17 @@ def _rate(scores: Mapping[str, Any]) -> str:
 def write_plot(
     table: Table, results: Mapping[str, Mapping[str, Any]], unfinished: Mapping[str, Unfinished], path: Path
 ) -> None:
-    """Draw dev cost and dev WER by step, a line a row, dashed where it is unfinished; without matplotlib nothing."""
+    """Draw what there is; without matplotlib nothing.
+
+    Left dev cost and dev WER by step, a line a row, dashed where it is unfinished; right the WER of the first test
+    set by row with its interval, the paper's beside it, and the gradient noise scale where rows have one.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    cost, errors = figure.subplots(1, 2)
+    figure = Figure(figsize=(16, 5), layout="constrained")
+    cost, errors, ends = figure.subplots(1, 3)
     for row in table.rows:
         if row.name not in results and row.name not in unfinished:
             continue
@@ -110,8 +114,33 @@ def write_plot(
             )
     cost.set(xlabel="step", ylabel="dev CTC cost, nats an utterance", title=table.title)
     errors.set(xlabel="step", ylabel="dev WER %, greedy")
-    for axes in (cost, errors):
+    for axes in (cost, errors, ends):
         axes.grid(alpha=0.3)
     if errors.lines:
         errors.legend(fontsize=7)
+    _draw_ends(ends, table, results)
     figure.savefig(path, dpi=120)
+
+
+def _draw_ends(axes: Any, table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
+    done = [row for row in table.rows if row.name in results]
+    if not done:
+        return
+    test = next(iter(results[done[0].name]["tests"]))
+    scores = [results[row.name]["tests"].get(test) for row in done]
+    scored = [(at, found) for at, found in enumerate(scores) if found]
+    places, wers = [at for at, _ in scored], [100 * found["wer"] for _, found in scored]
+    reach = [[100 * abs(found["interval"][edge] - found["wer"]) for _, found in scored] for edge in ("low", "high")]
+    axes.errorbar(places, wers, yerr=reach, fmt="o", capsize=3, label=test)
+    printed = [(at, row.paper) for at, row in enumerate(done) if row.paper is not None]
+    if printed:
+        axes.plot(*zip(*printed, strict=True), "x", color="gray", label="the paper's")
+    axes.set_xticks(range(len(done)), [row.name for row in done], rotation=60, ha="right", fontsize=7)
+    axes.set(ylabel="WER % with its 95 % interval")
+    noise = [(at, found) for at, row in enumerate(done) if (found := results[row.name]["noise_scale"]) is not None]
+    if noise:
+        beside = axes.twinx()
+        beside.plot(*zip(*noise, strict=True), "s--", color="tab:orange", label="noise scale")
+        beside.set(ylabel="gradient noise scale, utterances", yscale="log")
+        beside.legend(fontsize=7, loc="upper right")
+    axes.legend(fontsize=7, loc="upper left")

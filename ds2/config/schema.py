@@ -131,8 +131,9 @@ class ModelConfig:
     batch_norm: bool = True  # of the input projections and convolutions
     batch_norm_momentum: float = number(0.1, 0, 1)
     dropout: float = number(0.0, 0, 1, below=True)  # on the input of each recurrent layer
-    # how recurrent layers and residual branches start; plain: as torch.nn and at 1, damped: 0.5 I and at 1 / sqrt(M)
-    start: str = choice("damped", "plain")  # of the cell rnn
+    # how recurrent layers and residual branches start; plain: as torch.nn and at 1, damped: 0.5 I and at 1 / sqrt(M),
+    # even: as torch.nn and at 1 / sqrt(M)
+    start: str = choice("damped", "even", "plain")  # of the cell rnn
     stochastic_depth: float = number(0.0, 0, 1, below=True)  # how often training leaves the last residual branch out
     intermediate: list[int] = numbers([], 1, 1000)  # modules behind which training has a classifier of its own
     max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # a config above it is refused; 0: unlimited (bidirectional)

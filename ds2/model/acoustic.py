@@ -271,7 +271,7 @@ class AcousticModel(nn.Module):
         """
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         norms = [module.recurrent[-1].norm for module in modules if module.residual]
-        if self.config.cell == "rnn" and self.config.batch_norm and self.config.start == "damped":
+        if self.config.cell == "rnn" and self.config.batch_norm and self.config.start != "plain":
             for norm in cast(list[SequenceBatchNorm], norms):
                 nn.init.constant_(norm.weight, len(norms) ** -0.5)
 

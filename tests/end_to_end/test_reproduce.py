@@ -65,11 +65,11 @@ def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatc
     from reproduce_tables import TABLES, Shape
 
     table = TABLES["table1"](Shape(narrow=4))
-    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2)
+    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2, 0.3], search_epochs=2, gpus=["cpu"], at_once=1)
     reproduction = Reproduction(table, tmp_path, given)
     costs = {0.1: 80.0, 0.2: 70.0}
 
-    def train(row: object, gpu: str, rate: float, epochs: int) -> Path:
+    def train(row: object, rate: float, epochs: int) -> Path:
         if rate not in costs:
             raise RowFailed("nothing was learned")
         run = tmp_path / f"{rate}"
@@ -79,10 +79,10 @@ def test_the_learning_rate_of_the_lowest_cost_goes_on(tmp_path: Path, monkeypatc
         return run
 
     monkeypatch.setattr(reproduction, "_train", train)
-    assert reproduction._best_rate(table.rows[0], "cpu") == (0.2, {"0.1": 80.0, "0.2": 70.0})
+    assert reproduction._best_rate(table.rows[0]) == (0.2, {"0.1": 80.0, "0.2": 70.0})
     costs.clear()
     with pytest.raises(RowFailed, match=r"no learning rate of .* trained: nothing was learned"):
-        reproduction._best_rate(table.rows[0], "cpu")
+        reproduction._best_rate(table.rows[0])
 
 
 def test_unfinished_rows_are_told_though_a_kill_cut_a_line_short(
@@ -94,7 +94,8 @@ def test_unfinished_rows_are_told_though_a_kill_cut_a_line_short(
     from reproduce_tables import TABLES, Shape
 
     table = TABLES["table1"](Shape(narrow=4))
-    reproduction = Reproduction(table, tmp_path, Namespace(stop_after_minutes=0, rates=[0.1, 0.2], search_epochs=1))
+    given = Namespace(stop_after_minutes=0, rates=[0.1, 0.2], search_epochs=1, gpus=["cpu"], at_once=1)
+    reproduction = Reproduction(table, tmp_path, given)
     for rate, steps in ((0.1, (7,)), (0.2, (7, 14))):
         run = tmp_path / "runs" / f"no_skip-{rate}"
         run.mkdir(parents=True)
@@ -121,9 +122,29 @@ def test_rows_that_repeat_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\ndev: mean WER 30.00 of 3, 10.00 to 60.00\n" in report(table, results, {}, {})
 
 
+def test_the_picture_of_figure_8_has_ends_and_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from reproduce_report import Unfinished, write_plot
+    from reproduce_tables import TABLES, Shape
+
+    table = TABLES["fig8"](Shape())
+    scores = {"test, greedy": {"wer": 0.2, "cer": 0.1, "interval": {"low": 0.1, "high": 0.4}}}
+    curve = [[7, 9.0, 0.5], [14, None, 0.4]]
+    results = {row.name: {"tests": scores, "curve": curve, "noise_scale": 40.0} for row in table.rows[:2]}
+    results["batch 32"]["noise_scale"] = None
+    write_plot(table, results, {"batch 128": Unfinished("epoch 1", curve)}, tmp_path / "ends.png")
+    write_plot(table, {}, {"batch 128": Unfinished("epoch 1", curve)}, tmp_path / "begun.png")
+    assert (tmp_path / "ends.png").stat().st_size > (tmp_path / "begun.png").stat().st_size > 10_000
+
+
 def test_an_unknown_row_is_refused(command: list[str]) -> None:
     refused = reproduce(command, "--rows", "9 layers")
     assert refused.returncode == 2 and "has no row ['9 layers']" in refused.stderr
+
+
+def test_a_setting_that_is_the_rows_own_is_refused(command: list[str]) -> None:
+    refused = reproduce([*command, "--narrow", "9", "model.depth=8"])
+    assert refused.returncode == 2 and "model.depth=8 would undo what the rows differ in" in refused.stderr
 
 
 @pytest.mark.parametrize(

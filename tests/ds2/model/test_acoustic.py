@@ -269,14 +269,15 @@ def test_a_batch_without_a_frame_has_no_output() -> None:
 def test_a_plain_start_is_that_of_torch_with_whole_branches() -> None:
     starts = {
         start: AcousticModel(ModelConfig(hidden=48, depth=4, skip=2, row_convs=1, start=start), BINS, LABELS)
-        for start in ("plain", "damped")
+        for start in ("plain", "damped", "even")
     }
     layers = {
         start: [layer for m in model.recurrent_modules for layer in m.recurrent] for start, model in starts.items()
     }
-    for layer in layers["plain"]:
+    for layer in layers["plain"] + layers["even"]:
         assert 0.9 * 48**-0.5 < float(layer.weight_hh.detach().abs().max()) <= 48**-0.5
-        assert bool((layer.norm.weight == 1).all())
+    assert all(bool((layer.norm.weight == 1).all()) for layer in layers["plain"])
+    assert all(torch.equal(*(layers[start][i].norm.weight for start in ("even", "damped"))) for i in range(4))
     assert all(torch.equal(layer.weight_hh, 0.5 * torch.eye(48)) for layer in layers["damped"])
 
 
