@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Bucket:
         self._sinks = [sinks.get(parameter) for parameter in self.parameters]
         self.beside = beside
         self._written: set[Tensor] = set()  # parts, by sinks, in the running backward pass
-        self._awaited = 0  # products that sinks took and nobody has launched yet
+        self._awaited = 0  # what was given to `beside` and is not launched yet
         self.current = False  # whether the rounded copies are those of the present parameters
         self.placed = False  # in the running forward pass
         self.passes = 0  # backward passes of this step that have added to it
@@ -93,18 +93,16 @@ class Bucket:
             return
         wide: dict[str, Any] = {} if left.dtype == part.dtype else {"out_dtype": part.dtype}
 
-        def work() -> None:
+        def add() -> None:
             if fresh:
                 torch.mm(left, right, out=part, **wide)
             else:
                 torch.addmm(part, left, right, out=part, **wide)
-            self._awaited -= 1
 
-        self._awaited += 1
-        self.beside.later(work)
+        self._later(add)
 
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of one backward pass, those of the copies."""
+        """Take the gradients of one backward pass, those of the copies; in a recording as `add_product` does."""
         first: list[tuple[Tensor, Tensor]] = []
         further: list[tuple[Tensor, Tensor]] = []
         missing: list[Tensor] = []
@@ -114,14 +112,26 @@ class Bucket:
                 (first if fresh else further).append((part, grad))
             elif fresh:
                 missing.append(part)
-        if missing:
-            torch._foreach_zero_(missing)
-        for alike in _alike(first):
-            torch._foreach_copy_([part for part, _ in alike], [grad for _, grad in alike])
-        if further:
-            torch._foreach_add_([part for part, _ in further], [grad.to(part.dtype) for part, grad in further])
+
+        def add() -> None:
+            if missing:
+                torch._foreach_zero_(missing)
+            for alike in _alike(first):
+                torch._foreach_copy_([part for part, _ in alike], [grad for _, grad in alike])
+            if further:
+                torch._foreach_add_([part for part, _ in further], [grad.to(part.dtype) for part, grad in further])
+
+        self._later(add)
         self._written.clear()
         self.passes += 1
+
+    def _later(self, add: Callable[[], None]) -> None:
+        def work() -> None:
+            add()
+            self._awaited -= 1
+
+        self._awaited += 1
+        self.beside.later(work)
 
 
 class _Sink:
