@@ -85,8 +85,7 @@ class Bucket:
 
         In a recording it is held back until the next recurrence runs.
         """
-        fresh = self.passes == 0 and part not in self._written
-        self._written.add(part)
+        fresh = self._take(part)
         if not left.is_cuda and left.dtype != part.dtype:
             product = left @ right
             part.copy_(product) if fresh else part.add_(product)
@@ -98,6 +97,15 @@ class Bucket:
                 torch.mm(left, right, out=part, **wide)
             else:
                 torch.addmm(part, left, right, out=part, **wide)
+
+        self._later(add)
+
+    def add(self, part: Tensor, make: Callable[[], Tensor]) -> None:
+        """Add what `make` makes to the gradient of a parameter, ahead of `collect`, in a recording as `add_product`."""
+        fresh = self._take(part)
+
+        def add() -> None:
+            part.copy_(make()) if fresh else part.add_(make())
 
         self._later(add)
 
@@ -125,6 +133,12 @@ class Bucket:
         self._written.clear()
         self.passes += 1
 
+    def _take(self, part: Tensor) -> bool:
+        """Note that a sink took a gradient; returns whether it is the first of this parameter and step."""
+        fresh = self.passes == 0 and part not in self._written
+        self._written.add(part)
+        return fresh
+
     def _later(self, add: Callable[[], None]) -> None:
         def work() -> None:
             add()
@@ -148,6 +162,10 @@ class _Sink:
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left (R, N) times right (N, C) to the gradient (R, C)."""
         self._bucket.add_product(self._part, left, right)
+
+    def add(self, make: Callable[[], Tensor]) -> None:
+        """Add a gradient like the parameter, which `make` makes when it suits."""
+        self._bucket.add(self._part, make)
 
 
 _ALIGNED = 8  # elements: 16 bytes, which kernels and matrix products like, in 16-bit types
