@@ -152,6 +152,19 @@ def test_reduce_makes_two_ranks_equal_one_batch() -> None:
     torch.testing.assert_close(torch.cat([grad_x for _, grad_x in ranks]), whole_grad_x)
 
 
+def test_positions_of_all_ranks_are_summed_once() -> None:
+    asked: list[int] = []
+
+    def reduce(vector: Tensor) -> None:
+        asked.append(vector.numel())
+        vector.mul_(3)
+
+    of_ranks = count()
+    totals = [of_ranks.over_ranks(reduce) for _ in range(2)]
+    assert asked == [1] and totals[0] is totals[1] and totals[0].dtype == torch.int32
+    assert totals[0].tolist() == (3 * of_ranks.valid).tolist() and of_ranks.over_ranks(None) is of_ranks.valid
+
+
 def test_training_without_a_count_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"call \.eval\(\)"):
         SequenceBatchNorm(3)(torch.randn(2, 1, 3))
