@@ -81,7 +81,7 @@ class NcclCommunicator(Ranks):
         self._gradients, self._statistics = self._open(_BLOCKS), self._open(1)
         # How many blocks there are decides in which order more than two numbers are added up.
         self._beside = self._open(_BLOCKS_BESIDE) if self.world == 2 else self._gradients
-        self._stream = torch.cuda.Stream(device, priority=-2)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def _open(self, blocks: int) -> ctypes.c_void_p:
         """Open a communicator whose kernels take at most so many blocks, a multiprocessor each."""

@@ -64,8 +64,7 @@ class Recorder:
     """Records what is launched, on a stream and in memory of its own."""
 
     def __init__(self) -> None:
-        # Ahead of what is launched beside recurrences, on streams of the least priority.
-        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
     def forget(self) -> None:
