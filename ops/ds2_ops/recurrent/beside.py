@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 Work = Callable[[], None]
-# Products beside each other end sooner than in turn: where a recurrence ends before they do, the whole device takes what
-# is left of all.
+# Products beside each other end sooner than in turn: where a recurrence ends before they do, the whole device takes
+# what is left of all.
 _STREAMS = 4
 
 
