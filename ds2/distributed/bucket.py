@@ -98,7 +98,7 @@ class Bucket:
             else:
                 torch.addmm(part, left, right, out=part, **wide)
 
-        self._later(add, part)
+        self._later(add)
 
     def add(self, part: Tensor, make: Callable[[], Tensor]) -> None:
         """Add what `make` makes to the gradient of a parameter, ahead of `collect`, in a recording as `add_product`."""
@@ -107,7 +107,7 @@ class Bucket:
         def add() -> None:
             part.copy_(make()) if fresh else part.add_(make())
 
-        self._later(add, part)
+        self._later(add)
 
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of one backward pass, those of the copies; in a recording as `add_product` does."""
@@ -139,15 +139,13 @@ class Bucket:
         self._written.add(part)
         return fresh
 
-    def _later(self, add: Callable[[], None], part: Tensor | None = None) -> None:
-        """Let `add` be launched when it suits; `part`: the only one that it changes."""
-
+    def _later(self, add: Callable[[], None]) -> None:
         def work() -> None:
             add()
             self._awaited -= 1
 
         self._awaited += 1
-        self.beside.later(work, part)
+        self.beside.later(work)
 
 
 class _Sink:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +36,7 @@ def pretend_to_record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         What was asked of streams, which grows; launches may be added to it.
     """
     log: list[str] = []
-    current, numbers = [_Stream(log, "main")], itertools.count()
+    current = [_Stream(log, "main")]
 
     @contextlib.contextmanager
     def on(stream: _Stream) -> Iterator[None]:
@@ -48,6 +47,6 @@ def pretend_to_record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Beside, "recording", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: _Stream(log, f"side {next(numbers)}"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: _Stream(log, "side"))
     monkeypatch.setattr(torch.cuda, "Event", lambda: _Event(log))
     return log

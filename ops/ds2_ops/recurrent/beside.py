@@ -10,16 +10,13 @@ and their bits are the same either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
-# Products beside each other end sooner than in turn: where a recurrence ends before they do, the whole device takes
-# what is left of all.
-_STREAMS = 4
 
 
 class Coming(Protocol):
@@ -42,9 +39,9 @@ class Beside:
 
     def __init__(self, joined: Callable[[], None] = lambda: None) -> None:
         self._joined = joined
-        self._held: list[tuple[Hashable, Work]] = []
+        self._held: list[Work] = []
         self._coming: list[Coming] = []  # in the order of the forward pass
-        self._sides: list[torch.cuda.Stream] = []
+        self._side: torch.cuda.Stream | None = None
 
     def recording(self) -> bool:
         """Whether what is launched becomes part of a CUDA graph."""
@@ -55,16 +52,14 @@ class Beside:
         self._coming.clear()
         self._held.clear()
 
-    def later(self, work: Work, place: Hashable = None) -> None:
+    def later(self, work: Work) -> None:
         """Launch something on the current stream: now, or in a recording when the next recurrence runs.
 
         Args:
             work: launches it; reads only what has been launched so far.
-            place: what it alone changes, but for other work of the same place, which keeps its order; None: it follows
-                all that was given before.
         """
         if self.recording():
-            self._held.append((place, work))
+            self._held.append(work)
         else:
             work()
 
@@ -87,41 +82,21 @@ class Beside:
         if own in self._coming:
             del self._coming[self._coming.index(own) :]
         if self._coming:
-            self._held.insert(0, (object(), self._coming[-1].ahead()))
+            self._held.append(self._coming[-1].ahead())
         before = torch.cuda.Event()  # type: ignore[no-untyped-call]
         before.record()
         yield
         if self._held:
-            self._launch_beside(before)
+            if self._side is None:
+                self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._side.wait_event(before)
+            with torch.cuda.stream(self._side):
+                self._launch_held()
+            torch.cuda.current_stream().wait_stream(self._side)
             self._joined()
 
     def _launch_held(self) -> None:
         with torch.no_grad():
-            for _, work in self._held:
+            for work in self._held:
                 work()
-        self._held.clear()
-
-    def _launch_beside(self, before: torch.cuda.Event) -> None:
-        """Launch what is held back after an event, each place on a stream; the current stream then waits for all."""
-        while len(self._sides) < _STREAMS:
-            self._sides.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-        taken: dict[Hashable, int] = {}
-        used: list[int] = []
-        together = False  # on one stream, behind what was given first
-        with torch.no_grad():
-            for place, work in self._held:
-                number = 0 if together or place is None else taken.setdefault(place, len(taken) % _STREAMS)
-                side = self._sides[number]
-                if number not in used:
-                    side.wait_event(before)
-                    used.append(number)
-                if place is None and not together:
-                    together = True
-                    for other in used:
-                        if other != number:
-                            side.wait_stream(self._sides[other])
-                with torch.cuda.stream(side):
-                    work()
-        for number in used:
-            torch.cuda.current_stream().wait_stream(self._sides[number])
         self._held.clear()

@@ -39,14 +39,14 @@ def test_what_is_held_back_runs_beside_the_next_recurrence_and_is_waited_for_beh
     beside.flush()
     assert log == [
         "recurrence c",
-        "side 0 waits for what came before 0",
+        "side waits for what came before 0",
         "transpose of b",
-        "main waits for side 0",
+        "main waits for side",
         "joined",
         "recurrence a",
-        "side 0 waits for what came before 5",
+        "side waits for what came before 5",
         "product of c",
-        "main waits for side 0",
+        "main waits for side",
         "joined",
         "product of a",
         "joined",
@@ -72,7 +72,7 @@ class Gradient:
         def work() -> None:
             self.value = left @ right
 
-        self.beside.later(work, self)
+        self.beside.later(work)
 
 
 def test_gradients_with_products_and_transposes_beside_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +107,4 @@ def test_gradients_with_products_and_transposes_beside_are_those_without(monkeyp
         results.append([x.grad, *(sink.value for sink in sinks)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert all(torch.equal(given, matrix.t()) for given, matrix in zip(asked, reversed(matrices), strict=True))
-    assert log.count("main waits for side 0") == depth and log.count("main waits for side 1") == depth - 2
+    assert log.count("main waits for side") == depth
