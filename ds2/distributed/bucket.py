@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ds2_ops.recurrent.beside import Beside
 from torch import Tensor, nn
 
 
@@ -25,7 +26,7 @@ class Bucket:
     Parameters of `low` come first in it, so that one concatenation and one conversion serve all of them, both ways.
     """
 
-    def __init__(self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype, beside: Beside) -> None:
         self.first = group[-1].module  # to be called: the order is reversed
         self.slots = sorted(group, key=lambda slot: slot.parameter not in low)
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
@@ -40,7 +41,9 @@ class Bucket:
             self._sources = copies + self.parameters[len(copies) :]
         sinks = {parameter: _Sink(self, part) for parameter, part in zip(self._low, self._parts, strict=False)}
         self._sinks = [sinks.get(parameter) for parameter in self.parameters]
+        self.beside = beside
         self._written: set[Tensor] = set()  # parts, by sinks, in the running backward pass
+        self._awaited = 0  # what was given to `beside` and is not launched yet
         self.current = False  # whether the rounded copies are those of the present parameters
         self.placed = False  # in the running forward pass
         self.passes = 0  # backward passes of this step that have added to it
@@ -67,27 +70,47 @@ class Bucket:
                 tensor.sink = sink  # type: ignore[attr-defined]
             slot.module._parameters[slot.name] = tensor  # type: ignore[assignment]
 
+    @property
+    def whole(self) -> bool:
+        """Whether a backward pass of this step has added to it, and nothing of that is held back."""
+        return self.passes > 0 and self._awaited == 0
+
     def begin(self) -> None:
         """Forget the gradients of the last step."""
-        self.passes = 0
+        self.passes = self._awaited = 0
         self._written.clear()
 
     def add_product(self, part: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add a product to the gradient of a parameter where that lies, in float32 on a GPU, ahead of `collect`."""
-        fresh = self.passes == 0 and part not in self._written
-        self._written.add(part)
+        """Add a product to the gradient of a parameter where that lies, in float32 on a GPU, ahead of `collect`.
+
+        In a recording it is held back until the next recurrence runs.
+        """
+        fresh = self._take(part)
         if not left.is_cuda and left.dtype != part.dtype:
             product = left @ right
             part.copy_(product) if fresh else part.add_(product)
             return
         wide: dict[str, Any] = {} if left.dtype == part.dtype else {"out_dtype": part.dtype}
-        if fresh:
-            torch.mm(left, right, out=part, **wide)
-        else:
-            torch.addmm(part, left, right, out=part, **wide)
+
+        def add() -> None:
+            if fresh:
+                torch.mm(left, right, out=part, **wide)
+            else:
+                torch.addmm(part, left, right, out=part, **wide)
+
+        self._later(add)
+
+    def add(self, part: Tensor, make: Callable[[], Tensor]) -> None:
+        """Add what `make` makes to the gradient of a parameter, ahead of `collect`, in a recording as `add_product`."""
+        fresh = self._take(part)
+
+        def add() -> None:
+            part.copy_(make()) if fresh else part.add_(make())
+
+        self._later(add)
 
     def collect(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of one backward pass, those of the copies."""
+        """Take the gradients of one backward pass, those of the copies; in a recording as `add_product` does."""
         first: list[tuple[Tensor, Tensor]] = []
         further: list[tuple[Tensor, Tensor]] = []
         missing: list[Tensor] = []
@@ -97,14 +120,32 @@ class Bucket:
                 (first if fresh else further).append((part, grad))
             elif fresh:
                 missing.append(part)
-        if missing:
-            torch._foreach_zero_(missing)
-        for alike in _alike(first):
-            torch._foreach_copy_([part for part, _ in alike], [grad for _, grad in alike])
-        if further:
-            torch._foreach_add_([part for part, _ in further], [grad.to(part.dtype) for part, grad in further])
+
+        def add() -> None:
+            if missing:
+                torch._foreach_zero_(missing)
+            for alike in _alike(first):
+                torch._foreach_copy_([part for part, _ in alike], [grad for _, grad in alike])
+            if further:
+                torch._foreach_add_([part for part, _ in further], [grad.to(part.dtype) for part, grad in further])
+
+        self._later(add)
         self._written.clear()
         self.passes += 1
+
+    def _take(self, part: Tensor) -> bool:
+        """Note that a sink took a gradient; returns whether it is the first of this parameter and step."""
+        fresh = self.passes == 0 and part not in self._written
+        self._written.add(part)
+        return fresh
+
+    def _later(self, add: Callable[[], None]) -> None:
+        def work() -> None:
+            add()
+            self._awaited -= 1
+
+        self._awaited += 1
+        self.beside.later(work)
 
 
 class _Sink:
@@ -113,9 +154,18 @@ class _Sink:
     def __init__(self, bucket: Bucket, part: Tensor) -> None:
         self._bucket, self._part = bucket, part
 
+    @property
+    def beside(self) -> Beside:
+        """What runs beside the recurrences of a backward pass."""
+        return self._bucket.beside
+
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left (R, N) times right (N, C) to the gradient (R, C)."""
         self._bucket.add_product(self._part, left, right)
+
+    def add(self, make: Callable[[], Tensor]) -> None:
+        """Add a gradient like the parameter, which `make` makes when it suits."""
+        self._bucket.add(self._part, make)
 
 
 _ALIGNED = 8  # elements: 16 bytes, which kernels and matrix products like, in 16-bit types

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from ds2_ops.recurrent.beside import Beside
 from torch import Tensor, nn
 
 from ds2.distributed.bucket import Bucket, Slot
@@ -62,7 +63,9 @@ class GradientReducer:
     ) -> None:
         self.comm, self.overlap = comm, overlap
         rounded: set[Tensor] = set(low)
-        self._buckets = [Bucket(group, rounded, dtype) for group in in_buckets(_slots(model), bucket_bytes)]
+        self._beside = Beside(self._launch_whole)
+        groups = in_buckets(_slots(model), bucket_bytes)
+        self._buckets = [Bucket(group, rounded, dtype, self._beside) for group in groups]
         for bucket in self._buckets:
             bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
@@ -93,6 +96,7 @@ class GradientReducer:
         """Forget the gradients of the last step."""
         self._armed = self._finished = False
         self._under_way = []
+        self._beside.begin()
         for bucket in self._buckets:
             bucket.begin()
 
@@ -134,13 +138,20 @@ class GradientReducer:
 
     def _collect(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
         bucket.collect(gradients)
+        self._launch_whole()
+
+    def _launch_whole(self) -> None:
         while self._armed and len(self._under_way) < len(self._buckets):
-            if self._buckets[len(self._under_way)].passes == 0:
+            if not self._buckets[len(self._under_way)].whole:
                 break
             self._launch()
 
     def _launch(self) -> None:
         self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat, beside=self.overlap))
+
+    def end_pass(self) -> None:
+        """Launch what a backward pass, which has been launched, holds back still."""
+        self._beside.flush()
 
     def finish(self) -> list[tuple[Moment, Moment]]:
         """Launch what is left and wait for all, once a step.

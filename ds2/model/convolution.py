@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.product import adder_of
 from ds2.model.ragged import Ragged
 from ds2.model.structure import frames_after
 
@@ -109,7 +110,7 @@ class RowConvolution(nn.Module):
 
     def forward(self, x: Tensor, ragged: Ragged) -> Tensor:
         """Map (T, B, H) to (T, B, H), 0 past each length."""
-        return lookahead(x, self.weight, ragged.lengths)
+        return lookahead(x, self.weight, ragged.lengths, sink=adder_of(self.weight))
 
     def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
         """Map the next (T, B, H) chunk to the frames whose future is known by now; also give the tail to carry."""

@@ -28,6 +28,7 @@ class Count:
         self._lengths, self._factor = lengths, factor
         self.positions = positions * factor
         self._ratios: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._summed: Tensor | None = None
 
     def times(self, factor: int) -> "Count":
         """Of batches in which each position stands for so many."""
@@ -37,6 +38,16 @@ class Count:
     def valid(self) -> Tensor:
         """(1,) int32, at least 1."""
         return (self._lengths.sum() * self._factor).clamp(min=1).int().view(1)
+
+    def over_ranks(self, reduce: Reduce | None) -> Tensor:
+        """(1,) int32, of all ranks that `reduce` sums over; summed once, whoever asks first. This rank's if None."""
+        if reduce is None:
+            return self.valid
+        if self._summed is None:
+            total = self.valid.double()
+            reduce(total)
+            self._summed = total.to(torch.int32)
+        return self._summed
 
     def ratio(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """All positions over the valid ones, r, and 1 - r: scalars, divided in float64."""
@@ -139,7 +150,14 @@ class SequenceBatchNorm(nn.Module):
         self.batches += 1
         running = Running(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
         return batch_norm(
-            rows, self.weight, self.bias, count.valid, eps=self.eps, running=running, reduce=self.reduce, **options
+            rows,
+            self.weight,
+            self.bias,
+            count.over_ranks(self.reduce),
+            eps=self.eps,
+            running=running,
+            reduce=self.reduce,
+            **options,
         )
 
     def forget_broken_averages(self) -> None:

@@ -90,3 +90,4 @@ class Passes:
         objective, self._objective = self._objective, None
         assert objective is not None
         torch.autograd.backward(objective)
+        self.gradients.end_pass()

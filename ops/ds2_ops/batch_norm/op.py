@@ -49,7 +49,7 @@ def batch_norm(
         x: (..., C) contiguous, bfloat16, float16 or float32. Without ``lengths`` it is 0 where it does not count, and
             so is the gradient that comes back.
         weight, bias: (C,) float32.
-        count: (1,) int32 on the device, positions that count, at least 1; with ``reduce`` this rank's.
+        count: (1,) int32 on the device, positions that count, at least 1; with ``reduce`` those of all ranks.
         eps: added to the variance, the mean square deviation.
         lengths: (B,) int32 on the device, valid frames, for x of shape (B, F, T, C): what lies past them is ignored,
             comes out as 0 and has no gradient.
@@ -81,9 +81,8 @@ class _BatchNorm(torch.autograd.Function):
         partial = rows.partial(device)
         rows.run("sum_rows", lengths, partial, x)
         if reduce is not None:
-            packed = torch.cat([partial.sum(0).view(-1), count.double()])
-            reduce(packed)
-            partial, count = packed[:-1].view(1, 2, channels), packed[-1:].to(torch.int32)
+            partial = partial.sum(0, keepdim=True)
+            reduce(partial.view(-1))
         mean, inverse = torch.empty(2, channels, device=device)
         averages = (None, None, 0.0) if running is None else (running.mean, running.var, running.share)
         y = torch.empty_like(x)
@@ -106,7 +105,8 @@ class _BatchNorm(torch.autograd.Function):
         gradients = grad_weight, grad_bias
         if ctx.reduce is not None:
             partial = partial.sum(0, keepdim=True)
-            gradients = (partial[0, 1] * inverse).float(), partial[0, 0].float()
+            sums = partial[0].float()  # of this rank
+            gradients = sums[1] * inverse, sums[0]
             ctx.reduce(partial.view(-1))
             grad_weight = grad_bias = None
         grad_x = torch.empty_like(x)

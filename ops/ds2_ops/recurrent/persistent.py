@@ -93,6 +93,7 @@ def backward_data(
     weight_hh: Tensor,
     lengths: Tensor | None,
     options: Options,
+    weight_t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the time loop backwards: gradients of the pre-activations and of the first state.
 
@@ -101,6 +102,7 @@ def backward_data(
         grad_h_n: (B, H) contiguous gradient of h_n, or None for zeros.
         y: (T, B, H) output of ``forward``, from which alone the nonlinearities' slopes come.
         weight_hh, lengths, options: as ``forward``.
+        weight_t: the transpose of ``weight_hh``, where there is one; else it is made.
 
     Returns:
         grad_x (T, B, H), 0 at padding, and grad_h0 (B, H).
@@ -108,7 +110,8 @@ def backward_data(
     Raises:
         DoesNotFit, RuntimeError: as ``forward``.
     """
-    return _launch("backward_data", grad_y, y, transposed(weight_hh), grad_h_n, lengths, options)
+    matrix = transposed(weight_hh) if weight_t is None else weight_t
+    return _launch("backward_data", grad_y, y, matrix, grad_h_n, lengths, options)
 
 
 def _launch(

@@ -18,7 +18,7 @@ from ds2_ops.recurrent.backends import BACKENDS, resolve
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
-from ds2_ops.recurrent.weights import Sink, add_backward_weights, backward_weights
+from ds2_ops.recurrent.weights import Sink, Transpose, add_backward_weights, backward_weights
 
 NONLINEARITIES = tuple(CELLS)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -171,12 +171,14 @@ def _run_backward_data(
     clip: float,
     backend: str,
     max_sms: int | None,
+    weight_t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, y.shape[0], y.device)
-    chosen = resolve(backend, y, nonlinearity, max_sms)
-    backward_data = persistent.backward_data if chosen == "persistent" else gemm.backward_data
     options = options_of(nonlinearity, clip, max_sms, y.dtype)
-    return backward_data(grad_y.contiguous(), _contiguous(grad_h_n), y, weight_hh.contiguous(), lengths, options)
+    given = (grad_y.contiguous(), _contiguous(grad_h_n), y, weight_hh.contiguous(), lengths, options)
+    if resolve(backend, y, nonlinearity, max_sms) == "persistent":
+        return persistent.backward_data(*given, weight_t)
+    return gemm.backward_data(*given)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -213,13 +215,27 @@ class _EagerRecurrence(torch.autograd.Function):
     def forward(ctx: Any, sink: Sink | None, *inputs: Any) -> tuple[Tensor, Tensor]:
         output = _run_forward(*inputs)
         _save_for_backward(ctx, inputs, output)
-        ctx.sink = sink
+        ctx.sink, ctx.transpose = sink, None
+        x, weight_hh, _, _, nonlinearity, _, backend, max_sms = inputs
+        beside = None if sink is None else sink.beside
+        if beside is not None and beside.recording() and resolve(backend, x, nonlinearity, max_sms) == "persistent":
+            ctx.transpose = Transpose(weight_hh.contiguous())
+            beside.expect(ctx.transpose)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("recurrence")
-        return None, *_gradients(_run_backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
+
+        if ctx.transpose is None:
+            return None, *_gradients(_run_backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
+        run: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_run_backward_data, weight_t=ctx.transpose.take())
+
+        def backward_data(*inputs: Any) -> tuple[Tensor, Tensor]:
+            with ctx.sink.beside.around(ctx.transpose):
+                return run(*inputs)
+
+        return None, *_gradients(backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
 
 
 _forward = torch.library.custom_op("ds2::recurrence_forward", _run_forward, mutates_args=())

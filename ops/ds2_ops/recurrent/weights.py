@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds2_ops.jit.launch import Launch, run
 from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.recurrent.beside import Beside, Work
 
 _THREADS, _TILE = 256, 64
 _STORED = {2: "unsigned short", 4: "unsigned"}  # numbers by their bytes
@@ -33,17 +34,48 @@ def transposition(item_bytes: int) -> Source:
 
 def transposed(matrix: Tensor) -> Tensor:
     """The transpose (C, R), contiguous, of a contiguous matrix (R, C) on a GPU."""
+    result = matrix.new_empty(matrix.shape[::-1])
+    transpose_into(result, matrix)
+    return result
+
+
+def transpose_into(result: Tensor, matrix: Tensor) -> None:
+    """Write the transpose of a contiguous matrix (R, C) on a GPU into a contiguous tensor (C, R)."""
     rows, columns = matrix.shape
-    result = matrix.new_empty(columns, rows)
     grid = -(-rows // _TILE) * -(-columns // _TILE)
     smem_bytes = _TILE * (_TILE + 2) * matrix.element_size()
     launch = Launch(transposition(matrix.element_size()), _THREADS, grid=grid, smem_bytes=smem_bytes)
     run(launch, [matrix, result, rows, columns], lambda: f"the transpose of {tuple(matrix.shape)}", matrix.device)
-    return result
+
+
+class Transpose:
+    """The transpose of a recurrent matrix that a backward pass will load.
+
+    Args:
+        matrix: (R, C), contiguous, on a GPU.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+        self._made: Tensor | None = None
+
+    def ahead(self) -> Work:
+        """Take its memory on the current stream; what is returned launches what makes it."""
+        made = self._made = self._matrix.new_empty(self._matrix.shape[::-1])
+        return lambda: transpose_into(made, self._matrix)
+
+    def take(self) -> Tensor:
+        """The transpose (C, R), made now unless it was made ahead."""
+        return transposed(self._matrix) if self._made is None else self._made
 
 
 class Sink(Protocol):
     """Where the gradient of a matrix is kept by whoever owns it, so that it need not be made first and moved then."""
+
+    @property
+    def beside(self) -> Beside:
+        """What the owner lets run beside the recurrences of a backward pass."""
+        ...
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left (R, N) times right (N, H) to the gradient (R, H)."""

@@ -19,7 +19,17 @@ BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+Sink = Callable[[Callable[[], Tensor]], None]
+
+
+def lookahead(
+    x: Tensor,
+    weight: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    sink: Sink | None = None,
+) -> Tensor:
     """Compute the row convolution r_t = sum over j = 0..tau of w_j * h_(t+j), for each feature on its own.
 
     Deep Speech 2 (2015), row convolution. Frames past an utterance's length count as 0, so no output or gradient
@@ -32,6 +42,8 @@ def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backe
             None. Best int32 on the device: never read back, so values there are the caller's promise.
         backend: "triton" (CUDA), "shift" (K shifted multiply-adds, any device), "reference" (plain autograd), or
             "auto": "triton" where it can run, else "shift"; logged once on a GPU.
+        sink: takes the gradient of ``weight`` in eager mode: is given what makes it, (H, K) in float32 where the Triton
+            kernels ran, to be called when it suits; autograd then gets none.
 
     Returns:
         y (T, B, H), 0 where t >= length.
@@ -53,7 +65,7 @@ def lookahead(x: Tensor, weight: Tensor, lengths: Tensor | None = None, *, backe
         return lookahead_reference(x, weight, lengths_on(lengths, x.shape[0], x.device))
     op: Callable[..., Tensor] = _forward
     if not torch.compiler.is_compiling():
-        op = _EagerLookahead.apply
+        op = functools.partial(_EagerLookahead.apply, sink)
     return op(x, weight, lengths, backend)
 
 
@@ -93,13 +105,21 @@ def _run_forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
 def _run_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
+    grad_x, make = _backward_in_parts(grad_y, x, weight, lengths, backend)
+    return grad_x, make().contiguous().to(weight.dtype)
+
+
+def _backward_in_parts(
+    grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
+) -> tuple[Tensor, Callable[[], Tensor]]:
     lengths = lengths_on(lengths, x.shape[0], x.device)
     grad_y, x, weight = grad_y.contiguous(), x.contiguous(), weight.contiguous()
     if _resolve(backend, x, weight) == "triton":
         from ds2_ops.row_convolution import triton_kernels
 
         return triton_kernels.backward(grad_y, x, weight, lengths)
-    return shift.backward(grad_y, x, weight, lengths)
+    grad_x, grad_weight = shift.backward(grad_y, x, weight, lengths)
+    return grad_x, lambda: grad_weight
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -119,15 +139,21 @@ class _EagerLookahead(torch.autograd.Function):
     """The custom op below without its wrappers, which cost the host more than launching the kernel does."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, sink: Sink | None, *inputs: Any) -> Tensor:
         y = _run_forward(*inputs)
         _save_for_backward(ctx, inputs, y)
+        ctx.sink = sink
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("lookahead")
-        return _gradients(_run_backward, ctx, grad_y)
+        if ctx.sink is None or not ctx.needs_input_grad[2]:
+            return None, *_gradients(_run_backward, ctx, grad_y)
+        x, weight, lengths = ctx.saved_tensors
+        grad_x, make = _backward_in_parts(grad_y, x, weight, lengths, ctx.backend)
+        ctx.sink(make)
+        return None, grad_x, None, None, None
 
 
 _forward = torch.library.custom_op("ds2::lookahead_forward", _run_forward, mutates_args=())

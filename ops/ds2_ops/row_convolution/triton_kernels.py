@@ -9,6 +9,7 @@ Shape letters: T frames, B batch, H hidden, K = tau + 1 taps; a column is one (b
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -35,18 +36,22 @@ def forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
     return y
 
 
-def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute both gradients. Arguments and returns as in :func:`ds2_ops.lookahead_shift.backward`."""
+def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Compute both gradients, that of the weight in parts.
+
+    Arguments and returns as in :func:`ds2_ops.row_convolution.shift.backward`, but for what adds up the parts in place
+    of grad_weight: (H, K) float32, of any strides.
+    """
     grad_x = torch.empty_like(x)
     if not x.numel():
-        return grad_x, torch.zeros_like(weight)
+        return grad_x, lambda: torch.zeros_like(weight, dtype=torch.float32)
     taps, turn = weight.shape[1], 4
     grid, chunk, columns = _cut(*x.shape, x.element_size(), turn, 4 * taps, _BACKWARD_WARPS)
     shape = (*x.shape, chunk, taps, turn, columns, lengths is not None)
     partial = torch.empty(grid[1], taps, *x.shape[1:], dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
         _backward_kernel[grid](grad_y, x, weight, lengths, grad_x, partial, *shape, num_warps=1)
-    return grad_x, partial.sum((0, 2)).t().contiguous().to(weight.dtype)
+    return grad_x, lambda: partial.sum((0, 2)).t()
 
 
 @functools.lru_cache(maxsize=1024)

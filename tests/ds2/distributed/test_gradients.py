@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from ds2_ops.recurrent.beside import Beside
+from support.recording import pretend_to_record
 from torch import Tensor, nn
 
 from ds2.distributed.bucket import Bucket, Slot
@@ -210,6 +212,26 @@ def test_sinks_take_the_gradients_that_autograd_would_bring(passes: int) -> None
     assert all(map(torch.equal, *results)) and bool((results[0][1] == 0).all())
 
 
+def test_buckets_travel_when_what_was_held_back_for_them_has_been_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for recorded in (False, True):
+        if recorded:
+            pretend_to_record(monkeypatch)
+        model, comm = Product(plain=False), Twins()
+        reducer = GradientReducer(model, comm, 10**6, overlap=True, low=list(model.parameters()), dtype=torch.float32)
+        reducer.begin()
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+        with reducer.passing(last=True):
+            loss = model(x).square().sum()
+        loss.backward()
+        assert len(comm.started) == (0 if recorded else 1)
+        reducer.end_pass()
+        assert len(comm.started) == 1
+        reducer.finish()
+        results.append(gradients(model))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(
     ("device", "low"),
     [
@@ -223,7 +245,7 @@ def test_products_of_further_passes_add_up_where_the_gradient_lies(device: str, 
     parameter = nn.Parameter(torch.zeros(rows, columns, device=device))
     module = nn.Module()
     module.weight = parameter
-    bucket = Bucket([Slot(module, "weight", parameter)], {parameter}, low)
+    bucket = Bucket([Slot(module, "weight", parameter)], {parameter}, low, Beside())
     bucket.flat.fill_(torch.nan)  # of a step before
     where = parameter.grad
     bucket.begin()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.norm import Count, SequenceBatchNorm
 
 LENGTHS = [7, 4, 1]
 
@@ -150,6 +150,19 @@ def test_reduce_makes_two_ranks_equal_one_batch() -> None:
     (whole_grad_x,) = torch.autograd.grad(whole, x, grad_y)
     torch.testing.assert_close(torch.cat([y for y, _ in ranks]), whole)
     torch.testing.assert_close(torch.cat([grad_x for _, grad_x in ranks]), whole_grad_x)
+
+
+def test_positions_of_all_ranks_are_summed_once() -> None:
+    asked: list[int] = []
+
+    def reduce(vector: Tensor) -> None:
+        asked.append(vector.numel())
+        vector.mul_(3)
+
+    of_ranks = Count(torch.tensor([3, 2]), 10)
+    totals = [of_ranks.over_ranks(reduce) for _ in range(2)]
+    assert asked == [1] and totals[0] is totals[1] and totals[0].dtype == torch.int32
+    assert totals[0].tolist() == [15] and of_ranks.over_ranks(None) is of_ranks.valid
 
 
 def test_training_without_a_count_says_what_to_do() -> None:

@@ -158,6 +158,19 @@ def test_a_stream_gives_the_same_bits_tau_frames_late(device: torch.device, taps
             assert_same_bits([torch.cat(pieces)], [whole])
 
 
+@pytest.mark.parametrize(("device", "backend"), [on_cpu("shift"), on_gpu("triton"), on_gpu("shift")])
+def test_a_sink_is_given_what_makes_the_weights_gradient(device: torch.device, backend: str) -> None:
+    x, weight, grad_y = problem((50, 4, 64, 6), device, torch.bfloat16)
+    y, grad_x, grad_weight = outputs_and_gradients(bind(None, backend), (x, weight), (grad_y,))
+    made: list[Callable[[], Tensor]] = []
+    inputs = [t.clone().requires_grad_() for t in (x, weight)]
+    again = lookahead(*inputs, backend=backend, sink=made.append)
+    again.backward(grad_y)
+    assert inputs[0].grad is not None and inputs[1].grad is None
+    assert torch.equal(again, y) and torch.equal(inputs[0].grad, grad_x)
+    assert len(made) == 1 and torch.equal(made[0]().to(torch.bfloat16), grad_weight)
+
+
 def test_gradcheck_of_the_op() -> None:
     x, weight, _ = problem((6, 3, 5, 3), CPU, torch.float64)
     lengths = torch.tensor([6, 4, 0])

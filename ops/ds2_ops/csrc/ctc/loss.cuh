@@ -41,7 +41,8 @@ __device__ inline float log_sum(float a, float b, float c) {
 }
 
 // Blocks 2 b and 2 b + 1 run utterance b from its start and, frames and states mirrored, from its end. `memory` is shared:
-// two rows of log-probs (V), two of scores (S), and the label of each state (S).
+// two rows of log-probs (V), two of scores (S), and the label of each state (S), as ~label where a path may leave out the
+// blank before it.
 __device__ inline void sum_paths(const Paths& p, float* memory) {
     const int utterance = blockIdx.x / 2, mirrored = blockIdx.x % 2, stride = 2 * p.longest + 1;
     const int frames = int(p.frames[utterance]), size = int(p.sizes[utterance]), states = 2 * size + 1;
@@ -54,32 +55,38 @@ __device__ inline void sum_paths(const Paths& p, float* memory) {
     const auto row_of = [&](int step) {
         return p.log_probs + (size_t(mirrored ? frames - 1 - step : step) * p.batch + utterance) * p.vocabulary;
     };
-    for (int s = threadIdx.x; s < states; s += LOSS_THREADS)
-        label_of[s] = s % 2 ? int(labels[mirrored ? size - 1 - s / 2 : s / 2]) : 0;
+    for (int s = threadIdx.x; s < states; s += LOSS_THREADS) {
+        const int i = mirrored ? size - 1 - s / 2 : s / 2;
+        const int label = s % 2 ? int(labels[i]) : 0;
+        label_of[s] = s > 2 && s % 2 && label != int(labels[mirrored ? i + 1 : i - 1]) ? ~label : label;
+    }
     if (frames > 0)
         for (int v = threadIdx.x; v < p.vocabulary; v += LOSS_THREADS) rows[v] = row_of(0)[v];
+    const bool mine = int(threadIdx.x) < p.vocabulary;
+    // A row takes longer to come from L2 than a step: it is asked for two steps ahead.
+    float coming = mine && frames > 1 ? row_of(1)[threadIdx.x] : 0.0f;
     __syncthreads();
     for (int step = 0; step < frames; step++) {
         const bool more = step + 1 < frames;
-        const bool mine = more && threadIdx.x < p.vocabulary;
-        const float ahead = mine ? row_of(step + 1)[threadIdx.x] : 0.0f;  // on its way while the states are summed
+        const float after_it = mine && step + 2 < frames ? row_of(step + 2)[threadIdx.x] : 0.0f;
         const float* row = rows + step % 2 * p.vocabulary;
         float* next_row = rows + (step + 1) % 2 * p.vocabulary;
         const float* before = scores + (step + 1) % 2 * stride;
         float* now = scores + step % 2 * stride;
         const int frame = mirrored ? frames - 1 - step : step;
         for (int s = threadIdx.x; s < states; s += LOSS_THREADS) {
-            const int label = label_of[s];
+            const int code = label_of[s], label = code < 0 ? ~code : code;
             float sum = s < 2 ? 0.0f : none;
             if (step > 0) {
-                const bool skips = s > 2 && s % 2 && label != label_of[s - 2];
+                const bool skips = code < 0;
                 sum = log_sum(before[s], s > 0 ? before[s - 1] : none, skips ? before[s - 2] : none);
             }
             now[s] = sum + row[label];
             result[size_t(frame) * stride + (mirrored ? states - 1 - s : s)] = now[s];
         }
-        if (mine) next_row[threadIdx.x] = ahead;
-        if (more)
+        if (mine) next_row[threadIdx.x] = coming;
+        coming = after_it;
+        if (more && p.vocabulary > LOSS_THREADS)
             for (int v = threadIdx.x + LOSS_THREADS; v < p.vocabulary; v += LOSS_THREADS) next_row[v] = row_of(step + 1)[v];
         __syncthreads();
     }
