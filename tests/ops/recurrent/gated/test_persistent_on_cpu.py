@@ -208,5 +208,17 @@ def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: b
     assert (relative_error(c_n, truth) <= 2**-11) == right
 
 
+@pytest.mark.parametrize("cell", GATED)
+def test_the_bits_do_not_depend_on_what_is_kept(cell: str, chip: Callable[..., None]) -> None:
+    """One utterance a tile: a lane writes one plane of what is kept, or none."""
+    given, _ = problem(cell, (4, 3, 24), CPU, torch.bfloat16)
+    results: list[list[Tensor]] = []
+    for kept in (True, False):
+        with nan_filled_memory():
+            chip(the_choice(("units", 1, 3, 1), cell, 3, 24, False), 1, ())
+            results.append([made.clone() for made in persistent.forward(cell, *given, None, kept)[:2]])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_every_cell_is_run_here() -> None:
     assert {case.values[0] for case in CASES} == set(GATED)
