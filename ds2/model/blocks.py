@@ -26,7 +26,7 @@ from ds2.config.schema import ConfigError
 from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
 from ds2.model.convolution import MaskedConv
-from ds2.model.folded import FoldedConv, before
+from ds2.model.folded import FoldedConv, StreamedConv, before
 from ds2.model.folded_module import WAVE_SMS, FoldedModule, Passage
 from ds2.model.structure import frames_after
 
@@ -39,7 +39,7 @@ FOR_EVER = 2**62  # feature frames of a stream whose end is not known
 class ConvLevel:
     """What a convolution gives in a block."""
 
-    conv: FoldedConv
+    conv: FoldedConv | StreamedConv
     frames: int  # T of the output
     delay: int
     tail: int  # input frames that are carried
@@ -50,7 +50,7 @@ class ConvLevel:
 class Carried:
     """What streams carry from block to block."""
 
-    convs: list[Tensor]  # (N, C, F, T) a convolution
+    convs: list[Tensor]  # (N, F, T, C) a convolution
     states: Tensor  # (L, N, H) of the recurrent layers
     rows: Tensor  # (R, N, H): tails of row convolutions and frames that wait for them, module by module
 
@@ -90,11 +90,11 @@ class BlockModel:
             reach, before_it = (kernel - 1) // 2, delay
             delay = -(-(reach + before_it + 1) // stride) - 1
             tail = delay * stride + reach - before_it
-            self._conv_shapes.append((channels, bins, tail))
+            self._conv_shapes.append((bins, tail, channels))
             frames //= stride
-            folded = FoldedConv(conv, bins, dtype, _dense_frames(channels) if self.device.type == "cuda" else 0)
-            level = ConvLevel(folded, frames, delay, tail, (frames - 1) * stride + kernel)
-            self.convs.append(level)
+            self.convs.append(
+                ConvLevel(_folded(conv, channels, bins, dtype), frames, delay, tail, (frames - 1) * stride + kernel)
+            )
             channels, bins = conv.weight.shape[0], conv.output_bins(bins)
         self.frames = frames
         self.modules: list[FoldedModule] = []
@@ -148,21 +148,22 @@ class BlockModel:
         Returns:
             Logits (T', B, V), of which `given` says what belongs to a stream.
         """
-        x = features[:, None].to(self.dtype)
+        x = features[..., None].to(self.dtype)  # (B, F, T, C)
         for level, table, stride in zip(self.convs, carried.convs, self.strides, strict=True):
             tail = table.index_select(0, places)
             if edges:
                 tail = tail * (blocks > 0).view(-1, 1, 1, 1)
-            held = torch.cat([tail, x], 3)
-            table.index_copy_(0, places, held[..., held.shape[3] - level.tail :])
-            x = level.conv(held[..., : level.needed])
+            held = level.conv.joined(tail, x)
+            table.index_copy_(0, places, held[:, :, held.shape[2] - level.tail :])
+            x = level.conv(held[:, :, : level.needed])
             if edges:
                 ends = frames_after(ends, stride)
-                x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, None, :]
+                x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, :, None]
         if edges:
             for table in (carried.states, carried.rows):
                 table.index_copy_(1, places, table.index_select(1, places) * (blocks > 0)[:, None])
-        return classify(self.layers(time_major(x), carried, places, blocks, ends, edges=edges), *self._classifier)
+        x = time_major(x.permute(0, 3, 1, 2))
+        return classify(self.layers(x, carried, places, blocks, ends, edges=edges), *self._classifier)
 
     @torch.no_grad()
     def layers(
@@ -224,9 +225,13 @@ def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
     return not (unasked or any(why_not_beside(batch, *size) for batch in (1, MOST_STREAMS_IN_WAVES)))
 
 
-def _dense_frames(channels: int) -> int:
-    """Frames up to which a GPU convolves faster by one product (measured on an H200: recipes/live.md)."""
-    return 1 << 30 if channels == 1 else 80
+def _folded(conv: MaskedConv, channels: int, bins: int, dtype: torch.dtype) -> FoldedConv | StreamedConv:
+    """A layer that takes (B, F, T, C) of so many bins and channels."""
+    if StreamedConv.why_not(conv, dtype) is None:
+        return StreamedConv(conv, dtype)
+    # Frames up to which a GPU convolves faster by one product.
+    dense_frames = 0 if not conv.weight.is_cuda else 1 << 30 if channels == 1 else 80
+    return FoldedConv(conv, bins, dtype, dense_frames)
 
 
 def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:

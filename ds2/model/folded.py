@@ -6,6 +6,8 @@ In evaluation y = (W x - mean) / sqrt(var + eps) * g + b is s W x + b - s mean, 
 from __future__ import annotations
 
 import torch
+from ds2_ops.convolution import streams
+from ds2_ops.convolution.streams import StreamConvolution
 from torch import Tensor, nn
 
 from ds2.model.convolution import MaskedConv
@@ -62,23 +64,48 @@ class FoldedConv:
             self.more_bins = next(more for more in range(8) if (bins + more) * window % 8 == 0)
             self.matrix = _matrix(weight, bins + self.more_bins, self.bins, self.stride[0]).to(dtype)
             self.all_bias = bias.to(dtype).repeat_interleave(self.bins)
-        if self.weight.is_cuda:
-            self.weight = self.weight.contiguous(memory_format=torch.channels_last)
+
+    def joined(self, tail: Tensor, x: Tensor) -> Tensor:
+        """What a stream carries, and what is new: (B, F, T, C) of both."""
+        return torch.cat([tail, x], 2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map (B, C, F, T) to the frames (B, C', F', T') of which all of the kernel lies in T."""
-        frames = (x.shape[3] - self.kernel[1]) // self.stride[1] + 1
+        """Map (B, F, T, C) to the frames (B, F', T', C') of which all of the kernel lies in T."""
+        frames = (x.shape[2] - self.kernel[1]) // self.stride[1] + 1
         if x.shape[0] * frames <= self.dense_frames:
             if self.more_bins:
-                x = nn.functional.pad(x, (0, 0, 0, self.more_bins))
-            windows = x.unfold(3, self.kernel[1], self.stride[1]).permute(0, 3, 1, 2, 4)  # (B, T', C, F, k)
+                x = nn.functional.pad(x, (0, 0, 0, 0, 0, self.more_bins))
+            windows = x.unfold(2, self.kernel[1], self.stride[1]).permute(0, 2, 3, 1, 4)  # (B, T', C, F, k)
             z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
-            z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 2, 3, 1)
+            z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 3, 1, 2)
         else:
-            if x.is_cuda:
-                x = x.contiguous(memory_format=torch.channels_last)
-            z = nn.functional.conv2d(x, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+            layout = torch.channels_last if x.is_cuda else torch.contiguous_format
+            images = x.permute(0, 3, 1, 2).contiguous(memory_format=layout)
+            weight = self.weight.contiguous(memory_format=layout)
+            z = nn.functional.conv2d(images, weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+            z = z.permute(0, 2, 3, 1)
         return nn.functional.hardtanh_(z, 0.0, self.clip)
+
+
+class StreamedConv:
+    """A convolution with its norm in its weights, on kernels whose bits depend neither on a batch nor on a block."""
+
+    def __init__(self, conv: MaskedConv, dtype: torch.dtype) -> None:
+        weight, bias = after(conv.weight, conv.bias, conv.norm)
+        self.conv, self.bias, self.clip = StreamConvolution(weight.to(dtype), conv.stride), bias.to(dtype), conv.clip
+
+    @staticmethod
+    def why_not(conv: MaskedConv, dtype: torch.dtype) -> str | None:
+        """Why it is not for this layer; None if it is."""
+        return streams.why_not(conv.weight.to(dtype), conv.stride)
+
+    def joined(self, tail: Tensor, x: Tensor) -> Tensor:
+        """See `FoldedConv`; streams lie end to end."""
+        return torch.cat([tail.transpose(0, 1), x.transpose(0, 1)], 2).transpose(0, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FoldedConv`."""
+        return nn.functional.hardtanh_(self.conv(x) + self.bias, 0.0, self.clip)
 
 
 def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:

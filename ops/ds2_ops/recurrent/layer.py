@@ -35,9 +35,10 @@ def recurrent_layer(
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
-    On the persistent kernels and few rows T B (`projection.MOST_ROWS`), both kernels load their weights while those
+    On the persistent kernels and up to `projection.MOST_ROWS` rows T B, both kernels load their weights while those
     before them on the stream still run (programmatic dependent launch), launched plainly or recorded in a CUDA graph.
-    So the weights must be older than the kernels of this function that are still under way.
+    So the weights must be older than the kernels of this function that are still under way. The bits of an utterance
+    then depend neither on its batch nor on how its frames are cut (`ds2_ops.recurrent.planned.plan_for`).
 
     Args:
         x: (T, B, K).
@@ -79,7 +80,7 @@ def why_not_beside(
     reason = persistent.why_not(1, batch, hidden, dtype, device, nonlinearity, max_sms)
     if reason is None:
         problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward=False)
-        if plan_for(problem, device_index(device), max_sms).launch.cooperative:
+        if plan_for(problem, device_index(device), max_sms, True).launch.cooperative:
             reason = f"recurrences of {hidden} units and {batch} utterances wait for a whole chip"
     return reason
 
@@ -92,4 +93,4 @@ def _overlaps(x: Tensor, weight_ih: Tensor, backend: str, nonlinearity: str, max
     pre_activations = x[..., :1].expand(-1, -1, hidden)
     if resolve(backend, pre_activations, nonlinearity, max_sms) != "persistent":
         return False
-    return plan_for(problem, device_index(x.device), max_sms).design == "cluster"
+    return plan_for(problem, device_index(x.device), max_sms, True).design == "cluster"

@@ -114,7 +114,7 @@ def test_streams_that_come_and_go_get_the_logits_of_their_whole(
 def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
     model, features = make(convs), torch.randn(3, BINS, 40, dtype=torch.float64)
     bins = BINS
-    x = features[:, None]
+    x = features[..., None]
     for conv in model.convs:
         wanted, found = (FoldedConv(conv, bins, torch.float64, frames)(x) for frames in (0, 3 * 40))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
@@ -203,3 +203,26 @@ def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
         for ours, plain in zip(again, wanted, strict=True):
             assert torch.equal(ours, plain)
     assert bool(torch.stack(wanted).isfinite().all())
+
+
+def heard_whole(model: AcousticModel, features: Tensor, block_frames: int, piece_frames: int | None = None) -> Tensor:
+    """Logits of streams (B, F, T) that share all batches, in bfloat16."""
+    heard = BlockModel(model, block_frames, torch.bfloat16, piece_frames)
+    carried, places = heard.start(len(features)), torch.arange(len(features), device=features.device)
+    found = [
+        heard.run(block, carried, places, torch.full_like(places, k), torch.full_like(places, FOR_EVER), edges=True)
+        for k, block in enumerate(features.split(block_frames, 2))
+    ]
+    return torch.cat(found)[heard.delay :]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [512, 1152])
+def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(hidden: int) -> None:
+    torch.manual_seed(1)
+    model = AcousticModel(ModelConfig(hidden=hidden, depth=4, skip=2, row_convs=2), 161, LABELS).cuda().eval()
+    features = torch.randn(130, 161, 700, device="cuda")
+    alone = heard_whole(model, features[:1], 20)
+    for batch in (3, 16, 64, 130):
+        assert torch.equal(heard_whole(model, features[:batch], 20)[:, :1], alone)
+    assert torch.equal(heard_whole(model, features[:1], 700, 100), alone)
