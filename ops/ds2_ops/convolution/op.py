@@ -80,7 +80,7 @@ def fold(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def folded_windows(x: Tensor, stride: int, windows: int, before: int = 0) -> Tensor:
-    """(B, F, T) to windows from frame -before on, every stride: (B, ceil(F / 2), windows, 2, 16), zeros around T and F."""
+    """(B, F, T) to windows from frame -before on, a stride apart: (B, ceil(F / 2), windows, 2, 16), zeros around."""
     behind = (windows - 1) * stride + _FOLDED - before - x.shape[2]
     padded = functional.pad(x, (before, behind, 0, x.shape[1] % 2))
     found: Tensor = padded.unflatten(1, (-1, 2)).unfold(3, _FOLDED, stride)  # type: ignore[no-untyped-call]

@@ -5,9 +5,7 @@ Shape letters: B streams, C = 32 channels or 1, F bins, T frames, K x J taps ove
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ds2_ops.convolution import op
 from ds2_ops.convolution.kernels import CHANNELS

@@ -30,8 +30,8 @@ def plan_for(problem: Problem, index: int, max_sms: int | None, early: bool = Fa
         problem: what is to run.
         index: the device.
         max_sms: as of `Options`.
-        early: as of `Options`: only the cluster design can, and of its sizes the largest is taken, as each adds up in an
-            order of its own. So the bits of an utterance do not depend on its batch.
+        early: as of `Options`: only the cluster design can, and of its sizes the largest is taken, as each adds up in
+            an order of its own. So the bits of an utterance do not depend on its batch.
 
     Returns:
         The adopted tile of the problem, else the calibrated one if $DS2_OPS_CALIBRATE asks for it, else the model's.

@@ -68,9 +68,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, be
 
 
 @functools.lru_cache(maxsize=256)
-def projection_launch(
-    width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1
-) -> tuple[Launch, int]:
+def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1) -> tuple[Launch, int]:
     """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
     across = -(-hidden // MMA_ROWS)
     shares = max(1, min(-(-rows // _SHARE_ROWS), _BLOCKS // across))

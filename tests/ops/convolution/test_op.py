@@ -14,7 +14,7 @@ import pytest
 import torch
 from ds2_ops.convolution import kernels, op, streams
 from ds2_ops.convolution.kernels import frames_of_group
-from ds2_ops.convolution.op import correlate, pack, _weight_gradient, convolve, why_not
+from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, pack, why_not
 from ds2_ops.convolution.streams import StreamConvolution
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Launch

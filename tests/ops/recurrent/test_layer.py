@@ -78,7 +78,8 @@ def chain(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, beside: bool, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("frames", "batch", "hidden"), [(10, 1, 1152), (10, 3, 1152), (4, 16, 1152), (1, 1, 512), (20, 2, 264), (10, 64, 1152)]
+    ("frames", "batch", "hidden"),
+    [(10, 1, 1152), (10, 3, 1152), (4, 16, 1152), (1, 1, 512), (20, 2, 264), (10, 64, 1152)],
 )
 def test_kernels_that_overlap_give_the_same_bits(frames: int, batch: int, hidden: int) -> None:
     layers = [weights(hidden, hidden, torch.bfloat16, CUDA) for _ in range(3)] * 4
