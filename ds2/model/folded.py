@@ -56,7 +56,9 @@ class FoldedConv:
     def __init__(self, conv: MaskedConv, bins: int, dtype: torch.dtype, dense_frames: int = 0) -> None:
         weight, bias = after(conv.weight, conv.bias, conv.norm)
         self.kernel, self.stride, self.clip = conv.kernel, conv.stride, conv.clip
-        self.weight, self.bias, self.dense_frames = weight.to(dtype), bias.to(dtype), dense_frames
+        self.layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
+        self.weight = weight.to(dtype).contiguous(memory_format=self.layout)
+        self.bias, self.dense_frames = bias.to(dtype), dense_frames
         self.bins = conv.output_bins(bins)
         if dense_frames:
             # Rows on 16-byte boundaries: libraries multiply others three times as slowly.
@@ -79,10 +81,8 @@ class FoldedConv:
             z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
             z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 3, 1, 2)
         else:
-            layout = torch.channels_last if x.is_cuda else torch.contiguous_format
-            images = x.permute(0, 3, 1, 2).contiguous(memory_format=layout)
-            weight = self.weight.contiguous(memory_format=layout)
-            z = nn.functional.conv2d(images, weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+            images = x.permute(0, 3, 1, 2).contiguous(memory_format=self.layout)
+            z = nn.functional.conv2d(images, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
             z = z.permute(0, 2, 3, 1)
         return nn.functional.hardtanh_(z, 0.0, self.clip)
 
