@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from ds2_ops.convolution import streams
 from ds2_ops.convolution.streams import StreamConvolution
+from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
 from torch import Tensor, nn
 
 from ds2.model.convolution import MaskedConv
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.recurrent import RecurrentLayer
+from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer
 
 
 def scale_and_shift(norm: SequenceBatchNorm) -> tuple[Tensor, Tensor]:
@@ -31,9 +32,9 @@ def after(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -
     return wide * scale.view(-1, *[1] * (wide.dim() - 1)), shift * scale + offset
 
 
-def before(linear: nn.Linear, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
+def before(weight: Tensor, bias: Tensor, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
     """Weight (V, H) and bias (V,) of a linear layer that takes what the norm would have been given, float64."""
-    weight, bias = linear.weight.double(), linear.bias.double()
+    weight, bias = weight.double(), bias.double()
     if norm is None:
         return weight, bias
     scale, shift = scale_and_shift(norm)
@@ -118,6 +119,9 @@ def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:
     return padded[:, :, :, reach : reach + bins].reshape(channels_out * bins_out, -1).t().contiguous()
 
 
+Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
+
+
 class FoldedRecurrence:
     """A recurrent layer's projection with its norm in its weights, and its recurrent matrix."""
 
@@ -125,3 +129,52 @@ class FoldedRecurrence:
         weight, bias = after(layer.weight_ih, layer.bias, layer.norm)
         self.weight, self.bias, self.weight_hh = weight.to(dtype), bias.to(dtype), layer.weight_hh.to(dtype)
         self.nonlinearity, self.clip, self.backend = layer.nonlinearity, layer.clip, layer.backend
+
+    def __call__(
+        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, max_sms: int | None
+    ) -> tuple[Tensor, Carry]:
+        """Run frames (T, B, D) of streams.
+
+        Args:
+            x: the frames.
+            carry: what the layer carries, zeros before a stream's first frame.
+            lengths: (B,) int32 frames that are a stream's; None: all.
+            begin: (B,) int32 a stream's first frame, before which it carries zeros on; None: 0.
+            max_sms: multiprocessors of a layer that has others beside it; None: it has none.
+
+        Returns:
+            (T, B, H), and what the layer carries behind them.
+        """
+        y, state = recurrent_layer(
+            x,
+            self.weight,
+            self.bias,
+            self.weight_hh,
+            carry[0],
+            lengths,
+            begin,
+            nonlinearity=self.nonlinearity,
+            clip=self.clip,
+            backend=self.backend,
+            max_sms=max_sms,
+            beside=max_sms is not None,
+        )
+        return y, (state,)
+
+
+class FoldedLstm:
+    """An LSTM layer's projection with the norm of its input in its weights, and its recurrent matrices."""
+
+    def __init__(self, layer: GatedRecurrentLayer, dtype: torch.dtype) -> None:
+        cell = layer.cell
+        weight, bias = before(cell.weight_ih_l0, cell.bias_of_input(), layer.norm)
+        self.weight, self.bias, self.weight_hh = weight.to(dtype), bias.to(dtype), cell.weight_hh_l0.to(dtype)
+        self.backend = layer.backend
+
+    def __call__(
+        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, max_sms: int | None
+    ) -> tuple[Tensor, Carry]:
+        """See `FoldedRecurrence`; no other layers run beside it."""
+        h, c = carry
+        y, *left = lstm_layer(x, self.weight, self.bias, self.weight_hh, h, c, lengths, begin, backend=self.backend)
+        return y, tuple(left)

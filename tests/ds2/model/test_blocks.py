@@ -90,7 +90,7 @@ def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: i
 
 @pytest.mark.parametrize("convs", CONVS)
 @pytest.mark.parametrize(
-    "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}]
+    "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}, {"cell": "lstm"}]
 )
 @pytest.mark.parametrize(("block_frames", "piece_frames"), [(12, None), (48, 12), (36, 24)])
 def test_streams_that_come_and_go_get_the_logits_of_their_whole(
@@ -150,7 +150,7 @@ def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: in
         for lanes in (1, 7, 3):
             heard.lanes = lanes
             for _ in range(3):
-                carried = Carried([], start.states.clone(), start.rows.clone())
+                carried = Carried([], start.states.clone(), start.cells, start.rows.clone())
                 y = heard.layers(x, carried, places, blocks, ends, edges=edges)
                 found.append((y, carried.states, carried.rows))
         for again in found[1:]:
