@@ -22,6 +22,7 @@ from ds2.recognition.parts import Parts, Said
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
+_CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
 _PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
 _EMPTY = 0, 0, FOR_EVER, 0  # the numbers of a row without a stream
 _FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
@@ -116,6 +117,19 @@ class GraphedBlocks:
     def most_frames(parts: Parts) -> int:
         """Feature frames of the longest block: as many pieces as layers may run beside each other."""
         return WAVE_LANES * _piece_frames(parts)
+
+    @staticmethod
+    def file_frames(parts: Parts) -> int | None:
+        """Feature frames of the blocks in which files are heard as streams are; None: better as they come.
+
+        In bfloat16 weights with batch norm in them say other words than weights without. On a CPU the last block, which
+        is filled up, costs as much as the others, so they are short there; in float32 it does not matter.
+        """
+        if parts.device.type == "cpu":
+            frames = round(_CPU_FILE_S / parts.frame_s) * parts.model.time_stride if parts.precision == "bf16" else 0
+        else:
+            frames = GraphedBlocks.most_frames(parts)
+        return frames if frames and GraphedBlocks.why_not(parts, frames) is None else None
 
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""

@@ -74,9 +74,7 @@ def transcribe_file(
 
 
 def _hear_stream(parts: Parts, path: Path, block_frames: int, context_frames: int) -> Transcript:
-    longest = GraphedBlocks.most_frames(parts)
-    if GraphedBlocks.why_not(parts, longest) is None:  # as streams are heard: the same weights, the same kernels
-        block_frames = min(block_frames, longest)
+    block_frames = min(block_frames, GraphedBlocks.file_frames(parts) or block_frames)
     session = Session(parts, block_frames / parts.model.time_stride * parts.frame_s)
     for samples in audio_blocks(path, parts.features.sample_rate_hz):
         session.accept(samples)

@@ -123,15 +123,17 @@ def test_bf16_blocks_are_as_near_as_the_model_as_it_is(
     assert errors[1] <= 2 * errors[0]
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overrides", [(), ("model.cell=lstm", "model.hidden=64")])
 def test_files_are_heard_as_streams_are(
-    make_model: Callable[..., Path], recording: Path, overrides: tuple[str, ...]
+    make_model: Callable[..., Path], recording: Path, device: str, overrides: tuple[str, ...]
 ) -> None:
-    recogniser = load(make_model(*overrides), "cuda", GraphedBlocks, precision="bf16")
+    if device == "cpu" and overrides:
+        pytest.skip("torch's LSTM is heard as it comes")
+    recogniser = load(make_model(*overrides), device, GraphedBlocks, precision="bf16")
     whole = recogniser.transcribe(recording).hypothesis
     found = hear(recogniser.session(), read_audio(recording), random.Random(1))
-    assert isinstance(recogniser.hearings[GraphedBlocks.most_frames(recogniser)], GraphedBlocks)
+    assert isinstance(recogniser.hearings[GraphedBlocks.file_frames(recogniser) or 0], GraphedBlocks)
     assert spoken(found) == spoken(whole)
 
 
@@ -142,7 +144,7 @@ def test_files_whose_layers_run_beside_each_other_have_the_same_words(
     model, found = make_model(), []
     for lanes in (1, 7):
         recogniser = load(model, "cuda", GraphedBlocks, precision="bf16")
-        frames = GraphedBlocks.most_frames(recogniser)
+        frames = GraphedBlocks.file_frames(recogniser)
         recogniser.hearings[frames] = blocks = GraphedBlocks(recogniser, frames)
         blocks.model.lanes = lanes
         found.append(recogniser.transcribe(recording).hypothesis)
