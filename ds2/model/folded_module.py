@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
+from ds2_ops.recurrent.layer import projected
 from ds2_ops.row_convolution.chain import lookahead_chain
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds2.model.acoustic import RecurrentModule
 from ds2.model.convolution import RowConvolution
@@ -36,7 +37,10 @@ class FoldedModule:
         ]
         weights = [conv.weight.detach().to(dtype).t() for conv in cast(Iterable[RowConvolution], module.row_convs)]
         self.taps = torch.stack(weights) if weights else None  # (N, tau + 1, H)
-        self.projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
+        self.projection: tuple[Tensor, Tensor] | None = None
+        if module.projection is not None:
+            weight = module.projection.weight.detach().to(dtype)
+            self.projection = weight, weight.new_zeros(len(weight))
         self.residual, self.delay = module.residual, delay
         self.ahead = sum(len(weight) - 1 for weight in weights)  # frames that its output is later
         # Rows that a stream carries beside its states: what the convolutions heard last, frames that wait for these.
@@ -82,7 +86,7 @@ class Passage:
         x = self._inputs.pop(piece)
         skip = None
         if module.residual:
-            skip = x if module.projection is None else nn.functional.linear(x, module.projection)
+            skip = x if module.projection is None else projected(x, *module.projection, None)
         if module.taps is None:
             return y if skip is None else y + skip
         return lookahead_chain(y, module.taps, self.rows, skip, self.places)

@@ -69,7 +69,7 @@ def recurrent_layer(
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
         h0 = None if h0 is None else h0.contiguous()
         return persistent.forward(z, weight_hh.contiguous(), h0, lengths_on(lengths, len(x), x.device), options)
-    z = _projected(x, weight_ih, bias, begin)
+    z = projected(x, weight_ih, bias, begin)
     return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
 
 
@@ -108,12 +108,24 @@ def lstm_layer(
     check_shape("bias", bias, (gates,), "(4 H,)")
     for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
         check_like(name, tensor, x)
-    z = _projected(x.contiguous(), weight_ih, bias, begin)
+    z = projected(x.contiguous(), weight_ih, bias, begin)
     return lstm(z, weight_hh, h0, c0, lengths, backend=backend)
 
 
-def _projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Tensor:
-    """(T, B, K) to W x + b, 0 before each utterance's first frame."""
+@torch.no_grad()
+def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Tensor:
+    """Compute W x + b without gradients, 0 before each utterance's first frame.
+
+    On a Hopper GPU in 16-bit types, up to `projection.MOST_ROWS` rows T B, its bits do not depend on T and B.
+
+    Args:
+        x: (T, B, K) contiguous.
+        weight: (H, K); bias: (H,); older than the kernels that are still under way.
+        begin: (B,) int32 first frames on the device, or None for 0.
+
+    Returns:
+        (T, B, H).
+    """
     hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
     if hopper and projection.why_not(x, weight) is None:
         return projection.project(x, weight, bias, begin)

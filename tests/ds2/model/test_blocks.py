@@ -217,10 +217,11 @@ def heard_whole(model: AcousticModel, features: Tensor, block_frames: int, piece
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [512, 1152])
-def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(hidden: int) -> None:
+@pytest.mark.parametrize(("hidden", "skip_first"), [(512, "projection"), (1152, "none")])
+def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(hidden: int, skip_first: str) -> None:
     torch.manual_seed(1)
-    model = AcousticModel(ModelConfig(hidden=hidden, depth=4, skip=2, row_convs=2), 161, LABELS).cuda().eval()
+    config = ModelConfig(hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first)
+    model = AcousticModel(config, 161, LABELS).cuda().eval()
     features = torch.randn(130, 161, 700, device="cuda")
     alone = heard_whole(model, features[:1], 20)
     for batch in (3, 16, 64, 130):
