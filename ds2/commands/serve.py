@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,16 +25,17 @@ def run(arguments: Sequence[str]) -> int:
     decode, arguments = split_overrides(arguments)
     given = _parse(arguments)
     try:
+        from ds2.serve.address import keep, open_up
         from ds2.serve.batcher import Here
         from ds2.serve.dispatch import transcripts
         from ds2.serve.limits import Limits
-        from ds2.serve.server import Server, make_server
+        from ds2.serve.server import make_server
         from ds2.serve.workers import Workers
     except ImportError as error:
         raise ConfigError(f"ds2 serve needs {error.name}: pip install 'ds2-speech[serve]'") from error
     if allow_files(given.sessions + _OTHER_FILES) < given.sessions + _OTHER_FILES:
         raise ConfigError(f"--sessions {given.sessions} need more open files than this process may have: ulimit -n")
-    _check_address(given.host, given.port)  # before the model is loaded, which takes longer
+    kept = keep(given.host, given.port)  # before the model is loaded, which takes longer
     device = resolve_device(given.device)
     file = find_model(given.model)
     loaded = load_model(file, device)
@@ -51,29 +50,17 @@ def run(arguments: Sequence[str]) -> int:
     if given.log_transcripts:
         transcripts.setLevel(logging.INFO)
     workers = _workers(given.sessions, device.type) if given.workers is None else given.workers
-    server: Workers | Server
+    said = f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions"
     if workers:
-        server = Workers(recogniser, limits, given.host, given.port, workers)
+        several = Workers(recogniser, limits, kept, workers)
+        print(said, flush=True)
+        several.run()
     else:
         server = make_server(Here(recogniser, limits), limits, given.host, given.port)
-    print(f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions", flush=True)
-    server.run()
+        print(said, flush=True)
+        open_up(kept)
+        server.run(sockets=[kept])
     return 0
-
-
-def _check_address(host: str, port: int) -> None:
-    """Raise ConfigError where nobody can listen: another does, the system forbids it, or the host is not this one."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's own
-            trial.bind(address)
-    except (OSError, UnicodeError) as error:
-        hints = {errno.EADDRINUSE: "give another --port", errno.EACCES: "ports below 1024 are the administrator's"}
-        hint = hints.get(getattr(error, "errno", None) or 0, "--host is an address of this machine, or 0.0.0.0 for all")
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({getattr(error, 'strerror', '') or error}): {hint}"
-        ) from error
 
 
 def _workers(sessions: int, device: str) -> int:

@@ -12,6 +12,7 @@ Shapes: N streams with a place, B in a batch, C channels, F bins, H hidden, T fr
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -26,7 +27,7 @@ from ds2.config.schema import ConfigError
 from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
 from ds2.model.convolution import MaskedConv
-from ds2.model.folded import FoldedConv, before
+from ds2.model.folded import FoldedConv, FoldedLstm, StreamedConv, before
 from ds2.model.folded_module import WAVE_SMS, FoldedModule, Passage
 from ds2.model.structure import frames_after
 
@@ -39,7 +40,7 @@ FOR_EVER = 2**62  # feature frames of a stream whose end is not known
 class ConvLevel:
     """What a convolution gives in a block."""
 
-    conv: FoldedConv
+    conv: FoldedConv | StreamedConv
     frames: int  # T of the output
     delay: int
     tail: int  # input frames that are carried
@@ -50,8 +51,9 @@ class ConvLevel:
 class Carried:
     """What streams carry from block to block."""
 
-    convs: list[Tensor]  # (N, C, F, T) a convolution
-    states: Tensor  # (L, N, H) of the recurrent layers
+    convs: list[Tensor]  # (N, F, T, C) a convolution
+    states: Tensor  # (L, N, H) h of the recurrent layers
+    cells: Tensor  # (L, N, H) c of them, in float32 at least; of none but LSTM layers
     rows: Tensor  # (R, N, H): tails of row convolutions and frames that wait for them, module by module
 
 
@@ -59,7 +61,7 @@ class BlockModel:
     """A model that hears streams in blocks of `block_frames` feature frames.
 
     Args:
-        model: unidirectional, with recurrent layers of our own, in evaluation mode; what it learns later is not seen.
+        model: unidirectional, of simple recurrent or LSTM layers, in evaluation mode; what it learns later is not seen.
         block_frames: a multiple of the model's stride in time.
         dtype: of weights and activations; the classifier's are float32 at least.
         piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run the block piece by
@@ -90,11 +92,11 @@ class BlockModel:
             reach, before_it = (kernel - 1) // 2, delay
             delay = -(-(reach + before_it + 1) // stride) - 1
             tail = delay * stride + reach - before_it
-            self._conv_shapes.append((channels, bins, tail))
+            self._conv_shapes.append((bins, tail, channels))
             frames //= stride
-            folded = FoldedConv(conv, bins, dtype, _dense_frames(channels) if self.device.type == "cuda" else 0)
-            level = ConvLevel(folded, frames, delay, tail, (frames - 1) * stride + kernel)
-            self.convs.append(level)
+            self.convs.append(
+                ConvLevel(_folded(conv, channels, bins, dtype), frames, delay, tail, (frames - 1) * stride + kernel)
+            )
             channels, bins = conv.weight.shape[0], conv.output_bins(bins)
         self.frames = frames
         self.modules: list[FoldedModule] = []
@@ -106,19 +108,21 @@ class BlockModel:
         delays = torch.tensor([module.delay for module in self.modules], device=self.device)
         self._first = (starts - delays[:, None])[..., None]  # (M, C, 1): a block's first frame of each module and piece
         self._long = (self.frames - starts).clamp_max(self.piece)[:, None]
-        weight, bias = before(model.classifier, model.norm)
-        wide = torch.promote_types(dtype, torch.float32)
-        self._classifier = weight.to(wide), bias.to(wide)
+        weight, bias = before(model.classifier.weight, model.classifier.bias, model.norm)
+        self.wide = torch.promote_types(dtype, torch.float32)
+        self._classifier = weight.to(self.wide), bias.to(self.wide)
 
     def start(self, places: int) -> Carried:
         """Places for streams; what is in them does not matter before a stream's first block."""
         convs = [torch.zeros(places, *shape, dtype=self.dtype, device=self.device) for shape in self._conv_shapes]
-        layers = sum(len(module.layers) for module in self.modules)
-        states, rows = (
-            torch.zeros(count, places, self.hidden, dtype=self.dtype, device=self.device)
-            for count in (layers, sum(module.rows for module in self.modules))
+        layers = [layer for module in self.modules for layer in module.layers]
+        cells = sum(isinstance(layer, FoldedLstm) for layer in layers)
+        rows = sum(module.rows for module in self.modules)
+        tables = (
+            torch.zeros(count, places, self.hidden, dtype=dtype, device=self.device)
+            for count, dtype in ((len(layers), self.dtype), (cells, self.wide), (rows, self.dtype))
         )
-        return Carried(convs, states, rows)
+        return Carried(convs, *tables)
 
     def output_frames(self, frames: int) -> int:
         """Output frames of a stream of so many feature frames."""
@@ -148,21 +152,22 @@ class BlockModel:
         Returns:
             Logits (T', B, V), of which `given` says what belongs to a stream.
         """
-        x = features[:, None].to(self.dtype)
+        x = features[..., None].to(self.dtype)  # (B, F, T, C)
         for level, table, stride in zip(self.convs, carried.convs, self.strides, strict=True):
             tail = table.index_select(0, places)
             if edges:
                 tail = tail * (blocks > 0).view(-1, 1, 1, 1)
-            held = torch.cat([tail, x], 3)
-            table.index_copy_(0, places, held[..., held.shape[3] - level.tail :])
-            x = level.conv(held[..., : level.needed])
+            held = level.conv.joined(tail, x)
+            table.index_copy_(0, places, held[:, :, held.shape[2] - level.tail :])
+            x = level.conv(held[:, :, : level.needed])
             if edges:
                 ends = frames_after(ends, stride)
-                x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, None, :]
+                x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, :, None]
         if edges:
-            for table in (carried.states, carried.rows):
+            for table in (carried.states, carried.cells, carried.rows):
                 table.index_copy_(1, places, table.index_select(1, places) * (blocks > 0)[:, None])
-        return classify(self.layers(time_major(x), carried, places, blocks, ends, edges=edges), *self._classifier)
+        x = time_major(x.permute(0, 3, 1, 2))
+        return classify(self.layers(x, carried, places, blocks, ends, edges=edges), *self._classifier)
 
     @torch.no_grad()
     def layers(
@@ -184,16 +189,19 @@ class BlockModel:
             first = blocks * self.frames + self._first  # (M, C, B): of each module and piece
             begins = (-first).clamp_min(0).int()
             lengths = torch.minimum((ends - first).clamp_min(0), self._long).int()
-        states = iter(carried.states.index_select(1, places))
+        states, cells = (iter(table.index_select(1, places)) for table in (carried.states, carried.cells))
         rows = iter(torch.split(carried.rows, [module.rows for module in self.modules]))
         stages, passages = list[Callable[[int, Tensor], Tensor]](), list[Passage]()
         for number, module in enumerate(self.modules):
             edge = None if begins is None or lengths is None else (begins[number], lengths[number])
-            own = [next(states) for _ in module.layers]
+            own = [(next(states), *itertools.islice(cells, 1)) for _ in module.layers]
             passages.append(Passage(module, own, next(rows), places, edge, beside=bool(lanes)))
             stages += [functools.partial(passages[-1].layer, layer) for layer in range(len(module.layers))]
         values = wavefront.run(stages, pieces, lanes)
-        carried.states.index_copy_(1, places, torch.stack([state for way in passages for state in way.states]))
+        carries = [carry for passage in passages for carry in passage.states]
+        for number, table in enumerate((carried.states, carried.cells)):
+            if len(table):
+                table.index_copy_(1, places, torch.stack([carry[number] for carry in carries]))
         return torch.cat(values) if len(values) > 1 else values[0]
 
     def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
@@ -209,24 +217,28 @@ def why_not(model: AcousticModel) -> str | None:
     """Why a model cannot be heard in blocks of one shape; None if it can."""
     if model.config.bidirectional:
         return "model.bidirectional=true hears an utterance from its end too"
-    if model.config.cell != "rnn":
-        return f"model.cell={model.config.cell} is torch's, which is heard chunk by chunk"
+    if model.config.cell == "gru":
+        return "model.cell=gru does not stay at zero until a stream begins: it is heard chunk by chunk"
     return None
 
 
 def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
     """Whether several layers of a model of this type fit on its GPU beside each other."""
     config, device = model.config, model.classifier.weight.device
-    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
+    if device.type != "cuda" or why_not(model) or config.cell != "rnn" or config.backend not in ("auto", "persistent"):
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
     size = (config.hidden, dtype, device, config.nonlinearity, WAVE_SMS)
     return not (unasked or any(why_not_beside(batch, *size) for batch in (1, MOST_STREAMS_IN_WAVES)))
 
 
-def _dense_frames(channels: int) -> int:
-    """Frames up to which a GPU convolves faster by one product (measured on an H200: recipes/live.md)."""
-    return 1 << 30 if channels == 1 else 80
+def _folded(conv: MaskedConv, channels: int, bins: int, dtype: torch.dtype) -> FoldedConv | StreamedConv:
+    """A layer that takes (B, F, T, C) of so many bins and channels."""
+    if StreamedConv.why_not(conv, dtype) is None:
+        return StreamedConv(conv, dtype)
+    # Frames up to which a GPU convolves faster by one product.
+    dense_frames = 0 if not conv.weight.is_cuda else 1 << 30 if channels == 1 else 80
+    return FoldedConv(conv, bins, dtype, dense_frames)
 
 
 def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:

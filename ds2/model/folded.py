@@ -6,11 +6,14 @@ In evaluation y = (W x - mean) / sqrt(var + eps) * g + b is s W x + b - s mean, 
 from __future__ import annotations
 
 import torch
+from ds2_ops.convolution import streams
+from ds2_ops.convolution.streams import StreamConvolution
+from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
 from torch import Tensor, nn
 
 from ds2.model.convolution import MaskedConv
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.recurrent import RecurrentLayer
+from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer
 
 
 def scale_and_shift(norm: SequenceBatchNorm) -> tuple[Tensor, Tensor]:
@@ -29,9 +32,9 @@ def after(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -
     return wide * scale.view(-1, *[1] * (wide.dim() - 1)), shift * scale + offset
 
 
-def before(linear: nn.Linear, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
+def before(weight: Tensor, bias: Tensor, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
     """Weight (V, H) and bias (V,) of a linear layer that takes what the norm would have been given, float64."""
-    weight, bias = linear.weight.double(), linear.bias.double()
+    weight, bias = weight.double(), bias.double()
     if norm is None:
         return weight, bias
     scale, shift = scale_and_shift(norm)
@@ -54,7 +57,9 @@ class FoldedConv:
     def __init__(self, conv: MaskedConv, bins: int, dtype: torch.dtype, dense_frames: int = 0) -> None:
         weight, bias = after(conv.weight, conv.bias, conv.norm)
         self.kernel, self.stride, self.clip = conv.kernel, conv.stride, conv.clip
-        self.weight, self.bias, self.dense_frames = weight.to(dtype), bias.to(dtype), dense_frames
+        self.layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
+        self.weight = weight.to(dtype).contiguous(memory_format=self.layout)
+        self.bias, self.dense_frames = bias.to(dtype), dense_frames
         self.bins = conv.output_bins(bins)
         if dense_frames:
             # Rows on 16-byte boundaries: libraries multiply others three times as slowly.
@@ -62,23 +67,46 @@ class FoldedConv:
             self.more_bins = next(more for more in range(8) if (bins + more) * window % 8 == 0)
             self.matrix = _matrix(weight, bins + self.more_bins, self.bins, self.stride[0]).to(dtype)
             self.all_bias = bias.to(dtype).repeat_interleave(self.bins)
-        if self.weight.is_cuda:
-            self.weight = self.weight.contiguous(memory_format=torch.channels_last)
+
+    def joined(self, tail: Tensor, x: Tensor) -> Tensor:
+        """What a stream carries, and what is new: (B, F, T, C) of both."""
+        return torch.cat([tail, x], 2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map (B, C, F, T) to the frames (B, C', F', T') of which all of the kernel lies in T."""
-        frames = (x.shape[3] - self.kernel[1]) // self.stride[1] + 1
+        """Map (B, F, T, C) to the frames (B, F', T', C') of which all of the kernel lies in T."""
+        frames = (x.shape[2] - self.kernel[1]) // self.stride[1] + 1
         if x.shape[0] * frames <= self.dense_frames:
             if self.more_bins:
-                x = nn.functional.pad(x, (0, 0, 0, self.more_bins))
-            windows = x.unfold(3, self.kernel[1], self.stride[1]).permute(0, 3, 1, 2, 4)  # (B, T', C, F, k)
+                x = nn.functional.pad(x, (0, 0, 0, 0, 0, self.more_bins))
+            windows = x.unfold(2, self.kernel[1], self.stride[1]).permute(0, 2, 3, 1, 4)  # (B, T', C, F, k)
             z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
-            z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 2, 3, 1)
+            z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 3, 1, 2)
         else:
-            if x.is_cuda:
-                x = x.contiguous(memory_format=torch.channels_last)
-            z = nn.functional.conv2d(x, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+            images = x.permute(0, 3, 1, 2).contiguous(memory_format=self.layout)
+            z = nn.functional.conv2d(images, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+            z = z.permute(0, 2, 3, 1)
         return nn.functional.hardtanh_(z, 0.0, self.clip)
+
+
+class StreamedConv:
+    """A convolution with its norm in its weights, on kernels whose bits depend neither on a batch nor on a block."""
+
+    def __init__(self, conv: MaskedConv, dtype: torch.dtype) -> None:
+        weight, bias = after(conv.weight, conv.bias, conv.norm)
+        self.conv, self.bias, self.clip = StreamConvolution(weight.to(dtype), conv.stride), bias.to(dtype), conv.clip
+
+    @staticmethod
+    def why_not(conv: MaskedConv, dtype: torch.dtype) -> str | None:
+        """Why it is not for this layer; None if it is."""
+        return streams.why_not(conv.weight.to(dtype), conv.stride)
+
+    def joined(self, tail: Tensor, x: Tensor) -> Tensor:
+        """See `FoldedConv`; streams lie end to end."""
+        return torch.cat([tail.transpose(0, 1), x.transpose(0, 1)], 2).transpose(0, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FoldedConv`."""
+        return nn.functional.hardtanh_(self.conv(x) + self.bias, 0.0, self.clip)
 
 
 def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:
@@ -91,6 +119,9 @@ def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:
     return padded[:, :, :, reach : reach + bins].reshape(channels_out * bins_out, -1).t().contiguous()
 
 
+Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
+
+
 class FoldedRecurrence:
     """A recurrent layer's projection with its norm in its weights, and its recurrent matrix."""
 
@@ -98,3 +129,52 @@ class FoldedRecurrence:
         weight, bias = after(layer.weight_ih, layer.bias, layer.norm)
         self.weight, self.bias, self.weight_hh = weight.to(dtype), bias.to(dtype), layer.weight_hh.to(dtype)
         self.nonlinearity, self.clip, self.backend = layer.nonlinearity, layer.clip, layer.backend
+
+    def __call__(
+        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, max_sms: int | None
+    ) -> tuple[Tensor, Carry]:
+        """Run frames (T, B, D) of streams.
+
+        Args:
+            x: the frames.
+            carry: what the layer carries, zeros before a stream's first frame.
+            lengths: (B,) int32 frames that are a stream's; None: all.
+            begin: (B,) int32 a stream's first frame, before which it carries zeros on; None: 0.
+            max_sms: multiprocessors of a layer that has others beside it; None: it has none.
+
+        Returns:
+            (T, B, H), and what the layer carries behind them.
+        """
+        y, state = recurrent_layer(
+            x,
+            self.weight,
+            self.bias,
+            self.weight_hh,
+            carry[0],
+            lengths,
+            begin,
+            nonlinearity=self.nonlinearity,
+            clip=self.clip,
+            backend=self.backend,
+            max_sms=max_sms,
+            beside=max_sms is not None,
+        )
+        return y, (state,)
+
+
+class FoldedLstm:
+    """An LSTM layer's projection with the norm of its input in its weights, and its recurrent matrices."""
+
+    def __init__(self, layer: GatedRecurrentLayer, dtype: torch.dtype) -> None:
+        cell = layer.cell
+        weight, bias = before(cell.weight_ih_l0, cell.bias_of_input(), layer.norm)
+        self.weight, self.bias, self.weight_hh = weight.to(dtype), bias.to(dtype), cell.weight_hh_l0.to(dtype)
+        self.backend = layer.backend
+
+    def __call__(
+        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, max_sms: int | None
+    ) -> tuple[Tensor, Carry]:
+        """See `FoldedRecurrence`; no other layers run beside it."""
+        h, c = carry
+        y, *left = lstm_layer(x, self.weight, self.bias, self.weight_hh, h, c, lengths, begin, backend=self.backend)
+        return y, tuple(left)

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-from ds2_ops.recurrent.layer import recurrent_layer
+from ds2_ops.recurrent.layer import projected
 from ds2_ops.row_convolution.chain import lookahead_chain
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds2.model.acoustic import RecurrentModule
 from ds2.model.convolution import RowConvolution
-from ds2.model.folded import FoldedRecurrence
+from ds2.model.folded import Carry, FoldedLstm, FoldedRecurrence
+from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer
 
 WAVE_SMS = 16  # multiprocessors of a layer that has others beside it
 
@@ -30,10 +31,16 @@ class FoldedModule:
     """
 
     def __init__(self, module: RecurrentModule, delay: int, dtype: torch.dtype) -> None:
-        self.layers = [FoldedRecurrence(layer, dtype) for layer in module.recurrent]  # type: ignore[arg-type]
+        self.layers = [
+            FoldedRecurrence(layer, dtype) if isinstance(layer, RecurrentLayer) else FoldedLstm(layer, dtype)
+            for layer in cast(Iterable[RecurrentLayer | GatedRecurrentLayer], module.recurrent)
+        ]
         weights = [conv.weight.detach().to(dtype).t() for conv in cast(Iterable[RowConvolution], module.row_convs)]
         self.taps = torch.stack(weights) if weights else None  # (N, tau + 1, H)
-        self.projection = None if module.projection is None else module.projection.weight.detach().to(dtype)
+        self.projection: tuple[Tensor, Tensor] | None = None
+        if module.projection is not None:
+            weight = module.projection.weight.detach().to(dtype)
+            self.projection = weight, weight.new_zeros(len(weight))
         self.residual, self.delay = module.residual, delay
         self.ahead = sum(len(weight) - 1 for weight in weights)  # frames that its output is later
         # Rows that a stream carries beside its states: what the convolutions heard last, frames that wait for these.
@@ -45,7 +52,7 @@ class Passage:
 
     Args:
         module: the module.
-        states: (B, H) of each layer.
+        states: what each layer carries.
         rows: (R, N, H) what streams of N places carry beside these; updated.
         places: (B,) int64 those of the batch.
         edges: first frames and lengths, (C, B) int32 each, of the streams in each piece; None where all are amid.
@@ -55,7 +62,7 @@ class Passage:
     def __init__(
         self,
         module: FoldedModule,
-        states: Sequence[Tensor],
+        states: Sequence[Carry],
         rows: Tensor,
         places: Tensor,
         edges: tuple[Tensor, Tensor] | None,
@@ -72,27 +79,14 @@ class Passage:
         begin, lengths = (None, None) if self.edges is None else (part[piece] for part in self.edges)
         if number == 0:
             self._inputs[piece] = x
-        y, state = recurrent_layer(
-            x,
-            layer.weight,
-            layer.bias,
-            layer.weight_hh,
-            self.states[number],
-            lengths,
-            begin,
-            nonlinearity=layer.nonlinearity,
-            clip=layer.clip,
-            backend=layer.backend,
-            max_sms=WAVE_SMS if self.beside else None,
-            beside=self.beside,
-        )
-        self.states[number] = state
+        max_sms = WAVE_SMS if self.beside else None
+        y, self.states[number] = layer(x, self.states[number], lengths, begin, max_sms=max_sms)
         if number + 1 < len(module.layers):
             return y
         x = self._inputs.pop(piece)
         skip = None
         if module.residual:
-            skip = x if module.projection is None else nn.functional.linear(x, module.projection)
+            skip = x if module.projection is None else projected(x, *module.projection, None)
         if module.taps is None:
             return y if skip is None else y + skip
         return lookahead_chain(y, module.taps, self.rows, skip, self.places)

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.model.blocks import FOR_EVER, WAVE_LANES, BlockModel, runs_waves, why_not
+from ds2.model.recurrent import why_torch
 from ds2.recognition.parts import Parts, Said
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
-_LONGEST_S = 1.0  # a longer block fills the GPU by itself, unless its layers run beside each other
+_CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
 _PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
 _EMPTY = 0, 0, FOR_EVER, 0  # the numbers of a row without a stream
 _FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
@@ -91,7 +92,8 @@ class GraphedBlocks:
 
     def __init__(self, parts: Parts, block_frames: int) -> None:
         self.features, self.device = parts.features, parts.device
-        self.model = BlockModel(parts.model, block_frames, _dtype(parts), min(block_frames, _piece_frames(parts)))
+        piece_frames = min(block_frames, _piece_frames(parts)) if runs_waves(parts.model, _dtype(parts)) else None
+        self.model = BlockModel(parts.model, block_frames, _dtype(parts), piece_frames)
         self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
         self._lock = threading.Lock()
         self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
@@ -104,15 +106,30 @@ class GraphedBlocks:
         """Why blocks are not heard so; None if they are."""
         if reason := why_not(parts.model):
             return reason
-        longest_s = max(_LONGEST_S, GraphedBlocks.wave_frames(parts) * parts.features.step_s)
-        if block_frames * parts.features.step_s > longest_s:
-            return f"blocks of more than {longest_s:g} s are heard as they come"
+        config, dtype = parts.model.config, _dtype(parts)
+        if config.cell == "lstm" and (reason := why_torch("lstm", config.hidden, dtype, parts.device)):
+            return f"LSTM layers are torch's, which are heard chunk by chunk: {reason}"
+        if block_frames > GraphedBlocks.most_frames(parts):
+            return f"blocks of more than {WAVE_LANES * _PIECE_FRAMES} output frames are heard as they come"
         return None
 
     @staticmethod
-    def wave_frames(parts: Parts) -> int:
-        """Feature frames of the longest block, whose layers run beside each other; 0 where they cannot."""
-        return WAVE_LANES * _piece_frames(parts) if runs_waves(parts.model, _dtype(parts)) else 0
+    def most_frames(parts: Parts) -> int:
+        """Feature frames of the longest block: as many pieces as layers may run beside each other."""
+        return WAVE_LANES * _piece_frames(parts)
+
+    @staticmethod
+    def file_frames(parts: Parts) -> int | None:
+        """Feature frames of the blocks in which files are heard as streams are; None: better as they come.
+
+        In bfloat16 weights with batch norm in them say other words than weights without. On a CPU the last block, which
+        is filled up, costs as much as the others, so they are short there; in float32 it does not matter.
+        """
+        if parts.device.type == "cpu":
+            frames = round(_CPU_FILE_S / parts.frame_s) * parts.model.time_stride if parts.precision == "bf16" else 0
+        else:
+            frames = GraphedBlocks.most_frames(parts)
+        return frames if frames and GraphedBlocks.why_not(parts, frames) is None else None
 
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""
@@ -199,7 +216,8 @@ class GraphedBlocks:
         self.carried = self.model.start(most)
         for old, new in zip(before.convs, self.carried.convs, strict=True):
             new[: len(old)] = old
-        for old, new in ((before.states, self.carried.states), (before.rows, self.carried.rows)):
+        for name in ("states", "cells", "rows"):
+            old, new = getattr(before, name), getattr(self.carried, name)
             new[:, : old.shape[1]] = old
         self.batches.clear()
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None

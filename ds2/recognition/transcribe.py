@@ -52,7 +52,7 @@ def transcribe_file(
     Args:
         parts: the model and its decoder; one of another package holds the file's log-probs, some kilobytes a second.
         path: see `ds2.audio.read.read_audio` for the formats.
-        block_s: audio given to the model at once, seconds; a GPU whose layers run beside each other takes less.
+        block_s: audio given to the model at once, seconds; a model that is heard in blocks of one shape takes less.
         context_s: audio that a bidirectional model hears on each side of a block, at most `block_s`, seconds.
 
     Raises:
@@ -74,7 +74,7 @@ def transcribe_file(
 
 
 def _hear_stream(parts: Parts, path: Path, block_frames: int, context_frames: int) -> Transcript:
-    block_frames = min(block_frames, GraphedBlocks.wave_frames(parts) or block_frames)
+    block_frames = min(block_frames, GraphedBlocks.file_frames(parts) or block_frames)
     session = Session(parts, block_frames / parts.model.time_stride * parts.frame_s)
     for samples in audio_blocks(path, parts.features.sample_rate_hz):
         session.accept(samples)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints
+from ds2.serve.address import joined
 from ds2.serve.batcher import Batcher, settle
 from ds2.serve.dispatch import Heard
 from ds2.serve.frames import Frames, frame
@@ -133,14 +134,4 @@ def work(end: socket.socket, address: tuple[str, int], alphabet: Alphabet, sampl
     os.setpgrp()  # Ctrl-C is for the first process, which ends the others in order
     batcher = There(end, alphabet, sample_rate_hz, lambda: setattr(server, "should_exit", True))
     server = make_server(batcher, limits, *address)
-    server.run(sockets=[bound(*address)])
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """A socket on an address that other processes share: new connections are spread over those that listen."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    found.bind((host, port))
-    return found
+    server.run(sockets=[joined(*address)])

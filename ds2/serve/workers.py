@@ -6,7 +6,6 @@ streams than that.
 
 from __future__ import annotations
 
-import errno
 import logging
 import multiprocessing
 import signal
@@ -17,11 +16,12 @@ from types import FrameType
 
 from ds2.config.schema import ConfigError
 from ds2.recognition.recogniser import Recogniser
+from ds2.serve.address import share
 from ds2.serve.dispatch import Dispatch, Job
 from ds2.serve.limits import Limits
 from ds2.serve.links import Link, Links
 from ds2.serve.server import calm
-from ds2.serve.worker import bound, work
+from ds2.serve.worker import work
 
 log = logging.getLogger(__name__)
 SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
@@ -34,17 +34,16 @@ class Workers:
     Args:
         recogniser: with a unidirectional model.
         limits: of all together; those of sessions and batches are kept here.
-        host, port: where they listen.
+        kept: the address where they listen, of `ds2.serve.address.keep`.
         count: how many.
 
     Raises:
-        ConfigError: a bidirectional model, an address that is taken, or workers that cannot begin.
+        ConfigError: a bidirectional model, or workers that cannot begin.
     """
 
-    def __init__(self, recogniser: Recogniser, limits: Limits, host: str, port: int, count: int) -> None:
+    def __init__(self, recogniser: Recogniser, limits: Limits, kept: socket.socket, count: int) -> None:
         self.limits, self.ending = limits, False
-        self._kept = _reserve(host, port)
-        self.address = (host, self._kept.getsockname()[1])
+        self._kept, self.address = kept, share(kept)
         self.dispatch = Dispatch(recogniser, limits)
         self._facts = (recogniser.alphabet, recogniser.features.sample_rate_hz)
         self._processes: dict[Link, BaseProcess] = {}
@@ -109,15 +108,3 @@ class Workers:
             raise ConfigError(f"a worker could not begin (status {process.exitcode}): its own message says why")
         log.error("a worker ended (status %s): its clients are gone, another begins", process.exitcode)
         return self._start()
-
-
-def _reserve(host: str, port: int) -> socket.socket:
-    """Keep an address that nobody else has, without listening."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as alone:
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            alone.bind((host, port))
-        return bound(host, port)
-    except OSError as error:
-        taken = "is taken: choose another with --port" if error.errno == errno.EADDRINUSE else f"cannot be had: {error}"
-        raise ConfigError(f"{host}:{port} {taken}") from error

@@ -75,16 +75,23 @@ def fold(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     Returns:
         (B, 32, ceil(F / 2), ceil(T / stride)) with its memory in the order (B, F, T, C), and (32, 32, (K + 1) / 2, 1).
     """
-    bins, frames, taps = x.shape[2], x.shape[3], weight.shape[3]
-    after = -(-frames // stride)
-    behind = (after - 1) * stride + _FOLDED - taps // 2 - frames
-    padded = functional.pad(x[:, 0], (taps // 2, behind, 0, bins % 2))
-    windows = padded.unflatten(1, (-1, 2)).unfold(3, _FOLDED, stride)  # type: ignore[no-untyped-call]
-    # (B, F / 2, 2, T', 16), then bins and taps together
-    rows = windows.transpose(2, 3).flatten(3).permute(0, 3, 1, 2)
-    wide = functional.pad(weight[:, 0], (0, _FOLDED - taps, 0, 1))
+    windows = folded_windows(x[:, 0], stride, -(-x.shape[3] // stride), weight.shape[3] // 2)
+    return windows.flatten(3).permute(0, 3, 1, 2), folded_weight(weight)
+
+
+def folded_windows(x: Tensor, stride: int, windows: int, before: int = 0) -> Tensor:
+    """(B, F, T) to windows from frame -before on, a stride apart: (B, ceil(F / 2), windows, 2, 16), zeros around."""
+    behind = (windows - 1) * stride + _FOLDED - before - x.shape[2]
+    padded = functional.pad(x, (before, behind, 0, x.shape[1] % 2))
+    found: Tensor = padded.unflatten(1, (-1, 2)).unfold(3, _FOLDED, stride)  # type: ignore[no-untyped-call]
+    return found.transpose(2, 3)
+
+
+def folded_weight(weight: Tensor) -> Tensor:
+    """(32, 1, K, J) to (32, 32, (K + 1) / 2, 1), for what `folded_windows` gives."""
+    wide = functional.pad(weight[:, 0], (0, _FOLDED - weight.shape[3], 0, 1))
     kernel: Tensor = wide.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
-    return rows, kernel.permute(0, 2, 3, 1).flatten(1, 2)[..., None]
+    return kernel.permute(0, 2, 3, 1).flatten(1, 2)[..., None]
 
 
 def _convolved(x: Tensor, weight: Tensor, stride: int) -> Tensor:
@@ -98,9 +105,9 @@ class _Convolve(torch.autograd.Function):
         x = x.permute(0, 2, 3, 1).contiguous()
         ctx.save_for_backward(x, weight)
         ctx.stride = stride
-        packed = _packed(weight, stride, backward=False)
+        packed = pack(weight, stride, backward=False)
         y = x.new_empty(x.shape[0], -(-x.shape[1] // stride), *x.shape[2:])
-        _correlate(x, packed, y, step=2 * stride, first=-(weight.shape[2] // 2))
+        correlate(x, packed, y, step=2 * stride, first=-(weight.shape[2] // 2))
         return y.permute(0, 3, 1, 2)
 
     @staticmethod
@@ -113,14 +120,14 @@ class _Convolve(torch.autograd.Function):
             if ctx.stride != 2:
                 raise RuntimeError("the gradient of the data is there for stride 2 over bins only")
             rows = torch.empty_like(x)
-            _correlate(grad_y, _packed(weight, 2, backward=True), rows, step=1, first=-(weight.shape[2] // 4))
+            correlate(grad_y, pack(weight, 2, backward=True), rows, step=1, first=-(weight.shape[2] // 4))
             grad_x = rows.permute(0, 3, 1, 2)
         if ctx.needs_input_grad[1]:
             grad_weight = _weight_gradient(x, grad_y, weight, ctx.stride)
         return grad_x, grad_weight, None
 
 
-def _correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, group: int | None = None) -> None:
+def correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, group: int | None = None) -> None:
     batch, bins_in, frames, _ = x.shape
     bins_out, (rows, taps) = y.shape[1], packed.shape[:2]
     pairs = -(-bins_out // 2)
@@ -150,7 +157,7 @@ def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, til
     return summed.permute(3, 2, 0, 1).to(weight.dtype, memory_format=torch.contiguous_format)
 
 
-def _packed(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
+def pack(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
     """(rows, J, 4, 64, 8): what row i of the window gives to both bins of a pair, as shared memory holds it."""
     index = _index(weight.shape[2], weight.shape[3], stride, backward, weight.device)
     flat = torch.cat([weight.reshape(-1), weight.new_zeros(1)])

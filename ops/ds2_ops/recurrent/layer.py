@@ -9,9 +9,11 @@ from torch.nn import functional
 
 from ds2_ops.checks import check_like, check_shape, check_x
 from ds2_ops.jit.launch import device_index
+from ds2_ops.jit.runtime import capability
 from ds2_ops.lengths import lengths_on
 from ds2_ops.recurrent import persistent, projection
 from ds2_ops.recurrent.backends import resolve
+from ds2_ops.recurrent.gated.op import lstm
 from ds2_ops.recurrent.plan.problem import Problem
 from ds2_ops.recurrent.planned import plan_for
 from ds2_ops.recurrent.rnn import options_of, recurrence
@@ -35,9 +37,10 @@ def recurrent_layer(
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
-    On the persistent kernels and few rows T B (`projection.MOST_ROWS`), both kernels load their weights while those
+    On the persistent kernels and up to `projection.MOST_ROWS` rows T B, both kernels load their weights while those
     before them on the stream still run (programmatic dependent launch), launched plainly or recorded in a CUDA graph.
-    So the weights must be older than the kernels of this function that are still under way.
+    So the weights must be older than the kernels of this function that are still under way. The bits of an utterance
+    then depend neither on its batch nor on how its frames are cut (`ds2_ops.recurrent.planned.plan_for`).
 
     Args:
         x: (T, B, K).
@@ -66,10 +69,68 @@ def recurrent_layer(
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
         h0 = None if h0 is None else h0.contiguous()
         return persistent.forward(z, weight_hh.contiguous(), h0, lengths_on(lengths, len(x), x.device), options)
-    z = functional.linear(x, weight_ih, bias)
-    if begin is not None:
-        z = z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
+    z = projected(x, weight_ih, bias, begin)
     return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
+
+
+@torch.no_grad()
+def lstm_layer(
+    x: Tensor,
+    weight_ih: Tensor,
+    bias: Tensor,
+    weight_hh: Tensor,
+    h0: Tensor | None = None,
+    c0: Tensor | None = None,
+    lengths: Tensor | None = None,
+    begin: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients.
+
+    Args:
+        x: (T, B, K).
+        weight_ih: (4 H, K); bias: (4 H,); weight_hh: (4 H, H). Same dtype and device as ``x``; older than the kernels
+            of this function that are still under way, as for :func:`recurrent_layer`.
+        h0, c0, lengths, backend: as :func:`ds2_ops.lstm`.
+        begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0, which leaves states that are 0
+            so; all 0 when None.
+
+    Returns:
+        y (T, B, H), h_n and c_n (B, H), as :func:`ds2_ops.lstm`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
+    """
+    check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    gates = weight_ih.shape[0]
+    check_shape("weight_ih", weight_ih, (gates, x.shape[2]), "(4 H, K)")
+    check_shape("bias", bias, (gates,), "(4 H,)")
+    for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
+        check_like(name, tensor, x)
+    z = projected(x.contiguous(), weight_ih, bias, begin)
+    return lstm(z, weight_hh, h0, c0, lengths, backend=backend)
+
+
+@torch.no_grad()
+def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Tensor:
+    """Compute W x + b without gradients, 0 before each utterance's first frame.
+
+    On a Hopper GPU in 16-bit types, up to `projection.MOST_ROWS` rows T B, its bits do not depend on T and B.
+
+    Args:
+        x: (T, B, K) contiguous.
+        weight: (H, K); bias: (H,); older than the kernels that are still under way.
+        begin: (B,) int32 first frames on the device, or None for 0.
+
+    Returns:
+        (T, B, H).
+    """
+    hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
+    if hopper and projection.why_not(x, weight) is None:
+        return projection.project(x, weight, bias, begin)
+    z = functional.linear(x, weight, bias)
+    return z if begin is None else z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
 
 
 def why_not_beside(
@@ -79,7 +140,7 @@ def why_not_beside(
     reason = persistent.why_not(1, batch, hidden, dtype, device, nonlinearity, max_sms)
     if reason is None:
         problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward=False)
-        if plan_for(problem, device_index(device), max_sms).launch.cooperative:
+        if plan_for(problem, device_index(device), max_sms, True).launch.cooperative:
             reason = f"recurrences of {hidden} units and {batch} utterances wait for a whole chip"
     return reason
 
@@ -92,4 +153,4 @@ def _overlaps(x: Tensor, weight_ih: Tensor, backend: str, nonlinearity: str, max
     pre_activations = x[..., :1].expand(-1, -1, hidden)
     if resolve(backend, pre_activations, nonlinearity, max_sms) != "persistent":
         return False
-    return plan_for(problem, device_index(x.device), max_sms).design == "cluster"
+    return plan_for(problem, device_index(x.device), max_sms, True).design == "cluster"

@@ -162,7 +162,7 @@ def launch_pass(
     check_rows(frames, problem.directions * problem.batch)
     inputs = tensors[0]
     assert inputs is not None
-    choice = plan_for(problem, device_index(inputs.device), options.max_sms)
+    choice = plan_for(problem, device_index(inputs.device), options.max_sms, options.early)
     given = (*tensors, *of_gates)
     pointers = _pointers(given)
     if common(pointers) % 4:

@@ -23,8 +23,15 @@ def adopt(choices: Mapping[str, str] | None) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_for(problem: Problem, index: int, max_sms: int | None) -> Choice:
+def plan_for(problem: Problem, index: int, max_sms: int | None, early: bool = False) -> Choice:
     """Choose for CUDA device ``index``.
+
+    Args:
+        problem: what is to run.
+        index: the device.
+        max_sms: as of `Options`.
+        early: as of `Options`: only the cluster design can, and of its sizes the largest is taken, as each adds up in
+            an order of its own. So the bits of an utterance do not depend on its batch.
 
     Returns:
         The adopted tile of the problem, else the calibrated one if $DS2_OPS_CALIBRATE asks for it, else the model's.
@@ -33,6 +40,9 @@ def plan_for(problem: Problem, index: int, max_sms: int | None) -> Choice:
         DoesNotFit: no design can; the message gives the reason and the way out.
     """
     ranked = rank(problem, device_facts(index), max_sms)
+    if early and (clusters := [choice for choice in ranked if choice.design == "cluster"]):
+        largest = max(choice.launch.cluster for choice in clusters)
+        ranked = [choice for choice in clusters if choice.launch.cluster == largest]
     key = key_of(problem, index, max_sms)
     name = _adopted[0].get(key) if _adopted else None
     if not _adopted and (most := wanted()):
@@ -42,6 +52,8 @@ def plan_for(problem: Problem, index: int, max_sms: int | None) -> Choice:
     for choice in ranked:
         if choice.name == name:
             return choice
+    if early:
+        return ranked[0]
     warnings.warn(
         f"the tile {name!r} that was kept for {key} is not one of this version's: the model's choice runs instead",
         RuntimeWarning,

@@ -1,4 +1,4 @@
-"""The projection before a recurrence of few rows: a launch that overlaps with the recurrences before and behind it.
+"""The projection before a recurrence in blocks: a launch that overlaps with the recurrences before and behind it.
 
 Shape letters: R = T B rows, K width of the input, H hidden.
 """
@@ -12,12 +12,14 @@ from ds2_ops.jit.launch import Launch, run
 from ds2_ops.jit.source import names, parameters, translation_unit
 from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS
 
-MOST_ROWS = 64  # beyond, a library's product is as fast (ops/notes/overlap.md)
+MOST_ROWS = 4096  # beyond, a library's product is several times as fast
+_SHARE_ROWS = 64  # that a block takes at least
+_BLOCKS = 264  # of all shares: two on each multiprocessor of an H200
 _CLUSTER = 16  # blocks of one launch fill few GPCs, so that the recurrence behind finds a whole one
 _MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x are in registers beside the weights
 _PROJECTION = parameters(
     """const void* x, const void* matrix, const void* bias, const int* begin, void* z,
-    int rows, int batch, int width, int hidden"""
+    int rows, int batch, int width, int hidden, int shares"""
 )
 
 
@@ -59,19 +61,18 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, be
     def what() -> str:
         return f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}"
 
-    run(
-        projection_launch(width, hidden, dtype, beside),
-        [x, weight, bias, begin, z, frames * batch, batch, width, hidden],
-        what,
-        x.device,
-    )
+    rows = frames * batch
+    launch, shares = projection_launch(width, hidden, dtype, beside, rows)
+    run(launch, [x, weight, bias, begin, z, rows, batch, width, hidden, shares], what, x.device)
     return z
 
 
 @functools.lru_cache(maxsize=256)
-def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False) -> Launch:
-    """The kernel for a width, a hidden size and a dtype as `Problem` names it."""
-    cluster = 1 if beside else _CLUSTER
+def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1) -> tuple[Launch, int]:
+    """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
+    across = -(-hidden // MMA_ROWS)
+    shares = max(1, min(-(-rows // _SHARE_ROWS), _BLOCKS // across))
+    cluster = 1 if beside or shares > 1 else _CLUSTER
     smem_bytes = WARPS * THREADS * 4
     source = translation_unit(
         "recurrent/projection.cuh",
@@ -81,9 +82,8 @@ def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False)
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "projection.py and projection.cuh disagree");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
-    blocks = -(-hidden // MMA_ROWS)
-    grid = -(-blocks // cluster) * cluster
-    return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not beside)
+    grid = -(-across // cluster) * cluster * shares
+    return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not beside), shares
 
 
 def _pairs(width: int) -> int:

@@ -90,7 +90,7 @@ def hear_all(heard: BlockModel, carried: Carried, sources: list[Tensor], seed: i
 
 @pytest.mark.parametrize("convs", CONVS)
 @pytest.mark.parametrize(
-    "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}]
+    "options", [{}, {"skip": 0, "batch_norm": False}, {"skip_first": "projection", "row_convs": 1}, {"cell": "lstm"}]
 )
 @pytest.mark.parametrize(("block_frames", "piece_frames"), [(12, None), (48, 12), (36, 24)])
 def test_streams_that_come_and_go_get_the_logits_of_their_whole(
@@ -114,7 +114,7 @@ def test_streams_that_come_and_go_get_the_logits_of_their_whole(
 def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
     model, features = make(convs), torch.randn(3, BINS, 40, dtype=torch.float64)
     bins = BINS
-    x = features[:, None]
+    x = features[..., None]
     for conv in model.convs:
         wanted, found = (FoldedConv(conv, bins, torch.float64, frames)(x) for frames in (0, 3 * 40))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
@@ -150,7 +150,7 @@ def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: in
         for lanes in (1, 7, 3):
             heard.lanes = lanes
             for _ in range(3):
-                carried = Carried([], start.states.clone(), start.rows.clone())
+                carried = Carried([], start.states.clone(), start.cells, start.rows.clone())
                 y = heard.layers(x, carried, places, blocks, ends, edges=edges)
                 found.append((y, carried.states, carried.rows))
         for again in found[1:]:
@@ -203,3 +203,27 @@ def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
         for ours, plain in zip(again, wanted, strict=True):
             assert torch.equal(ours, plain)
     assert bool(torch.stack(wanted).isfinite().all())
+
+
+def heard_whole(model: AcousticModel, features: Tensor, block_frames: int, piece_frames: int | None = None) -> Tensor:
+    """Logits of streams (B, F, T) that share all batches, in bfloat16."""
+    heard = BlockModel(model, block_frames, torch.bfloat16, piece_frames)
+    carried, places = heard.start(len(features)), torch.arange(len(features), device=features.device)
+    found = [
+        heard.run(block, carried, places, torch.full_like(places, k), torch.full_like(places, FOR_EVER), edges=True)
+        for k, block in enumerate(features.split(block_frames, 2))
+    ]
+    return torch.cat(found)[heard.delay :]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("hidden", "skip_first"), [(512, "projection"), (1152, "none")])
+def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(hidden: int, skip_first: str) -> None:
+    torch.manual_seed(1)
+    config = ModelConfig(hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first)
+    model = AcousticModel(config, 161, LABELS).cuda().eval()
+    features = torch.randn(130, 161, 700, device="cuda")
+    alone = heard_whole(model, features[:1], 20)
+    for batch in (3, 16, 64, 130):
+        assert torch.equal(heard_whole(model, features[:batch], 20)[:, :1], alone)
+    assert torch.equal(heard_whole(model, features[:1], 700, 100), alone)

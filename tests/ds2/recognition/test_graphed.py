@@ -97,8 +97,13 @@ def test_what_was_prepared_is_not_recorded_again(make_model: Callable[..., Path]
 
 
 @pytest.mark.gpu
-def test_bf16_blocks_are_as_near_as_the_model_as_it_is(make_model: Callable[..., Path], recording: Path) -> None:
-    model, samples = make_model(), read_audio(recording)
+@pytest.mark.parametrize(
+    "overrides", [(), ("model.cell=lstm", "model.hidden=64"), ("model.cell=lstm", "model.hidden=512")]
+)
+def test_bf16_blocks_are_as_near_as_the_model_as_it_is(
+    make_model: Callable[..., Path], recording: Path, overrides: tuple[str, ...]
+) -> None:
+    model, samples = make_model(*overrides), read_audio(recording)
     parts = load(model, "cuda", GraphedBlocks, precision="bf16")
     features = parts.heard([samples])
     with torch.no_grad():
@@ -118,6 +123,24 @@ def test_bf16_blocks_are_as_near_as_the_model_as_it_is(make_model: Callable[...,
     assert errors[1] <= 2 * errors[0]
 
 
+@pytest.mark.parametrize(
+    ("device", "overrides"),
+    [
+        ("cpu", ()),  # torch's LSTM is heard as it comes there
+        pytest.param("cuda", (), marks=pytest.mark.gpu),
+        pytest.param("cuda", ("model.cell=lstm", "model.hidden=64"), marks=pytest.mark.gpu),
+    ],
+)
+def test_files_are_heard_as_streams_are(
+    make_model: Callable[..., Path], recording: Path, device: str, overrides: tuple[str, ...]
+) -> None:
+    recogniser = load(make_model(*overrides), device, GraphedBlocks, precision="bf16")
+    whole = recogniser.transcribe(recording).hypothesis
+    found = hear(recogniser.session(), read_audio(recording), random.Random(1))
+    assert isinstance(recogniser.hearings[GraphedBlocks.file_frames(recogniser) or 0], GraphedBlocks)
+    assert spoken(found) == spoken(whole)
+
+
 @pytest.mark.gpu
 def test_files_whose_layers_run_beside_each_other_have_the_same_words(
     make_model: Callable[..., Path], recording: Path
@@ -125,8 +148,7 @@ def test_files_whose_layers_run_beside_each_other_have_the_same_words(
     model, found = make_model(), []
     for lanes in (1, 7):
         recogniser = load(model, "cuda", GraphedBlocks, precision="bf16")
-        frames = GraphedBlocks.wave_frames(recogniser)
-        assert frames > 0
+        frames = GraphedBlocks.file_frames(recogniser)
         recogniser.hearings[frames] = blocks = GraphedBlocks(recogniser, frames)
         blocks.model.lanes = lanes
         found.append(recogniser.transcribe(recording).hypothesis)

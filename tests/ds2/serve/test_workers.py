@@ -27,6 +27,7 @@ from websockets.exceptions import ConnectionClosed
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
+from ds2.serve.address import joined, keep, open_up, share
 from ds2.serve.limits import Limits
 from ds2.serve.workers import Workers
 
@@ -37,7 +38,7 @@ CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
 def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, Workers]]:
     """A server with two workers that takes 40 sessions."""
     recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method="beam", beam=8), torch.device("cpu"))
-    server = Workers(recogniser, Limits(sessions=40, idle_s=20), "127.0.0.1", 0, 2)
+    server = Workers(recogniser, Limits(sessions=40, idle_s=20), keep("127.0.0.1", 0), 2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     yield Running(recogniser, server.address[1], server.end), server
@@ -75,8 +76,35 @@ def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
     until(lambda: server.metric("ds2_sessions") == 0)
     assert server.metric("ds2_words_total") == sum(map(len, wanted))
     assert server.metric("ds2_latency_seconds_count") > len(sources)
-    with pytest.raises(ConfigError, match="is taken: choose another with --port"):
-        Workers(server.recogniser, Limits(), *workers.address, 1)
+    with pytest.raises(ConfigError, match="give another --port"):
+        keep(*workers.address)
+
+
+def test_an_address_is_bound_once_and_kept() -> None:
+    kept = keep("127.0.0.1", 0)
+    address = kept.getsockname()[:2]
+    with pytest.raises(ConfigError, match="give another --port"):
+        keep(*address)
+    with pytest.raises(OSError, match="in use"):
+        joined(*address)  # not even one that would share it
+    assert share(kept) == address
+    workers = [joined(*address) for _ in range(2)]
+    for worker in workers:
+        worker.listen()
+    with pytest.raises(ConfigError, match="give another --port"):
+        keep(*address)
+    with socket.create_connection(address):
+        for end in (*workers, kept):
+            end.close()
+    again = keep(*address)  # though a connection of the one before lingers
+    open_up(again)
+    again.listen()
+    client = socket.create_connection(address)
+    end, _ = again.accept()
+    end.close()
+    again.close()
+    client.close()
+    keep(*address).close()
 
 
 def test_files_hot_words_and_what_is_wrong(running: tuple[Running, Workers]) -> None:

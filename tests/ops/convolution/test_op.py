@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.convolution import kernels, op
+from ds2_ops.convolution import kernels, op, streams
 from ds2_ops.convolution.kernels import frames_of_group
-from ds2_ops.convolution.op import _correlate, _packed, _weight_gradient, convolve, why_not
+from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, pack, why_not
+from ds2_ops.convolution.streams import StreamConvolution
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source
@@ -78,9 +79,9 @@ def test_passes_on_a_cpu(emulated: None, bins: int, frames: int, taps: tuple[int
     y, grad_x, grad_weight = answers(x, weight, grad_y)
     rows = [t.permute(0, 2, 3, 1).contiguous() for t in (x, grad_y)]
     out = [torch.full_like(t, torch.nan) for t in reversed(rows)]
-    _correlate(rows[0], _packed(weight, 2, backward=False), out[0], step=4, first=-(taps[0] // 2), group=16)
+    correlate(rows[0], pack(weight, 2, backward=False), out[0], step=4, first=-(taps[0] // 2), group=16)
     check(out[0].permute(0, 3, 1, 2), y, 32 * taps[0] * taps[1])
-    _correlate(rows[1], _packed(weight, 2, backward=True), out[1], step=1, first=-(taps[0] // 4), group=16)
+    correlate(rows[1], pack(weight, 2, backward=True), out[1], step=1, first=-(taps[0] // 4), group=16)
     check(out[1].permute(0, 3, 1, 2), grad_x, 16 * taps[0] * taps[1])
     check(_weight_gradient(*rows, weight, 2, tile=32), grad_weight, grad_y[:, 0].numel())
 
@@ -118,6 +119,48 @@ def test_one_channel_is_folded_into_many(
     check(grad, expected_grad, grad_y[:, 0].numel())
 
 
+@pytest.mark.parametrize(
+    ("device", "batch", "bins", "frames", "channels", "taps", "stride"),
+    [
+        ("cpu", 3, 9, 13, 32, (5, 3), (2, 1)),
+        ("cpu", 3, 7, 29, 1, (9, 11), (2, 2)),
+        ("cpu", 2, 8, 13, 1, (5, 5), (2, 1)),
+        pytest.param("cuda", 64, 81, 20, 32, (21, 11), (2, 1), marks=pytest.mark.gpu),
+        pytest.param("cuda", 64, 161, 29, 1, (41, 11), (2, 2), marks=pytest.mark.gpu),
+    ],
+)
+def test_streams_share_a_batch_without_a_change(
+    emulated: None,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    batch: int,
+    bins: int,
+    frames: int,
+    channels: int,
+    taps: tuple[int, int],
+    stride: tuple[int, int],
+) -> None:
+    if device == "cuda":
+        monkeypatch.undo()
+    x, weight = draw(batch, bins, frames, channels).to(device), draw(32, channels, *taps, seed=2).to(device)
+    conv, images = StreamConvolution(weight, stride), x.permute(0, 3, 1, 2)
+    found = conv(x)
+    expected = functional.conv2d(images.double().cpu(), weight.double().cpu(), None, stride, (taps[0] // 2, 0))
+    check(found.permute(0, 3, 1, 2), expected, channels * taps[0] * taps[1])
+    for group in (16, 32, 64, 112, 176) if device == "cuda" else (16,):
+        monkeypatch.setattr(streams, "_group", lambda pairs, frames, group=group: group)
+        assert torch.equal(conv(x), found)
+    for row in range(batch):
+        assert torch.equal(conv(x[row : row + 1])[0], found[row])
+    longer = torch.cat([x[:1], x[1:2]], 2)  # what lies before and behind has no part in it
+    assert torch.equal(conv(longer)[0, :, : found.shape[2]], found[0])
+
+
+@pytest.mark.parametrize(("pairs", "frames", "group"), [(21, 20, 16), (21, 1280, 112), (41, 640, 112), (21, 5000, 176)])
+def test_blocks_of_streams_run_at_once(pairs: int, frames: int, group: int) -> None:
+    assert streams._group(pairs, frames) == group
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("batch", "bins", "frames", "taps"),
@@ -137,6 +180,13 @@ def test_passes_on_a_gpu(batch: int, bins: int, frames: int, taps: tuple[int, in
     terms = (32 * taps[0] * taps[1], 16 * taps[0] * taps[1], grad_y[:, 0].numel())
     for got, expected, count in zip(runs[0], answers(x, weight, grad_y), terms, strict=True):
         check(got.detach(), expected, count)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_kernels_of_streams_compile_without_spills_or_waits(group: int) -> None:
+    for launch in (kernels.correlate(21, 1, 20, 11, group), kernels.correlate(41, 1, 10, 1, group)):
+        binary = build(launch.source.text)
+        assert binary.local_bytes == 0 and not binary.loss
 
 
 @pytest.mark.parametrize("group", [64, 112, 176])

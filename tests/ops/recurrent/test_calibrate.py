@@ -129,3 +129,13 @@ def test_calibrated_tiles_give_the_results_of_the_others(monkeypatch: pytest.Mon
     finally:
         planned.adopt(None)
     assert relative_error(ours, expected) < 0.01
+
+
+@pytest.mark.parametrize(("hidden", "max_sms"), [(512, None), (1152, None), (1152, 16), (1024, None)])
+def test_what_starts_early_adds_up_in_one_order_whatever_the_batch(
+    measured: list[list[str]], monkeypatch: pytest.MonkeyPatch, hidden: int, max_sms: int | None
+) -> None:
+    monkeypatch.setenv("DS2_OPS_CALIBRATE", "2")
+    for batch in (1, 2, 7, 32, 64, 128, 256):
+        found = planned.plan_for(Problem(batch, hidden, "bfloat16", "relu", False), 0, max_sms, True)
+        assert (found.design, found.launch.cluster) == ("cluster", 16)

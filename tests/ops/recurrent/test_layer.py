@@ -45,13 +45,14 @@ def test_wrong_arguments_are_refused() -> None:
     ("width", "dtype"), [(1152, "bfloat16"), (1312, "float16"), (8, "bfloat16"), (2560, "bfloat16")]
 )
 def test_the_projection_compiles_without_spills(width: int, dtype: str) -> None:
-    binary = build(projection_launch(width, 1152, dtype).source.text)
+    binary = build(projection_launch(width, 1152, dtype)[0].source.text)
     assert binary.local_bytes == 0 and not binary.loss
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("frames", "batch", "width", "hidden"), [(10, 1, 1152, 1152), (4, 16, 1312, 200), (1, 3, 8, 33)]
+    ("frames", "batch", "width", "hidden"),
+    [(10, 1, 1152, 1152), (4, 16, 1312, 200), (1, 3, 8, 33), (10, 64, 1152, 1152), (50, 16, 1312, 1152)],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_projection_is_as_near_as_a_librarys(
@@ -77,7 +78,8 @@ def chain(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, beside: bool, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("frames", "batch", "hidden"), [(10, 1, 1152), (10, 3, 1152), (4, 16, 1152), (1, 1, 512), (20, 2, 264)]
+    ("frames", "batch", "hidden"),
+    [(10, 1, 1152), (10, 3, 1152), (4, 16, 1152), (1, 1, 512), (20, 2, 264), (10, 64, 1152)],
 )
 def test_kernels_that_overlap_give_the_same_bits(frames: int, batch: int, hidden: int) -> None:
     layers = [weights(hidden, hidden, torch.bfloat16, CUDA) for _ in range(3)] * 4

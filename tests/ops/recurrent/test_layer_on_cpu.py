@@ -70,7 +70,7 @@ def test_a_recurrence_that_starts_early_waits(
     recur(chip, shape, groups)
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16)])
+@pytest.mark.parametrize("shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16), (10, 17, 16, 17)])
 def test_a_projection_that_starts_early_waits(chip: Callable[..., None], shape: tuple[int, int, int, int]) -> None:
     projected(chip, shape)
 

@@ -3,8 +3,9 @@
 //   z[r][n] = b[n] + sum over k of x[r][k] W[n][k]        r = t B + utterance; 0 where t < begin[utterance]
 //
 // A block has 16 rows of W, in registers before the kernel before it has ended: 8 warps share K, each takes every eighth group
-// of 16 words. Then all columns, 8 rows of x at a time, go by; partial sums meet in shared memory. No row of x meets another
-// one, and the order of a sum depends on nothing but K: the bits of z do not depend on how frames are cut or batched.
+// of 16 words. Then its share of the columns goes by, 16 rows of x at a time; a number of x is asked for as soon as the one in
+// its registers is used, and partial sums meet in shared memory. No row of x meets another one, and the order of a sum depends
+// on nothing but K: the bits of z do not depend on how frames are cut or batched, nor on shares.
 // Shape letters: R = T B rows of x, K its width, H rows of W.
 #pragma once
 
@@ -20,6 +21,7 @@ struct Projection {
     const int* begin;   // (B) or null (all 0)
     void* z;            // (R, H)
     int rows, batch, width, hidden;
+    int shares;         // of the rows of x: as many blocks have the same rows of W
 };
 
 template <class Number_, int PAIRS_, int CLUSTER_>
@@ -41,7 +43,8 @@ __device__ void project(const Projection& given) {
     extern __shared__ __align__(128) char smem[];
     release_kernel_behind();  // it waits for this one as this one for the kernel before
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-    const int first = blockIdx.x * MMA_ROWS;
+    const int across = gridDim.x / given.shares;
+    const int first = blockIdx.x % across * MMA_ROWS, own = blockIdx.x / across * Shape::COLUMNS;
     Pass weights_of{};
     weights_of.matrix = given.matrix, weights_of.hidden = given.width, weights_of.wide_rows = 1;
     const auto word = [=](int k, int q, int) { return 16 * (k / 2 * WARPS + warp) + 4 * q; };
@@ -56,24 +59,26 @@ __device__ void project(const Projection& given) {
     const unsigned bias_bits = exists ? unsigned(static_cast<const Element*>(given.bias)[unit]) : 0;
     await_kernel_before();
     const auto* x = static_cast<const Element*>(given.x);
-    for (int row = 0; row < given.rows; row += Shape::COLUMNS) {
+    const auto load = [=](int row, int half, int k) {
+        const int from = row + MMA_SAMPLES * half + g, at = Number::PER_WORD * word(2 * k, q, 4);
+        const bool inside = from < given.rows && at < given.width;
+        return inside ? *reinterpret_cast<const uint4*>(x + size_t(from) * given.width + at) : make_uint4(0, 0, 0, 0);
+    };
+    uint4 b[2][Shape::PAIRS];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int k = 0; k < Shape::PAIRS; k++) b[half][k] = load(own, half, k);
+    const int next = given.shares * Shape::COLUMNS;
+    for (int row = own; row < given.rows; row += next) {
         float c[2][4] = {};
-        uint4 b[2][Shape::PAIRS];
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int k = 0; k < Shape::PAIRS; k++) {
-                const int from = row + MMA_SAMPLES * half + g, at = Number::PER_WORD * word(2 * k, q, 4);
-                const bool inside = from < given.rows && at < given.width;
-                b[half][k] = inside ? *reinterpret_cast<const uint4*>(x + size_t(from) * given.width + at)
-                                    : make_uint4(0, 0, 0, 0);
-            }
 #pragma unroll
         for (int k = 0; k < Shape::PAIRS; k++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 Number::multiply_add(c[half], weights.a[0][2 * k], b[half][k].x, b[half][k].y);
                 Number::multiply_add(c[half], weights.a[0][2 * k + 1], b[half][k].z, b[half][k].w);
+                b[half][k] = load(row + next, half, k);
             }
         // Sums of a warp: [column][row of W].
         const unsigned sums = smem_address(smem) + 4 * (warp * Shape::SUMS);

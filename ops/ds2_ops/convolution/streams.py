@@ -1,0 +1,64 @@
+"""The convolution over a block of streams, which lie end to end as one utterance; for hearing only.
+
+Shape letters: B streams, C = 32 channels or 1, F bins, T frames, K x J taps over bins and frames, S stride over bins.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ds2_ops.convolution import op
+from ds2_ops.convolution.kernels import CHANNELS
+
+_GROUPS = (16, 32, 64, 112, 176)  # frames of a warp group: each is a kernel to build
+_BLOCKS = 132  # multiprocessors of an H200: one block each
+
+
+def why_not(weight: Tensor, stride: tuple[int, ...]) -> str | None:
+    """Say why `StreamConvolution` cannot take this weight; None if it can."""
+    return op.why_not(weight.new_empty(1, weight.shape[1], 1, 1), weight, stride)
+
+
+class StreamConvolution:
+    """A convolution whose bits depend neither on who shares a batch nor on how many frames a block has.
+
+    The kernel adds up a frame's products in one order; so it does for any tile.
+
+    Args:
+        weight: (32, C, K, J) bfloat16, for which `why_not` finds no reason.
+        stride: S and n, over bins and frames; n is 1 for 32 channels.
+    """
+
+    def __init__(self, weight: Tensor, stride: tuple[int, ...]) -> None:
+        self.taps, self.strides = weight.shape[3], stride
+        kernel = op.folded_weight(weight) if weight.shape[1] == 1 else weight
+        self.first, self.step = -(kernel.shape[2] // 2), 2 * (1 if weight.shape[1] == 1 else stride[0])
+        self.packed = op.pack(kernel, self.step // 2, backward=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map a block to the frames of which all of the kernel lies in it.
+
+        Args:
+            x: (B, F, T, C) bfloat16, best with its memory in the order (F, B, T, C).
+
+        Returns:
+            (B, ceil(F / S), (T - J) // n + 1, 32) with its memory in the order (F, B, T, C).
+        """
+        batch, bins, frames, channels = x.shape
+        after = (frames - self.taps) // self.strides[1] + 1
+        if channels == 1:  # taps over frames are channels, so none of the frames that are given meet others
+            begin, held = 0, after
+            rows = op.folded_windows(x[..., 0], self.strides[1], after)
+        else:
+            begin, held, rows = self.taps // 2, frames, x
+        ends_together = rows.transpose(0, 1).reshape(1, rows.shape[1], batch * held, CHANNELS)
+        y = x.new_empty(1, -(-bins // self.strides[0]), batch * held, CHANNELS)
+        group = _group(-(-y.shape[1] // 2), batch * held)
+        op.correlate(ends_together, self.packed, y, step=self.step, first=self.first, group=group)
+        return y.view(-1, batch, held, CHANNELS)[:, :, begin : begin + after].transpose(0, 1)
+
+
+def _group(pairs: int, frames: int) -> int:
+    """Frames of a warp group, two groups a block: the fewest with which all blocks run at once."""
+    tiles = max(1, _BLOCKS // pairs)
+    return next((group for group in _GROUPS if -(-frames // (2 * group)) <= tiles), _GROUPS[-1])
