@@ -26,7 +26,9 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
     hidden: int, batch: int, dtype: str, cell: str, backward: bool, sms: int
 ) -> None:
     choices = units_choices(Problem(batch, hidden, dtype, cell, backward), H200, sms)
-    assert choices or hidden > 64
+    # Backwards all gates' weights in float32 leave a lane no registers for a second column, of more than 4 utterances.
+    crowded = backward and dtype == "float32" and ALL[cell].gates > 1 and batch > 4 * sms
+    assert choices or hidden > (32 if crowded else 64)
     assert len({choice.name for choice in choices}) == len(choices)
     for choice in choices:
         launch = choice.launch
