@@ -102,7 +102,8 @@ class Shard:
             raise ShardError(f"{self.path}: has no member {name}; {_WAY_OUT}")
         offset, size, crc, _ = self._places[int(np.searchsorted(self._names, name.encode()))].tolist()
         try:
-            content = os.pread(_opened(str(self.path), self._which).fileno(), size, offset)
+            file = _opened(str(self.path), self._which)  # by name, or it may close before the call
+            content = os.pread(file.fileno(), size, offset)
         except OSError as error:
             raise ShardError(f"{self.path}: {name}: {error.strerror or error}") from error
         if len(content) < size:

@@ -14,8 +14,9 @@ import soundfile
 import torch
 from support.run_log import losses
 
+from ds2.audio import shard as shard_module
 from ds2.audio.read import AudioError, audio_info, read_audio
-from ds2.audio.shard import index_file
+from ds2.audio.shard import Shard, index_file
 from ds2.cli import main
 from ds2.config.schema import AugmentConfig, Config, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
@@ -167,6 +168,15 @@ def test_a_member_that_is_not_there_is_named(tmp_path: Path, utterances: list[Ut
         read_audio(odd.audio_filepath)
     with pytest.raises(AudioError, match=r"none\.tar: No such file"):
         read_audio(tmp_path / "none.tar" / "a.flac")
+
+
+def test_a_shards_file_stays_open_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads may open it at once: the cache keeps one file, and the other is its reader's alone."""
+    monkeypatch.setattr(shard_module, "_opened", shard_module._opened.__wrapped__)
+    (tmp_path / "one.txt").write_text("word")
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        tar.add(tmp_path / "one.txt", "one.txt")
+    assert Shard(tmp_path / "s.tar").read("one.txt") == b"word"
 
 
 def test_a_shard_without_an_index_is_looked_through(tmp_path: Path, utterances: list[Utterance]) -> None:
