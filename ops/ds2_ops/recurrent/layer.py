@@ -56,13 +56,8 @@ def recurrent_layer(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.recurrence`.
     """
-    check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-    hidden = weight_ih.shape[0]
-    check_shape("weight_ih", weight_ih, (hidden, x.shape[2]), "(H, K)")
-    check_shape("bias", bias, (hidden,), "(H,)")
-    for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
-        check_like(name, tensor, x)
-    x = x.contiguous()
+    _check_projection(x, weight_ih, bias, "H")
+    hidden, x = len(weight_ih), x.contiguous()
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
     if _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
         z = projection.project(x, weight_ih, bias, begin, beside=beside)
@@ -102,14 +97,18 @@ def lstm_layer(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
     """
-    check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-    gates = weight_ih.shape[0]
-    check_shape("weight_ih", weight_ih, (gates, x.shape[2]), "(4 H, K)")
-    check_shape("bias", bias, (gates,), "(4 H,)")
-    for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
-        check_like(name, tensor, x)
+    _check_projection(x, weight_ih, bias, "4 H")
     z = projected(x.contiguous(), weight_ih, bias, begin)
     return lstm(z, weight_hh, h0, c0, lengths, backend=backend)
+
+
+def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> None:
+    """Check x (T, B, K), weight_ih (rows, K) and bias (rows,); `rows` is what messages call them."""
+    check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    check_shape("weight_ih", weight_ih, (weight_ih.shape[0], x.shape[2]), f"({rows}, K)")
+    check_shape("bias", bias, (weight_ih.shape[0],), f"({rows},)")
+    for name, tensor in (("weight_ih", weight_ih), ("bias", bias)):
+        check_like(name, tensor, x)
 
 
 @torch.no_grad()
