@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
 
 def state_file(output: Path) -> Path:
     """Where the state of a training is kept until its model is whole."""
-    return output.with_name(f"{output.name}.state")
+    return output.parent / f"{output.name}.state"
 
 
 def unit_of(alphabet: Alphabet) -> str:
