@@ -134,6 +134,11 @@ def works(base: Path) -> list[Work]:
     def model_of_text(folder: Path) -> Sequence[str]:
         return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
 
+    def recurrent_model_of_text(folder: Path) -> Sequence[str]:
+        sizes = ("--hidden", "32", "--layers", "1", "--epochs", "2", "--join", "2", "--device", "cpu")
+        kept = ("--save-minutes", "0.005", "--symbols", " abcdefghij")
+        return (*DS2, "lm", "train", str(text), "--output", str(folder / "text.lm"), *sizes, *kept)
+
     def preparing(folder: Path) -> Sequence[str]:
         work_dir = f"data.work_dir={folder / 'corpus'}"
         return (sys.executable, "-c", PREPARE, "data", "prepare", "recipe=synthetic", work_dir)
@@ -151,6 +156,7 @@ def works(base: Path) -> list[Work]:
         Work("export", exporting, lambda folder: _files(folder, "out/**/*")),
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
         Work("lm build", model_of_text, _built),
+        Work("lm train", recurrent_model_of_text, lambda folder: _built(folder)[1]),
         Work("data prepare", preparing, lambda folder: _files(folder, "corpus/**/*")),
         Work("data shards", sharding, lambda folder: _files(folder, "shards/**/*")),
         Work("audio cache", caching, lambda folder: _files(folder, "work/**/*.audio", order=False)),
@@ -179,7 +185,7 @@ def _trained(folder: Path) -> object:
     return tensors, losses, models
 
 
-def _built(folder: Path) -> object:
+def _built(folder: Path) -> tuple[object, object]:
     """A language model's header and tensors; safetensors writes the entries of a header in any order."""
     with safe_open(str(folder / "text.lm"), framework="np") as file:
         tensors = {name: hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest() for name in file.keys()}  # noqa: SIM118

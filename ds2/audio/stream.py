@@ -36,7 +36,7 @@ class Resampler:
         return self._next(np.asarray(samples, np.float32), last=False)
 
     def finish(self) -> NDArray[np.float32]:
-        """Return the samples that were held back."""
+        """Return the samples (N,) float32 in [-1, 1] that were held back."""
         return self._next(np.empty(0, np.float32), last=True)
 
     def _next(self, samples: NDArray[np.float32], *, last: bool) -> NDArray[np.float32]:
@@ -86,6 +86,6 @@ class SampleBlocks:
             self._held = self._held[self.block_frames * self.features.step_samples :]
 
     def finish(self) -> NDArray[np.float32]:
-        """Return what is left; it may be too short for a frame."""
+        """Return the samples (N,) float32 that are left; they may be too few for a frame."""
         rest, self._held = self._held, self._held[:0]
         return rest[:0] if self._lead_samples else rest

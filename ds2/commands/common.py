@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
 from ds2.config.schema import ConfigError
@@ -24,7 +25,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options before, between and after arguments, as people write them.
+    """Takes options before, between and after arguments, as people write them, and names what was probably meant.
 
     argparse alone gives a list that may be empty nothing at the first option, and refuses what follows:
     `ds2 evaluate MODEL --device cpu MANIFEST`.
@@ -44,8 +45,21 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._mixing = False
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            hint = _nearest(unknown[0].split("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return given, []
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = _nearest(str(value), action.choices or ())
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
+
+
+def _nearest(given: str, allowed: Iterable[object]) -> str:
+    close = difflib.get_close_matches(given, map(str, allowed), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def own_folders(arguments: Sequence[str]) -> list[Path]:

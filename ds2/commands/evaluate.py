@@ -80,7 +80,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
     )
     parser.add_argument("model", type=Path, help="model file or run folder")
-    parser.add_argument("manifests", type=Path, nargs="*", help="default: data.test of the model's config")
+    parser.add_argument("manifests", type=Path, nargs="*", default=[], help="default: data.test of the model's config")
     parser.add_argument(
         "--out",
         type=Path,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds2.commands.common import within
-from ds2.config.allowed import KEY
+from ds2.commands.common import real, within
+from ds2.config.allowed import KEY, UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_state import StateFile
 from ds2.lm.recurrent_training import Passed, Settings, Text, train
 from ds2.lm.sentences import SentenceReader
 from ds2.system.files import check_writable
@@ -24,6 +24,7 @@ from ds2.system.stops import Stopped
 from ds2.text.alphabet import Alphabet
 from ds2.training.interrupts import Interrupts
 
+_FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change as a training goes on
 _HELP = {
     "hidden": "units of a layer",
     "layers": "LSTM layers",
@@ -49,40 +50,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 f"--{field.name.replace('_', '-')}", type=within(kind_of, field.metadata[KEY]), default=field.default,
                 help=f"{_HELP[field.name]} (default {field.default})",
             )  # fmt: skip
+    parser.add_argument(
+        "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
+        help="the state from which the same command goes on, OUTPUT.state, is kept so often and where a signal ends "
+        "the training; 0: only there (default 5)",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
 
 
 def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
     """Read, train, write, judge; the model is written at the end, or as far as it is where a signal ends it.
 
+    Stopped or killed, the same command goes on from the state that it kept beside the model.
+
     Raises:
         UnwritableError: the model has no place; told before the text is read.
-        Stopped: by a signal, once the model is written.
+        CheckpointError: the state is damaged or of another training.
+        Stopped: by a signal, once state and model are written.
     """
-    check_writable(arguments.output)
+    output: Path = arguments.output
+    check_writable(output, state_file(output))
     reader = SentenceReader(arguments.text, unit_of(alphabet), alphabet, arguments.unknown)
     text = Text.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)
     device = resolve_device(arguments.device)
     torch.manual_seed(arguments.seed)
-    model = RecurrentLM(alphabet, _settings(Shape, arguments)).to(device)
+    shape, settings = _settings(Shape, arguments), _settings(Settings, arguments)
+    model = RecurrentLM(alphabet, shape).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"training {parameters:,} parameters on {device}", flush=True)
-    began = time.monotonic()
+    given = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
+             if name not in _FREE}  # fmt: skip
+    made_of = {**given, "text": text.digest, "alphabet": alphabet.to_dict()}
+    state = StateFile(state_file(output), made_of, 60 * arguments.save_minutes)
+    goes_on = f", on from {state.path}" if state.path.is_file() else ""
+    print(f"training {parameters:,} parameters on {device}{goes_on}", flush=True)
     with Interrupts() as interrupts:
-        passed = train(model, text, _settings(Settings, arguments), _show, stop=lambda: bool(interrupts.received))
+        passed = train(model, text, settings, _show, stop=lambda: bool(interrupts.received), state=state)
         if interrupts.received and not passed.step:
             raise Stopped(interrupts.received)
-        minutes = (time.monotonic() - began) / 60
+        minutes = passed.elapsed_s / 60
         facts = {"epoch": passed.epoch, "step": passed.step, "minutes": minutes, "git_commit": git_commit()}
-        save_recurrent(arguments.output, model, facts)
-        size_mib = arguments.output.stat().st_size / 2**20
-        print(f"wrote {arguments.output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
+        save_recurrent(output, model, facts)
+        size_mib = output.stat().st_size / 2**20
+        print(f"wrote {output}, {size_mib:.1f} MiB, after {passed.step} steps in {minutes:.1f} minutes")
         if interrupts.received:
             raise Stopped(interrupts.received)
+        state.remove()
     if arguments.heldout:
         judge(model, arguments.heldout)
     return 0
+
+
+def state_file(output: Path) -> Path:
+    """Where the state of a training is kept until its model is whole."""
+    return output.parent / f"{output.name}.state"
 
 
 def unit_of(alphabet: Alphabet) -> str:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `ds2 lm tune`."""
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("lm", type=Path, help="binary or ARPA")
-    parser.add_argument("manifests", nargs="*", help="default: data.dev of the model's config")
+    parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, default="0:1.6:5", help="LOW:HIGH:COUNT (default 0:1.6:5)")
     parser.add_argument("--betas", type=_range, default="0:3:4", help="LOW:HIGH:COUNT (default 0:3:4)")
     parser.add_argument(

@@ -82,7 +82,13 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
 
 
 def align_by_kernel(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
-    """Align in one launch; two copies to the device and one back."""
+    """Align in one launch; two copies to the device and one back.
+
+    Args:
+        log_probs: (T, B, V) float32 on a GPU.
+        lengths: (B,) CPU int64.
+        targets: labels of each utterance.
+    """
     device, sizes = log_probs.device, [len(target) for target in targets]
     longest = max(sizes)
     table = np.zeros((len(targets), longest + 1), np.int32)
@@ -139,7 +145,7 @@ def _trace(
 def align_all(
     log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Alignment | None]]:
-    """`force_align` for any number of targets an utterance, those of one rank at once."""
+    """`force_align` for any number of targets an utterance, those of one rank at once; log-probs as there."""
     found: list[list[Alignment | None]] = [[] for _ in targets]
     for rank in range(max(map(len, targets), default=0)):
         chosen = [index for index, row in enumerate(targets) if rank < len(row)]
@@ -154,7 +160,15 @@ def align_all(
 def with_times(
     rows: Sequence[Sequence[Hypothesis]], log_probs: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float
 ) -> list[list[Hypothesis]]:
-    """Give words to the hypotheses, with times and confidences from their best paths through the log-probs."""
+    """Give words to the hypotheses, with times and confidences from their best paths through the log-probs.
+
+    Args:
+        rows: hypotheses of each utterance.
+        log_probs: (T', B, V) natural log-probs.
+        lengths: (B,) CPU int64, valid frames.
+        alphabet: of the labels.
+        frame_s: seconds between two frames.
+    """
     aligned = align_all(log_probs, lengths, [[h.labels for h in row] for row in rows])
     return [
         [

@@ -31,7 +31,7 @@ class CalibratedDecoder:
         self.decoder, self.calibration = decoder, calibration
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode as the decoder does."""
+        """Decode as the decoder does; see :class:`~ds2.decoding.decoder.Decoder`."""
         return [[calibrated(h, self.calibration) for h in row] for row in self.decoder.decode(log_probs, lengths)]
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> CalibratedDecoding:
@@ -49,7 +49,7 @@ class CalibratedDecoder:
         return [[[calibrated(h, self.calibration) for h in row] for row in rows] for rows in found]
 
     def step(self, decodings: Sequence[CalibratedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Step as the decoder does."""
+        """Step as the decoder does; see :class:`~ds2.decoding.decoder.Decoder`."""
         self.decoder.step([d.decoding for d in decodings], log_probs, lengths)
 
 

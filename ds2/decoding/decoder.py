@@ -157,7 +157,7 @@ class SearchDecoder:
         return [decoding.finish() for decoding in decodings]
 
     def step(self, decodings: Sequence[Kept], log_probs: Tensor, lengths: Tensor) -> None:
-        """Keep the next frames of each."""
+        """Keep the next frames of each; see :class:`Decoder`."""
         step_apart(decodings, log_probs, lengths)
 
 

@@ -54,8 +54,12 @@ def pack_next(
 ) -> tuple[Tensor, Tensor, OpenRun]:
     """`pack` the next frames of utterances: together the chunks' packed frames are the whole's, to the bit.
 
+    Args:
+        log_probs, lengths, options: as `pack`.
+        before: the run that the frames before left open.
+
     Returns:
-        Packed frames and counts of those that are complete, and the run that is still open.
+        (T + 1, B, V) packed frames, (B,) int64 how many of each utterance are complete, and the run that is still open.
     """
     if not len(log_probs):
         return log_probs.new_zeros(1, *log_probs.shape[1:]), torch.zeros_like(before.there, dtype=torch.int64), before

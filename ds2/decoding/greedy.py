@@ -142,7 +142,7 @@ class GreedyDecoder:
         return GreedyDecoding(rows, self.alphabet, self.frame_s)
 
     def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Let decodings hear their next frames in one batch."""
+        """Let decodings hear their next frames in one batch; see :class:`~ds2.decoding.decoder.Decoder`."""
         check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
         paths = [path for decoding in decodings for path in decoding.paths]
         for path, frames in zip(paths, best_path(log_probs, lengths), strict=True):

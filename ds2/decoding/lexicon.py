@@ -77,7 +77,7 @@ class Trie:
         return Trie(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
-        """See the function."""
+        """As :func:`walk` among `children`."""
         return walk(self.children, nodes, characters)
 
 

@@ -50,17 +50,17 @@ class Bucket:
 
     @property
     def rounded(self) -> dict[Tensor, Tensor]:
-        """The copies of parameters of `low`, by parameter."""
+        """The copies of parameters of `low`, by parameter and of its shape."""
         return dict(zip(self._low, self._sources, strict=False))
 
     def copies(self) -> tuple[Tensor, ...]:
-        """The parameters, those of `low` rounded."""
+        """The parameters in the order of `parameters`, of their shapes, those of `low` rounded."""
         if self._rounded is not None and not self.current:
             self._rounded.copy_(_concatenated(self._low))
         return tuple(source.detach() for source in self._sources)
 
     def place(self, tensors: Sequence[Tensor]) -> None:
-        """Give the modules these tensors in place of their parameters.
+        """Give the modules these tensors, shaped as `parameters` and in their order, in place of them.
 
         Until the parameters are placed again, nothing else may read a module's parameters (state_dict, optimizer,
         deepcopy): autograd only sees a copy that is an attribute of the module.
@@ -84,6 +84,11 @@ class Bucket:
         """Add a product to the gradient of a parameter where that lies, in float32 on a GPU, ahead of `collect`.
 
         In a recording it is held back until the next recurrence runs.
+
+        Args:
+            part: (R, C), where the gradient lies.
+            left: (R, N).
+            right: (N, C).
         """
         fresh = self._take(part)
         if not left.is_cuda and left.dtype != part.dtype:

@@ -61,13 +61,13 @@ class Communicator:
         return value
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor with rank 0's."""
+        """Overwrite a contiguous tensor of any shape and dtype, the same on all ranks, with rank 0's."""
 
     def sum_(self, tensor: Tensor) -> None:
-        """Overwrite a small contiguous float tensor with its sum over ranks."""
+        """Overwrite a small contiguous float tensor of any shape, the same on all ranks, with its sum over ranks."""
 
     def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
-        """Begin to overwrite a contiguous float tensor with its sum over ranks; leave it alone until `wait` returns.
+        """Begin to overwrite a contiguous float tensor of any shape with its sum; leave it alone until `wait` returns.
 
         `beside`, the same on all ranks: whether the device computes meanwhile, so that the sum is to take little of it.
         """
@@ -79,7 +79,7 @@ class Communicator:
         yield
 
     def broadcast_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's tensors, on the CPU where they are not this rank's own; what others pass is ignored."""
+        """Return rank 0's tensors by name, of any shape, on the CPU where not this rank's own; others' are ignored."""
         shapes = self.broadcast({name: (value.shape, value.dtype) for name, value in tensors.items()})
         if self.rank != 0:
             tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}

@@ -74,12 +74,12 @@ class GradientReducer:
 
     @property
     def buckets(self) -> list[Tensor]:
-        """The flat gradients; zeros between the parts."""
+        """The gradients, (N,) a bucket; zeros between the parts."""
         return [bucket.flat for bucket in self._buckets]
 
     @property
     def rounded(self) -> dict[Tensor, Tensor]:
-        """The copies of parameters of `low`, by parameter: for whoever changes these and then says `copies_are`."""
+        """Copies of parameters of `low`, by parameter, of its shape: who changes these then says `copies_are`."""
         return {parameter: copy for bucket in self._buckets for parameter, copy in bucket.rounded.items()}
 
     def copies_are(self, *, current: bool) -> None:

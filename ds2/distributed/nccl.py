@@ -121,7 +121,7 @@ class NcclCommunicator(Ranks):
         return _StreamSum(self, tensor.detach(), beside=beside)
 
     def enqueue(self, tensor: Tensor, *, beside: bool) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Sum a tensor on the gradients' stream after what the current stream holds; returns events around the sum."""
+        """Sum a tensor of any shape on the gradients' stream, after the current one; returns events around the sum."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record(self._stream)

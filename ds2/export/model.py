@@ -94,7 +94,7 @@ class Exported:
         return {"log_probs": found.x, "frames": frames}, found.time.lag
 
     def example(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Inputs of the right sizes: zeros, and the state of streams that begin."""
+        """Inputs by name: signal (B, N) or (B, F, T) of zeros, length (B,) int64, states (B, ...) of new streams."""
         count = self.chunk or 16000
         sizes = (batch, count) if self.from_samples else (batch, self.bins, count)
         inputs = {"signal": torch.zeros(sizes, dtype=dtype), "length": torch.full((batch,), count)}

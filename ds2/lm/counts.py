@@ -59,14 +59,14 @@ class Scratch:
         return self._folder / str(self._files)
 
     def zeros(self, length: int, dtype: type = np.int64) -> NDArray[Any]:
-        """An array of zeros whose space on disk is reserved."""
+        """An array (length,) of zeros whose space on disk is reserved."""
         path = self._path()
         with open(path, "wb") as out:
             os.posix_fallocate(out.fileno(), 0, max(1, length * np.dtype(dtype).itemsize))
         return np.memmap(path, dtype, "r+", shape=(length,)) if length else np.zeros(0, dtype)
 
     def append(self, parts: Iterable[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
-        """The parts one after the other."""
+        """The parts (N,), one after the other."""
         return self.append_pairs(((part,) for part in parts), (dtype,))[0]
 
     def append_pairs(self, parts: Iterable[tuple[NDArray[Any], ...]], dtypes: tuple[type, ...]) -> list[NDArray[Any]]:

@@ -23,7 +23,7 @@ from ds2.config.check import check_allowed
 from ds2.config.schema import ConfigError
 from ds2.lm.ngram import LanguageModelError
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, save
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save
 from ds2.text.alphabet import BLANK, Alphabet, AlphabetError, describe
 
 BOUNDARY = BLANK  # the label that writes nothing stands before and behind every text
@@ -180,11 +180,13 @@ def load_recurrent(path: Path, device: torch.device | str = "cpu") -> RecurrentL
         CheckpointError: no such file, or a damaged one.
         LanguageModelError: a file of another kind.
     """
-    tensors, metadata = load(path, device)
-    if metadata.get("kind") != _KIND:
+    kind = read_metadata(path).get("kind")  # before tensors: an n-gram model's digest is not of their content
+    if kind != _KIND:
         raise LanguageModelError(
-            f"{path} is a {metadata.get('kind')}, not a recurrent language model: `ds2 lm train` writes them"
+            f"{path} is a {kind}, not a recurrent language model: `ds2 lm train` writes them, and n-gram models "
+            "are given as decode.lm"
         )
+    tensors, metadata = load(path, device)
     try:
         stored = from_plain(_Stored, metadata, "metadata")
         with torch.device("meta"):  # memory is taken for what the file holds, not for what it says that it holds

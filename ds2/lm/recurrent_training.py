@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
 from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
 from ds2.lm.recurrent import BOUNDARY, RecurrentLM, gather
+from ds2.lm.recurrent_state import Position, StateFile
 from ds2.text.alphabet import Alphabet
 
 _CLIP_NORM = 1.0
@@ -64,6 +66,11 @@ class Text:
             raise LanguageModelError("the text is empty: no line holds a token")
         return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), len(between))
 
+    @property
+    def digest(self) -> str:
+        """Of all lines."""
+        return hashlib.sha256(self.labels.tobytes() + self.starts.tobytes()).hexdigest()[:16]
+
     def stretches(self, join: int, longest: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Cut all lines into texts of 1 to `join` lines, drawn evenly: (S, 2) first label and number of labels."""
         lines = len(self.starts) - 1
@@ -78,7 +85,10 @@ class Text:
 
 
 def plan(stretches: NDArray[np.int64], batch_tokens: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Put stretches of like length together in batches of at most `batch_tokens` padded tokens, in random order."""
+    """Put stretches (S, 2) of like length together in batches (B, 2) of at most `batch_tokens` padded tokens each.
+
+    Both hold first labels and numbers of labels; batches come in random order.
+    """
     sizes = stretches[:, 1]
     order = np.argsort(sizes * (1 + _JITTER * rng.random(len(sizes))), kind="stable")[::-1]
     batches, at = [], 0
@@ -98,6 +108,7 @@ class Passed:
     part: float  # of the planned training
     loss: float  # nats a token, mean of the steps since the last report
     tokens_per_s: float
+    elapsed_s: float = 0.0  # of training, that before a restart too
 
 
 def train(
@@ -107,8 +118,12 @@ def train(
     report: Callable[[Passed], None],
     report_every_s: float = 10.0,
     stop: Callable[[], bool] = lambda: False,
+    state: StateFile | None = None,
 ) -> Passed:
     """Fit a model to a text: AdamW, a rate that rises in the first steps and falls by half a cosine to zero.
+
+    Each step draws dropout by its own seed, so that a training that goes on from a state takes the steps of an
+    unbroken one; with `max_minutes` but for what the clock says of the rate.
 
     Args:
         model: changed in place, on the device where it is to be trained; left ready to score.
@@ -117,29 +132,42 @@ def train(
         report: is told now and then how far it is.
         report_every_s: seconds between two reports.
         stop: asked before each step whether to end there.
+        state: from which it goes on where there is one, and in which it is kept where it is stopped or time for it;
+            who has written the model removes it.
 
     Raises:
         LanguageModelError: settings out of range, or a loss that is not finite.
+        CheckpointError: the state is damaged, of another training, or cannot be written.
     """
     check_allowed(settings, "lm train")
     device = model.classifier.weight.device
     on_gpu = device.type == "cuda"
-    torch.manual_seed(settings.seed)
     labels = torch.from_numpy(text.labels.astype(np.int32)).to(device)
-    rate = torch.tensor(settings.learning_rate, device=device)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay, fused=True
+        model.parameters(),
+        lr=torch.tensor(settings.learning_rate, device=device),
+        betas=(0.9, 0.98),
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
-    began = time.monotonic()
+    position = Position() if state is None else state.restore(model, optimizer)
+    rate: Tensor = optimizer.param_groups[0]["lr"]
+    began = time.monotonic() - position.elapsed_s
     window = _Window(device)
-    passed = Passed(1, 0, 0.0, math.nan, 0.0)
+    passed = Passed(position.epoch, position.step, 0.0, math.nan, 0.0, position.elapsed_s)
     model.train()
-    for epoch, position, batches, batch in _batches(text, settings):
-        part = (epoch - 1 + position / batches) / settings.epochs
+    for epoch, behind, batches, batch in _batches(text, settings, position):
+        part = (epoch - 1 + behind / batches) / settings.epochs
         if settings.max_minutes:
             part = max(part, (time.monotonic() - began) / (60 * settings.max_minutes))
-        if part >= 1 or stop():
+        stopped = stop()
+        if state is not None and (stopped or state.due) and window.steps:
+            passed = window.close(passed)  # which says if there is nothing worth keeping
+            report(passed)
+            state.save(model, optimizer, Position(epoch, behind, passed.step, passed.elapsed_s))
+        if part >= 1 or stopped:
             break
+        torch.manual_seed(_step_seed(settings.seed, passed.step))
         warm = min(1.0, (passed.step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
         targets, lengths = gather(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
@@ -150,7 +178,8 @@ def train(
         utils.clip_grad_norm_(model.parameters(), _CLIP_NORM, foreach=True)
         optimizer.step()
         window.add(loss.detach(), int(batch[:, 1].sum()) + len(batch))
-        passed = replace(passed, epoch=epoch, step=passed.step + 1, part=part)
+        elapsed_s = time.monotonic() - began
+        passed = replace(passed, epoch=epoch, step=passed.step + 1, part=part, elapsed_s=elapsed_s)
         if window.age_s >= report_every_s:
             passed = window.close(passed)
             report(passed)
@@ -186,10 +215,14 @@ class _Window:
         return found
 
 
-def _batches(text: Text, settings: Settings) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
-    """Yield (epoch, position of the batch, batches of the epoch, the batch's stretches)."""
-    for epoch in range(1, settings.epochs + 1):
+def _step_seed(seed: int, step: int) -> int:
+    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1  # torch takes signed ones
+
+
+def _batches(text: Text, settings: Settings, start: Position) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
+    """Yield (epoch, batches of it that are behind, batches of the epoch, the batch's stretches) from a position on."""
+    for epoch in range(start.epoch, settings.epochs + 1):
         rng = np.random.default_rng([settings.seed, epoch])
         batches = plan(text.stretches(settings.join, settings.longest, rng), settings.batch_tokens, rng)
-        for position, batch in enumerate(batches):
-            yield epoch, position, len(batches), batch
+        for behind in range(start.batch if epoch == start.epoch else 0, len(batches)):
+            yield epoch, behind, len(batches), batches[behind]

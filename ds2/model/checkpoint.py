@@ -16,7 +16,7 @@ from ds2.config.schema import Config
 from ds2.model.acoustic import AcousticModel
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, save
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, read_metadata, save
 from ds2.text.alphabet import Alphabet
 
 
@@ -85,10 +85,10 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
         CheckpointError: no such file, not a ds2 model, damaged metadata, or weights that do not fit its own config.
     """
     file = find_model(Path(path))
-    tensors, metadata = load(file)
-    if metadata.get("kind") != "model":
-        kind = metadata.get("kind")
+    kind = read_metadata(file).get("kind")  # before tensors: a language model's digest is not of their content
+    if kind != "model":
         raise CheckpointError(f"{file} is a {kind}, not a model: give best.safetensors or last.safetensors")
+    tensors, metadata = load(file)
     try:
         stored = from_plain(_Header, metadata, "metadata")
         config, alphabet = config_from_dict(stored.config), Alphabet.from_dict(stored.alphabet)

@@ -128,7 +128,7 @@ class SequenceBatchNorm(nn.Module):
         return y.view_as(x)
 
     def fused(self, x: Tensor) -> bool:
-        """Whether training runs on the kernels of `ds2_ops`; else on torch's, and always so on a CPU."""
+        """Whether training on x (..., C) runs on the kernels of `ds2_ops`; else on torch's, and always so on a CPU."""
         return self.training and x.is_cuda and why_not(x.dtype, len(self.weight), x.device) is None
 
     def clipped(self, x: Tensor, lengths: Tensor, count: Count, clip: float) -> Tensor:
@@ -168,7 +168,7 @@ class SequenceBatchNorm(nn.Module):
             self.batches = 0
 
     def get_extra_state(self) -> Tensor:
-        """The number of batches behind the running averages, for the state dict."""
+        """The number of batches behind the running averages, () int64, for the state dict."""
         return torch.tensor(self.batches)
 
     def set_extra_state(self, state: Tensor) -> None:

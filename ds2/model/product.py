@@ -12,12 +12,12 @@ from torch.nn import functional
 
 
 def sink_of(weight: Tensor) -> Sink | None:
-    """What takes the gradient of a weight instead of autograd, an attribute of its copy in a pass; or None."""
+    """What takes the gradient of a weight (H, D) instead of autograd, an attribute of its copy in a pass; or None."""
     return getattr(weight, "sink", None)
 
 
 def adder_of(weight: Tensor) -> Callable[[Callable[[], Tensor]], None] | None:
-    """What takes what makes the gradient of a weight instead of autograd; or None."""
+    """What takes what makes the gradient of a weight (H, D) instead of autograd; or None."""
     sink = getattr(weight, "sink", None)
     return None if sink is None else sink.add
 

@@ -42,7 +42,7 @@ def run(
 
     Args:
         stages: each takes the number of a piece and what the stage before made of it, and is given pieces in order.
-        pieces: inputs of the first stage, made on the current stream.
+        pieces: inputs of the first stage, of whatever shape it takes, made on the current stream.
         lanes: streams; none: everything on the current one. Recorded or not, they begin behind the current stream and
             it goes on behind them.
     """

@@ -31,7 +31,7 @@ class Hearing(Protocol):
         """
 
     def step(self, streams: Sequence[Any], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
-        """Hear the samples of each stream's next block."""
+        """Hear the samples (N,) float32 in [-1, 1] of each stream's next block."""
         ...
 
     def last(self, stream: Any, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:

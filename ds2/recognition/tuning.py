@@ -35,7 +35,12 @@ class DevSet:
 
     @classmethod
     def of(cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str]) -> DevSet:
-        """Keep the log-probs of `Recogniser.logits` where they are; utterances without frames are left out."""
+        """Keep the log-probs of `Recogniser.logits` where they are; utterances without frames are left out.
+
+        Args:
+            batches: of each the utterances' positions, logits (T', B, V) and lengths (B,) CPU int64.
+            references: what was said in each utterance.
+        """
         kept: list[tuple[Tensor, Tensor]] = []
         texts: list[list[str]] = []
         for indices, logits, lengths in batches:

@@ -59,7 +59,7 @@ class Batcher(ABC):
 
     @abstractmethod
     def hear(self, called: Any, samples: NDArray[np.float32] | None) -> asyncio.Future[Heard]:
-        """As `Source.accept`; None as `Source.flush`."""
+        """As `Source.accept` of samples (N,); None as `Source.flush`."""
 
     @abstractmethod
     def leave(self, called: Any) -> None:

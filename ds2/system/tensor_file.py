@@ -36,7 +36,7 @@ class CheckpointError(UserError):
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write tensors and JSON-serialisable metadata as one file that is either the old one or the whole new one.
+    """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, the old or the whole new one.
 
     Raises:
         CheckpointError: the folder is not writable or the disk is full; an older file at `path` is left as it was.

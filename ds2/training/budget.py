@@ -134,7 +134,8 @@ def _down(value: float) -> float:
 def worst_parts(durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int) -> list[list[int]]:
     """Return one rank's parts of the batches that need most: of most padded audio, and of most utterances.
 
-    Looked for in the first two epochs: in order of duration, and shuffled in buckets.
+    Looked for in the first two epochs: in order of duration, and shuffled in buckets. `durations_s` is (N,), seconds of
+    each utterance; parts are positions in it.
     """
     parts = [deal(batch, 0, world) for epoch in (1, 2) for batch in plan_epoch(durations_s, batching, epoch, seed)]
     padded = max(parts, key=lambda part: durations_s[part[0]] * len(part))

@@ -91,7 +91,7 @@ class Inputs:
         return (*self.waveforms.shape, self.numbers.shape[1])
 
     def into(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
-        """Copy to the beginning of two flat tensors and return the copy."""
+        """Copy to the beginning of flat (N,) float32 waveforms and (M,) int64 numbers and return the copy."""
         copy = replace(
             self,
             waveforms=waveforms[: self.waveforms.numel()].view_as(self.waveforms),

@@ -100,7 +100,7 @@ def no_such_weights(model: nn.Module) -> str:
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm over all gradients, on their device (no host synchronisation)."""
+    """The 2-norm over all gradients, of any shapes: () float32 on their device (no host synchronisation)."""
     return nn.utils.get_total_norm(gradients, foreach=True)
 
 

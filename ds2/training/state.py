@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ds2.config.convert import config_to_dict
 from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
+from ds2.system.optimizer_state import optimizer_tensors, restore_optimizer
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, save
 from ds2.training.averaging import WeightAverage
@@ -191,23 +191,6 @@ def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
 
 def _named(parts: Parts) -> dict[str, Tensor]:
     return {name: value for key, values in parts.items() for name, value in prefixed(key, values).items()}
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state (momenta, step counts) by parameter number; hyper-parameters come from the config."""
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
-    }
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`, onto an optimizer made from the same model and config."""
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -26,7 +26,7 @@ def check_shape(name: str, tensor: Tensor, expected: Sequence[int], legend: str)
 
 
 def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
-    """Raise unless ``tensor`` has the dtype and the device of ``x``."""
+    """Raise unless ``tensor`` has the dtype and the device of ``x``; shapes are `check_shape`'s."""
     if tensor.dtype != x.dtype:
         raise TypeError(
             f"{name} is {tensor.dtype} but x is {x.dtype}: convert one with .to(dtype), or run under torch.autocast"
@@ -44,7 +44,7 @@ def check_x(x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating tensors as torch.autocast would cast the inputs of a matrix product (float64 stays)."""
+    """Cast floating tensors, of any shape, as torch.autocast casts inputs of a matrix product (float64 stays)."""
     device = next(t for t in tensors if t is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

@@ -59,7 +59,7 @@ class BeamDecoder:
         self.lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode whole utterances; on a GPU by one launch of the kernel, which aligns words in one piece."""
+        """Decode whole utterances as `Decoder` says; on a GPU in one launch, which aligns words in one piece."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
         if not len(lengths):
             return []
@@ -188,7 +188,7 @@ class BeamDecoding:
         self.rows = [Row(Timeline(decoder.alphabet, decoder.frame_s, silent), hot=hot) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Hear the next frames."""
+        """Hear the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
         self.decoder.step([self], log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:

@@ -83,7 +83,7 @@ class Fusion:
         return integers, torch.zeros(batch, beam, 2, dtype=torch.float64, device=self.device)
 
     def extend(self, integers: Tensor, floats: Tensor) -> Extensions:
-        """Score prefixes as they are and extended by every label; the caller takes out the blank."""
+        """Score prefixes as `start` gives them, and extended by every label; the caller takes out the blank."""
         state, node, length, words, home = integers.unbind(-1)
         base = self.alpha * floats[..., LM] + self.beta * words + floats[..., HOT]
         complete, word_score, word_state = self._complete(state, node)

@@ -56,7 +56,7 @@ def classify(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def why_not(x: Tensor, weight: Tensor) -> str | None:
-    """Say why the kernel does not run this; None if it does."""
+    """Say why the kernel does not run x (T, B, H) and weight (V, H) of `classify`; None if it does."""
     if not x.is_cuda or x.dtype not in _NUMBERS or weight.dtype != torch.float32 or x.numel() == 0:
         return f"x is {x.dtype} on {x.device}, the weight {weight.dtype}"
     if runtime.capability(device_index(x.device)) < (9, 0):

@@ -22,7 +22,7 @@ _FOLDED = CHANNELS // 2  # taps over frames that become channels, of two bins
 
 
 def why_not(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> str | None:
-    """Say why `convolve` cannot take these; None if it can."""
+    """Say why `convolve` cannot take x (B, C, F, T) and weight (32, C, K, J); None if it can."""
     if x.device.type != "cuda":
         return f"the data is on {x.device}, the kernels need a CUDA GPU"
     dtypes = {x.dtype, weight.dtype}
@@ -128,6 +128,16 @@ class _Convolve(torch.autograd.Function):
 
 
 def correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, group: int | None = None) -> None:
+    """Write into y, for both bins of each pair, the products of windows of x with `packed`; asynchronous.
+
+    Args:
+        x: (B, F, T, 32) bfloat16, contiguous.
+        packed: as `pack` gives.
+        y: (B, F', T, 32) bfloat16, contiguous; overwritten.
+        step: bins of x from the window of one pair to that of the next.
+        first: bin of x at which the first pair's window begins; bins outside count as 0.
+        group: frames of a warp group, if the planner is not to choose.
+    """
     batch, bins_in, frames, _ = x.shape
     bins_out, (rows, taps) = y.shape[1], packed.shape[:2]
     pairs = -(-bins_out // 2)
@@ -158,7 +168,16 @@ def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, til
 
 
 def pack(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
-    """(rows, J, 4, 64, 8): what row i of the window gives to both bins of a pair, as shared memory holds it."""
+    """What row i of a window gives to both bins of a pair, as shared memory holds it.
+
+    Args:
+        weight: (32, 32, K, J).
+        stride: over bins.
+        backward: for the gradient of the data.
+
+    Returns:
+        (rows, J, 4, 64, 8) of the weight's dtype.
+    """
     index = _index(weight.shape[2], weight.shape[3], stride, backward, weight.device)
     flat = torch.cat([weight.reshape(-1), weight.new_zeros(1)])
     return flat[index]

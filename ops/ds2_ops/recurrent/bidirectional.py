@@ -137,7 +137,16 @@ def forward(
     max_sms: int | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and what backward needs of a cell with gates, empty unless asked for."""
+    """Run both directions forward in one launch.
+
+    Args:
+        x, weight_hh, bias_hn, lengths, clip, max_sms: as :func:`bidirectional`, on one GPU.
+        cell: a name in ``cells.ALL``.
+        save: whether a backward pass will follow.
+
+    Returns:
+        y (T, B, 2, H), and what backward needs of a cell with gates, (T, B, 2, S, H), empty unless asked for.
+    """
     x, weight_hh = x.contiguous(), weight_hh.contiguous()
     frames, batch, _, _ = x.shape
     hidden, row = weight_hh.shape[2], ALL[cell]
@@ -166,7 +175,17 @@ def backward_data(
     clip: float,
     max_sms: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, and of the last gate's recurrent product, which is the same tensor's end where it is x's."""
+    """Run both directions backwards in one launch.
+
+    Args:
+        grad_y: (T, B, 2, H).
+        y, saved: as ``forward`` returned them.
+        weight_hh, lengths, cell, clip, max_sms: as ``forward``.
+
+    Returns:
+        Gradients of x, (T, B, 2, G H), and of the last gate's recurrent product, (T, B, 2, H), which is the same
+        tensor's end where it is x's.
+    """
     grad_y = grad_y.contiguous()
     frames, batch, _, hidden = grad_y.shape
     row = ALL[cell]

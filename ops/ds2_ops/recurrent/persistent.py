@@ -155,9 +155,9 @@ def launch_pass(
         op: for messages.
         problem: what is run.
         frames: T.
-        tensors: its pointers from input to last_state.
+        tensors: its arrays from input to last_state, shaped as that struct says; None for a null pointer.
         options: clip and the most multiprocessors to use.
-        of_gates: its pointers from saved on, where the cell has gates.
+        of_gates: its arrays from saved on, where the cell has gates.
     """
     check_rows(frames, problem.directions * problem.batch)
     inputs = tensors[0]

@@ -97,7 +97,7 @@ def backward_weights(grad: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
 
 
 def add_backward_weights(sink: Sink, grad: Tensor, y: Tensor, h0: Tensor | None) -> None:
-    """Give what `backward_weights` returns to a sink, as a product to be made."""
+    """Give what `backward_weights` returns to a sink, as a product to be made; grad, y, h0 as there."""
     grad, previous = _with_previous(grad, y, h0)
     sink.add_product(grad.flatten(0, 1).t(), previous.flatten(0, 1))
 

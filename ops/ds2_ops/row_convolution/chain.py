@@ -80,7 +80,7 @@ def lookahead_chain(
 
 
 def why_not(y: Tensor, taps: Tensor) -> str | None:
-    """Say why these convolutions are not one launch; None if they are."""
+    """Say why convolutions of y (T, B, H) with taps (N, tau + 1, H) are not one launch; None if they are."""
     if not y.is_cuda or y.dtype not in _NUMBERS or y.numel() == 0:
         return f"y is {y.dtype} on {y.device}"
     count, width, hidden = taps.shape

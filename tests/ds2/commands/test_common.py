@@ -70,6 +70,32 @@ def test_mistakes_are_named_with_the_whole_usage(
     assert said in shown and "[--quiet]" in shown and "model" in shown.split("error")[0]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lm trian", "did you mean 'train'?"),
+        ("data statz", "did you mean 'stats'?"),
+        ("data import librispeach x y", "did you mean 'librispeech'?"),
+        ("transcribe m x.wav --format str", "did you mean 'srt'?"),
+        ("evaluate m --rubustness 5", "did you mean '--robustness'?"),
+        ("lm train t --output o --layerz=3", "did you mean '--layers'?"),
+        ("lm quack", "'tune')\n"),  # nothing is near
+    ],
+)
+def test_a_misspelt_word_gets_a_suggestion(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(said if said.endswith("\n") else f"{said}\n")
+
+
+@pytest.mark.parametrize("words", ["evaluate", "lm tune"])
+def test_what_may_be_left_out_is_not_asked_for(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert "manifests" not in capsys.readouterr().err.split("required: ")[1]
+
+
 def test_manifests_that_a_model_names_are_asked_for_where_they_are_not(tmp_path: Path) -> None:
     model, here = tmp_path / "best.safetensors", tmp_path / "test.jsonl"
     here.touch()

@@ -19,6 +19,7 @@ from ds2.lm.files import load_ngram
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import Passed, Settings, Text, plan, train
+from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError, save
 from ds2.text.alphabet import Alphabet
 
@@ -76,6 +77,11 @@ def test_pieces_are_tokens_too() -> None:
     spelled = PIECES.spell("ab a")
     wanted = model.log_probs(torch.tensor([[*spelled, 0]]).t(), torch.tensor([len(spelled) + 1]))
     assert score == pytest.approx(float(wanted.detach().double().sum()), rel=1e-5)
+
+
+def _text(folder: Path) -> Path:
+    (folder / "text.txt").write_text("the cat sat\non the mat\n" * 20, encoding="utf-8")
+    return folder / "text.txt"
 
 
 def test_stretches_cover_every_line_once() -> None:
@@ -157,6 +163,11 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "damaged").write_bytes(damaged)
     with pytest.raises(CheckpointError, match="digest"):
         load_recurrent(tmp_path / "damaged")
+    run(["build", str(_text(tmp_path)), "--output", str(tmp_path / "ngram"), "--order", "2"])
+    with pytest.raises(LanguageModelError, match="ngram is a n-gram, not a recurrent language model"):
+        load_recurrent(tmp_path / "ngram")  # whose digest is not of its tensors' content
+    with pytest.raises(CheckpointError, match="ngram is a n-gram, not a model"):
+        load_model(tmp_path / "ngram")
     with pytest.raises(LanguageModelError, match="lm: is a recurrent-lm, not an n-gram model: `ds2 lm build` writes"):
         load_ngram(tmp_path / "lm")
 

@@ -15,7 +15,7 @@ from ds2_ops.recurrent.cells import GATED
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """In which a cell's sums and c are kept: float32, or float64 where tensors are."""
+    """In which a cell's sums and c are kept: float32, or float64 where x (T, B, G H) is."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

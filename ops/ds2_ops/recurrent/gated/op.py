@@ -112,7 +112,13 @@ def gated(
     backend: str = "auto",
     max_sms: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a cell of ``cells.GATED``: what :func:`lstm` and :func:`gru` are made of; c_n is empty where no c is."""
+    """Run a cell of ``cells.GATED``: what :func:`lstm` and :func:`gru` are made of. Returns and raises as :func:`lstm`.
+
+    Args:
+        cell: its name; G is its number of gates.
+        x: (T, B, G H); weight_hh: (G H, H); bias: (H,) of the last gate's recurrent product, or None.
+        h0, c0, lengths, backend, max_sms: as in :func:`lstm`; c0 is None, and c_n empty (0), where the cell has no c.
+    """
     check_choice("cell", cell, tuple(GATED))
     check_choice("backend", backend, BACKENDS)
     if max_sms is not None and max_sms < 1:

@@ -26,7 +26,7 @@ def forward(
     save: bool,
     max_sms: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the forward time loop. Sums and c are float32, as are the cell's functions, to within 2e-7."""
+    """Run the forward time loop as `gemm.forward`; sums, c and the cell's functions are float32, to within 2e-7."""
     frames, batch, _ = x.shape
     hidden, row = weight_hh.shape[1], GATED[cell]
     y, h_n = x.new_empty(frames, batch, hidden), x.new_empty(batch, hidden)
@@ -54,7 +54,7 @@ def backward_data(
     lengths: Tensor | None,
     max_sms: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the time loop backwards."""
+    """Run the time loop backwards, as `gemm.backward_data`."""
     frames, batch, hidden = grad_y.shape
     row = GATED[cell]
     grad_x = grad_y.new_empty(frames, batch, row.gates * hidden)
