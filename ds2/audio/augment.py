@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import soxr
@@ -84,6 +85,13 @@ def augment_waveform(
         low, high = config.gain_db
         waveform = waveform * np.float32(10.0 ** ((low + gain_draw * (high - low)) / 20.0))
     return waveform
+
+
+def of_epoch(config: AugmentConfig, epoch: int) -> AugmentConfig:
+    """What is done to waveforms in an epoch, 1-based: after `noisy_epochs` no noise, rooms and codecs."""
+    if not 0 < config.noisy_epochs < epoch:
+        return config
+    return replace(config, noise_probability=0.0, room_probability=0.0, codec_probability=0.0)
 
 
 def paces(config: AugmentConfig) -> tuple[float, float]:

@@ -58,6 +58,12 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def not_default(config: Config) -> dict[str, Any]:
+    """The settings that differ from the schema's defaults, by dotted key."""
+    default = flat(asdict(Config(run_dir="")))
+    return {key: value for key, value in flat(asdict(config)).items() if key not in default or value != default[key]}
+
+
 def config_from_dict(values: object) -> Config:
     """The inverse of `config_to_dict`: values of files are data, nothing in them is interpolated.
 

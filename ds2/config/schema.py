@@ -83,6 +83,7 @@ class AugmentConfig:
     room_rt60_s: list[float] = numbers([0.1, 0.6], 0.01, 10, lengths=(2,))  # [low, high], until echoes fell by 60 dB
     codec_probability: float = number(0.0, 0, 1)
     codecs: list[str] = field(default_factory=lambda: list(CODECS))  # drawn evenly
+    noisy_epochs: int = number(0, 0, COUNT)  # noise, rooms and codecs in so many epochs, then none; 0: in all
     frequency_masks: int = number(0, 0, 1000)  # SpecAugment
     frequency_width: int = number(27, 0, 100_000)  # bins
     time_masks: int = number(0, 0, 1000)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ds2.audio.augment import NoiseSource, augment_waveform, recorded_noise, utterance_rng
+from ds2.audio.augment import NoiseSource, augment_waveform, of_epoch, recorded_noise, utterance_rng
 from ds2.audio.degrade import babble, coloured_noise
 from ds2.audio.read import AudioError
 from ds2.config.schema import AugmentConfig, DataConfig
@@ -220,9 +220,8 @@ class _Batches(Dataset["Batch | AudioError"]):
         if self.augmentation is None:
             return waveform
         draws = partial(utterance_rng, self.seed, epoch, position)
-        return augment_waveform(
-            waveform, self.augmentation.config, self.audio.sample_rate_hz, draws, self.augmentation.noise
-        )
+        config = of_epoch(self.augmentation.config, epoch)
+        return augment_waveform(waveform, config, self.audio.sample_rate_hz, draws, self.augmentation.noise)
 
 
 def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:

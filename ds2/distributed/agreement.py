@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import ds2_ops
 import torch
 from torch import nn
 
 import ds2
-from ds2.config.convert import config_to_dict
+from ds2.config.convert import config_to_dict, flat
 from ds2.config.schema import Config
 
 _A_HOSTS_OWN = {
@@ -43,15 +41,7 @@ def sources() -> list[tuple[str, Path]]:
 
 def settings(config: Config) -> dict[str, object]:
     """Every setting by its dotted key, without paths and devices: those may be a host's own."""
-    return {key: value for key, value in _flat(config_to_dict(config), "") if key not in _A_HOSTS_OWN}
-
-
-def _flat(values: dict[str, Any], prefix: str) -> Iterable[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    return {key: value for key, value in flat(config_to_dict(config)).items() if key not in _A_HOSTS_OWN}
 
 
 def weights(model: nn.Module) -> dict[str, object]:

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ds2.config.convert import config_to_dict, flat, save_config
+from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
@@ -93,7 +93,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
-    board.settings(flat(config_to_dict(config)), scores)
+    board.settings(not_default(config), scores)
     board.close()
     if not progress.step and not interrupts.agreed:
         raise TrainingError(

@@ -165,6 +165,10 @@ class RunLog:
         """Show a run's settings beside its best scores in the table of TensorBoard's HParams, runs side by side.
 
         Empty texts, lists and mappings are left out: they would be the first columns of the table.
+
+        Args:
+            values: settings by dotted key, best those that are not the default: each is a column.
+            scores: of the best epoch, by name.
         """
         if not self._writes:
             return

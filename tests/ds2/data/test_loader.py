@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,20 @@ def test_recorded_noise_is_mixed_in(tmp_path: Path, utterances: list[Utterance])
         torch.testing.assert_close(ratio_db, torch.full_like(ratio_db, 10.0), rtol=0, atol=0.05)
 
 
+def test_noise_rooms_and_codecs_end_with_their_epochs(tmp_path: Path, utterances: list[Utterance]) -> None:
+    calm = AugmentConfig(speed=[0.9, 1.0, 1.1], gain_db=[-6.0, 6.0])
+    for noisy in (
+        replace(calm, noise_probability=1.0), replace(calm, room_probability=1.0), replace(calm, codec_probability=1.0),
+    ):  # fmt: skip
+        always, ending, never = (
+            make_config(tmp_path, augment=augment) for augment in (noisy, replace(noisy, noisy_epochs=2), calm)
+        )
+        assert_same(batches(utterances, ending, 2), batches(utterances, always, 2))
+        assert_same(batches(utterances, ending, 3), batches(utterances, never, 3))
+        heard = [torch.cat([b.waveforms.flatten() for b in batches(utterances, c, 3)]) for c in (always, never)]
+        assert not torch.equal(*heard)
+
+
 def test_labels_stop_at_unknown_characters_and_are_empty_without_an_alphabet(
     tmp_path: Path, utterances: list[Utterance]
 ) -> None:
@@ -215,6 +230,7 @@ def test_a_program_that_fails_in_mid_epoch_ends_although_its_workers_ignore_sigt
     write_manifest(tmp_path / "all.jsonl", utterances)
     program = f"""
 import sys
+from dataclasses import replace
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from ds2.data.manifest import read_manifest
