@@ -15,6 +15,8 @@ from fuzz_targets import WORDS_OF_LM, Target, digest, speech
 
 from ds2.data.corpora import import_corpus
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_state import Position, StateFile
+from ds2.system.optimizer_state import optimizer_tensors
 from ds2.text.alphabet import Alphabet
 
 
@@ -58,10 +60,30 @@ def _read_recurrent(folder: Path) -> Any:
     return digest(load_recurrent(folder / "lm").score([" ".join(WORDS_OF_LM), "one", ""]))
 
 
+def _training(folder: Path) -> tuple[StateFile, RecurrentLM, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = RecurrentLM(Alphabet(("", *sorted({" ", *"".join(WORDS_OF_LM)}))), Shape(hidden=8, layers=2))
+    return StateFile(folder / "state", {"text": "of words"}, 0.0), model, torch.optim.AdamW(model.parameters())
+
+
+def _make_state(folder: Path) -> None:
+    state, model, optimizer = _training(folder)
+    torch.autograd.backward(-model.log_probs(torch.tensor([[1], [0]]), torch.tensor([2])).sum())
+    optimizer.step()
+    state.save(model, optimizer, Position(1, 1, 1, 0.1))
+
+
+def _read_state(folder: Path) -> Any:
+    state, model, optimizer = _training(folder)
+    position = state.restore(model, optimizer)
+    return digest([position, *model.state_dict().values(), *optimizer_tensors(optimizer).values()])
+
+
 _ROWS = (
     Target("import webdataset", _make_webdataset, _imported("webdataset"), (*BYTES, *TEXT), "*.tar"),
     Target("import shar, cuts", _make_shar, _imported("shar"), JSON_LINES, "cuts*"),
     Target("import shar, packed", _make_packed_shar, _imported("shar"), BYTES, "[cr]*"),
     Target("LM recurrent", _make_recurrent, _read_recurrent, TENSORS, checked=True),
+    Target("LM recurrent, training", _make_state, _read_state, TENSORS, checked=True),
 )
 TARGETS = {row.name: row for row in _ROWS}

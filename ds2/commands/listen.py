@@ -18,7 +18,7 @@ from ds2.audio.read import AudioError
 from ds2.commands.common import Parser, add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
-from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.live import Live
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     file = find_model(given.model)
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
-    hot_words = dict.fromkeys(given.hot, DecodeConfig().hot_word_bonus)
+    hot_words = dict.fromkeys(given.hot)
     with _microphone(sounds, given.input, recogniser.features.sample_rate_hz) as (rate_hz, chunks):
         live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
         print("listening; Ctrl-C ends", file=sys.stderr, flush=True)

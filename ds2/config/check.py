@@ -62,6 +62,12 @@ def check(config: Config) -> None:
         augment.noise_probability == 0 or bool(augment.noise_snr_db),
         "augment.noise_probability is set: augment.noise_snr_db=[low, high] is needed too",
     )
+    probabilities = (augment.noise_probability, augment.room_probability, augment.codec_probability)
+    _require(
+        augment.noisy_epochs == 0 or max(probabilities) > 0,
+        f"augment.noisy_epochs={augment.noisy_epochs} ends noise, rooms and codecs, and there are none: set "
+        "augment.noise_probability, augment.room_probability or augment.codec_probability above 0",
+    )
     unknown = [codec for codec in augment.codecs if codec not in CODECS]
     _require(not unknown, f"augment.codecs has {unknown}, allowed are {', '.join(CODECS)}")
     for key, values in (("augment.codecs", augment.codecs), ("augment.noise_colours", augment.noise_colours)):

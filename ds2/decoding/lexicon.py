@@ -16,7 +16,7 @@ from torch import Tensor
 from ds2.decoding.hypothesis import DecodeError
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
-HotWords = Mapping[str, float]  # words or phrases, and what each is worth, natural log
+HotWords = Mapping[str, float | None]  # phrases, and what each is worth, natural log; None: decode.hot_word_bonus
 OFF, ROOT = 0, 1  # trie nodes: left the trie for good, the empty prefix
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 

@@ -85,14 +85,35 @@ METHODS: dict[str, Method] = {
     "ctcdecode": Method(_on_cpu(_ctcdecode), _WITH_LM | {"threads"}),
 }
 _EVERY_METHOD = frozenset({"method", "confidence"})
+_NEEDS = {  # what a setting is of no use without
+    "alpha": ("lm", "rescore"),
+    "beta": ("lm", "rescore"),
+    "unknown_score": ("lm",),
+    "rescore_weight": ("rescore",),
+    "rescore_hypotheses": ("rescore",),
+}
 
 
 def ignored_options(options: DecodeConfig) -> list[str]:
     """Return the settings that were changed but that the method does not look at."""
     taken = METHODS[options.method].options | _EVERY_METHOD
+    return [name for name in _changed(options) if name not in taken]
+
+
+def useless_options(options: DecodeConfig) -> dict[str, tuple[str, ...]]:
+    """Return the settings that were changed and that the method would look at, by the settings of which one is missing.
+
+    Of such with which the method does nothing either way `ignored_options` tells.
+    """
+    taken = METHODS[options.method].options
+    missing = {name: needed for name, needed in _NEEDS.items() if not any(getattr(options, n) for n in needed)}
+    return {name: missing[name] for name in _changed(options) if name in taken and name in missing}
+
+
+def _changed(options: DecodeConfig) -> list[str]:
     plain = DecodeConfig()
     names = (field.name for field in fields(options))
-    return [name for name in names if name not in taken and getattr(options, name) != getattr(plain, name)]
+    return [name for name in names if getattr(options, name) != getattr(plain, name)]
 
 
 def make_decoder(
@@ -100,7 +121,8 @@ def make_decoder(
 ) -> Decoder:
     """Build the decoder that a configuration names; reads its language model unless `lm` is given.
 
-    Settings that the method does not look at are named in a warning, with the methods that do.
+    Settings that the method does not look at are named in a warning, with the methods that do, and those that are of no
+    use without another.
 
     Raises:
         ConfigError: settings that no search can work with.
@@ -112,6 +134,8 @@ def make_decoder(
         others = ", ".join(key for key, method in METHODS.items() if name in method.options)
         log.warning("decode.%s changes nothing under decode.method=%s; it counts for %s", name, options.method, others)
     row = METHODS[options.method]
+    for name, needed in ({} if lm is not None else useless_options(options)).items():
+        log.warning("decode.%s changes nothing without %s", name, " or ".join(f"decode.{other}" for other in needed))
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
     second = make_second_pass(options, alphabet, device) if "rescore" in row.options else None

@@ -32,7 +32,8 @@ class Session:
         block_s: audio that the model hears at once, seconds.
         sample_rate_hz: of the samples; None is the model's own. Others are resampled as a stream.
         decoder: another than that of `parts`.
-        hot_words: words and phrases that are likelier here, and what each is worth (natural log; 10 is much).
+        hot_words: words and phrases that are likelier here, and what each is worth (natural log; 10 is much; None:
+            decode.hot_word_bonus).
 
     Raises:
         LexiconError: hot words that the network cannot write, or a decoder that takes none.

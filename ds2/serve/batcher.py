@@ -66,7 +66,7 @@ class Batcher(ABC):
         """Let a source go; twice does no harm."""
 
     @abstractmethod
-    async def of_prompt(self, prompt: str) -> dict[str, float]:
+    async def of_prompt(self, prompt: str) -> dict[str, float | None]:
         """The phrases of a prompt: see `ds2.serve.hot`."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Here(Batcher):
         """See `Batcher`."""
         self.dispatch.leave(called)
 
-    async def of_prompt(self, prompt: str) -> dict[str, float]:
+    async def of_prompt(self, prompt: str) -> dict[str, float | None]:
         """See `Batcher`."""
         return self.dispatch.of_prompt(prompt)
 

@@ -107,7 +107,7 @@ class Dispatch:
         self._open.discard(live)
         self.metrics.sessions.set(len(self._open))
 
-    def of_prompt(self, prompt: str) -> dict[str, float]:
+    def of_prompt(self, prompt: str) -> dict[str, float | None]:
         """The phrases of a prompt: see `ds2.serve.hot`."""
         return hot.of_prompt(prompt, self.recogniser.alphabet, self.recogniser.decoder)
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ds2.config.schema import DecodeConfig
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.lexicon import LexiconError
 from ds2.serve.limits import LimitError
@@ -19,7 +18,7 @@ _PROMPT_WORDS = 5  # of a phrase in a prompt; what is longer is a sentence, whic
 _PARTS = re.compile(r"[,;.:!?\n]+")
 
 
-def given(value: Any, field: str, alphabet: Alphabet) -> dict[str, float]:
+def given(value: Any, field: str, alphabet: Alphabet) -> dict[str, float | None]:
     """Phrases as the network writes them, and their weights.
 
     Args:
@@ -35,7 +34,7 @@ def given(value: Any, field: str, alphabet: Alphabet) -> dict[str, float]:
     except ValueError:
         value = None
     if isinstance(value, list):
-        value = dict.fromkeys(map(str, value), DecodeConfig().hot_word_bonus)
+        return {_written(phrase, alphabet): None for phrase in value}
     numbers = isinstance(value, Mapping) and all(
         isinstance(weight, int | float) and not isinstance(weight, bool) and abs(weight) <= _MOST
         for weight in value.values()
@@ -44,7 +43,7 @@ def given(value: Any, field: str, alphabet: Alphabet) -> dict[str, float]:
         raise LimitError(
             f"{field} is a list of phrases, or an object of phrases and weights up to {_MOST:g}", 400, _BAD_DATA
         )
-    return {" ".join(alphabet.normalise(str(phrase))[0].split()): float(weight) for phrase, weight in value.items()}
+    return {_written(phrase, alphabet): float(weight) for phrase, weight in value.items()}
 
 
 def prompt(text: Any, keywords: Any) -> str:
@@ -52,19 +51,23 @@ def prompt(text: Any, keywords: Any) -> str:
     return ", ".join(map(str, [text or "", *(keywords if isinstance(keywords, list) else [])]))
 
 
-def of_prompt(text: Any, alphabet: Alphabet, decoder: Decoder) -> dict[str, float]:
+def of_prompt(text: Any, alphabet: Alphabet, decoder: Decoder) -> dict[str, float | None]:
     """The phrases of a prompt, parted by commas and the like: what the network can write of them, if it looks for any.
 
-    A prompt is a hint, so what cannot be followed is let go.
+    A prompt is a hint, so what cannot be followed is let go. Each is worth decode.hot_word_bonus.
     """
-    found: dict[str, float] = {}
+    found: dict[str, float | None] = {}
     for part in _PARTS.split(str(text)):
-        phrase = " ".join(alphabet.normalise(part)[0].split())
+        phrase = _written(part, alphabet)
         if not phrase or len(phrase.split()) > _PROMPT_WORDS:
             continue
         try:
-            decoder.start(1, {phrase: DecodeConfig().hot_word_bonus})
+            decoder.start(1, {phrase: None})
         except LexiconError:
             continue
-        found[phrase] = DecodeConfig().hot_word_bonus
+        found[phrase] = None
     return found
+
+
+def _written(phrase: Any, alphabet: Alphabet) -> str:
+    return " ".join(alphabet.normalise(str(phrase))[0].split())

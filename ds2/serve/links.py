@@ -91,10 +91,10 @@ class Link:
         if isinstance(live, Live):
             self.dispatch.leave(live)
 
-    def _prompt(self, call: int, prompt: str) -> dict[str, float]:
+    def _prompt(self, call: int, prompt: str) -> dict[str, float | None]:
         return self.dispatch.of_prompt(prompt)
 
-    def _check(self, call: int, hot_words: dict[str, float]) -> None:
+    def _check(self, call: int, hot_words: dict[str, float | None]) -> None:
         self.dispatch.check(hot_words)
 
     def _refused(self, call: int, reason: str) -> None:

@@ -85,9 +85,9 @@ class There(Batcher, asyncio.Protocol):
         """See `Batcher`."""
         self._tell(0, "leave", called)
 
-    async def of_prompt(self, prompt: str) -> dict[str, float]:
+    async def of_prompt(self, prompt: str) -> dict[str, float | None]:
         """See `Batcher`."""
-        found: dict[str, float] = await self._ask("prompt", prompt) if prompt else {}
+        found: dict[str, float | None] = await self._ask("prompt", prompt) if prompt else {}
         return found
 
     async def check(self, hot_words: HotWords) -> None:

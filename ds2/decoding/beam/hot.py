@@ -64,6 +64,7 @@ class Forest:
     ) -> None:
         self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, ahead, unknown, bool(trie.hot.any())
         self.children, self.word, self.is_word = (t.numpy() for t in (trie.children, trie.word, trie.is_word))
+        self.bonus = hot_bonus
         self.hot, self.share = hot_bonus * trie.hot.numpy(), hot_bonus * trie.hot_part.numpy()
         self.ahead = trie.ahead.numpy().astype(np.float64)
         unfinished = self.share + self.alpha * self.ahead if self.alpha else self.share.copy()
@@ -84,7 +85,7 @@ class Forest:
             LexiconError: phrases that are empty or hold what the network does not write, or too many of them; a bonus
                 that is no finite number.
         """
-        words = {tuple(phrase.split()): float(bonus) for phrase, bonus in phrases.items()}
+        words = {tuple(p.split()): self.bonus if bonus is None else float(bonus) for p, bonus in phrases.items()}
         self._check(phrases, words)
         key = frozenset(words.items())
         with self._lock:

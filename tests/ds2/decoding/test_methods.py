@@ -255,3 +255,17 @@ def test_settings_that_a_method_ignores_are_named_with_the_methods_that_take_the
     make_decoder(DecodeConfig(method="beam", hot_words=["ab"]), CHARACTERS, 0.02, CPU)
     make_decoder(DecodeConfig(), CHARACTERS, 0.02, CPU)
     assert not caplog.text
+
+
+def test_settings_of_no_use_without_another_are_named_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = DecodeConfig(method="beam", alpha=2.0, unknown_score=-3.0, rescore_weight=0.1)
+    make_decoder(options, CHARACTERS, 0.02, CPU)
+    assert [record.getMessage() for record in caplog.records] == [
+        "decode.alpha changes nothing without decode.lm or decode.rescore",
+        "decode.unknown_score changes nothing without decode.lm",
+        "decode.rescore_weight changes nothing without decode.rescore",
+    ]
+    caplog.clear()
+    make_decoder(replace(options, rescore_weight=0.5), CHARACTERS, 0.02, CPU, language_model(tmp_path, "word"))
+    make_decoder(DecodeConfig(alpha=2.0), CHARACTERS, 0.02, CPU)  # greedy: said otherwise
+    assert "without" not in caplog.text

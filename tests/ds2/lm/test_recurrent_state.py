@@ -40,10 +40,10 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def trained(state: StateFile | None = None, most: int = 10**9) -> tuple[RecurrentLM, Passed]:
+def trained(state: StateFile | None = None, most: int = 10**9, device: str = "cpu") -> tuple[RecurrentLM, Passed]:
     """A model after at most so many steps of this start, with dropout."""
     torch.manual_seed(1)
-    model = RecurrentLM(AB, Shape(hidden=16, layers=2, dropout=0.3))
+    model = RecurrentLM(AB, Shape(hidden=16, layers=2, dropout=0.3)).to(device)
     left = [most]
 
     def stop() -> bool:
@@ -59,14 +59,15 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_stopped_anywhere_it_ends_as_the_unbroken_one(tmp_path: Path) -> None:
-    whole, passed = trained()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_stopped_anywhere_it_ends_as_the_unbroken_one(tmp_path: Path, device: str) -> None:
+    whole, passed = trained(device=device)
     assert passed.step > 9  # of three epochs
     for at in (1, passed.step // 3, passed.step // 3 + 1, passed.step - 1):
         state = StateFile(tmp_path / f"{at}.state", {}, 0.0)
-        _, first = trained(state, at)
+        _, first = trained(state, at, device)
         assert first.step == at and state.path.is_file()
-        model, second = trained(state)
+        model, second = trained(state, device=device)
         assert (second.step, second.epoch) == (passed.step, passed.epoch) and second.elapsed_s > first.elapsed_s
         assert_same(model.state_dict(), whole.state_dict())
 

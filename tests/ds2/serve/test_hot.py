@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -15,13 +16,14 @@ from support.serving import RATE_HZ, Running, samples_of, speech
 from websockets.asyncio.client import connect
 
 from ds2.config.schema import DecodeConfig
+from ds2.decoding.lexicon import HotWords
 from ds2.recognition.stream import step
 
 DATA = speech(2, 1.5)
 OPEN = DecodeConfig(method="beam", beam=32, label_min_log_prob=-1e9, prune=1e9)  # nothing is cut but by the beam
 
 
-def wanted(running: Running, hot: dict[str, float] | None) -> str:
+def wanted(running: Running, hot: HotWords | None) -> str:
     session = running.recogniser.session(hot_words=hot)
     session.accept(samples_of(DATA))
     while session.ready():
@@ -70,6 +72,19 @@ def test_openais_prompt_is_a_hint_and_our_field_an_order(serve: Callable[..., Ru
     assert create(model="ds2", file=upload, extra_body={"hot_words": hot}).text == wanted(running, {"cab": 90.0})
     with pytest.raises(openai.BadRequestError, match="zebra"):
         create(model="ds2", file=upload, extra_body={"hot_words": '["zebra"]'})
+
+
+def test_what_has_no_weight_is_worth_the_setting(serve: Callable[..., Running]) -> None:
+    running = serve(decode=replace(OPEN, hot_word_bonus=-500.0))
+    plain = wanted(running, None)
+    other = wanted(running, {plain: -500.0})
+    assert other != plain == wanted(running, {plain: 0.0})
+    assert wanted(running, {plain: None}) == other
+    assert asyncio.run(vosk(running, {"phrase_list": [plain]})) == other
+    file = io.BytesIO()
+    soundfile.write(file, samples_of(DATA), RATE_HZ, format="WAV")
+    create = running.client().audio.transcriptions.create
+    assert create(model="ds2", file=("talk.wav", file.getvalue()), prompt=plain).text == other
 
 
 def test_realtime_takes_them_before_audio(serve: Callable[..., Running]) -> None:
