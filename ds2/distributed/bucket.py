@@ -145,11 +145,12 @@ class Bucket:
         return fresh
 
     def _later(self, add: Callable[[], None]) -> None:
-        def done() -> None:
+        def work() -> None:
+            add()
             self._awaited -= 1
 
         self._awaited += 1
-        self.beside.later(add, done)
+        self.beside.later(work)
 
 
 class _Sink:

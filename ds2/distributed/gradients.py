@@ -49,13 +49,7 @@ class GradientReducer:
         overlap: launch during back-propagation; False waits for its end. Either way gives the same bits.
         low: parameters whose copies have `dtype`, as autocast would round them; gradients keep the parameter's type.
         dtype: see `low`.
-
-    Attributes:
-        final: launches something for a bucket, by its number, which the step leaves as it is from then on; called in
-            recordings of a step's last pass, and beside recurrences, so only where nothing is summed over ranks.
     """
-
-    final: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -76,8 +70,7 @@ class GradientReducer:
             bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
         self._under_way: list[Pending] = []
-        self._armed = self._finished = self._last = False
-        self._final = 0  # buckets for which that was called in this step
+        self._armed = self._finished = False
 
     @property
     def buckets(self) -> list[Tensor]:
@@ -102,7 +95,6 @@ class GradientReducer:
     def begin(self) -> None:
         """Forget the gradients of the last step."""
         self._armed = self._finished = False
-        self._final = 0
         self._under_way = []
         self._beside.begin()
         for bucket in self._buckets:
@@ -118,23 +110,16 @@ class GradientReducer:
         """Whether no backward pass of this step has added gradients yet."""
         return all(bucket.passes == 0 for bucket in self._buckets)
 
-    @property
-    def all_final(self) -> bool:
-        """Whether `final` was called for every bucket in this step."""
-        return self._final == len(self._buckets)
-
-    def count_pass(self, *, finished: bool, all_final: bool) -> None:
-        """Take notice of a backward pass that runs as a recording of an earlier one, which may hold `finish` too, and
-        what `final` launched."""
+    def count_pass(self, *, finished: bool) -> None:
+        """Take notice of a backward pass that runs as a recording of an earlier one, which may hold `finish` too."""
         self._finished = finished
-        self._final = len(self._buckets) if all_final else 0
         for bucket in self._buckets:
             bucket.passes += 1
 
     @contextmanager
     def passing(self, *, last: bool) -> Iterator[None]:
         """The block is a forward pass, the step's last one if `last`: its gradients are then final as they arrive."""
-        self._armed, self._last = self.overlaps and last, last
+        self._armed = self.overlaps and last
         self._passing = True
         try:
             yield
@@ -153,9 +138,6 @@ class GradientReducer:
 
     def _collect(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
         bucket.collect(gradients)
-        if self.final is not None and self._last and self._beside.recording():
-            self._beside.later(functools.partial(self.final, self._buckets.index(bucket)))
-            self._final += 1
         self._launch_whole()
 
     def _launch_whole(self) -> None:

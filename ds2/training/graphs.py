@@ -10,7 +10,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,14 +95,11 @@ def _room() -> bool:
     return 2 * torch.cuda.max_memory_allocated() <= total
 
 
-@dataclass
 class _Recorded:
     """Both passes of a shape, with where they read and write."""
 
-    inputs: Inputs
-    losses: Tensor
-    graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]
-    all_final: bool  # see `GradientReducer`
+    def __init__(self, inputs: Inputs, losses: Tensor, graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]):
+        self.inputs, self.losses, self.graphs = inputs, losses, graphs
 
 
 class GraphedPasses(Passes):
@@ -138,7 +134,7 @@ class GraphedPasses(Passes):
             self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
         sums = last and self.gradients.overlaps
         shape = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
-        key = (*shape, int(sums), int(last))
+        key = (*shape, int(sums))
         came_before = shape in self._seen
         self._seen[shape] = None
         self._seen.move_to_end(shape)
@@ -151,13 +147,13 @@ class GraphedPasses(Passes):
         if recorded is None and not _room():
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         if recorded is None:
-            recorded = self._record(key, inputs, last=last, sums=sums)  # which counts the batch, as if it had run
+            recorded = self._record(key, inputs, sums=sums)  # which counts the batch, as if it had run
         else:
             self.usual = True
             inputs.into(self._waveforms, self._numbers)
             for norm in self._norms:
                 norm.batches += 1
-            self.gradients.count_pass(finished=sums, all_final=recorded.all_final)
+            self.gradients.count_pass(finished=sums)
         self._kept.move_to_end(key)
         self._running = recorded
         self.replays += 1
@@ -171,7 +167,7 @@ class GraphedPasses(Passes):
         else:
             self._running.graphs[1].replay()
 
-    def _record(self, key: tuple[int, ...], inputs: Inputs, *, last: bool, sums: bool) -> _Recorded:
+    def _record(self, key: tuple[int, ...], inputs: Inputs, *, sums: bool) -> _Recorded:
         waveforms, numbers = inputs.waveforms.numel(), inputs.numbers.numel()
         if waveforms > len(self._waveforms) or numbers > len(self._numbers):
             self._kept.clear()
@@ -180,12 +176,12 @@ class GraphedPasses(Passes):
             self._recorder.forget()
         static = inputs.into(self._waveforms, self._numbers)
         with self._recorder.recording() as forward:
-            losses = super().forward(static, self._utterances, last=last, idle=False)
+            losses = super().forward(static, self._utterances, last=sums, idle=False)
         with self._recorder.recording() as backward:
             super().backward()
             if sums:
                 self.gradients.finish()
-        self._kept[key] = _Recorded(static, losses, (forward, backward), self.gradients.all_final)
+        self._kept[key] = _Recorded(static, losses, (forward, backward))
         if len(self._kept) > MOST_GRAPHS:
             self._kept.popitem(last=False)
         return self._kept[key]

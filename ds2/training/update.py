@@ -41,10 +41,7 @@ class Update:
         self._fuses = reason is None
         self._norm_of: Callable[[], Tensor] = lambda: gradient_norm(gradients.buckets)
         if self._fuses:
-            norm = FusedNorm(gradients.buckets)
-            self._norm_of = lambda: norm(added=gradients.all_final)
-            if gradients.comm.world == 1:  # else gradients change once more, in sums over ranks
-                gradients.final = norm.add
+            self._norm_of = FusedNorm(gradients.buckets)
         elif gradients.comm.device.type == "cuda":
             log.info("the optimizer's step runs on torch's kernels: %s", reason)
 

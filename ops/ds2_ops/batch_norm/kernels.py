@@ -16,7 +16,6 @@ from ds2_ops.jit.source import Parameters, Source, names, parameters, translatio
 
 LEAST_CAPABILITY = (8, 0)  # bf16 conversions
 THREADS = 256
-_EARLY_CAPABILITY = (9, 0)  # kernels that start before the one ahead has ended
 _NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 _BYTES = 16  # of a load
 # Two for each of an H200's 132 multiprocessors: 121 us for both ways of 22,400 rows of 1152, where 528 take 139. Every
@@ -93,13 +92,12 @@ class Rows:
         """Where the first launch leaves the sums of each chunk for the second: (chunks, 2, C) float64."""
         return torch.empty(self.chunk[1], 2, self.channels, dtype=torch.float64, device=device)
 
-    def launch(self, kernel: str, *, early: bool = False) -> Launch:
-        """The launch of a kernel over all rows; `early`: a second one need not wait for the end of the first."""
+    def launch(self, kernel: str) -> Launch:
+        """The launch of a kernel over all rows."""
         clipped = self.clipped and kernel != "sum_rows"
         source = _source(kernel, self.dtype, self.lanes, self.bins > 0, clipped)
         smem_bytes = THREADS * 2 * (_BYTES // self.dtype.itemsize) * 8 if kernel.startswith("sum") else THREADS * 8
-        second = not kernel.startswith("sum")
-        return Launch(source, THREADS, self.chunk[1] * self.columns, smem_bytes=smem_bytes, early=early and second)
+        return Launch(source, THREADS, grid=self.chunk[1] * self.columns, smem_bytes=smem_bytes)
 
     def run(self, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: Tensor | float | None) -> None:
         """Launch a kernel. `partial` holds the sums of each chunk, or of all: (1, 2, C)."""
@@ -109,8 +107,7 @@ class Rows:
         def what() -> str:
             return f"batch norm, {kernel} of {self.rows} rows of {self.channels} channels in {self.dtype}"
 
-        early = _capability(partial.device) >= _EARLY_CAPABILITY
-        run(self.launch(kernel, early=early), [*shape, partial, *arguments], what, partial.device)
+        run(self.launch(kernel), [*shape, partial, *arguments], what, partial.device)
 
 
 @functools.cache
@@ -144,13 +141,8 @@ def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | No
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
-@functools.cache
 def _why_not_device(device: torch.device) -> str | None:
-    capability = _capability(device)
+    capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
     try:

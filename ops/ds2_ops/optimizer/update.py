@@ -127,25 +127,15 @@ class FusedNorm:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._held = list(tensors)
-        tables = [_table([(None, tensor, None, None, None, None, None)], [0.0]) for tensor in tensors]
-        self._table = torch.cat(tables).to(tensors[0].device)
-        self._partial = torch.empty(len(self._table), dtype=torch.float64, device=self._table.device)
-        pieces = [len(table) for table in tables]
-        self._parts = list(zip(torch.split(self._table, pieces), torch.split(self._partial, pieces), strict=True))
+        rows = [(None, tensor, None, None, None, None, None) for tensor in tensors]
+        self._table = _table(rows, [0.0] * len(rows)).to(tensors[0].device)
 
-    def add(self, number: int) -> None:
-        """Take the squares of one of the tensors, ahead of a call that knows of it."""
-        self._square(*self._parts[number])
-
-    def __call__(self, *, added: bool = False) -> Tensor:
-        """() float32; `added`: all tensors were, as they are now."""
-        if not added:
-            self._square(self._table, self._partial)
-        return self._partial.sum().sqrt().float()
-
-    def _square(self, table: Tensor, partial: Tensor) -> None:
+    def __call__(self) -> Tensor:
+        """() float32."""
+        partial = torch.empty(len(self._table), dtype=torch.float64, device=self._table.device)
         launch = Launch(SQUARES, THREADS, grid=len(partial), smem_bytes=8 * THREADS)
-        run(launch, [table, partial], lambda: "the norm of the gradients", partial.device)
+        run(launch, [self._table, partial], lambda: "the norm of the gradients", partial.device)
+        return partial.sum().sqrt().float()
 
 
 def _table(rows: Sequence[tuple[Tensor | None, ...]], decays: Sequence[float]) -> Tensor:

@@ -232,36 +232,6 @@ def test_buckets_travel_when_what_was_held_back_for_them_has_been_launched(monke
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize(("bucket_bytes", "final"), [(10**6, [0]), (4, [1])])  # one parameter is not used
-def test_what_follows_a_bucket_that_is_final_is_launched_behind_its_gradient_in_recordings_of_a_last_pass(
-    bucket_bytes: int, final: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Product(plain=False)
-    reducer = GradientReducer(model, Communicator(CPU), bucket_bytes, overlap=True, low=list(model.parameters()))
-    seen: list[tuple[int, Tensor]] = []
-    reducer.final = lambda number: seen.append((number, reducer.buckets[number].clone()))
-
-    def step(passes: int) -> None:
-        reducer.begin()
-        for number in range(passes):
-            x = torch.randn(6, 3, generator=torch.Generator().manual_seed(number))
-            with reducer.passing(last=number == passes - 1):
-                loss = model(x).square().sum()
-            loss.backward()
-            reducer.end_pass()
-            assert reducer.all_final == (len(seen) == len(reducer.buckets))
-        reducer.finish()
-
-    step(1)
-    assert not seen
-    pretend_to_record(monkeypatch)
-    for passes in (1, 2):
-        step(passes)
-        assert [number for number, _ in seen] == final
-        assert all(torch.equal(was, reducer.buckets[number]) for number, was in seen)
-        seen.clear()
-
-
 @pytest.mark.parametrize(
     ("device", "low"),
     [

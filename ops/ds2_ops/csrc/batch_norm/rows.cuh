@@ -7,21 +7,8 @@
 #pragma once
 
 #include "ptx/number.cuh"
-#include "ptx/sync.cuh"
 
 namespace ds2 {
-
-// The second launch starts while the first one runs, where GPUs can: its blocks are there when that one's last sums are.
-__device__ inline void begin_first() {
-#if __CUDA_ARCH__ >= 900
-    release_kernel_behind();
-#endif
-}
-__device__ inline void begin_second() {
-#if __CUDA_ARCH__ >= 900
-    await_kernel_before();
-#endif
-}
 
 constexpr int NORM_THREADS = 256;
 // Rows of a thread whose loads are on their way together, and which float32 adds up.
@@ -165,7 +152,6 @@ __device__ void merge_partial(const Rows& p, const At& at, const double* partial
 template <class Number, int LANES, bool RAGGED>
 __device__ void sum_rows(const Rows& p, const void* x, double* partial, double* memory) {
     using At = Place<Number, LANES>;
-    begin_first();
     const At at(p);
     double sums[At::NUMBERS] = {}, squares[At::NUMBERS] = {};
     for (int row = at.begin + at.row; row < at.end; row += SUM_TURN * At::ROWS) {
@@ -206,7 +192,6 @@ template <class Number, int LANES, bool RAGGED, bool CLIPPED>
 __device__ void normalise(const Rows& p, const void* x, void* y, const double* partial, const int* count, const float* weight,
                           const float* bias, const Averages& averages, float eps, float clip, double* memory) {
     using At = Place<Number, LANES>;
-    begin_second();
     const At at(p);
     merge_partial(p, at, partial, memory);
     float* means = reinterpret_cast<float*>(memory + 2 * At::COLUMNS);
@@ -281,7 +266,6 @@ template <class Number, int LANES, bool RAGGED, bool CLIPPED>
 __device__ void sum_gradients(const Rows& p, const void* grad_y, const void* x, const Channel& channel, double* partial,
                               float clip, double* memory) {
     using At = Place<Number, LANES>;
-    begin_first();
     const At at(p);
     float mean[At::NUMBERS], scale[At::NUMBERS], shift[At::NUMBERS];
 #pragma unroll
@@ -328,7 +312,6 @@ __device__ void backward_rows(const Rows& p, const void* grad_y, const void* x, 
                               const int* count, const Channel& channel, float* grad_weight, float* grad_bias, float clip,
                               double* memory) {
     using At = Place<Number, LANES>;
-    begin_second();
     const At at(p);
     merge_partial(p, at, partial, memory);
     float* offsets = reinterpret_cast<float*>(memory + 2 * At::COLUMNS);
