@@ -95,8 +95,10 @@ def traced(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict
     return busy_us / 1000 / steps, len(spans) // steps, of_a_step
 
 
-def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Median step of one model at one batch size."""
+def opened(
+    model: str, batch: int, graphs: str, args: argparse.Namespace, folder: Path
+) -> tuple[Trainer, Callable[[], object]]:
+    """A trainer of one model, and what takes a step of one batch size, always on the same batch."""
     overrides = [
         f"model={model}", f"model.backend={args.backend}", "optim=sgd", "optim.learning_rate=1e-6",
         f"batching.utterances={batch}",
@@ -108,27 +110,32 @@ def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder:
     config = compose_config(overrides)
     trainer = Trainer(config, Path(config.run_dir))
     trainer.model.train()
-    on_gpu = trainer.device.type == "cuda"
     prepared: Batch = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
-    prepared = prepared.pin_memory() if on_gpu else prepared
+    batches = trainer.ahead(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
+    return trainer, lambda: trainer.step(batches, [range(batch)])
+
+
+def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Median step of one model at one batch size."""
+    trainer, take_step = opened(model, batch, graphs, args, folder)
+    on_gpu = trainer.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times_ms, host_ms = [], []
     waits = Waits(trainer)
-    batches = trainer.ahead(itertools.repeat(prepared))
     for step in range(args.warmup + args.steps):
         if step == args.warmup:
             trainer.timer.means(1)  # forgets the steps before
         waits.seconds = 0.0
         began = time.perf_counter()
-        trainer.step(batches, [range(batch)])
+        take_step()
         if step >= args.warmup:
             times_ms.append(1000 * (time.perf_counter() - began))
             host_ms.append(times_ms[-1] - 1000 * waits.seconds)
     split = trainer.timer.means(args.steps)
     busy_ms, launches, kernels = None, None, {}
     if on_gpu:
-        busy_ms, launches, kernels = traced(lambda: trainer.step(batches, [range(batch)]))
+        busy_ms, launches, kernels = traced(take_step)
     deciles = statistics.quantiles(times_ms, n=10)
     median_ms = statistics.median(times_ms)
     return {
@@ -144,9 +151,9 @@ def bench(model: str, batch: int, graphs: str, args: argparse.Namespace, folder:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What is to be timed, as arguments."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["rnn_8"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4])
     parser.add_argument("--duration", type=float, default=7.0, help="seconds of each utterance")
@@ -155,10 +162,16 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--graphs", nargs="+", choices=("auto", "on", "off"), default=["auto"])
-    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels that took longest")
     parser.add_argument("--warmup", type=int, default=14)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
+    return parser
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels that took longest")
     args = parser.parse_args()
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores"

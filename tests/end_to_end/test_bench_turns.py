@@ -1,0 +1,48 @@
+"""tools/bench_turns.py: source trees that train in turns are told apart, by time and by bits."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = [sys.executable, str(ROOT / "tools" / "bench_turns.py")]
+TINY = (
+    "--model", "rnn_8", "--batch", "2", "--duration", "0.5", "--turns", "3", "--steps", "2", "--warmup", "1",
+    "--device", "cpu", "model.hidden=8", "model.depth=1",
+)  # fmt: skip
+
+
+def changed(folder: Path, name: str, old: str, new: str) -> Path:
+    """A copy of the sources with a change in one file."""
+    for part in ("conf", "ds2", "ops"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (folder / name).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_slower_tree_and_one_of_other_gradients_are_seen(tmp_path: Path) -> None:
+    begin = "        self.overlap.begin()\n"
+    slower = changed(tmp_path / "slower", "ds2/training/trainer.py", begin, f"{begin}        time.sleep(0.3)\n")
+    mean = "objective.sum() / utterances"
+    other = changed(tmp_path / "other", "ds2/training/passes.py", mean, f"1.5 * {mean}")
+    trees = [str(path) for path in (ROOT, slower, other)]
+    command = [*TOOL, *TINY, "--tree", *trees]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[-1] for row in rows] == trees and [row[7] for row in rows] == ["same", "same", "other"]
+    step_ms, ratios = ([float(row[column]) for row in rows] for column in (3, 5))
+    assert ratios[0] == 1.0 < ratios[1] and step_ms[1] >= 300.0
+
+
+def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run([*TOOL, *TINY, "--tree", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "holds no sources" in done.stderr
