@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ class Session:
         features = self.parts.features
         self.stream = self.hearing.start()
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
-        self._samples = SampleBlocks(features, self._frames, partial(self.hearing.room, self.stream))
+        self._samples = SampleBlocks(features, self._frames)
 
     @property
     def duration_s(self) -> float:
