@@ -22,7 +22,6 @@ from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
-
 MAX_READ_S = 3 * 3600.0  # the most that read_audio returns at once: 0.7 GB at 16 kHz
 END_TOLERANCE_S = 0.1  # a segment may end so far past its file: manifests round, encoders pad
 RAW_SUFFIXES = (".raw", ".pcm")

@@ -92,6 +92,13 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             trainer.files.save()
             interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
+    last = progress.epoch - (progress.batch == 0)  # epoch that took a step
+    if 0 < last <= config.augment.noisy_epochs and not interrupts.agreed:
+        log.warning(
+            "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
+            "epochs that it has time for keep WER of clean speech",
+            config.augment.noisy_epochs,
+        )
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(not_default(config), scores)
     board.close()

@@ -1,4 +1,4 @@
-"""A run that took no step has failed, however quietly it came to its end."""
+"""A run that did not do what its settings mean says so: without a step it fails, with noise to the end it warns."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def test_a_finished_run_that_is_started_again_has_not_failed(tiny_config: MakeCo
     config = tiny_config("train.epochs=1")
     assert train(config, tmp_path / "run") == 0
     assert train(config, tmp_path / "run") == 0
+
+
+def test_noise_that_never_ended_is_said(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    noisy = ("train.epochs=3", "augment.noise_probability=0.5")
+    for epochs, steps, said in ((2, 0, False), (2, 4, True), (3, 0, True), (0, 0, False)):
+        caplog.clear()
+        config = tiny_config(*noisy, f"augment.noisy_epochs={epochs}", f"train.max_steps={steps}")
+        assert train(config, tmp_path / f"{epochs} {steps}") == 0
+        assert ("no epoch was without noise" in caplog.text) == said, caplog.text
