@@ -72,6 +72,7 @@ class BlockModel:
         ValueError: blocks that are no multiple of the stride.
     """
 
+    @torch.no_grad()
     def __init__(
         self, model: AcousticModel, block_frames: int, dtype: torch.dtype, piece_frames: int | None = None
     ) -> None:

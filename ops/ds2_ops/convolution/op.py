@@ -184,6 +184,7 @@ def pack(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
 
 
 @functools.cache
+@torch.inference_mode(False)  # whoever asks first, in inference mode perhaps, is not the only one
 def _index(taps_bins: int, taps: int, stride: int, backward: bool, device: torch.device) -> Tensor:
     """Where each packed number lies in a flat (32, 32, K, J); behind its end for the zeros."""
     rows = taps_bins // 2 + 1 if backward else taps_bins + stride

@@ -121,6 +121,15 @@ def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
         x, bins = wanted, conv.output_bins(bins)
 
 
+def test_what_is_made_of_weights_keeps_no_graph_for_gradients() -> None:
+    model = make()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    heard = BlockModel(model, 12, torch.float64)
+    kept = [*heard._classifier, *(value for level in heard.convs for value in vars(level.conv).values())]
+    tensors = [value for value in kept if isinstance(value, torch.Tensor)]
+    assert len(tensors) > 2 and not any(tensor.requires_grad for tensor in tensors)
+
+
 def test_what_cannot_be_heard_in_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="bidirectional"):
         BlockModel(make(bidirectional=True, row_convs=0), 12, torch.float64)

@@ -206,3 +206,14 @@ def test_tiles_leave_little_empty(frames: int, group: int) -> None:
 def test_what_the_kernels_cannot_do_is_named() -> None:
     x, weight = draw(1, 32, 4, 4), draw(32, 32, 5, 3)
     assert "need a CUDA GPU" in str(why_not(x, weight, (2, 1)))
+
+
+def test_weights_are_packed_with_gradients_after_inference_mode() -> None:
+    weight = draw(32, 32, 5, 3).requires_grad_()
+    op._index.cache_clear()
+    with torch.inference_mode():
+        wanted = pack(weight, 2, backward=False)
+    found = pack(weight, 2, backward=False)
+    assert torch.equal(found, wanted)
+    found.float().sum().backward()
+    assert weight.grad is not None and (weight.grad == 2).all()  # each lies in both bins of a pair

@@ -44,17 +44,25 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(1152, "bfloat16"), (1312, "float16"), (8, "bfloat16"), (2560, "bfloat16")]
+    ("width", "dtype"), [(1152, "bfloat16"), (1312, "float16"), (1536, "bfloat16"), (8, "bfloat16"), (2560, "bfloat16")]
 )
-def test_the_projection_compiles_without_spills(width: int, dtype: str) -> None:
-    binary = build(projection_launch(width, 1152, dtype)[0].source.text)
+@pytest.mark.parametrize("rows", [10, 640])
+def test_the_projection_compiles_without_spills(width: int, dtype: str, rows: int) -> None:
+    binary = build(projection_launch(width, 1152, dtype, rows=rows)[0].source.text)
     assert binary.local_bytes == 0 and not binary.loss
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("frames", "batch", "width", "hidden"),
-    [(10, 1, 1152, 1152), (4, 16, 1312, 200), (1, 3, 8, 33), (10, 64, 1152, 1152), (50, 16, 1312, 1152)],
+    [
+        (10, 1, 1152, 1152),
+        (4, 16, 1312, 200),
+        (1, 3, 8, 33),
+        (10, 64, 1152, 1152),
+        (50, 16, 1312, 1152),
+        (10, 64, 512, 2048),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_projection_is_as_near_as_a_librarys(

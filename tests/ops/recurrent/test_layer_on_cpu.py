@@ -52,7 +52,10 @@ def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], fault
     begun = (torch.arange(frames)[:, None] >= begin)[:, :, None]
     true = torch.nn.functional.linear(x.double(), weight.double(), bias.double()) * begun
     stock = torch.nn.functional.linear(x, weight, bias) * begun
-    assert relative_error(projection.project(x, weight, bias, begin), true) <= 2 * relative_error(stock, true)
+    found = projection.project(x, weight, bias, begin)
+    assert relative_error(found, true) <= 2 * relative_error(stock, true)
+    alone = [projection.project(frame[None], weight, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)]
+    assert torch.equal(found, torch.cat(alone))  # of many rows a block has two tiles, of few one
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,9 @@ def test_a_recurrence_that_starts_early_waits(
     recur(chip, shape, groups)
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16), (10, 17, 16, 17)])
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16), (10, 17, 16, 17), (2, 150, 264, 81)]
+)
 def test_a_projection_that_starts_early_waits(chip: Callable[..., None], shape: tuple[int, int, int, int]) -> None:
     projected(chip, shape)
 
@@ -101,7 +106,7 @@ def test_a_projection_that_reads_before_it_waits_is_found(chip: Callable[..., No
     late = "    if (given.rows > 0) await_kernel_before();\n"
     faults = (
         (PROJECTION, "    await_kernel_before();\n" + loop, loop),
-        (PROJECTION, "        // Sums of a warp: [column][row of W].\n", late),
+        (PROJECTION, "        // Sums of a warp.\n", late),
     )
     with pytest.raises(AssertionError):
         projected(chip, (3, 2, 40, 33), faults)
