@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduce_command import RowFailed, TimeUp, run_command
-from reproduce_log import curve, events, minutes_of_steps, so_far
+from reproduce_log import curve, events, minutes_of_steps, noise_scale, so_far
 from reproduce_report import Unfinished, report, write_plot
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
@@ -129,7 +129,7 @@ class Reproduction:
             "epochs": passed[-1]["epoch"],
             "steps": passed[-1]["step"],
             "minutes": minutes_of_steps(passed),
-            "noise_scale": next((e["noise_scale"] for e in reversed(passed) if e.get("noise_scale") is not None), None),
+            "noise_scale": noise_scale(passed),
             "curve": curve(run_dir),
             "settings": [*self.table.settings, *row.settings, *self.given.overrides],
             "git_commit": git_commit(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -44,3 +45,9 @@ def minutes_of_steps(passed: Sequence[Mapping[str, Any]]) -> float:
     return (
         sum((step - last) * event["step_s"] for last, step, event in zip(steps, steps[1:], passed, strict=False)) / 60
     )
+
+
+def noise_scale(passed: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median of these train events' gradient noise scales, None without any: the last have hardly a signal left."""
+    found = [event["noise_scale"] for event in passed if event.get("noise_scale") is not None]
+    return median(found) if found else None

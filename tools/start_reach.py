@@ -2,8 +2,9 @@
 
     python tools/start_reach.py --skip 1 4 8 0
 
-Starts are model.start's two, and what comes of taking the recurrent weights of one and the residual branches of the
-other. Noise goes in, batch norm in training mode; frames are the network's (40 ms at 25 a second).
+Starts are damped and plain of model.start, and what comes of taking the recurrent weights of one and the residual
+branches of the other (plain weights, damped branches: even). Noise goes in, batch norm in training mode; frames are the
+network's (40 ms at 25 a second).
 """
 
 from __future__ import annotations

@@ -122,6 +122,14 @@ def test_rows_that_repeat_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\ndev: mean WER 30.00 of 3, 10.00 to 60.00\n" in report(table, results, {}, {})
 
 
+def test_a_row_s_noise_scale_is_not_that_of_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from reproduce_log import noise_scale
+
+    assert noise_scale([{"noise_scale": scale} for scale in (100.0, None, 300.0, 1e5)] + [{}]) == 300.0
+    assert noise_scale([{"noise_scale": None}, {}]) is None
+
+
 def test_the_picture_of_figure_8_has_ends_and_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from reproduce_report import Unfinished, write_plot
