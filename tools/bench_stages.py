@@ -242,7 +242,7 @@ def main() -> int:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    for name, size in (("hidden", 512), ("batch", 64), ("frames", 100), ("layers", 4), ("group", 2)):
+    for name, size in (("hidden", 512), ("batch", 64), ("frames", 100), ("layers", 4), ("group", 5)):
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
     on_gpu, wrong, rows = options.device == "cuda", False, []
