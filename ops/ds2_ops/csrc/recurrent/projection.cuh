@@ -2,10 +2,11 @@
 //
 //   z[r][n] = b[n] + sum over k of x[r][k] W[n][k]        r = t B + utterance; 0 where t < begin[utterance]
 //
-// A block has 16 rows of W, or 32 where rows are many: x then comes from L2 half as often. They are in registers before the kernel before it has ended: 8 warps share K, each takes every eighth group
-// of 16 words. Then its share of the columns goes by, 16 rows of x at a time; a number of x is asked for as soon as the one in
-// its registers is used, and partial sums meet in shared memory. No row of x meets another one, and the order of a sum depends
-// on nothing but K: the bits of z do not depend on how frames are cut or batched, nor on shares.
+// A block has 16 rows of W, or 32 where rows of x are many, which then come from L2 half as often. They are in registers before
+// the kernel before it has ended: 8 warps share K, each takes every eighth group of 16 words. Then its share of the columns goes
+// by, 16 rows of x at a time; a number of x is asked for as soon as the one in its registers is used, and partial sums meet in
+// shared memory. No row of x meets another one, and the order of a sum depends on nothing but K: the bits of z do not depend on
+// how frames are cut or batched, nor on shares.
 // Shape letters: R = T B rows of x, K its width, H rows of W.
 #pragma once
 
