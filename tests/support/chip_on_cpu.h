@@ -1,7 +1,7 @@
 // The part of CUDA that the whole-chip recurrences use, for a host compiler: every thread of every block is a fiber, so that
 // their own source runs without a GPU, and at its worst. Warps run in random order, and some rest for long; stores to global
-// memory are seen late and in any order, sums for other blocks land late; every misuse of a barrier is an error. Written in
-// place of all of csrc/ptx; of the number types, bf16 only.
+// memory are seen late and in any order, sums for other blocks land late, and so do copies into shared memory; every misuse of
+// a barrier is an error. Written in place of all of csrc/ptx; of the number types, bf16 only.
 #pragma once
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fiber_on_cpu.h"
@@ -417,15 +418,23 @@ inline void copies_commit() {
     chip::self().copies.push_back(std::move(chip::self().uncommitted));
     chip::self().uncommitted.clear();
 }
+// Copies write in any order: before they are waited for, too, and then count as under way.
 template <int PENDING>
 void copies_wait() {
     chip::pause();
-    for (auto& copies = chip::self().copies; copies.size() > size_t(PENDING); copies.pop_front())
-        for (const chip::Copy& copy : copies.front()) {
+    auto& copies = chip::self().copies;
+    const size_t complete = copies.size() - std::min(copies.size(), size_t(PENDING));
+    std::vector<size_t> order;
+    for (size_t i = 0; i < copies.size(); i++)
+        if (i < complete || chip::random() % 4 == 0) order.push_back(i);
+    std::shuffle(order.begin(), order.end(), chip::random);
+    for (const size_t i : order)
+        for (const chip::Copy& copy : std::exchange(copies[i], {})) {
             unsigned word = 0;
             std::memcpy(&word, copy.from, copy.bytes);
             store_shared_4(copy.to, word);
         }
+    copies.erase(copies.begin(), copies.begin() + complete);
 }
 
 inline void load_relaxed_if(bool wanted, uint4& v, const uint4* at) {

@@ -154,6 +154,7 @@ struct Units {
                 if (!Shape::BACKWARD) at(n, e, 0).load_bias(u.given, valid(n, e), false);
             }
         });
+        copies_wait<0>();  // the previous tile's last ones still write
 #pragma unroll 1
         for (int i = 0; i < Shape::AHEAD - 1; i++) fetch_inputs(i);
         __syncthreads();

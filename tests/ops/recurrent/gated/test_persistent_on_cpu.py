@@ -80,6 +80,7 @@ CASES = [
     pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
     pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
     pytest.param("lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles"),
+    pytest.param("lstm", ("units", 1, 1, 1), (7, 12, 40), id="lstm, one multiprocessor, a second tile"),
     pytest.param("lstm", ("units", 1, 3, 1), (4, 3, 65), id="lstm, a lane a gate"),
     pytest.param("lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile"),
     pytest.param("lstm", ("units", 2, 1, 1), (4, 5, 60), id="lstm, units of a cluster, two columns a lane"),
@@ -184,6 +185,14 @@ def test_planted_faults_of_small_layers_are_found(
     except AssertionError:
         return  # the emulation itself saw it
     assert wrong
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_copies_of_the_tile_before_are_waited_for(forward: bool, chip: Callable[..., None]) -> None:
+    """The last ones of a tile are of zeros, into places that the next tile's first ones take."""
+    fault = (UNITS, "copies_wait<0>();", "")
+    faults = ((fault,), ()) if forward else ((), (fault,))
+    assert wrong_results(chip, "lstm", ("units", 1, 1, 1), (7, 12, 40), faults)
 
 
 CELLS = "recurrent/cells.cuh"
