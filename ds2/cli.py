@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -62,6 +63,7 @@ COMMANDS = (
 )
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
+_SPINS = "1000"  # of a waiting OpenMP thread before it sleeps, not 300,000: recipes/an4/RESULTS.md, "Busy cores"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}? There are" if close else "one of"
         print(f"ds2: unknown command {name!r}; {hint} {', '.join(COMMANDS)}", file=sys.stderr)
         return _USER_ERROR
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is imported
     atexit.register(gc.freeze)  # or Python looks through a million objects of torch before it ends: a second
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -32,3 +33,14 @@ def test_the_end_does_not_wait_for_a_last_collection() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_waiting_threads_leave_cores_to_others_unless_the_user_says_how(given: dict[str, str], spins: str) -> None:
+    others = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import os\nfrom ds2.cli import main\nmain(['wer', 'none', 'none'])\nprint(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env={**others, **given}, capture_output=True, text=True, check=False)
+    assert run.stdout == f"{spins}\n"
