@@ -48,9 +48,13 @@ class Tree:
             [sys.executable, __file__, "--worker", json.dumps(given)], env={**os.environ, "PYTHONPATH": sources},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.facts: dict[str, Any] = {}
+
+    def ready(self) -> None:
+        """Wait until it has warmed up, which all trees may do at the same time."""
         self.facts = self._answer()
-        if not Path(self.facts["source"]).is_relative_to(path):
-            raise SystemExit(f"{path}: its process took {self.facts['source']} instead")
+        if not Path(self.facts["source"]).is_relative_to(self.path):
+            raise SystemExit(f"{self.path}: its process took {self.facts['source']} instead")
 
     def turn(self) -> None:
         """Let it take the steps of a turn."""
@@ -130,6 +134,8 @@ def main() -> None:
                 given = {key: value for key, value in vars(args).items() if key not in ("tree", "turns")} | row
                 trees.append(Tree(path.resolve(), given))
                 stack.callback(trees[-1].close)
+            for tree in trees:
+                tree.ready()
             for _ in range(args.turns):
                 for tree in trees:
                     tree.turn()

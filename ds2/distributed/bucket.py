@@ -145,12 +145,11 @@ class Bucket:
         return fresh
 
     def _later(self, add: Callable[[], None]) -> None:
-        def work() -> None:
-            add()
+        def done() -> None:
             self._awaited -= 1
 
         self._awaited += 1
-        self.beside.later(work)
+        self.beside.later(add, done)
 
 
 class _Sink:

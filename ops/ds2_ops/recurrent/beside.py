@@ -12,11 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 Work = Callable[[], None]
+
+
+@dataclass
+class _Held:
+    work: Work
+    done: Work
 
 
 class Coming(Protocol):
@@ -30,16 +37,17 @@ class Coming(Protocol):
 class Beside:
     """Holds back, in recordings, what nobody waits for until a recurrence runs.
 
-    What is held back keeps what it reads alive, so it waits for the next recurrence and no longer; whatever follows
-    that recurrence follows what was made beside it, too.
+    The pass waits for it where the next recurrence begins: what takes longer than the recurrence beside which it
+    began goes on beside what lies between the two. What is held back keeps what it reads alive until then.
 
     Args:
-        joined: called when what was held back has been launched, and the current stream waits for it.
+        joined: called when the current stream waits for what was launched beside it.
     """
 
     def __init__(self, joined: Callable[[], None] = lambda: None) -> None:
         self._joined = joined
-        self._held: list[Work] = []
+        self._held: list[_Held] = []
+        self._running: list[_Held] = []  # launched; the current stream does not wait for it yet
         self._coming: list[Coming] = []  # in the order of the forward pass
         self._side: torch.cuda.Stream | None = None
 
@@ -51,23 +59,26 @@ class Beside:
         """Forget the recurrences of former passes, which nobody went back through, and what they left."""
         self._coming.clear()
         self._held.clear()
+        self._running.clear()
 
-    def later(self, work: Work) -> None:
+    def later(self, work: Work, done: Work = lambda: None) -> None:
         """Launch something on the current stream: now, or in a recording when the next recurrence runs.
 
         Args:
             work: launches it; reads only what has been launched so far.
+            done: called when whatever is launched next follows it.
         """
         if self.recording():
-            self._held.append(work)
+            self._held.append(_Held(work, done))
         else:
             work()
+            done()
 
     def flush(self) -> None:
-        """Launch what is still held back on the current stream."""
-        if self._held:
-            self._launch_held()
-            self._joined()
+        """Launch what is still held back on the current stream, which then waits for all."""
+        self._join()
+        self._launch_held()
+        self._finish()
 
     def expect(self, coming: Coming) -> None:
         """Say, in the forward pass of a recurrence that is recorded, what its backward pass will need."""
@@ -82,7 +93,8 @@ class Beside:
         if own in self._coming:
             del self._coming[self._coming.index(own) :]
         if self._coming:
-            self._held.append(self._coming[-1].ahead())
+            self._held.append(_Held(self._coming[-1].ahead(), lambda: None))
+        self._join()
         before = torch.cuda.Event()  # type: ignore[no-untyped-call]
         before.record()
         yield
@@ -92,11 +104,24 @@ class Beside:
             self._side.wait_event(before)
             with torch.cuda.stream(self._side):
                 self._launch_held()
-            torch.cuda.current_stream().wait_stream(self._side)
-            self._joined()
 
     def _launch_held(self) -> None:
         with torch.no_grad():
-            for work in self._held:
-                work()
-        self._held.clear()
+            for held in self._held:
+                held.work()
+        self._running, self._held = self._held, []
+
+    def _join(self) -> None:
+        """Let the current stream wait for what runs beside it."""
+        if self._running:
+            assert self._side is not None
+            torch.cuda.current_stream().wait_stream(self._side)
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._running:
+            return
+        for held in self._running:
+            held.done()
+        self._running = []
+        self._joined()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ class Layer:
         return lambda: self.log.append(f"transpose of {self.name}")
 
 
-def test_what_is_held_back_runs_beside_the_next_recurrence_and_is_waited_for_behind_it(
+def test_what_is_held_back_runs_beside_a_recurrence_and_is_waited_for_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = pretend_to_record(monkeypatch)
@@ -35,31 +36,51 @@ def test_what_is_held_back_runs_beside_the_next_recurrence_and_is_waited_for_beh
     for layer in (layers[2], layers[0]):  # nobody goes back through d; b is skipped
         with beside.around(layer):
             log.append(f"recurrence {layer.name}")
-        beside.later(lambda name=layer.name: log.append(f"product of {name}"))  # type: ignore[misc]
+        beside.later(*(functools.partial(log.append, f"{what} of {layer.name}") for what in ("product", "done")))
+        log.append(f"projection of {layer.name}")
     beside.flush()
     assert log == [
         "recurrence c",
         "side waits for what came before 0",
         "transpose of b",
+        "projection of c",
         "main waits for side",
         "joined",
         "recurrence a",
-        "side waits for what came before 5",
+        "side waits for what came before 6",
         "product of c",
+        "projection of a",
         "main waits for side",
+        "done of c",
         "joined",
         "product of a",
+        "done of a",
         "joined",
     ]
     beside.flush()
-    assert log[-1] == "joined" and len(log) == 12
+    assert log[-1] == "joined" and len(log) == 16
+
+
+def test_what_is_done_for_the_first_time_behind_a_pass_that_failed_is_not_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = pretend_to_record(monkeypatch)
+    beside = Beside(lambda: log.append("joined"))
+    layer = Layer("a", log)
+    beside.expect(layer)
+    beside.later(lambda: log.append("product"), lambda: log.append("done"))
+    with beside.around(layer):
+        log.append("recurrence a")
+    beside.begin()
+    beside.flush()
+    assert log == ["recurrence a", "side waits for what came before 0", "product"]
 
 
 def test_launch_by_launch_nothing_is_held_back() -> None:
     done: list[int] = []
     beside = Beside()
-    beside.later(lambda: done.append(1))
-    assert done == [1] and not beside.recording()
+    beside.later(lambda: done.append(1), lambda: done.append(2))
+    assert done == [1, 2] and not beside.recording()
 
 
 class Gradient:
