@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import soxr
@@ -65,27 +65,50 @@ class SampleBlocks:
     Args:
         features: which frames samples make.
         block_frames: frames T of every block but the last.
+        room: where the samples of a block by its number are to lie, (N,); anywhere if it is not given.
     """
 
-    def __init__(self, features: Features, block_frames: int) -> None:
+    def __init__(
+        self, features: Features, block_frames: int, room: Callable[[int], NDArray[np.float32]] | None = None
+    ) -> None:
         self.features, self.block_frames = features, block_frames
         self.samples = 0  # heard so far
-        self._held = np.empty(0, np.float32)
         self._lead_samples = features.lead_samples  # that the first window still lacks
         self._enough = (block_frames - 1) * features.step_samples + features.window_samples
+        self._step = block_frames * features.step_samples  # from a block's start to the next one's
+        self._room = room or self._anywhere
+        self._block, self._count, self._number = np.empty(0, np.float32), 0, -1  # what is held, of which block
+
+    def _anywhere(self, number: int) -> NDArray[np.float32]:
+        return np.empty(self._enough, np.float32)
 
     def accept(self, samples: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
         """Take the next samples (N,) of the features' rate in [-1, 1]; yield those of the windows they complete."""
         self.samples += len(samples)
-        self._held = np.concatenate([self._held, samples])
-        if 0 < self._lead_samples <= len(self._held):
-            self._held = np.concatenate([self._held[: self._lead_samples][::-1], self._held])
+        if self._lead_samples:
+            samples = self._block = np.concatenate([self._block, samples])
+            if len(samples) < self._lead_samples:
+                return
+            samples = np.concatenate([samples[: self._lead_samples][::-1], samples])
             self._lead_samples = 0
-        while len(self._held) >= self._enough:
-            yield self._held[: self._enough]
-            self._held = self._held[self.block_frames * self.features.step_samples :]
+        if self._number < 0:
+            self._block, self._number = self._room(0), 0
+        while len(samples):
+            if self._count < 0:  # between windows that do not meet
+                skipped = min(-self._count, len(samples))
+                self._count, samples = self._count + skipped, samples[skipped:]
+                continue
+            block, here = self._block, samples[: self._enough - self._count]
+            block[self._count : self._count + len(here)] = here
+            self._count, samples = self._count + len(here), samples[len(here) :]
+            if self._count == self._enough:
+                self._number += 1
+                self._block, self._count = self._room(self._number), self._enough - self._step
+                self._block[: max(0, self._count)] = block[self._step :]
+                yield block
 
     def finish(self) -> NDArray[np.float32]:
         """Return the samples (N,) float32 that are left; they may be too few for a frame."""
-        rest, self._held = self._held, self._held[:0]
-        return rest[:0] if self._lead_samples else rest
+        rest = self._block[: max(0, self._count)].copy()
+        self._count = 0
+        return rest

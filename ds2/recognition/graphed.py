@@ -24,8 +24,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes t
 _PLACES = 64  # at first; doubled when they are taken
 _CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
 _PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
-_EMPTY = 0, 0, FOR_EVER, 0  # the numbers of a row without a stream
-_FRAMES = 3  # row of the numbers: place, blocks heard, end, valid feature frames
+_EMPTY = 0, 0, FOR_EVER, 0, 0  # the numbers of a row without a stream
+_NUMBERS = len(_EMPTY)  # place, blocks heard, end, valid feature frames, row of samples
 
 
 @dataclass(eq=False)
@@ -33,40 +33,50 @@ class Stream:
     """Where a stream has its place and how far it was heard."""
 
     place: int
+    step: int  # of the hearing, which may read its rows until then
     blocks: int = 0
     ends: int = FOR_EVER
     __weakref__: object = field(init=False, repr=False)
 
 
-class _Batch:
-    """What is heard of a size: samples and numbers in one buffer here and one on the device."""
+class _Rooms:
+    """Samples of every place's next two blocks, in rows that a GPU reads where they are: nothing copies them here."""
 
-    def __init__(self, size: int, samples: int, device: torch.device) -> None:
-        self.size = size
-        self._heard = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._here = torch.zeros(8 * size + size * samples, pin_memory=self._heard is not None)
+    def __init__(self, places: int, samples: int, device: torch.device) -> None:
+        here = torch.zeros(2 * places, samples, pin_memory=device.type == "cuda")
+        self.rows: list[NDArray[np.float32]] = list(here.numpy())
+        self.there = here if device.type != "cuda" else torch.as_tensor(_Mapped(here), device=device)
+
+
+class _Mapped:
+    """Pinned memory (N, M) in float32 as a GPU sees it, at the same address."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self._pinned = pinned
+        self.__cuda_array_interface__ = {
+            "data": (pinned.data_ptr(), False),
+            "shape": tuple(pinned.shape),
+            "typestr": "<f4",
+            "version": 2,
+        }
+
+
+class _Batch:
+    """What is heard of a size: numbers in one buffer here and one on the device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.heard = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._here = torch.zeros(_NUMBERS, size, dtype=torch.int64, pin_memory=self.heard is not None)
         self.there = torch.zeros_like(self._here, device=device)
-        self._numbers, self._waveforms = (part.numpy() for part in self.parts(self._here))
-        self._flat = self._waveforms.reshape(-1)
+        self._numbers = self._here.numpy()
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by whether a stream may be at its edges; gives (T', B, V)
 
-    def parts(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """(4, B) int64 numbers and (B, N) samples."""
-        return buffer[: 8 * self.size].view(torch.int64).view(4, self.size), buffer[8 * self.size :].view(self.size, -1)
-
-    def fill(self, numbers: Sequence[Sequence[int]], blocks: Sequence[NDArray[np.float32]]) -> None:
-        """Take the numbers, row by row, and samples of some streams; what is left is empty."""
-        if self._heard is not None:
-            self._heard.synchronize()  # what was there before is read
-        count, samples = len(blocks), self._waveforms.shape[1]
+    def fill(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Take the numbers of some streams, row by row; what is left is empty."""
+        if self.heard is not None:
+            self.heard.synchronize()  # what was there before is read
         for row, given, empty in zip(self._numbers, numbers, _EMPTY, strict=True):
-            row[:count], row[count:] = given, empty
-        if count and set(map(len, blocks)) == {samples}:
-            np.concatenate(blocks, out=self._flat[: count * samples])  # a call for each row would take longer
-            return
-        for row, block in zip(self._waveforms, blocks, strict=False):
-            row[: len(block)] = block
-            row[len(block) :] = 0.0
+            row[: len(given)], row[len(given) :] = given, empty
 
     def bring(self) -> None:
         """Copy what was filled in to the device."""
@@ -75,8 +85,8 @@ class _Batch:
     def hear(self, edges: bool) -> Tensor:
         """Run what was recorded."""
         said = self.run[edges]()
-        if self._heard is not None:
-            self._heard.record()
+        if self.heard is not None:
+            self.heard.record()
         return said
 
 
@@ -98,7 +108,10 @@ class GraphedBlocks:
         self._lock = threading.Lock()
         self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
         self.carried = self.model.start(_PLACES)
+        self.rooms = _Rooms(_PLACES, self.samples, self.device)
         self.batches: dict[int, _Batch] = {}
+        self._steps = self._read = 0  # begun, and those whose samples are read
+        self._last: torch.cuda.Event | None = None  # of the steps begun
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @staticmethod
@@ -138,9 +151,30 @@ class GraphedBlocks:
                 place = self.free.pop()
             else:
                 place, self.places = self.places, self.places + 1
-        stream = Stream(place)
+        stream = Stream(place, self._steps)
         weakref.finalize(stream, self.free.append, place)
         return stream
+
+    def room(self, stream: Stream, number: int) -> NDArray[np.float32]:
+        """See `Hearing`."""
+        row = 2 * stream.place + number % 2
+        if number - stream.blocks >= 2 or row >= len(self.rooms.rows):  # the row waits to be heard, or is not there
+            return np.empty(self.samples, np.float32)
+        if stream.step > self._read and self._last is not None:
+            read = self._steps
+            self._last.synchronize()
+            self._read = read
+        return self.rooms.rows[row]
+
+    def _rows(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> list[int]:
+        """The rows in which streams' next blocks lie, where those are written that are elsewhere."""
+        numbers, rows = [2 * stream.place + stream.blocks % 2 for stream in streams], self.rooms.rows
+        for stream, number, block in zip(streams, numbers, blocks, strict=True):
+            if block is not rows[number]:
+                self.room(stream, stream.blocks)  # what was there is read
+                rows[number][: len(block)] = block
+                rows[number][len(block) :] = 0.0
+        return numbers
 
     @torch.inference_mode()
     def prepare(self, streams: int) -> None:
@@ -158,8 +192,8 @@ class GraphedBlocks:
 
     def _batch(self, size: int) -> _Batch:
         if self.device.type != "cuda":  # nothing is recorded, so only memory would be kept: a buffer for every size
-            return _Batch(size, self.samples, self.device)
-        return self.batches.get(size) or self.batches.setdefault(size, _Batch(size, self.samples, self.device))
+            return _Batch(size, self.device)
+        return self.batches.get(size) or self.batches.setdefault(size, _Batch(size, self.device))
 
     @torch.inference_mode()
     def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
@@ -187,8 +221,11 @@ class GraphedBlocks:
             self._record(batch, edges)
         frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
         numbers = [s.place for s in streams], [s.blocks for s in streams], [s.ends for s in streams]
-        batch.fill([*numbers, [frames[len(block)] for block in blocks]], blocks)
+        batch.fill([*numbers, [frames[len(block)] for block in blocks], self._rows(streams, blocks)])
         said = batch.hear(edges)
+        self._steps, self._last = self._steps + 1, batch.heard
+        for stream in streams:
+            stream.step = self._steps
         if not edges:
             for stream in streams:
                 stream.blocks += 1
@@ -213,25 +250,26 @@ class GraphedBlocks:
             return
         while most < self.places:
             most *= 2
+        if self._last is not None:
+            self._last.synchronize()  # nothing is read any more that goes here
         self.carried = self.model.start(most)
         for old, new in zip(before.convs, self.carried.convs, strict=True):
             new[: len(old)] = old
         for name in ("states", "cells", "rows"):
             old, new = getattr(before, name), getattr(self.carried, name)
             new[:, : old.shape[1]] = old
+        self.rooms = _Rooms(most, self.samples, self.device)
         self.batches.clear()
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _record(self, batch: _Batch, edges: bool) -> None:
-        numbers, waveforms = batch.parts(batch.there)
-
         def run() -> Tensor:
             batch.bring()
-            features = self.features.of_windows(waveforms, numbers[_FRAMES])
-            place, block, ends, _ = numbers
+            place, block, ends, frames, row = batch.there
+            features = self.features.of_windows(self.rooms.there.index_select(0, row), frames)
             return self.model.run(features, self.carried, place, block, ends, edges=edges)
 
-        batch.fill([[]] * 4, [])  # all rows at the empty place
+        batch.fill([[]] * _NUMBERS)  # all rows at the empty place
         batch.run[edges] = run if self.device.type != "cuda" else self._graph(run)
 
     def _graph(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -30,6 +30,10 @@ class Hearing(Protocol):
             ConfigError: a bidirectional model.
         """
 
+    def room(self, stream: Any, number: int) -> NDArray[np.float32]:
+        """Where the samples (N,) of a stream's block by its number are best written."""
+        ...
+
     def step(self, streams: Sequence[Any], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
         """Hear the samples (N,) float32 in [-1, 1] of each stream's next block."""
         ...
@@ -53,7 +57,7 @@ def hearing(parts: Parts, block_frames: int) -> Hearing:
     found: Hearing | None = parts.hearings.get(block_frames)
     if found is None:
         blocks = GraphedBlocks.why_not(parts, block_frames) is None
-        found = GraphedBlocks(parts, block_frames) if blocks else Chunks(parts)
+        found = GraphedBlocks(parts, block_frames) if blocks else Chunks(parts, block_frames)
         parts.hearings[block_frames] = found
     return found
 
@@ -68,8 +72,9 @@ class Stream:
 class Chunks:
     """The model as it is: streams that carry alike share a batch."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, parts: Parts, block_frames: int) -> None:
+        self.parts, features = parts, parts.features
+        self.samples = (block_frames - 1) * features.step_samples + features.window_samples
 
     def prepare(self, streams: int) -> None:
         """Nothing waits."""
@@ -77,6 +82,10 @@ class Chunks:
     def start(self) -> Stream:
         """See `Hearing`."""
         return Stream(self.parts.model.start())
+
+    def room(self, stream: Stream, number: int) -> NDArray[np.float32]:
+        """See `Hearing`."""
+        return np.empty(self.samples, np.float32)
 
     @torch.inference_mode()
     def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class Session:
         features = self.parts.features
         self.stream = self.hearing.start()
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
-        self._samples = SampleBlocks(features, self._frames)
+        self._samples = SampleBlocks(features, self._frames, partial(self.hearing.room, self.stream))
 
     @property
     def duration_s(self) -> float:

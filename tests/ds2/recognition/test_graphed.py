@@ -28,7 +28,7 @@ BLOCK_FRAMES = 20  # of features, in the default block
 def load(model: Path, device: str, way: type, method: str = "greedy", precision: str = "fp32") -> Recogniser:
     chosen = torch.device(device)
     found = Recogniser.of(load_model(model, chosen), DecodeConfig(method=method, beam=16), chosen, precision)
-    found.hearings[BLOCK_FRAMES] = GraphedBlocks(found, BLOCK_FRAMES) if way is GraphedBlocks else Chunks(found)
+    found.hearings[BLOCK_FRAMES] = way(found, BLOCK_FRAMES)
     return found
 
 
@@ -49,6 +49,28 @@ def test_words_are_those_of_the_model_as_it_is(
         assert found[0] == found[1]  # to the bit
         assert spoken(found[0]) == spoken(wanted)
         assert found[0].score == pytest.approx(wanted.score, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_lie_where_they_are_read_until_they_are_heard(
+    make_model: Callable[..., Path], recording: Path, device: str
+) -> None:
+    recogniser, samples = load(make_model(), device, GraphedBlocks), read_audio(recording)
+    session, step_samples = recogniser.session(), BLOCK_FRAMES * recogniser.features.step_samples
+    hearing = recogniser.hearings[BLOCK_FRAMES]
+
+    def rows() -> list[int]:
+        kept = [id(row) for row in hearing.rooms.rows]
+        return [
+            kept.index(id(block)) - 2 * session.stream.place if id(block) in kept else -1 for block in session.blocks
+        ]
+
+    session.accept(samples[: 3 * step_samples + recogniser.features.window_samples])
+    assert rows() == [0, 1, -1]  # no third row: it is copied once it is heard
+    taken = [block.copy() for block in session.blocks]
+    step([session])
+    session.accept(samples[len(taken[0]) + 2 * step_samples :][:step_samples])
+    assert rows()[0] == 1 and (session.blocks[0] == taken[1]).all() and (session.blocks[1] == taken[2]).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -108,7 +108,7 @@ def test_sources_that_end_share_batches_with_those_that_go_on(
     recogniser: Recogniser, recording: Path, graphed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, sizes = read_audio(recording), list[int]()
-    blocks: Hearing = GraphedBlocks(recogniser, BLOCK_FRAMES) if graphed else Chunks(recogniser)
+    blocks: Hearing = GraphedBlocks(recogniser, BLOCK_FRAMES) if graphed else Chunks(recogniser, BLOCK_FRAMES)
     recogniser.hearings[BLOCK_FRAMES] = blocks
     alone = [recogniser.live(endpoints=NEVER) for _ in range(5)]
     together = [recogniser.live(endpoints=NEVER) for _ in range(5)]
