@@ -1,7 +1,8 @@
-"""Latency of a block of streaming audio: samples on the host to logits on the host, for batches of streams.
+"""Latency of a block of streaming audio: samples where they arrived to logits on the host, for batches of streams.
 
     python tools/bench_streaming.py model=rnn_8 --batch 1 16 64
 
+Samples arrive 0.2 s at a time and are taken as they come; what that takes for all streams is a column of its own.
 Beside it the same by the model's own `step`, launch by launch, and the time that the device takes for the graph alone.
 Weights are random: no time depends on them.
 """
@@ -11,13 +12,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from ds2.audio.features import Features
+from ds2.audio.stream import SampleBlocks
 from ds2.commands.compose import compose_config
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.methods import make_decoder
@@ -39,29 +41,28 @@ def parts_of(overrides: Sequence[str], device: torch.device, precision: str) -> 
     return Parts(model, features, alphabet, decoder, device, precision)
 
 
-def median_ms(act: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Median and 98th percentile of the time that `act` takes, after a few to warm up."""
-    for _ in range(8):
-        act()
-    found = []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        act()
-        found.append(1000 * (time.perf_counter() - start_s))
-    return statistics.median(found), float(np.percentile(found, 98))
-
-
-def hear(hearing: Hearing, parts: Parts, streams: int, block_frames: int, rounds: int) -> tuple[float, float]:
-    """Median and p98 of a block of so many streams, logits on the host, in ms."""
+def hear(hearing: Hearing, parts: Parts, streams: int, block_frames: int, rounds: int) -> tuple[float, float, float]:
+    """Median and p98 of a block of so many streams, and the median of taking their samples, in ms."""
     features, draw = parts.features, np.random.default_rng(0)
-    samples = (block_frames - 1) * features.step_samples + features.window_samples
-    blocks = [draw.normal(0, 0.1, samples).astype(np.float32) for _ in range(streams)]
     begun = [hearing.start() for _ in range(streams)]
+    cuts = [SampleBlocks(features, block_frames, partial(hearing.room, stream)) for stream in begun]
+    samples = draw.normal(0, 0.1, (streams, block_frames * features.step_samples)).astype(np.float32)
+    for cut, own in zip(cuts, samples, strict=True):  # windows are longer than steps: the first block has more
+        assert not list(cut.accept(own[: features.window_samples - features.step_samples]))
+    on_gpu = parts.device.type == "cuda"
 
-    def block() -> list[Any]:
-        return [said.logits.cpu() for said in hearing.step(begun, blocks)]
+    def act() -> tuple[float, float]:
+        start_s = time.perf_counter()
+        blocks = [block for cut, own in zip(cuts, samples, strict=True) for block in cut.accept(own)]
+        taken_s = time.perf_counter()
+        for said in hearing.step(begun, blocks):
+            torch.empty(said.logits.shape, pin_memory=on_gpu).copy_(said.logits, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return 1000 * (time.perf_counter() - taken_s), 1000 * (taken_s - start_s)
 
-    return median_ms(block, rounds)
+    found, taken = zip(*(act() for _ in range(8 + rounds)), strict=True)
+    return statistics.median(found[8:]), float(np.percentile(found[8:], 98)), statistics.median(taken[8:])
 
 
 def device_ms(hearing: GraphedBlocks, size: int, rounds: int = 50) -> float:
@@ -92,13 +93,13 @@ def main() -> None:
     block_frames = parts.model.time_stride * round(given.block_s / parts.frame_s)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{' '.join(given.overrides)}, blocks of {given.block_s:g} s, {precision}, {name}")
-    print("| streams | ms | p98 ms | device ms | launch by launch ms |\n|---|---|---|---|---|")
+    print("| streams | ms | p98 ms | device ms | taking samples ms | launch by launch ms |\n|---|---|---|---|---|---|")
     blocks = GraphedBlocks(parts, block_frames)
     for streams in given.batch:
-        found, slowest = hear(blocks, parts, streams, block_frames, given.rounds)
+        found, slowest, taken = hear(blocks, parts, streams, block_frames, given.rounds)
         alone = f"{device_ms(blocks, streams):.3f}" if device.type == "cuda" and streams in blocks.batches else ""
-        before, _ = hear(Chunks(parts), parts, streams, block_frames, max(10, given.rounds // 5))
-        print(f"| {streams} | {found:.3f} | {slowest:.3f} | {alone} | {before:.3f} |", flush=True)
+        before, _, _ = hear(Chunks(parts, block_frames), parts, streams, block_frames, max(10, given.rounds // 5))
+        print(f"| {streams} | {found:.3f} | {slowest:.3f} | {alone} | {taken:.3f} | {before:.3f} |", flush=True)
 
 
 if __name__ == "__main__":
