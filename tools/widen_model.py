@@ -3,7 +3,7 @@
     python tools/widen_model.py MODEL OUT.safetensors --hidden 1152 --channels 32
 
 How fast a large model is served depends on what it says, as a search follows what is likely; this shows it without
-training the large one. Layers stay as many as they are.
+training the large one. Layers that are added in a module, behind its others, hand on what they are given.
 """
 
 from __future__ import annotations
@@ -26,16 +26,26 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--hidden", type=int, default=1152)
     parser.add_argument("--channels", type=int, default=32)
+    parser.add_argument("--times", type=int, default=1, help="as many relu layers in each module")
     given = parser.parse_args()
     found = load_model(find_model(given.model))
     convs = [replace(conv, channels=given.channels) for conv in found.config.model.convs]
-    config = replace(found.config, model=replace(found.config.model, hidden=given.hidden, convs=convs))
+    before = found.config.model
+    if given.times > 1 and (before.cell != "rnn" or not before.skip):
+        parser.error(f"layers of cell={before.cell}, skip={before.skip} cannot hand on what they are given")
+    size = replace(before, depth=given.times * before.depth, skip=given.times * before.skip)
+    config = replace(found.config, model=replace(size, hidden=given.hidden, convs=convs))
     features: Features = found.features
     model = AcousticModel(config.model, features.bins, len(found.alphabet), config.features.step_s).eval()
     small, large = found.model.state_dict(), model.state_dict()
     for name, tensor in large.items():
         tensor.fill_(1 if name.endswith("running_var") else 0)
-        tensor[tuple(slice(size) for size in small[name].shape)] = small[name]
+        if name in small:
+            tensor[tuple(slice(size) for size in small[name].shape)] = small[name]
+        elif name.endswith("weight_ih"):
+            tensor.fill_diagonal_(1)
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1)
     model.load_state_dict(large)
     save_model(given.out, model, features, found.alphabet, config, found.metadata["metrics"])
     heard = torch.randn(1, features.bins, 300)
