@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from ds2.commands.common import Parser, add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
@@ -17,6 +20,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
 
+TRANSCRIPTS = "ds2.serve.transcripts"  # the logger that may hold what is said
 _OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
 
@@ -25,10 +29,10 @@ def run(arguments: Sequence[str]) -> int:
     decode, arguments = split_overrides(arguments)
     given = _parse(arguments)
     try:
-        from ds2.serve.address import keep, open_up
+        from ds2.serve.address import keep, open_up, share
         from ds2.serve.batcher import Here
-        from ds2.serve.dispatch import transcripts
         from ds2.serve.limits import Limits
+        from ds2.serve.recognisers import Recognisers
         from ds2.serve.server import make_server
         from ds2.serve.workers import Workers
     except ImportError as error:
@@ -38,8 +42,6 @@ def run(arguments: Sequence[str]) -> int:
     kept = keep(given.host, given.port)  # before the model is loaded, which takes longer
     device = resolve_device(given.device)
     file = find_model(given.model)
-    loaded = load_model(file, device)
-    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
     limits = Limits(
         sessions=given.sessions,
         batch=given.batch,
@@ -47,20 +49,40 @@ def run(arguments: Sequence[str]) -> int:
         idle_s=given.idle_s,
         api_key=os.environ.get("DS2_API_KEY", ""),
     )
-    if given.log_transcripts:
-        transcripts.setLevel(logging.INFO)
+    make = functools.partial(_recogniser, file, decode, device, given.precision, given.log_transcripts)
+    recognisers = _recognisers(given.sessions, device.type) if given.recognisers is None else given.recognisers
     workers = _workers(given.sessions, device.type) if given.workers is None else given.workers
     said = f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions"
-    if workers:
-        several = Workers(recogniser, limits, kept, workers)
+    if workers or recognisers > 1:
+        several: Workers | Recognisers
+        if recognisers > 1:
+            several = Recognisers(make, limits, share(kept), recognisers, max(1, -(-workers // recognisers)))
+        else:
+            several = Workers(make(), limits, share(kept), workers)
         print(said, flush=True)
         several.run()
+        kept.close()
     else:
-        server = make_server(Here(recogniser, limits), limits, given.host, given.port)
+        server = make_server(Here(make(), limits), limits, given.host, given.port)
         print(said, flush=True)
         open_up(kept)
         server.run(sockets=[kept])
     return 0
+
+
+def _recogniser(file: Path, decode: Sequence[str], device: torch.device, precision: str, tells: bool) -> Recogniser:
+    """The one that hears, in the process that hears."""
+    if tells:
+        logging.getLogger(TRANSCRIPTS).setLevel(logging.INFO)
+    loaded = load_model(file, device)
+    return Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, precision)
+
+
+def _recognisers(sessions: int, device: str) -> int:
+    """As many as sessions need, each with cores for itself and its workers."""
+    from ds2.serve.recognisers import SESSIONS
+
+    return 1 if device == "cpu" else max(1, min(-(-sessions // SESSIONS), usable_cores() // 8))
 
 
 def _workers(sessions: int, device: str) -> int:
@@ -95,6 +117,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=whole(0, 1024),
         help="processes that speak with clients beside the one that hears; 0: it does so itself (default: on a GPU one "
         "for every 250 sessions if there are more, else 0)",
+    )
+    parser.add_argument(
+        "--recognisers",
+        type=whole(1, 64),
+        help="processes that hear, each with the model, its share of the sessions and workers of its own (default: on "
+        "a GPU one for every 1,000 sessions if there are more, else 1)",
     )
     parser.add_argument(
         "--batch", type=whole(1, 1 << 20), default=1 << 20, help="sessions heard together at most; 1: one at a time"

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import generate_latest
 
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Live, Segment, conclude
@@ -121,7 +120,7 @@ class Dispatch:
 
     def counted(self) -> bytes:
         """All that is counted, as Prometheus reads it."""
-        return generate_latest(self.metrics.registry)
+        return self.metrics.told()
 
     def run(self, arrived: Callable[[bool], Sequence[Job | None]]) -> None:
         """Answer jobs until None arrives and none is left.

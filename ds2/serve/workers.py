@@ -16,7 +16,6 @@ from types import FrameType
 
 from ds2.config.schema import ConfigError
 from ds2.recognition.recogniser import Recogniser
-from ds2.serve.address import share
 from ds2.serve.dispatch import Dispatch, Job
 from ds2.serve.limits import Limits
 from ds2.serve.links import Link, Links
@@ -25,7 +24,7 @@ from ds2.serve.worker import work
 
 log = logging.getLogger(__name__)
 SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
-_END_S = 60  # that workers have to finish what is open
+END_S = 60  # that workers have to finish what is open
 
 
 class Workers:
@@ -34,16 +33,16 @@ class Workers:
     Args:
         recogniser: with a unidirectional model.
         limits: of all together; those of sessions and batches are kept here.
-        kept: the address where they listen, of `ds2.serve.address.keep`.
+        address: where they listen, that is shared (`ds2.serve.address.share`).
         count: how many.
 
     Raises:
         ConfigError: a bidirectional model, or workers that cannot begin.
     """
 
-    def __init__(self, recogniser: Recogniser, limits: Limits, kept: socket.socket, count: int) -> None:
+    def __init__(self, recogniser: Recogniser, limits: Limits, address: tuple[str, int], count: int) -> None:
         self.limits, self.ending = limits, False
-        self._kept, self.address = kept, share(kept)
+        self.address = address
         self.dispatch = Dispatch(recogniser, limits)
         self._facts = (recogniser.alphabet, recogniser.features.sample_rate_hz)
         self._processes: dict[Link, BaseProcess] = {}
@@ -65,9 +64,8 @@ class Workers:
         finally:
             self.end()
             for process in self.processes():
-                process.join(_END_S)
+                process.join(END_S)
                 process.kill()
-            self._kept.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -101,7 +99,7 @@ class Workers:
     def _gone(self, link: Link) -> Link | None:
         """Begin another worker for one that ended by itself."""
         process = self._processes.pop(link)
-        process.join(_END_S)
+        process.join(END_S)
         if self.ending:
             return None
         if not link.begun:

@@ -38,12 +38,14 @@ CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
 def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, Workers]]:
     """A server with two workers that takes 40 sessions."""
     recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method="beam", beam=8), torch.device("cpu"))
-    server = Workers(recogniser, Limits(sessions=40, idle_s=20), keep("127.0.0.1", 0), 2)
+    kept = keep("127.0.0.1", 0)
+    server = Workers(recogniser, Limits(sessions=40, idle_s=20), share(kept), 2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     yield Running(recogniser, server.address[1], server.end), server
     server.end()
     thread.join(60)
+    kept.close()
     assert not thread.is_alive()
 
 

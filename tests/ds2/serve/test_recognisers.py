@@ -1,0 +1,148 @@
+"""Several processes that hear on one address: the same answers, counted together; none takes the others along."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.serving import RATE_HZ, Running, alone, speech, text_alone, vosk
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from ds2.config.schema import DecodeConfig
+from ds2.recognition.recogniser import Recogniser
+
+CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    """Processes of Python's `spawn` that this one began, without its resource tracker."""
+    found = []
+    for number in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            status = Path(f"/proc/{number}/status").read_text()
+            command = Path(f"/proc/{number}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if re.search(rf"PPid:\s+{pid}\b", status) and b"spawn_main" in command and "State:\tZ" not in status:
+            found.append(int(number))
+    return found
+
+
+@pytest.fixture
+def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, subprocess.Popen[str]]]:
+    """A server of two recognisers, each with a worker, for 40 sessions."""
+    model = str(make_model())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--sessions", "40"]
+    command += ["--recognisers", "2", "--workers", "2", "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert f"127.0.0.1:{port}" in server.stdout.readline()
+        recogniser = Recogniser.load(model, device="cpu", decode=DecodeConfig())
+        yield Running(recogniser, port, server.terminate), server
+        server.terminate()
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+
+
+async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
+    answers = await vosk(url, data, chunk=6400, config={"words": True})
+    return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
+
+
+def test_all_get_their_own_words_and_are_counted_together(running: tuple[Running, subprocess.Popen[str]]) -> None:
+    server, process = running
+    sources = [speech(seed, 0.4 + 0.02 * seed) for seed in range(24)]
+    wanted = [
+        [(word.text, round(word.start_s, 3), round(word.end_s, 3)) for word in alone(server.recogniser, data).words]
+        for data in sources
+    ]
+
+    async def all_at_once() -> list[list[tuple[str, float, float]]]:
+        return await asyncio.gather(*(words(server.vosk, data) for data in sources))
+
+    assert asyncio.run(all_at_once()) == wanted
+    assert [len(children(one)) for one in children(process.pid)] == [1, 1]
+    until(lambda: server.metric("ds2_sessions") == 0)
+    for _ in range(8):  # whoever is asked
+        assert server.metric("ds2_words_total") == sum(map(len, wanted))
+    one_is_killed(server, process)
+
+
+def one_is_killed(server: Running, process: subprocess.Popen[str]) -> None:
+    """It takes its own clients only, and another begins."""
+    data = speech(6, 1.0)
+    first, second = children(process.pid)
+
+    async def talk() -> list[Any]:
+        held = [await connect(server.vosk) for _ in range(16)]
+        for ws in held:
+            await ws.send(CONFIG)
+            await ws.send(data)
+        for ws in held:
+            await ws.recv()
+        assert server.metric("ds2_sessions") == 16
+        os.kill(first, signal.SIGKILL)
+        texts: list[Any] = []
+        for ws in held:
+            try:
+                await ws.send('{"eof" : 1}')
+                texts.append(json.loads(await ws.recv()).get("text"))
+            except ConnectionClosed:
+                texts.append(None)
+        return texts
+
+    texts = asyncio.run(talk())
+    assert set(texts) == {None, text_alone(server.recogniser, data)}
+    until(lambda: len(now := children(process.pid)) == 2 and first not in now and second in now)
+    until(lambda: all(len(children(one)) == 1 for one in children(process.pid)))
+    until(lambda: server.metric("ds2_sessions") == 0)
+    assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
+
+
+@pytest.mark.slow
+def test_all_end_with_the_process_that_began_them(running: tuple[Running, subprocess.Popen[str]]) -> None:
+    server, process = running
+    hearing = children(process.pid)
+    speaking = [one for other in hearing for one in children(other)]
+    process.kill()
+    process.wait()
+    until(lambda: not any(Path(f"/proc/{one}").exists() for one in [*hearing, *speaking]))
+
+    async def refused() -> None:
+        with pytest.raises((OSError, InvalidHandshake)):
+            await connect(server.vosk)
+
+    asyncio.run(refused())
+    process.returncode = 0  # the fixture ends what has ended
+
+
+def test_what_cannot_begin_says_why(make_model: Callable[..., Path]) -> None:
+    model = str(make_model("model.bidirectional=true", "model.row_convs=0", "model.max_lookahead_ms=0"))
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--recognisers", "2", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    found = subprocess.run([*command, port], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 2 and "bidirectional" in found.stderr and "Traceback" not in found.stderr
