@@ -38,12 +38,12 @@ RATE_HZ = 16000
 _LATE_S = 5.0  # behind by so much, a measurement ends: the recogniser cannot keep up
 
 
-async def stream(url: str, data: bytes, chunk_s: float, seconds: float, found: list[float]) -> None:
+async def stream(url: str, data: bytes, chunk_s: float, seconds: float, spread_s: float, found: list[float]) -> None:
     """Send a file again and again, as fast as it is spoken."""
     size = round(chunk_s * RATE_HZ) * 2
     async with connect(url, max_size=None, open_timeout=120, ping_interval=None) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
-        await asyncio.sleep(1.0 + random.random() * chunk_s)
+        await asyncio.sleep(1.0 + random.random() * max(spread_s, chunk_s))
         start_s, at = time.perf_counter(), random.randrange(len(data) // 2) * 2
         for number in range(round(seconds / chunk_s)):
             spoken_s = start_s + number * chunk_s
@@ -59,23 +59,23 @@ async def stream(url: str, data: bytes, chunk_s: float, seconds: float, found: l
         await ws.recv()
 
 
-async def _clients(url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float) -> list[float]:
+async def _clients(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[float]:
     found: list[float] = []
-    await asyncio.gather(*(stream(url, audio[n % len(audio)], chunk_s, seconds, found) for n in range(streams)))
+    await asyncio.gather(*(stream(url, audio[n % len(audio)], *times, found) for n in range(streams)))
     return found
 
 
-def _process(url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float) -> list[float]:
-    return asyncio.run(_clients(url, audio, streams, chunk_s, seconds))
+def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[float]:
+    return asyncio.run(_clients(url, audio, streams, *times))
 
 
 def over_sockets(
-    url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float, processes: int
+    url: str, audio: Sequence[bytes], streams: int, chunk_s: float, seconds: float, spread_s: float, processes: int
 ) -> list[float]:
     """Latencies of all chunks, seconds, of clients in several processes."""
     shares = [len(range(first, streams, processes)) for first in range(min(processes, streams))]
     with ProcessPoolExecutor(len(shares)) as pool:
-        running = [pool.submit(_process, url, audio, share, chunk_s, seconds) for share in shares]
+        running = [pool.submit(_process, url, audio, share, chunk_s, seconds, spread_s) for share in shares]
         return [value for one in running for value in one.result()]
 
 
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--chunk-s", type=float, default=0.2)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--spread-s", type=float, default=0.0, help="within which clients begin, a chunk at least")
     parser.add_argument("--processes", type=int, default=1, help="of clients")
     parser.add_argument("--limit-ms", type=float, default=200.0, help="of p98: past it no more streams are tried")
     parser.add_argument("--plot", type=Path)
@@ -177,7 +178,8 @@ def main() -> None:
                 found, sizes = in_process(recogniser, audio, streams, given.chunk_s, given.seconds, given.one_at_a_time)
             batch = f"{np.mean(sizes):.1f}"
         else:
-            found = over_sockets(given.url, audio, streams, given.chunk_s, given.seconds, given.processes)
+            times = (given.chunk_s, given.seconds, given.spread_s)
+            found = over_sockets(given.url, audio, streams, *times, given.processes)
         values = (1000 * np.percentile(found, [50, 95, 98, 99, 100])).tolist()
         rows.append((streams, values))
         print(f"| {streams} | " + " | ".join(f"{value:.0f}" for value in values) + f" | {batch} |", flush=True)
