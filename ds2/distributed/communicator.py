@@ -66,6 +66,15 @@ class Communicator:
     def sum_(self, tensor: Tensor) -> None:
         """Overwrite a small contiguous float tensor of any shape, the same on all ranks, with its sum over ranks."""
 
+    def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
+        """Return (1, ...), the sum of chunks (K, ...) float64, contiguous, the same shape behind K on all ranks, over
+        chunks and ranks; they may be overwritten. `own`, (...) float32, is given the sum of this rank's chunks."""
+        total = chunks.sum(0, keepdim=True)
+        if own is not None:
+            own.copy_(total[0])
+        self.sum_(total)
+        return total
+
     def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
         """Begin to overwrite a contiguous float tensor of any shape with its sum; leave it alone until `wait` returns.
 

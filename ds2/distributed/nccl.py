@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds2.distributed.communicator import Moment, Pending
+from ds2.distributed.peers import Peers
 from ds2.distributed.ranks import Ranks
 from ds2.distributed.world import World
 from ds2.system.errors import UserError
@@ -68,7 +69,8 @@ def load_library() -> Any:
 
 
 class NcclCommunicator(Ranks):
-    """Ranks with a GPU each. Gradients go over NCCL communicators on a stream of their own, statistics over another.
+    """Ranks with a GPU each. Gradients go over NCCL communicators on a stream of their own, statistics between peers
+    where all ranks share a host, else over another.
 
     NCCL adds in an order that its algorithm fixes for a number of ranks, a topology and a buffer size.
     """
@@ -81,6 +83,7 @@ class NcclCommunicator(Ranks):
         self._gradients, self._statistics = self._open(_BLOCKS), self._open(1)
         # How many blocks there are decides in which order more than two numbers are added up.
         self._beside = self._open(_BLOCKS_BESIDE) if self.world == 2 else self._gradients
+        self._peers = Peers(self)
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def _open(self, blocks: int) -> ctypes.c_void_p:
@@ -113,9 +116,14 @@ class NcclCommunicator(Ranks):
 
     def sum_(self, tensor: Tensor) -> None:
         if tensor.is_cuda:
-            self._all_reduce(tensor.detach(), self._statistics, torch.cuda.current_stream(self.device))
+            if self._peers.sum_chunks(tensor.detach().view(1, -1)) is None:
+                self._all_reduce(tensor.detach(), self._statistics, torch.cuda.current_stream(self.device))
         else:
             super().sum_(tensor)
+
+    def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
+        total = self._peers.sum_chunks(chunks, own)
+        return super().sum_chunks(chunks, own) if total is None else total
 
     def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
         return _StreamSum(self, tensor.detach(), beside=beside)
@@ -131,6 +139,7 @@ class NcclCommunicator(Ranks):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+        self._peers.close()
         for opened in {id(o): o for o in (self._gradients, self._beside, self._statistics)}.values():
             self._check(self._library.ncclCommDestroy(opened))
         super().close()

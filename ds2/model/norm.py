@@ -5,14 +5,26 @@ Shape letters: T frames, B batch, C channels, F bins, H features; N positions, a
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from ds2_ops.batch_norm.kernels import why_not
 from ds2_ops.batch_norm.op import Running, batch_norm
 from torch import Tensor, nn
 
-Reduce = Callable[[Tensor], None]
+Sum = Callable[[Tensor], None]
+
+
+class Reduce(Protocol):
+    """Sums over all ranks."""
+
+    def __call__(self, packed: Tensor, /) -> None:
+        """Overwrite a float64 vector with its sum."""
+        ...
+
+    def chunks(self, chunks: Tensor, own: Tensor | None) -> Tensor:
+        """As `ds2_ops.batch_norm.op.Reduce`."""
+        ...
 
 
 class Count:
@@ -39,7 +51,7 @@ class Count:
         """(1,) int32, at least 1."""
         return (self._lengths.sum() * self._factor).clamp(min=1).int().view(1)
 
-    def over_ranks(self, reduce: Reduce | None) -> Tensor:
+    def over_ranks(self, reduce: Sum | None) -> Tensor:
         """(1,) int32, of all ranks that `reduce` sums over; summed once, whoever asks first. This rank's if None."""
         if reduce is None:
             return self.valid
@@ -75,7 +87,7 @@ class SequenceBatchNorm(nn.Module):
         axis: of the channels: -1 for (T, B, H), 1 for (B, C, F, T).
 
     Attributes:
-        reduce: sums a float64 vector over all ranks in place, or None; with it the statistics are those of all ranks.
+        reduce: sums over all ranks, or None; with it the statistics are those of all ranks.
     """
 
     running_mean: Tensor
@@ -156,7 +168,7 @@ class SequenceBatchNorm(nn.Module):
             count.over_ranks(self.reduce),
             eps=self.eps,
             running=running,
-            reduce=self.reduce,
+            reduce=None if self.reduce is None else self.reduce.chunks,
             **options,
         )
 
@@ -181,7 +193,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Count, eps: float, reduce: Reduce | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Count, eps: float, reduce: Sum | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = torch.batch_norm_update_stats(_wide_on_cpu(x), None, None, 0.0)
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares

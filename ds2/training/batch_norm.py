@@ -48,6 +48,15 @@ class NormStatistics:
         if self.idle and self._backward:
             packed.zero_()  # the copy is not part of the statistics: no gradient reaches it through them
 
+    def chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
+        """Return the sum of chunks (K, ...) and of the ranks that are not idle; as `Communicator.sum_chunks`."""
+        if self.idle:
+            chunks.zero_()
+        total = self.comm.sum_chunks(chunks, own)
+        if self.idle and self._backward:
+            total.zero_()
+        return total
+
     def end_step(self) -> None:
         """Give all ranks the mean of running averages that each took for itself: a checkpoint then holds them all."""
         if self._own:

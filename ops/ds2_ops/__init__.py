@@ -6,6 +6,7 @@ ctc              decoding kernels: prefix beam search and forced alignment; the 
 batch_norm       batch norm of ragged batches, with the clip behind it
 convolution      the front end's second convolution on Hopper's matrix unit
 optimizer        clipping and update of all parameters in one launch
+peers            sums of a few numbers over the GPUs of a host
 lengths, checks  what the ops say of frames per utterance, and of wrong arguments
 jit              from a translation unit to a launch
 csrc             the kernels

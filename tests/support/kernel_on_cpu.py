@@ -49,6 +49,7 @@ def _library(source: Source) -> Path:
     headers = {
         "ptx/sync.cuh": (HERE / "cuda_on_cpu.h").read_text(),
         "ptx/number.cuh": (HERE / "number_on_cpu.h").read_text(),
+        "ptx/system.cuh": (HERE / "system_on_cpu.h").read_text(),
     }
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)

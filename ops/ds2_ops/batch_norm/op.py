@@ -15,7 +15,9 @@ from torch import Tensor
 from ds2_ops.batch_norm.kernels import Rows
 from ds2_ops.checks import refuse_second_derivative
 
-Reduce = Callable[[Tensor], None]
+# Given the sums of chunks of rows (K, 2, C) float64, which it may overwrite, and perhaps (2, C) float32 for the sums of
+# this rank's; returns the sums over all chunks and ranks (1, 2, C).
+Reduce = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def batch_norm(
             comes out as 0 and has no gradient.
         clip: then also clipped ReLU up to this, in the same launch.
         running: averages to update.
-        reduce: sums a float64 vector over all ranks in place; the statistics are then those of all ranks.
+        reduce: sums over chunks and ranks; the statistics are then those of all ranks.
 
     Returns:
         y like x.
@@ -81,8 +83,7 @@ class _BatchNorm(torch.autograd.Function):
         partial = rows.partial(device)
         rows.run("sum_rows", lengths, partial, x)
         if reduce is not None:
-            partial = partial.sum(0, keepdim=True)
-            reduce(partial.view(-1))
+            partial = reduce(partial, None)
         mean, inverse = torch.empty(2, channels, device=device)
         averages = (None, None, 0.0) if running is None else (running.mean, running.var, running.share)
         y = torch.empty_like(x)
@@ -104,10 +105,9 @@ class _BatchNorm(torch.autograd.Function):
         grad_bias: Tensor | None = torch.empty_like(mean)
         gradients = grad_weight, grad_bias
         if ctx.reduce is not None:
-            partial = partial.sum(0, keepdim=True)
-            sums = partial[0].float()  # of this rank
-            gradients = sums[1] * inverse, sums[0]
-            ctx.reduce(partial.view(-1))
+            own = torch.empty(2, len(mean), device=x.device)
+            partial = ctx.reduce(partial, own)
+            gradients = own[1] * inverse, own[0]
             grad_weight = grad_bias = None
         grad_x = torch.empty_like(x)
         written = (grad_weight, grad_bias)

@@ -294,7 +294,13 @@ def test_an_idle_rank_adds_nothing_to_statistics_and_gets_no_gradient() -> None:
     with statistics.passing(backward=True):
         packed = torch.ones(6, dtype=torch.float64)
         statistics(packed)
-    assert packed.tolist() == [0.0] * 6
+        assert packed.tolist() == [0.0] * 6
+        own = torch.ones(2, 4)
+        total = statistics.chunks(torch.ones(3, 2, 4, dtype=torch.float64), own)
+    assert total.tolist() == [[[0.0] * 4] * 2] and not own.any()
+    statistics.idle = False
+    total = statistics.chunks(torch.ones(3, 2, 4, dtype=torch.float64), own)
+    assert total.tolist() == [[[6.0] * 4] * 2] and bool((own == 3.0).all())
 
 
 def test_local_statistics_leave_batch_norm_alone_and_average_what_it_keeps() -> None:

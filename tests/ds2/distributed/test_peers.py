@@ -1,0 +1,105 @@
+"""Mailboxes of ranks: all have them or none; between two GPUs the bits of NCCL, launched and recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.launch import torchrun
+
+from ds2.distributed import peers
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.peers import Peers
+
+
+class Ranks(Communicator):
+    """Rank 0 of two, with what the other answers to each question."""
+
+    world = 2
+
+    def __init__(self, answers: list[Any]) -> None:
+        super().__init__(torch.device("cuda", 0))
+        self._answers = answers
+
+    def allgather(self, value: Any) -> list[Any]:
+        answer = self._answers.pop(0)
+        return [value, value if answer == "alike" else answer]
+
+
+class Box:
+    """A mailbox of nothing."""
+
+    address, handle = 1, b"own"
+    closed = 0
+
+    def __init__(self, size: int, device_index: int) -> None:
+        assert size > 0 and device_index == 0
+
+    def open(self, handle: bytes) -> int:
+        assert handle == b"other"
+        return 2
+
+    def close(self) -> None:
+        Box.closed += 1
+
+
+def refuse(*_: Any) -> Any:
+    raise RuntimeError("cuIpc failed: CUDA_ERROR_X")
+
+
+@pytest.mark.parametrize(
+    ("answers", "broken", "reason"),
+    [
+        (["elsewhere"], "", "there are 2 ranks on 2 hosts"),
+        (["alike", b"other", ""], "__init__", "rank 0: cuIpc failed: CUDA_ERROR_X"),
+        (["alike", b"", "rank 1: cuIpc failed"], "", "rank 1: cuIpc failed"),
+        (["alike", b"other", ""], "open", "rank 0: cuIpc failed: CUDA_ERROR_X"),
+        (["alike", b"other", "rank 1: cuIpc failed"], "", "rank 1: cuIpc failed"),
+    ],
+)
+def test_where_one_rank_cannot_map_the_others_all_sum_over_nccl_and_say_why(
+    answers: list[Any], broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mailbox: type[Box] = type("Mailbox", (Box,), {broken: refuse} if broken else {})
+    monkeypatch.setattr(peers, "Mailbox", mailbox)
+    comm = Ranks(answers)
+    with caplog.at_level(logging.INFO):
+        opened = Peers(comm)
+    assert not answers  # every rank answers as many questions
+    assert f"summed by NCCL: {reason}" in caplog.text
+    assert opened.sum_chunks(torch.zeros(1, 1, dtype=torch.float64)) is None
+
+
+def test_what_cannot_be_summed_here_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[int] = []
+    make: Callable[..., Any] = lambda rank, addresses: Sum(rank, addresses, summed)  # noqa: E731
+    monkeypatch.setattr(peers, "Mailbox", Box)
+    monkeypatch.setattr(peers, "PeerSum", make)
+    before = Box.closed
+    opened = Peers(Ranks(["alike", b"other", ""]))
+    assert opened.sum_chunks(torch.zeros(1, 3, dtype=torch.float64)) is not None
+    assert opened.sum_chunks(torch.zeros(1, 5)) is None
+    assert summed == [3]
+    opened.close()
+    assert Box.closed == before + 1
+
+
+class Sum(peers.PeerSum):
+    def __init__(self, rank: int, addresses: list[int], summed: list[int]) -> None:
+        assert (rank, addresses) == (0, [1, 2])
+        self._summed = summed
+
+    def __call__(self, chunks: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+        self._summed.append(chunks.numel())
+        return chunks
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_bits_of_nccl_launched_and_recorded() -> None:
+    run = torchrun(2, "peers_check.py")
+    assert run.returncode == 0, run.stdout
+    assert "2 ranks agree" in run.stdout
