@@ -164,28 +164,3 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
         while not (first.query() and second.query()):
             assert time.monotonic() < deadline, "two whole-chip kernels wait for each other"
         assert all(torch.equal(result, expected) for result in results)
-
-
-@pytest.mark.gpu
-def test_calls_that_overlap_in_memory_used_again_change_no_bit() -> None:
-    """Two streams, half the chip each, launched and as graphs: an exchange comes with what others have left there."""
-    options = Options("relu", CLIP, 60)
-    given = [inputs((12, batch, 1300), torch.bfloat16)[:3] for batch in (4, 12)]
-    expected = [persistent.forward(*tensors, None, options)[0] for tensors in given]
-    streams, graphs, captured = [torch.cuda.Stream() for _ in given], [], []
-    torch.cuda.synchronize()
-    for stream, tensors in zip(streams, given, strict=True):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=stream):
-            captured.append(persistent.forward(*tensors, None, options)[0])
-    for _ in range(40):
-        for stream, tensors, graph, truth, kept in zip(streams, given, graphs, expected, captured, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-                assert torch.equal(persistent.forward(*tensors, None, options)[0], truth)
-                assert torch.equal(kept, truth)
-        for stream, tensors, graph in zip(streams, given, graphs, strict=True):  # nothing waits in between
-            with torch.cuda.stream(stream):
-                for _ in range(5):
-                    graph.replay()
-                    persistent.forward(*tensors, None, options)

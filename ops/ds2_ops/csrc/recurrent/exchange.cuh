@@ -14,13 +14,9 @@
 //     finds EMPTY or the new word, never the old one.
 //   - Every 32-bit word is compared with EMPTY: nothing is assumed about the order in which the words that a wide load
 //     covers were stored.
-//
-// The buffer comes with whatever lay in it. The finishing warps of each block empty a part of it while others load weights;
-// who publishes or polls first waits until all blocks have. So nothing is filled before the launch, nothing is kept from one
-// call to the next, and calls on any streams or in graphs may overlap, each with a buffer of its own.
+// All slots must be EMPTY when the kernel starts.
 #pragma once
 
-#include "ptx/grid_barrier.cuh"
 #include "ptx/sync.cuh"
 #include "recurrent/pass.cuh"
 
@@ -76,25 +72,6 @@ struct WaitLimit {
     __device__ void check(int) const { rest_at_random(); }
 #endif
 };
-
-// For those of a block who poll first, or whom they wait for.
-template <class Shape>
-__device__ void await_empty() {
-    block_wait(Shape::ALL_EMPTY, Shape::BEGINNERS);
-}
-
-// For the finishing warps of a block: `thread` of them. Empties this block's part, and waits for the others.
-template <class Shape>
-__device__ void empty_exchange(unsigned* exchange, int words, int thread) {
-    for (int i = blockIdx.x * Shape::FINISHERS + thread; i < words / 4; i += gridDim.x * Shape::FINISHERS)
-        store_relaxed(exchange + 4 * i, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
-    block_wait(Shape::TILE_DONE, Shape::FINISHERS);
-    const unsigned before = thread == 0 ? grid_arrive() : 0;
-    WaitLimit limit;
-    // Lanes stay together: for a loop of one of them the compiler keeps registers that some tiles do not have.
-    for (bool waits = thread == 0; __any_sync(0xffffffffu, waits); limit.check(0)) waits = waits & !grid_complete(before);
-    await_empty<Shape>();
-}
 
 __device__ inline int length_of(const Pass& pass, int utterance) {
     if (utterance >= pass.batch) return 0;

@@ -1,5 +1,7 @@
-// Persistent recurrence over the whole chip: every block keeps a part of the matrix for all time steps, in registers or else in
-// shared memory, and gets the state from all others through L2 at every step (exchange.cuh). All must run at the same time.
+// Persistent recurrence over the whole chip: every block keeps a part of the matrix for all time steps, in registers and,
+// where these do not suffice, in shared memory, and gets the state from all other blocks through L2 at every step
+// (exchange.cuh). All blocks must run at the same time.
+//
 // A cluster of CLUSTER blocks owns CLUSTER x BLOCK_WORDS words of each utterance's state and the rows of the matrix that
 // make them. Its blocks, and their warps, split K between them, so that a block reads only its share of the state: L2 has
 // little to spare while all multiprocessors poll the same lines.
@@ -82,7 +84,7 @@ struct GridShape {
     static __device__ int written(int turn) { return 1 + turn % 2; }
     static __device__ int read(int turn) { return 3 + turn % 2; }
     static constexpr int SUM_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + ADDERS;
-    static constexpr int TILE_DONE = 5, ALL_EMPTY = 6, BEGINNERS = ADDERS + FINISHERS;
+    static constexpr int TILE_DONE = 5;
 };
 
 // The sums have room for 2, 4 or 8 samples: log2 of how many pairs.
@@ -474,7 +476,7 @@ struct GridFinisher {
 };
 
 template <class Shape>
-__device__ void grid_recurrence(const Pass& pass, unsigned* exchange, int exchange_words) {
+__device__ void grid_recurrence(const Pass& pass, unsigned* exchange) {
     extern __shared__ __align__(128) char smem[];
     if (threadIdx.x < 2 * Shape::GROUPS) barrier_init(smem_address(smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, 1);
     barrier_init_fence();
@@ -486,12 +488,10 @@ __device__ void grid_recurrence(const Pass& pass, unsigned* exchange, int exchan
         cluster_barrier();
     } else if (threadIdx.x < THREADS + Shape::ADDERS) {
         registers_down<Shape::ADD_REGISTERS>();
-        await_empty<Shape>();  // whom the polling warps wait for, before their first turns
         GridAdder<Shape>(pass, smem).run();
         cluster_barrier();
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
-        empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - THREADS - Shape::ADDERS);
         GridFinisher<Shape>(pass, exchange, smem).run();
         cluster_barrier();
     }

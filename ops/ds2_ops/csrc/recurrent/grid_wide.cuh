@@ -183,7 +183,7 @@ struct WideMultiplier : WideBlock<Shape> {
 };
 
 template <class Shape>
-__device__ void wide_recurrence(const Pass& pass, unsigned* exchange, int exchange_words) {
+__device__ void wide_recurrence(const Pass& pass, unsigned* exchange) {
     extern __shared__ __align__(128) char wide_smem[];
     if (threadIdx.x < Shape::BARRIERS)
         barrier_init(smem_address(wide_smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, Shape::arrivals(threadIdx.x));
@@ -196,12 +196,10 @@ __device__ void wide_recurrence(const Pass& pass, unsigned* exchange, int exchan
         cluster_barrier();
     } else if (threadIdx.x < Shape::MULTIPLIERS + Shape::POLLERS) {
         registers_down<Shape::POLL_REGISTERS>();
-        await_empty<Shape>();
         WidePoller<Shape>(pass, exchange, wide_smem).run();
         cluster_barrier();
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
-        empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - Shape::MULTIPLIERS - Shape::POLLERS);
         WideFinisher<Shape>(pass, exchange, wide_smem).run();
         cluster_barrier();
     }

@@ -18,7 +18,7 @@ _PASS = parameters(
 )
 _ARRAYS = 7  # of these, first
 _GATES = parameters("void* saved, const void* bias, const float* carry, float* last_carry, void* result_last")
-_EXCHANGE = parameters("unsigned* exchange, int exchange_words")  # of the whole-chip designs
+_EXCHANGE = parameters("unsigned* exchange")  # of the whole-chip designs, whose words are all EMPTY
 
 
 def kernel(
@@ -43,7 +43,7 @@ def kernel(
     return translation_unit(
         f"recurrent/{header}",
         (*members, *_EXCHANGE) if exchange else members,
-        f"    ds2::{function}<Shape>({arguments}{', exchange, exchange_words' if exchange else ''});\n",
+        f"    ds2::{function}<Shape>({arguments}{', exchange' if exchange else ''});\n",
         ahead=f"using Shape = ds2::{shape};\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
         f'static_assert(Shape::ALL_THREADS == {threads}, "the planner and {header} disagree on threads");\n'
@@ -65,14 +65,14 @@ def pass_arguments(
         addresses: of the arrays from input to last_state, then of those of cells with gates, 0 for none; multiples of
             4.
         clip: of clipped_relu.
-        exchange: ``choice.exchange_words`` words, whatever they hold, where the kernel takes them.
+        exchange: ``choice.exchange_words`` words, all bits set, where the kernel takes them.
     """
     row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
     wide_rows = (row_bytes | common(addresses)) % 16 == 0
     sizes = (frames, problem.batch, problem.hidden, choice.samples)
     arguments: list[Argument] = [*addresses[:_ARRAYS], *sizes, row_bytes % 4 == 0, wide_rows, clip]
     arguments += addresses[_ARRAYS:]
-    return [*arguments, exchange, choice.exchange_words] if choice.exchange_words else arguments
+    return [*arguments, exchange] if choice.exchange_words else arguments
 
 
 def common(addresses: Sequence[int]) -> int:

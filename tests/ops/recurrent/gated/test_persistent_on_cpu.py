@@ -154,12 +154,7 @@ def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, ch
 
 
 WIDE, FINISH = "recurrent/grid_wide.cuh", "recurrent/grid_wide_finish.cuh"
-BEGIN = "recurrent/exchange.cuh"
-ALL_WAIT = "block_wait(Shape::ALL_EMPTY, Shape::BEGINNERS);"
 WIDE_FAULTS = [
-    pytest.param((BEGIN, "+ thread; i", "+ thread + 1; i"), False, id="not all emptied"),
-    pytest.param((BEGIN, "bool waits = thread == 0", "bool waits = false"), True, id="no wait for other blocks"),
-    pytest.param((BEGIN, ALL_WAIT, ""), True, id="one warp waits for other blocks"),
     pytest.param((FINISH, "if (t <= last) keep_carry", "keep_carry"), False, id="carry of padding"),
     pytest.param((FINISH, "plane * plane_words", "plane * 0"), False, id="gates overlap", marks=pytest.mark.slow),
     pytest.param((WIDE, "* Shape::SUMS + gate)", "* Shape::SUMS)"), True, id="sums overlap", marks=pytest.mark.slow),
