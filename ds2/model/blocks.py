@@ -158,8 +158,9 @@ class BlockModel:
         given = Given(features[..., None], self.dtype, None, 0.0, *clock)
         for level, table, stride in zip(self.convs, carried.convs, self.strides, strict=True):
             x = level.conv.hear(given, table, places, level.needed)
-            ends = frames_after(ends, stride)
-            clock = (blocks, ends, level.delay) if edges else ()
+            if edges:
+                ends = frames_after(ends, stride)
+                clock = blocks, ends, level.delay
             given = Given(x, self.dtype, *level.conv.left, *clock)
         if edges:
             for table in (carried.states, carried.cells, carried.rows):

@@ -109,7 +109,7 @@ class GraphedBlocks:
         self.features, self.device = parts.features, parts.device
         piece_frames = min(block_frames, _piece_frames(parts)) if runs_waves(parts.model, _dtype(parts)) else None
         self.model = BlockModel(parts.model, block_frames, _dtype(parts), piece_frames)
-        self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
+        self.samples = self.features.window_samples + (block_frames - 1) * self.features.step_samples
         self._lock = threading.Lock()
         self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
         self.carried = self.model.start(_PLACES)
@@ -175,8 +175,7 @@ class GraphedBlocks:
         for stream, number, block in zip(streams, numbers, blocks, strict=True):
             if block is not rows[number]:
                 self.room(stream, stream.blocks)  # what was there is read
-                rows[number][: len(block)] = block
-                rows[number][len(block) :] = 0.0
+                rows[number][: len(block)], rows[number][len(block) :] = block, 0.0
         return numbers
 
     @torch.inference_mode()
@@ -269,7 +268,8 @@ class GraphedBlocks:
         def run() -> Tensor:
             batch.bring(_NUMBERS if edges else 1)
             row, block, ends, frames = batch.there
-            features = self.features.of_rows(self.rooms.there, row, frames if edges else batch.whole)
+            lengths = frames if edges else batch.whole
+            features = self.features.of_rows(self.rooms.there, row, lengths, self.model.dtype)
             return self.model.run(features, self.carried, row >> 1, block, ends, edges=edges)
 
         batch.fill([[]] * _NUMBERS)  # all rows at the empty place

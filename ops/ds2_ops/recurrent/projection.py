@@ -10,15 +10,14 @@ from torch import Tensor
 
 from ds2_ops.jit.launch import Launch, run
 from ds2_ops.jit.source import names, parameters, translation_unit
-from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, DeviceFacts
+from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS
 
 MOST_ROWS = 4096  # beyond, a library's product is several times as fast
 _SHARE_ROWS = 64  # that a block takes at least
 _SMS = 132  # multiprocessors of an H200
-_MANY_ROWS = 256  # of x; from so many on they come through shared memory, for more tiles of W
-_TILES = {5: 4, 6: 3, 10: 2}  # of W, by pairs at most, that registers hold then
-_ROWS = 16  # of x that go by together
-_MOST_STAGES = 4  # turns of them in shared memory
+_WIDE_ROWS = 256  # of x; from so many on a block has two tiles of W
+_WIDE_PAIRS = 6  # along K for which two tiles' registers suffice, and _NARROW_PAIRS those of two such blocks
+_NARROW_PAIRS = 3
 _CLUSTER = 16  # blocks of one launch fill few GPCs, so that the recurrence behind finds a whole one
 _MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x are in registers beside the weights
 _PROJECTION = parameters(
@@ -75,21 +74,17 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, be
 def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1) -> tuple[Launch, int]:
     """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
     pairs = _pairs(width)
-    tiles, blocks, stages, pitch = 1, 2 * _SMS, 0, 0
-    if rows >= _MANY_ROWS:
-        tiles, blocks = next(count for most, count in _TILES.items() if pairs <= most), _SMS
-        pitch = -(-2 * width // 128) * 128 + 64
-        stages = min(_MOST_STAGES, (DeviceFacts.smem_bytes_per_block - _sums_bytes(tiles)) // (_ROWS * pitch))
+    tiles = 2 if rows >= _WIDE_ROWS and pairs <= _WIDE_PAIRS else 1
+    blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # that run at once
     across = -(-hidden // (tiles * MMA_ROWS))
     shares = max(1, min(-(-rows // _SHARE_ROWS), blocks // across))
     cluster = 1 if beside or shares > 1 else _CLUSTER
-    smem_bytes = _sums_bytes(tiles) + stages * _ROWS * pitch
-    shape = f"{pairs}, {tiles}, {stages}, {pitch}, {cluster}"
+    smem_bytes = tiles * WARPS * THREADS * 4
     source = translation_unit(
         "recurrent/projection.cuh",
         _PROJECTION,
         f"    ds2::project<Shape>({{{names(_PROJECTION)}}});\n",
-        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {shape}>;\n"
+        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {pairs}, {tiles}, {cluster}>;\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "projection.py and projection.cuh disagree");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
@@ -99,7 +94,3 @@ def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False,
 
 def _pairs(width: int) -> int:
     return -(-width // (2 * 2 * MMA_WORDS * WARPS))
-
-
-def _sums_bytes(tiles: int) -> int:
-    return tiles * WARPS * THREADS * 4

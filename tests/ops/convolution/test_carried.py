@@ -34,8 +34,8 @@ def block(case: Case, channels: int, device: torch.device) -> tuple[Given, Tenso
     places = torch.randperm(batch + 3, generator=draw)[:batch]
     table = torch.randn(batch + 3, bins, held, channels, generator=draw).bfloat16().to(device)
     clock = {
-        "blocks": torch.tensor([3, 0, 2, 5])[:batch].to(device),
-        "ends": torch.tensor([2**62, frames - 1, 2 * frames + 1, 0])[:batch].to(device),
+        "blocks": torch.tensor([3, 0, 2, 5]).repeat(33)[:batch].to(device),
+        "ends": torch.tensor([2**62, frames - 1, 2 * frames + 1, 0]).repeat(33)[:batch].to(device),
         "delay": 2,
     }
     if channels == 1:

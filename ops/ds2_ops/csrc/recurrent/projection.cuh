@@ -2,12 +2,11 @@
 //
 //   z[r][n] = b[n] + sum over k of x[r][k] W[n][k]        r = t B + utterance; 0 where t < begin[utterance]
 //
-// A block has TILES x 16 rows of W in registers: 8 warps share K, each takes every eighth group of 16 words. Its share of the
-// rows of x goes by, 16 at a time, and partial sums meet in shared memory. Of few rows of x W is there before the kernel before
-// has ended, and a number of x is asked for as soon as the one in its registers is used. Of many rows x comes through shared
-// memory, several turns ahead, for more rows of W, so that it comes from L2 less often; W then comes while the first of x do, as
-// there is no place for it beside the kernel before. No row of x meets another one, and the order of a sum depends on nothing
-// but K: the bits of z do not depend on how frames are cut or batched, nor on shares.
+// A block has 16 rows of W, or 32 where rows of x are many, which then come from L2 half as often. They are in registers before
+// the kernel before it has ended: 8 warps share K, each takes every eighth group of 16 words. Then its share of the columns goes
+// by, 16 rows of x at a time; a number of x is asked for as soon as the one in its registers is used, and partial sums meet in
+// shared memory. No row of x meets another one, and the order of a sum depends on nothing but K: the bits of z do not depend on
+// how frames are cut or batched, nor on shares.
 // Shape letters: R = T B rows of x, K its width, H rows of W.
 #pragma once
 
@@ -26,19 +25,15 @@ struct Projection {
     int shares;         // of the rows of x: as many blocks have the same rows of W
 };
 
-template <class Number_, int PAIRS_, int TILES_, int STAGES_, int PITCH_, int CLUSTER_>
+template <class Number_, int PAIRS_, int TILES_, int CLUSTER_>
 struct ProjectionShape {
     using Number = Number_;
     static constexpr int CLUSTER = CLUSTER_, ALL_THREADS = THREADS;
     static constexpr int PAIRS = PAIRS_;  // of matrix instructions along a warp's share of K
     static constexpr int TILES = TILES_;  // of MMA_ROWS rows of W
-    static constexpr int STAGES = STAGES_;  // turns of x in shared memory; 0: in registers
-    static constexpr int PITCH = PITCH_;  // bytes of a row of x there
-    static_assert(PITCH % 128 == 64 || !STAGES, "two rows lie in all banks");
     static constexpr int COLUMNS = 2 * MMA_SAMPLES;  // rows of x that go by together
     static constexpr int SUMS = COLUMNS * MMA_ROWS;
-    static constexpr int SUMS_BYTES = TILES * WARPS * SUMS * 4;
-    static constexpr int SMEM_BYTES = SUMS_BYTES + STAGES * COLUMNS * PITCH;
+    static constexpr int SMEM_BYTES = TILES * WARPS * SUMS * 4;
     static_assert(SUMS == THREADS, "a thread adds up one sum of a tile");
     static_assert(MMA_ROWS == 16 && MMA_SAMPLES == 8, "place");
 
@@ -58,23 +53,6 @@ __device__ void project(const Projection& given) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     const int across = gridDim.x / given.shares;
     const int first = blockIdx.x % across * (Shape::TILES * MMA_ROWS), own = blockIdx.x / across * Shape::COLUMNS;
-    const int next = given.shares * Shape::COLUMNS;
-    const auto* x = static_cast<const Element*>(given.x);
-    const unsigned staged = smem_address(smem) + Shape::SUMS_BYTES;
-    const auto stage = [=](int row, int turn) {  // asks for the rows of a turn
-        const unsigned to = staged + turn % Shape::STAGES * (Shape::COLUMNS * Shape::PITCH);
-        const int chunks = (given.width + 31) / 32 * 4;  // zeros behind the width
-        for (int i = threadIdx.x; i < Shape::COLUMNS * chunks; i += THREADS) {
-            const int from = row + i / chunks, at = i % chunks;
-            const bool inside = from < given.rows && 8 * at < given.width;
-            copy_async_16(to + i / chunks * Shape::PITCH + 16 * at, x + (inside ? size_t(from) * given.width + 8 * at : 0), inside);
-        }
-        copies_commit();
-    };
-    if constexpr (Shape::STAGES > 0) {
-        await_kernel_before();
-        for (int turn = 0; turn < Shape::STAGES - 1; turn++) stage(own + turn * next, turn);
-    }
     Pass weights_of{};
     weights_of.matrix = given.matrix, weights_of.hidden = given.width, weights_of.wide_rows = 1;
     const auto word = [=](int k, int q, int) { return 16 * (k / 2 * WARPS + warp) + 4 * q; };
@@ -92,44 +70,33 @@ __device__ void project(const Projection& given) {
         const int own_unit = unit + m * MMA_ROWS;
         bias_bits[m] = own_unit < given.hidden ? unsigned(static_cast<const Element*>(given.bias)[own_unit]) : 0;
     }
-    if constexpr (Shape::STAGES == 0) await_kernel_before();
+    await_kernel_before();
+    const auto* x = static_cast<const Element*>(given.x);
     const auto load = [=](int row, int half, int k) {
         const int from = row + MMA_SAMPLES * half + g, at = Number::PER_WORD * word(2 * k, q, 4);
         const bool inside = from < given.rows && at < given.width;
         return inside ? *reinterpret_cast<const uint4*>(x + size_t(from) * given.width + at) : make_uint4(0, 0, 0, 0);
     };
-    uint4 b[2][Shape::STAGES ? 1 : Shape::PAIRS];
-    if constexpr (Shape::STAGES == 0)
+    uint4 b[2][Shape::PAIRS];
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+    for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int k = 0; k < Shape::PAIRS; k++) b[half][k] = load(own, half, k);
-    for (int row = own, turn = 0; row < given.rows; row += next, turn++) {
-        const unsigned here = staged + (Shape::STAGES ? turn % max(Shape::STAGES, 1) : 0) * (Shape::COLUMNS * Shape::PITCH);
-        if constexpr (Shape::STAGES > 0) {
-            copies_wait<Shape::STAGES - 2>();
-            __syncthreads();  // the turn's rows are there, and all have used those of the turn before
-            stage(row + (Shape::STAGES - 1) * next, turn + Shape::STAGES - 1);
-        }
+        for (int k = 0; k < Shape::PAIRS; k++) b[half][k] = load(own, half, k);
+    const int next = given.shares * Shape::COLUMNS;
+    for (int row = own; row < given.rows; row += next) {
         float c[Shape::TILES][2][4] = {};
 #pragma unroll
-        for (int k = 0; k < Shape::PAIRS; k++) {
-            if (Shape::STAGES > 0 && Number::PER_WORD * word(2 * k, 0, 4) >= given.width) break;  // zeros from here on
+        for (int k = 0; k < Shape::PAIRS; k++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                uint4 v;
-                if constexpr (Shape::STAGES > 0)
-                    v = load_shared_16(here + (MMA_SAMPLES * half + g) * Shape::PITCH + 4 * word(2 * k, q, 4));
-                else
-                    v = b[half][k];
+                const uint4 v = b[half][k];
 #pragma unroll
                 for (int m = 0; m < Shape::TILES; m++) {
                     Number::multiply_add(c[m][half], weights.a[m][2 * k], v.x, v.y);
                     Number::multiply_add(c[m][half], weights.a[m][2 * k + 1], v.z, v.w);
                 }
-                if constexpr (Shape::STAGES == 0) b[half][k] = load(row + next, half, k);
+                b[half][k] = load(row + next, half, k);
             }
-        }
         // Sums of a warp.
 #pragma unroll
         for (int m = 0; m < Shape::TILES; m++)
