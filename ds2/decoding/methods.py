@@ -18,9 +18,10 @@ from ds2.decoding.external.ctc_beam_decoder import NativeSearch
 from ds2.decoding.external.ctcdecode import CtcdecodeSearch
 from ds2.decoding.external.flashlight import LexiconSearch
 from ds2.decoding.greedy import GreedyDecoder
-from ds2.decoding.rescore import SecondPass, make_second_pass, searched
+from ds2.decoding.rescore import SecondPass, make_second_pass, recurrent_model, searched
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
+from ds2.lm.recurrent import RecurrentLM
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Parts:
     device: torch.device
     lm: NGram | None
     second: SecondPass | None
+    recurrent: RecurrentLM | None  # of a search that it takes part in
 
 
 Maker = Callable[[Parts], Decoder]
@@ -54,7 +56,8 @@ def _greedy(parts: Parts) -> Decoder:
 
 
 def _beam(parts: Parts) -> Decoder:
-    return BeamDecoder(parts.alphabet, parts.options, parts.lm, parts.frame_s, parts.device, parts.second)
+    found = (parts.alphabet, parts.options, parts.lm, parts.frame_s, parts.device, parts.second, parts.recurrent)
+    return BeamDecoder(*found)
 
 
 def _on_cpu(search: Callable[[Alphabet, DecodeConfig, NGram | None], Search]) -> Maker:
@@ -80,7 +83,7 @@ _WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "
 _PRUNED = frozenset({"lexicon", "hot_words", "hot_word_bonus", "label_min_log_prob", "prune"})
 METHODS: dict[str, Method] = {
     "greedy": Method(_greedy, frozenset()),
-    "beam": Method(_beam, _WITH_LM | _PRUNED),
+    "beam": Method(_beam, _WITH_LM | _PRUNED | {"rescore_in_search"}),
     "native": Method(_on_cpu(_native), _WITH_LM | _PRUNED | {"threads"}),
     "ctcdecode": Method(_on_cpu(_ctcdecode), _WITH_LM | {"threads"}),
 }
@@ -91,6 +94,7 @@ _NEEDS = {  # what a setting is of no use without
     "unknown_score": ("lm",),
     "rescore_weight": ("rescore",),
     "rescore_hypotheses": ("rescore",),
+    "rescore_in_search": ("rescore",),
 }
 
 
@@ -138,6 +142,9 @@ def make_decoder(
         log.warning("decode.%s changes nothing without %s", name, " or ".join(f"decode.{other}" for other in needed))
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
-    second = make_second_pass(options, alphabet, device) if "rescore" in row.options else None
-    decoder = row.make(Parts(searched(options), alphabet, frame_s, device, lm, second))
+    recurrent = recurrent_model(options, alphabet, device) if "rescore" in row.options else None
+    within = options.rescore_in_search and "rescore_in_search" in row.options
+    second = make_second_pass(options, alphabet, recurrent) if recurrent is not None and not within else None
+    parts = Parts(searched(options), alphabet, frame_s, device, lm, second, recurrent if within else None)
+    decoder = row.make(parts)
     return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)

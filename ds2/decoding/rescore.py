@@ -21,10 +21,17 @@ SecondPass = Callable[[Rows], Rows]
 
 def searched(options: DecodeConfig) -> DecodeConfig:
     """The settings of the search: it gives all hypotheses that `make_second_pass` ranks."""
-    return replace(options, nbest=max(options.nbest, options.rescore_hypotheses)) if options.rescore else options
+    if not options.rescore or options.rescore_in_search:
+        return options
+    return replace(options, nbest=max(options.nbest, options.rescore_hypotheses))
 
 
-def make_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.device) -> SecondPass | None:
+def make_second_pass(options: DecodeConfig, alphabet: Alphabet, model: RecurrentLM) -> SecondPass:
+    """What ranks the hypotheses of a search anew by the model of `recurrent_model`."""
+    return Rescorer(model, options, alike=alphabet.normalises_as(model.alphabet))
+
+
+def recurrent_model(options: DecodeConfig, alphabet: Alphabet, device: torch.device) -> RecurrentLM | None:
     """Read the model that `decode.rescore` names; None where it names none.
 
     Raises:
@@ -41,7 +48,7 @@ def make_second_pass(options: DecodeConfig, alphabet: Alphabet, device: torch.de
             f"{options.rescore} does not know {describe(unknown)}, which this network writes: train one with "
             "`ds2 lm train --model` of the network"
         )
-    return Rescorer(model, options, alike=alphabet.normalises_as(model.alphabet))
+    return model
 
 
 class Rescorer:
