@@ -12,9 +12,11 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 
 from prometheus_client import multiprocess
@@ -24,6 +26,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.serve.limits import Limits
 from ds2.serve.workers import END_S, Workers
 from ds2.system.errors import UserError
+from ds2.system.files import own_folder
 
 log = logging.getLogger(__name__)
 SESSIONS = 1000  # in real time that one keeps up with
@@ -48,8 +51,9 @@ class Recognisers:
     ) -> None:
         share = replace(limits, sessions=-(-limits.sessions // count))
         self._given, self.ending = (make, share, address, workers), False
-        self._counted = tempfile.TemporaryDirectory(prefix="ds2-serve-")
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = self._counted.name  # where all count, so that each can tell the sum
+        self._open = ExitStack()
+        counted = self._open.enter_context(own_folder(Path(tempfile.gettempdir()), "ds2-serve"))
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(counted)  # where all count, so that each can tell the sum
         self._processes: list[BaseProcess] = []
         try:
             for process, ready in [self._start() for _ in range(count)]:
@@ -129,7 +133,7 @@ class Recognisers:
             process.join(END_S)
             process.kill()
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
-        self._counted.cleanup()
+        self._open.close()
 
 
 def _hear(

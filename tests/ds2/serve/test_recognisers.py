@@ -48,9 +48,12 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, subprocess.Popen[str]]]:
+def running(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Running, subprocess.Popen[str]]]:
     """A server of two recognisers, each with a worker, for 40 sessions."""
     model = str(make_model())
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--sessions", "40"]
@@ -63,8 +66,14 @@ def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, subproce
         yield Running(recogniser, port, server.terminate), server
         server.terminate()
         assert server.wait(60) == 0
+        assert not counted_in(tmp_path)
     finally:
         server.kill()
+
+
+def counted_in(temporary: Path) -> list[Path]:
+    """Folders of counts that are there."""
+    return list(temporary.glob(".ds2-serve.*"))
 
 
 async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
@@ -123,7 +132,9 @@ def one_is_killed(server: Running, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_all_end_with_the_process_that_began_them(running: tuple[Running, subprocess.Popen[str]]) -> None:
+def test_all_end_with_the_process_that_began_them_and_the_next_tidies_up(
+    running: tuple[Running, subprocess.Popen[str]], make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     server, process = running
     hearing = children(process.pid)
     speaking = [one for other in hearing for one in children(other)]
@@ -137,6 +148,8 @@ def test_all_end_with_the_process_that_began_them(running: tuple[Running, subpro
 
     asyncio.run(refused())
     process.returncode = 0  # the fixture ends what has ended
+    assert len(counted_in(tmp_path)) == 1
+    test_what_cannot_begin_says_why(make_model)
 
 
 def test_what_cannot_begin_says_why(make_model: Callable[..., Path]) -> None:
