@@ -95,7 +95,11 @@ class Features(nn.Module):
 
     def samples(self, frames: int) -> int:
         """Return the fewest samples that hold `frames` frames, at least one."""
-        return (frames - 1) * self.step_samples + self.window_samples - self.lead_samples
+        return self.span(frames) - self.lead_samples
+
+    def span(self, frames: int) -> int:
+        """Return the samples from the first of the first of `frames` windows to the last of the last."""
+        return (frames - 1) * self.step_samples + self.window_samples
 
     def forward(self, waveforms: Tensor, sample_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised features and their lengths.

@@ -74,7 +74,7 @@ class SampleBlocks:
         self.features, self.block_frames = features, block_frames
         self.samples = 0  # heard so far
         self._lead_samples = features.lead_samples  # that the first window still lacks
-        self._enough = (block_frames - 1) * features.step_samples + features.window_samples
+        self._enough = features.span(block_frames)
         self._step = block_frames * features.step_samples  # from a block's start to the next one's
         self._room = room or self._anywhere
         self._block, self._count, self._number = np.empty(0, np.float32), 0, -1  # what is held, of which block

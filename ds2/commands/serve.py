@@ -20,7 +20,6 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
 
-TRANSCRIPTS = "ds2.serve.transcripts"  # the logger that may hold what is said
 _OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
 
@@ -72,8 +71,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _recogniser(file: Path, decode: Sequence[str], device: torch.device, precision: str, tells: bool) -> Recogniser:
     """The one that hears, in the process that hears."""
+    from ds2.serve.dispatch import transcripts
+
     if tells:
-        logging.getLogger(TRANSCRIPTS).setLevel(logging.INFO)
+        transcripts.setLevel(logging.INFO)
     loaded = load_model(file, device)
     return Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, precision)
 

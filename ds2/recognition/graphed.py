@@ -104,7 +104,7 @@ class GraphedBlocks:
         self.features, self.device = parts.features, parts.device
         piece_frames = min(block_frames, _piece_frames(parts)) if runs_waves(parts.model, _dtype(parts)) else None
         self.model = BlockModel(parts.model, block_frames, _dtype(parts), piece_frames)
-        self.samples = (block_frames - 1) * self.features.step_samples + self.features.window_samples
+        self.samples = self.features.span(block_frames)
         self._lock = threading.Lock()
         self.free, self.places = list[int](), 1  # place 0 is for the rows of a batch that are empty
         self.carried = self.model.start(_PLACES)

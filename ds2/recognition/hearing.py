@@ -73,8 +73,8 @@ class Chunks:
     """The model as it is: streams that carry alike share a batch."""
 
     def __init__(self, parts: Parts, block_frames: int) -> None:
-        self.parts, features = parts, parts.features
-        self.samples = (block_frames - 1) * features.step_samples + features.window_samples
+        self.parts = parts
+        self.samples = parts.features.span(block_frames)
 
     def prepare(self, streams: int) -> None:
         """Nothing waits."""

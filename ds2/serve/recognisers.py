@@ -27,6 +27,7 @@ from ds2.serve.limits import Limits
 from ds2.serve.workers import END_S, Workers
 from ds2.system.errors import UserError
 from ds2.system.files import own_folder
+from ds2.system.stops import ENDING, handling
 
 log = logging.getLogger(__name__)
 SESSIONS = 1000  # in real time that one keeps up with
@@ -65,17 +66,15 @@ class Recognisers:
 
     def run(self) -> None:
         """Wait until SIGINT or SIGTERM, and then until all sessions were told their last words."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self._signalled)
-        try:
-            while self._processes:
-                gone = wait([process.sentinel for process in self._processes])
-                for process in [process for process in self._processes if process.sentinel in gone]:
-                    self._gone(process)
-        finally:
-            self.end()
-            self._join()
+        with handling(ENDING, self._signalled):
+            try:
+                while self._processes:
+                    gone = wait([process.sentinel for process in self._processes])
+                    for process in [process for process in self._processes if process.sentinel in gone]:
+                        self._gone(process)
+            finally:
+                self.end()
+                self._join()
 
     def processes(self) -> list[BaseProcess]:
         """Those that hear now."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import signal
 import socket
-import threading
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
@@ -21,6 +19,7 @@ from ds2.serve.limits import Limits
 from ds2.serve.links import Link, Links
 from ds2.serve.server import calm
 from ds2.serve.worker import work
+from ds2.system.stops import ENDING, handling
 
 log = logging.getLogger(__name__)
 SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
@@ -55,19 +54,15 @@ class Workers:
 
     def run(self) -> None:
         """Hear until SIGINT or SIGTERM, and then until all sessions were told their last words."""
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            before = {number: signal.signal(number, self._signalled) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            with calm():
-                self.dispatch.run(self._arrived)
-        finally:
-            self.end()
-            for process in self.processes():
-                process.join(END_S)
-                process.kill()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handling(ENDING, self._signalled):
+            try:
+                with calm():
+                    self.dispatch.run(self._arrived)
+            finally:
+                self.end()
+                for process in self.processes():
+                    process.join(END_S)
+                    process.kill()
 
     def processes(self) -> list[BaseProcess]:
         """Those that speak with clients now."""

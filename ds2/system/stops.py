@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG = 1
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
@@ -33,24 +34,32 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Turn the first SIGTERM in the block into `Stopped`; more of them, as launchers send, do not break the clean-up.
-
-    Python runs handlers in the main thread; in another one this does nothing.
-    """
+def handling(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object] | signal.Handlers
+) -> Iterator[None]:
+    """Have these signals handled so in the block. In any thread but the main one, where Python sets handlers, nothing
+    changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    former = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn the first SIGTERM in the block into `Stopped`; more of them, as launchers send, change nothing more."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)
         raise Stopped(number)
 
-    former = signal.signal(signal.SIGTERM, stop)
-    try:
+    with handling([signal.SIGTERM], stop):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager
@@ -58,19 +67,11 @@ def ending_at_once() -> Iterator[None]:
     """Leave SIGINT and SIGTERM to the system in the block, which loads libraries: nothing is open that must be closed.
 
     Python would answer only when a library of some 100 MB is mapped, seconds later, and with a traceback. What a
-    launcher told this process to ignore stays ignored. Python sets handlers in the main thread; in another one this
-    does nothing.
+    launcher told this process to ignore stays ignored.
     """
-    if threading.current_thread() is not threading.main_thread():
+    numbers = [n for n in ENDING if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    with handling(numbers, signal.SIG_DFL):
         yield
-        return
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-    former = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def end_children() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ import numpy as np
 import openai
 from numpy.typing import NDArray
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 from ds2.audio.stream import Pcm16
 from ds2.decoding.hypothesis import Hypothesis
@@ -19,6 +23,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import step
 
 RATE_HZ = 16000
+CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
 
 
 @dataclass
@@ -58,6 +63,14 @@ def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:
     return (samples[: int(seconds * rate_hz)] * 32767).astype("<i2").tobytes()
 
 
+def until(true: Callable[[], bool], most_s: float = 60) -> None:
+    """Wait for what must become true."""
+    deadline_s = time.monotonic() + most_s
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
 async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Send as Vosk's own client does: a chunk, wait for the answer, the next; then eof."""
     async with connect(url) as ws:
@@ -69,6 +82,33 @@ async def vosk(url: str, data: bytes, chunk: int = 4000, config: dict[str, Any] 
         await ws.send('{"eof" : 1}')
         answers.append(json.loads(await ws.recv()))
         return answers
+
+
+async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
+    """Words and times of what is sent chunk by chunk."""
+    answers = await vosk(url, data, chunk=6400, config={"words": True})
+    return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
+
+
+async def told_though_killed(server: Running, data: bytes, clients: int, pid: int) -> set[Any]:
+    """Texts that clients are told who all sent `data` before a process was killed; None for those that it took."""
+    held = [await connect(server.vosk) for _ in range(clients)]
+    for ws in held:
+        await ws.send(CONFIG)
+        await ws.send(data)
+    for ws in held:
+        await ws.recv()
+    assert server.metric("ds2_sessions") == clients
+    os.kill(pid, signal.SIGKILL)
+    texts = set()
+    for ws in held:
+        try:
+            await ws.send('{"eof" : 1}')
+            answer = json.loads(await ws.recv())
+            texts.add(None if "error" in answer else answer["text"])
+        except ConnectionClosed:
+            texts.add(None)
+    return texts
 
 
 def samples_of(data: bytes) -> NDArray[np.float32]:

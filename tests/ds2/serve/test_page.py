@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from support.serving import RATE_HZ, Running, samples_of, speech
+from support.serving import RATE_HZ, Running, samples_of, speech, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
@@ -27,13 +27,6 @@ def test_the_page_asks_no_other_host(serve: Callable[..., Running]) -> None:
     assert not re.search(r"\son[a-z]+=", html) and " style=" not in html  # the policy forbids them
     labels = re.findall(r"<(?:button|label|input|meter)[^>]*>", html)
     assert len(labels) >= 9 and 'lang="en"' in html and 'aria-live="polite"' in html
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.serving import RATE_HZ, Running, alone, speech, text_alone, vosk
+from support.serving import Running, alone, speech, text_alone, told_though_killed, until, words
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.exceptions import InvalidHandshake
 
 from ds2.config.schema import DecodeConfig
 from ds2.recognition.recogniser import Recogniser
-
-CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 def children(pid: int) -> list[int]:
@@ -76,11 +63,6 @@ def counted_in(temporary: Path) -> list[Path]:
     return list(temporary.glob(".ds2-serve.*"))
 
 
-async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
-    answers = await vosk(url, data, chunk=6400, config={"words": True})
-    return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
-
-
 def test_all_get_their_own_words_and_are_counted_together(running: tuple[Running, subprocess.Popen[str]]) -> None:
     server, process = running
     sources = [speech(seed, 0.4 + 0.02 * seed) for seed in range(24)]
@@ -104,27 +86,8 @@ def one_is_killed(server: Running, process: subprocess.Popen[str]) -> None:
     """It takes its own clients only, and another begins."""
     data = speech(6, 1.0)
     first, second = children(process.pid)
-
-    async def talk() -> list[Any]:
-        held = [await connect(server.vosk) for _ in range(16)]
-        for ws in held:
-            await ws.send(CONFIG)
-            await ws.send(data)
-        for ws in held:
-            await ws.recv()
-        assert server.metric("ds2_sessions") == 16
-        os.kill(first, signal.SIGKILL)
-        texts: list[Any] = []
-        for ws in held:
-            try:
-                await ws.send('{"eof" : 1}')
-                texts.append(json.loads(await ws.recv()).get("text"))
-            except ConnectionClosed:
-                texts.append(None)
-        return texts
-
-    texts = asyncio.run(talk())
-    assert set(texts) == {None, text_alone(server.recogniser, data)}
+    told = asyncio.run(told_though_killed(server, data, 16, first))
+    assert told == {None, text_alone(server.recogniser, data)}
     until(lambda: len(now := children(process.pid)) == 2 and first not in now and second in now)
     until(lambda: all(len(children(one)) == 1 for one in children(process.pid)))
     until(lambda: server.metric("ds2_sessions") == 0)
@@ -149,10 +112,14 @@ def test_all_end_with_the_process_that_began_them_and_the_next_tidies_up(
     asyncio.run(refused())
     process.returncode = 0  # the fixture ends what has ended
     assert len(counted_in(tmp_path)) == 1
-    test_what_cannot_begin_says_why(make_model)
+    refuses_a_bidirectional(make_model)
 
 
 def test_what_cannot_begin_says_why(make_model: Callable[..., Path]) -> None:
+    refuses_a_bidirectional(make_model)
+
+
+def refuses_a_bidirectional(make_model: Callable[..., Path]) -> None:
     model = str(make_model("model.bidirectional=true", "model.row_convs=0", "model.max_lookahead_ms=0"))
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--recognisers", "2", "--port"]
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.serving import RATE_HZ, Running, alone, speech, text_alone
+from support.serving import RATE_HZ, Running, alone, speech, text_alone, until
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
@@ -37,10 +37,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def until_empty(running: Running) -> None:
-    deadline_s = time.monotonic() + 30
-    while running.metric("ds2_sessions") and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert running.metric("ds2_sessions") == 0
+    until(lambda: running.metric("ds2_sessions") == 0)
 
 
 async def heard(ws: ClientConnection, data: bytes) -> str:

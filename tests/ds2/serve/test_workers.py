@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 import soundfile
 import torch
-from support.serving import RATE_HZ, Running, alone, samples_of, speech, text_alone, vosk
+from support.serving import (
+    CONFIG,
+    RATE_HZ,
+    Running,
+    alone,
+    samples_of,
+    speech,
+    text_alone,
+    told_though_killed,
+    until,
+    words,
+)
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
@@ -30,8 +37,6 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.serve.address import joined, keep, open_up, share
 from ds2.serve.limits import Limits
 from ds2.serve.workers import Workers
-
-CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
 
 
 @pytest.fixture
@@ -47,19 +52,6 @@ def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, Workers]
     thread.join(60)
     kept.close()
     assert not thread.is_alive()
-
-
-async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
-    """Words and times of what is sent chunk by chunk."""
-    answers = await vosk(url, data, chunk=6400, config={"words": True})
-    return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
@@ -158,27 +150,9 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     server, workers = running
     data = speech(6, 1.0)
     first = workers.processes()[0]
-
-    async def talk() -> list[Any]:
-        held = [await connect(server.vosk) for _ in range(30)]
-        for ws in held:
-            await ws.send(CONFIG)
-            await ws.send(data)
-        for ws in held:
-            await ws.recv()
-        assert first.pid is not None
-        os.kill(first.pid, signal.SIGKILL)
-        texts: list[Any] = []
-        for ws in held:
-            try:
-                await ws.send('{"eof" : 1}')
-                texts.append(json.loads(await ws.recv())["text"])
-            except ConnectionClosed:
-                texts.append(None)
-        return texts
-
-    texts = asyncio.run(talk())
-    assert set(texts) == {None, text_alone(server.recogniser, data)}
+    assert first.pid is not None
+    told = asyncio.run(told_though_killed(server, data, 30, first.pid))
+    assert told == {None, text_alone(server.recogniser, data)}
     until(lambda: first not in workers.processes() and len(workers.processes()) == 2)
     until(lambda: server.metric("ds2_sessions") == 0)
     assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
