@@ -4,7 +4,8 @@
     python tools/bench_rnn.py --cell lstm                  the same for LSTM and GRU (gru_after, gru_before)
     python tools/bench_rnn.py --grnn                       forward latency beside cuDNN's (GRNN, 2019, Table 1)
     python tools/bench_rnn.py --device cpu                 the CPU path beside nn.RNN
-    python tools/bench_rnn.py --figure batch --out DIR     TFLOP/s against batch (Persistent RNNs, 2016, Figure 3)
+    python tools/bench_rnn.py --figure batch --out DIR     TFLOP/s against batch (Persistent RNNs, 2016, Figure 3);
+                                                           with --hidden 1152 512 the same of these widths
     python tools/bench_rnn.py --figure frames --out DIR    TFLOP/s against time steps (its Figure 4)
 
 Forward+backward includes the weight gradient. nn.RNN always includes the input projection; our figures leave it out,
@@ -163,11 +164,13 @@ def plot(rows: list[Result], figure: str, title: str, path: Path) -> None:
 
     canvas = Figure(figsize=(10, 4), layout="constrained")
     for axes, name in zip(canvas.subplots(1, 2), ("forward", "both"), strict=True):
-        for contender in dict.fromkeys(row["contender"] for row in rows):
-            points = [
-                (r[figure], r[f"{name}_tflops"]) for r in rows if r["contender"] == contender and f"{name}_tflops" in r
-            ]
-            axes.plot(*zip(*points, strict=True), marker="o", label=contender)
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            if f"{name}_tflops" in row:
+                label = f"H {row['hidden']} {row['contender']}"
+                lines.setdefault(label, []).append((row[figure], row[f"{name}_tflops"]))
+        for label, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
         axes.set(xlabel={"batch": "batch", "frames": "time steps"}[figure], ylabel="useful TFLOP/s", ylim=(0, None))
         axes.set(title="forward" if name == "forward" else "forward + backward")
         if figure == "frames":
@@ -178,12 +181,19 @@ def plot(rows: list[Result], figure: str, title: str, path: Path) -> None:
     canvas.savefig(path, dpi=120)
 
 
+def keep(data: Result, out: Path | None, name: str) -> None:
+    """Write the figures to a folder, if one is given."""
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--hidden", type=int, nargs="+", help="H values; with --batch, every pair of them")
+    parser.add_argument("--hidden", type=int, nargs="+", help="H values, with --batch (every pair) or --figure")
     parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
     parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
@@ -198,7 +208,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")
     parser.add_argument("--out", type=Path, help="folder for the data (JSON) and the plot (PNG)")
     options = parser.parse_args(arguments)
-    if (options.hidden is None) != (options.batch is None):
+    if options.batch and options.figure:
+        parser.error("--figure has batches of its own: give it --hidden alone, or leave it out")
+    if (options.hidden is None) != (options.batch is None) and not options.figure:
         parser.error("--hidden and --batch go together: give both or neither")
     return options
 
@@ -219,7 +231,8 @@ def main() -> int:
     if options.grnn:
         return grnn_table(options.out, device)
     if options.figure:
-        sizes = FIGURES[options.figure]
+        widths = options.hidden or [FIGURES[options.figure][0][0]]
+        sizes = [(hidden, batch, steps) for hidden in widths for _, batch, steps in FIGURES[options.figure]]
     elif options.hidden:
         sizes = [(hidden, batch, frames) for hidden in options.hidden for batch in options.batch]
     else:
@@ -229,21 +242,20 @@ def main() -> int:
     title = f"{options.cell} {dtype} on {machine(device)}"
     print(title)
     rows: list[Result] = []
+    data = {"benchmark": "rnn", "title": title, "dtype": str(dtype), "figure": options.figure, "rows": rows}
+    name = f"rnn_{options.figure or 'table'}"
     stopped = False
     try:
         for hidden_batch_frames in sizes:
             rows += bench(Work(hidden_batch_frames, dtype, device, options.cell), contenders)
-    except KeyboardInterrupt:  # what was measured is printed and kept
+            keep(data, options.out, name)  # a run that is ended has what it measured
+    except KeyboardInterrupt:  # what was measured is printed
         stopped = True
     add_ratios(rows)
     print_table(rows)
-    data = {"benchmark": "rnn", "title": title, "dtype": str(dtype), "figure": options.figure, "rows": rows}
-    if options.out:
-        name = f"rnn_{options.figure or 'table'}"
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-        if options.figure:
-            plot(rows, options.figure, title, options.out / f"{name}.png")
+    keep(data, options.out, name)
+    if options.out and options.figure:
+        plot(rows, options.figure, title, options.out / f"{name}.png")
     print(json.dumps(data))
     return 130 if stopped else int(any("wrong" in row for row in rows))
 
