@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.run_log import events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds2.config.schema import Config
 from ds2.training.loop import train
@@ -35,8 +36,11 @@ def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
     assert found == pytest.approx(16, rel=4 * spread)
 
 
-def test_a_run_logs_it(tiny_config: Callable[..., Config]) -> None:
+def test_a_run_logs_it_and_shows_it_in_tensorboard(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config("train.noise_scale=true", "train.log_every_steps=3", "train.epochs=3")
     assert train(config, Path(config.run_dir)) == 0
     found = [event["noise_scale"] for event in events(Path(config.run_dir), "train")]
     assert len(found) == 3 and any(value is not None and value > 0 for value in found)
+    board = EventAccumulator(f"{config.run_dir}/tensorboard").Reload()
+    shown = [s.value for s in board.Scalars("train/noise_scale") if math.isfinite(s.value)]
+    assert shown == pytest.approx([value for value in found if value is not None], rel=1e-6)  # float32 there
