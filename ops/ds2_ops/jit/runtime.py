@@ -56,14 +56,6 @@ def driver_version() -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def fill_words(address: int, word: int, count: int, stream: int) -> None:
-    """Set 32-bit words on a stream of the current device, asynchronously."""
-    from cuda.bindings import driver
-
-    (status,) = driver.cuMemsetD32Async(address, word, count, stream)
-    _check(status, "cuMemsetD32Async")
-
-
 def call(name: str, *arguments: Any) -> Any:
     """Call a function of the driver; return its one result, if any. RuntimeError names what failed."""
     from cuda.bindings import driver

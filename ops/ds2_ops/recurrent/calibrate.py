@@ -106,7 +106,6 @@ def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[flo
         for turn in range(ROUNDS + 1):
             for choice, span in zip(choices, spans, strict=True):
                 arguments = pass_arguments(choice, problem, FRAMES, addresses, 1.0, exchange)
-                runtime.fill_words(exchange, 0xFFFFFFFF, choice.exchange_words, int(stream))
                 runtime.call("cuEventRecord", start, stream)
                 launch_on(choice.launch, arguments, choice.explain, index, int(stream))
                 runtime.call("cuEventRecord", stop, stream)

@@ -171,7 +171,7 @@ def launch_pass(
         pointers = _pointers(given)
     exchange = None
     if choice.exchange_words:
-        exchange = torch.full((choice.exchange_words,), -1, dtype=torch.int32, device=inputs.device)
+        exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=inputs.device)
     arguments = pass_arguments(choice, problem, frames, pointers, options.clip, exchange)
 
     def what() -> str:

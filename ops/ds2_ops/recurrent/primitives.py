@@ -103,8 +103,6 @@ class _Op:
                 addresses.append(address)
             if self.cell.gates > 1:
                 addresses += [self._of_gates(name, given.get(name), handle) for name in self._gates]
-            if self.choice.exchange_words:
-                runtime.fill_words(base, 0xFFFFFFFF, self.choice.exchange_words, handle)
             arguments = pass_arguments(self.choice, self.problem, self.frames, addresses, self.clip, base)
             launch_on(self.choice.launch, arguments, self._what, self.device, handle)
             for source, target in moved:

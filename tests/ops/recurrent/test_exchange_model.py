@@ -5,6 +5,9 @@ cluster's words. Stores of a thread become visible in any order, but those to on
 Loads of a warp are either satisfied in order, as multiprocessors issue them, or as early as PTX allows: any time after
 the last fence. What must hold: a warp never takes a word of another state, and nobody waits for ever. A pause before a
 poll is no part of it: a warp may poll at any time, so also late.
+
+The words hold something else at first. Each cluster empties those of the other one, by stores that land in any order,
+arrives when all have, and goes on when both have arrived.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass, replace
 import pytest
 from support.kernel_on_cpu import CSRC
 
-EMPTY = -1
+EMPTY, STALE = -1, -2
 CLUSTERS = (0, 1)
 WARPS = tuple((own, other) for own in CLUSTERS for other in CLUSTERS)  # of a cluster, polling another's words
 
@@ -33,6 +36,9 @@ class Protocol:
         writer_fences: whoever empties fences before it publishes again.
         consumes: a cluster publishes a state when all of its warps have read the one before.
         states: that are exchanged.
+        empties_first: the words are emptied when it begins.
+        publishers_wait, warps_wait: who publishes, who polls, waits until all have arrived.
+        arrives_late: a cluster arrives when the stores that empty have landed.
     """
 
     slots: int = 5
@@ -43,6 +49,10 @@ class Protocol:
     writer_fences: bool = True
     consumes: bool = True
     states: int = 9
+    empties_first: bool = True
+    publishers_wait: bool = True
+    warps_wait: bool = True
+    arrives_late: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class Machine:
     fencing: tuple[bool, ...]
     reading: tuple[int, ...]  # the state that a warp polls for
     early: tuple[tuple[tuple[int, int], ...], ...]  # (state, value): loads that were satisfied before their turn
+    emptying: tuple[frozenset[int], ...]  # slots of the other cluster that this one's stores have not emptied yet
+    begun: bool = False  # all have arrived
 
 
 def put(values: tuple, place: int, value: object) -> tuple:
@@ -68,12 +80,18 @@ class Wrong(Exception):
 
 def steps(rules: Protocol, now: Machine) -> Iterator[Machine]:
     """Every machine that may come next; polls that find nothing change nothing."""
+    if not now.begun and not (rules.arrives_late and any(now.emptying)):
+        yield replace(now, begun=True)
     for cluster in CLUSTERS:
+        for slot in now.emptying[cluster]:
+            words = put(now.memory[1 - cluster], slot, EMPTY)
+            left = put(now.emptying, cluster, now.emptying[cluster] - {slot})
+            yield replace(now, memory=put(now.memory, 1 - cluster, words), emptying=left)
         yield from _stores_land(now, cluster)
         yield from _publish(rules, now, cluster)
     for warp, (_, other) in enumerate(WARPS):
         state, given = now.reading[warp], dict(now.early[warp])
-        if state == rules.states:
+        if state == rules.states or (rules.warps_wait and not now.begun):
             continue
         value = given.get(state, now.memory[other][state % rules.slots])
         if value == state:
@@ -106,6 +124,8 @@ def sorted_by_slot(stores: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int]
 
 def _publish(rules: Protocol, now: Machine, cluster: int) -> Iterator[Machine]:
     state = now.next_state[cluster]
+    if rules.publishers_wait and not now.begun:
+        return
     if now.fencing[cluster]:
         if not now.stores[cluster]:
             yield replace(now, fencing=put(now.fencing, cluster, False))
@@ -143,8 +163,9 @@ def walk(rules: Protocol, most: int = 400_000) -> int:
     Raises:
         Wrong: one of them does what it must not, or none comes after it while states are left to read.
     """
-    words = (EMPTY,) * rules.slots
-    first = Machine((words, words), ((), ()), (0, 0), (False, False), (0,) * len(WARPS), ((),) * len(WARPS))
+    words, slots = (STALE,) * rules.slots, frozenset(range(rules.slots) if rules.empties_first else ())
+    nothing = ((),) * len(WARPS)
+    first = Machine((words, words), ((), ()), (0, 0), (False, False), (0,) * len(WARPS), nothing, (slots, slots))
     seen, stack = {first}, [first]
     while stack:
         now = stack.pop()
@@ -160,7 +181,7 @@ def walk(rules: Protocol, most: int = 400_000) -> int:
 
 
 # As little slack as the header needs, and more; the fence wherever a slot's reuse allows it.
-@pytest.mark.parametrize(("slots", "every"), [(4, 1), (5, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize(("slots", "every"), [(4, 1), (5, 2), (6, 2), (6, 3), (7, 4)])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_no_interleaving_takes_a_wrong_word_or_waits_for_ever(slots: int, every: int, ordered: bool) -> None:
     for fenced_after in range(slots - every - 2):
@@ -182,6 +203,10 @@ FAULTS = [
     pytest.param(
         {"ordered": False, "fenced_after": 1}, "takes a word of state 0", id="loads in any order, fenced late"
     ),
+    pytest.param({"empties_first": False}, "takes a word of state -2", id="what the buffer came with"),
+    pytest.param({"warps_wait": False}, "takes a word of state -2", id="polled before it is empty"),
+    pytest.param({"publishers_wait": False}, "all wait", id="published before it is empty"),
+    pytest.param({"arrives_late": False}, "takes a word of state -2", id="arrived before it is empty"),
 ]
 
 
@@ -193,13 +218,21 @@ def test_planted_faults_are_found(fault: dict[str, int | bool | None], message: 
         walk(replace(rules, **fault))
 
 
-def test_the_header_has_the_slack_that_the_model_needs() -> None:
-    text = (CSRC / "recurrent/exchange.cuh").read_text()
-    slots, every = (int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) for name in ("SLOTS", "EMPTY_EVERY"))
-    (fenced,) = re.findall(r"epoch % EMPTY_EVERY == (\d+)\) fence_loads", text)
-    # Slots are emptied after a state that is every - 1 modulo every; slots - every - 2 more come before their reuse.
-    assert int(fenced) < slots - every - 2 and int(fenced) < every
+def test_the_headers_have_the_slack_that_the_model_needs() -> None:
+    (fenced,) = re.findall(r"epoch % Shape::EMPTY_EVERY == (\d+)\) fence_loads", _header("exchange.cuh"))
+    by_gates = r"\(Cell_::GATES > 1 \? (\d+) : (\d+)\)"
+    ((gated, slots, gated_every, every),) = re.findall(f": Slots<{by_gates}, {by_gates}>", _header("grid_narrow.cuh"))
+    pairs = [(gated, gated_every), (slots, every)]
+    pairs += re.findall(r"WideShape : Slots<(\d+), (\d+)>", _header("grid_wide_shape.cuh"))
+    assert len(pairs) == 3
+    for slots, every in pairs:
+        # Emptied after a state that is every - 1 modulo every; slots - every - 2 more come before a slot's reuse.
+        assert int(fenced) < int(slots) - int(every) - 2 and int(fenced) < int(every)
     for headers in (("grid_narrow.cuh",), ("grid_wide.cuh", "grid_wide_finish.cuh")):
-        code = "".join((CSRC / "recurrent" / header).read_text() for header in headers)
-        assert "% EMPTY_EVERY != EMPTY_EVERY - 1) return;" in code
-        assert code.count("order_polls(") == 1
+        code = "".join(map(_header, headers))
+        assert "% Shape::EMPTY_EVERY != Shape::EMPTY_EVERY - 1) return;" in code
+        assert code.count("order_polls<Shape>(") == 1
+
+
+def _header(name: str) -> str:
+    return (CSRC / "recurrent" / name).read_text()

@@ -24,6 +24,7 @@ from support.persistent_cases import (
     run,
 )
 from support.rounding import Arithmetic, allowed_beside_stock, variances
+from torch import Tensor
 
 # frames, batch, hidden: one group, two, five, two tiles; odd rows; weights in shared memory too; so many frames that
 # the exchange comes round
@@ -164,3 +165,50 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
         while not (first.query() and second.query()):
             assert time.monotonic() < deadline, "two whole-chip kernels wait for each other"
         assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batches", [(4, 12), (4, 40)], ids=str)
+def test_calls_that_overlap_in_memory_used_again_change_no_bit(batches: tuple[int, int]) -> None:
+    """Two streams, half the chip each; an exchange comes with states of other inputs, of launches and of two graphs.
+
+    The graphs of a stream are of two lengths and share their memory; the second stream's are captured while the first
+    runs. Nothing waits for a result before all are there.
+    """
+    options = Options("relu", CLIP, 60)
+    weight_hh, lengths, variants, rounds = inputs((1, 1, 1300), torch.bfloat16)[1], (12, 5), 3, 40
+    given = [
+        [draw(n, 12, batch, 1300, device=CUDA, dtype=torch.bfloat16) for n in range(variants)] for batch in batches
+    ]
+
+    def forward(x: Tensor) -> Tensor:
+        return persistent.forward(x, weight_hh, x[0], None, options)[0]
+
+    with nan_filled_memory():
+        expected = [[forward(x) for x in of_stream] for of_stream in given]
+    streams, found = [torch.cuda.Stream() for _ in batches], [list[Tensor]() for _ in batches]
+    fixed, kept = [torch.empty_like(of_stream[0]) for of_stream in given], [list[Tensor]() for _ in batches]
+    graphs = [[torch.cuda.CUDAGraph() for _ in lengths] for _ in batches]
+    for index, stream in enumerate(streams):
+        for graph, length in zip(graphs[index], lengths, strict=True):
+            pool = None if graph is graphs[index][0] else graphs[index][0].pool()
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="relaxed"):
+                with torch.cuda.stream(streams[0]):
+                    for _ in range(rounds * index):
+                        forward(given[0][0])
+                kept[index].append(forward(fixed[index][:length]))
+    for turn in range(rounds):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index].append(forward(given[index][turn % variants]))
+                fixed[index].copy_(given[index][(turn + 1) % variants])
+                for graph, result in zip(graphs[index], kept[index], strict=True):
+                    graph.replay()
+                    found[index].append(result.clone())
+    torch.cuda.synchronize()
+    for index, of_stream in enumerate(found):
+        for turn in range(rounds):
+            called, *replayed = of_stream[turn * 3 : turn * 3 + 3]
+            assert torch.equal(called, expected[index][turn % variants])
+            truth = expected[index][(turn + 1) % variants]
+            assert all(torch.equal(y, truth[:length]) for y, length in zip(replayed, lengths, strict=True))

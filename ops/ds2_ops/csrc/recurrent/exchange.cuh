@@ -14,18 +14,26 @@
 //     finds EMPTY or the new word, never the old one.
 //   - Every 32-bit word is compared with EMPTY: nothing is assumed about the order in which the words that a wide load
 //     covers were stored.
-// All slots must be EMPTY when the kernel starts.
+//
+// The buffer comes with whatever lay in it. The finishing warps of each block empty a part of it while others load weights;
+// who publishes or polls first waits until all blocks have. So nothing is filled before the launch, nothing is kept from one
+// call to the next, and calls on any streams or in graphs may overlap, each with a buffer of its own.
 #pragma once
 
+#include "ptx/grid_barrier.cuh"
 #include "ptx/sync.cuh"
 #include "recurrent/pass.cuh"
 
 namespace ds2 {
 
 constexpr unsigned EMPTY = 0xffffffffu;  // a NaN in every number type
-constexpr int SLOTS = 16;
-constexpr int EMPTY_EVERY = 8;
-static_assert(EMPTY_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
+
+// What a design's shape is made of. The more slots, the fewer fences, and the more words to be emptied at first.
+template <int SLOTS_, int EMPTY_EVERY_>
+struct Slots {
+    static constexpr int SLOTS = SLOTS_, EMPTY_EVERY = EMPTY_EVERY_;
+    static_assert(EMPTY_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
+};
 
 // What a lane starts to poll with: it asks for what is EMPTY.
 __device__ inline uint4 unread(bool wanted) {
@@ -54,8 +62,9 @@ __device__ int next_pause(int pause, int rounds) {
 // promise it: without a fence a poll of a slot might be given what lay there before it was emptied. Slots emptied after state
 // e are used again at e + SLOTS - EMPTY_EVERY - 1; a fence at any state from e + 1 until before that orders polls of them
 // behind the emptying, which the writer's own fence puts before e + 1.
-__device__ inline void order_polls(int epoch) {
-    if (epoch % EMPTY_EVERY == 3) fence_loads();
+template <class Shape>
+__device__ void order_polls(int epoch) {
+    if (epoch % Shape::EMPTY_EVERY == 3) fence_loads();
 }
 
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.
@@ -72,6 +81,25 @@ struct WaitLimit {
     __device__ void check(int) const { rest_at_random(); }
 #endif
 };
+
+// For those of a block who poll first, or whom they wait for.
+template <class Shape>
+__device__ void await_empty() {
+    block_wait(Shape::ALL_EMPTY, Shape::BEGINNERS);
+}
+
+// For the finishing warps of a block: `thread` of them. Empties this block's part, and waits for the others.
+template <class Shape>
+__device__ void empty_exchange(unsigned* exchange, int words, int thread) {
+    for (int i = blockIdx.x * Shape::FINISHERS + thread; i < words / 4; i += gridDim.x * Shape::FINISHERS)
+        store_relaxed(exchange + 4 * i, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+    block_wait(Shape::TILE_DONE, Shape::FINISHERS);
+    const unsigned before = thread == 0 ? grid_arrive() : 0;
+    WaitLimit limit;
+    // Lanes stay together: for a loop of one of them the compiler keeps registers that some tiles do not have.
+    for (bool waits = thread == 0; __any_sync(0xffffffffu, waits); limit.check(0)) waits = waits & !grid_complete(before);
+    await_empty<Shape>();
+}
 
 __device__ inline int length_of(const Pass& pass, int utterance) {
     if (utterance >= pass.batch) return 0;

@@ -1,7 +1,5 @@
-// Persistent recurrence over the whole chip: every block keeps a part of the matrix for all time steps, in registers and,
-// where these do not suffice, in shared memory, and gets the state from all other blocks through L2 at every step
-// (exchange.cuh). All blocks must run at the same time.
-//
+// Persistent recurrence over the whole chip: every block keeps a part of the matrix for all time steps, in registers or else in
+// shared memory, and gets the state from all others through L2 at every step (exchange.cuh). All must run at the same time.
 // A cluster of CLUSTER blocks owns CLUSTER x BLOCK_WORDS words of each utterance's state and the rows of the matrix that
 // make them. Its blocks, and their warps, split K between them, so that a block reads only its share of the state: L2 has
 // little to spare while all multiprocessors poll the same lines.
@@ -33,7 +31,7 @@ namespace ds2 {
 
 template <class Number_, class Cell_, int CLUSTER_, int BLOCK_WORDS_, int K_PAIRS_, int K_PAIRS_SMEM_, int GROUPS_,
           bool BACKWARD_>
-struct GridShape {
+struct GridShape : Slots<(Cell_::GATES > 1 ? 64 : 16), (Cell_::GATES > 1 ? 56 : 8)> {
     using Number = Number_;
     using Cell = Cell_;
     static constexpr bool BACKWARD = BACKWARD_;
@@ -84,7 +82,7 @@ struct GridShape {
     static __device__ int written(int turn) { return 1 + turn % 2; }
     static __device__ int read(int turn) { return 3 + turn % 2; }
     static constexpr int SUM_THREADS = DEBUG_WAITS ? ALL_THREADS : THREADS + ADDERS;
-    static constexpr int TILE_DONE = 5;
+    static constexpr int TILE_DONE = 5, ALL_EMPTY = 6, BEGINNERS = ADDERS + FINISHERS;
 };
 
 // The sums have room for 2, 4 or 8 samples: log2 of how many pairs.
@@ -159,7 +157,7 @@ struct GridMultiplier {
                 for (int w = 0; w < WAVES; w++) receive_and_multiply(c, at, live, w, w == 0 && tile.groups == 1);
                 store_partial(c, turn, live);
                 block_arrive_or_wait(Shape::written(turn), Shape::SUM_THREADS);
-                if (at.group == tile.groups - 1) order_polls(at.epoch);
+                if (at.group == tile.groups - 1) order_polls<Shape>(at.epoch);
             }
     }
 
@@ -168,7 +166,7 @@ struct GridMultiplier {
     __device__ void receive_and_multiply(float (&c)[M_TILES][4], Turn at, int live, int w, bool paces) {
         const unsigned began = clock();
         const uint4* from =
-            exchange + ((at.group * SLOTS + unsigned(at.epoch) % SLOTS) * units + unit) * pass.samples + lane / 4;
+            exchange + ((at.group * Shape::SLOTS + unsigned(at.epoch) % Shape::SLOTS) * units + unit) * pass.samples + lane / 4;
         const int left = lane / 4 < live ? units - unit : 0;  // units from this lane's first on
         uint4 chunk[WAVE];
 #pragma unroll
@@ -319,7 +317,7 @@ struct GridFinisher {
         store_word<Number>(pass.last_state, frame(tile, group, 0).element(), value, valid, pass.whole_words);
     }
     __device__ unsigned* slot(int group, int epoch) const {
-        return mine + (group * SLOTS + unsigned(epoch) % SLOTS) * (Shape::SENT * plane_words);
+        return mine + (group * Shape::SLOTS + unsigned(epoch) % Shape::SLOTS) * (Shape::SENT * plane_words);
     }
     using Floats = float[Shape::PER_WORD];
     __device__ unsigned carry_at(int g) const { return own + Shape::CARRY_AT + g * Shape::CARRIED * Shape::FINISHERS * 4; }
@@ -464,11 +462,11 @@ struct GridFinisher {
     // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
     // published state `epoch` of all groups.
     __device__ void empty_slots(const GridTile<Shape>& tile, int epoch) const {
-        if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
+        if (epoch % Shape::EMPTY_EVERY != Shape::EMPTY_EVERY - 1) return;
 #pragma unroll 1
         for (int g = 0; g < tile.groups && owns(tile, g); g++)
 #pragma unroll 1
-            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2; k++)
+            for (int k = epoch + Shape::SLOTS - 1 - Shape::EMPTY_EVERY; k <= epoch + Shape::SLOTS - 2; k++)
 #pragma unroll
                 for (int v = 0; v < Shape::SENT; v++) store_relaxed(slot(g, k) + v * plane_words, EMPTY);
         fence_stores();
@@ -476,7 +474,7 @@ struct GridFinisher {
 };
 
 template <class Shape>
-__device__ void grid_recurrence(const Pass& pass, unsigned* exchange) {
+__device__ void grid_recurrence(const Pass& pass, unsigned* exchange, int exchange_words) {
     extern __shared__ __align__(128) char smem[];
     if (threadIdx.x < 2 * Shape::GROUPS) barrier_init(smem_address(smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, 1);
     barrier_init_fence();
@@ -488,10 +486,12 @@ __device__ void grid_recurrence(const Pass& pass, unsigned* exchange) {
         cluster_barrier();
     } else if (threadIdx.x < THREADS + Shape::ADDERS) {
         registers_down<Shape::ADD_REGISTERS>();
+        await_empty<Shape>();  // whom the polling warps wait for, before their first turns
         GridAdder<Shape>(pass, smem).run();
         cluster_barrier();
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
+        empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - THREADS - Shape::ADDERS);
         GridFinisher<Shape>(pass, exchange, smem).run();
         cluster_barrier();
     }

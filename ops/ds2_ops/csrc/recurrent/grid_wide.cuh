@@ -43,7 +43,7 @@ struct WidePoller : WideBlock<Shape> {
         for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
             for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
                 receive(at, turn, tile.live_of(at.group));
-                if (at.group == tile.groups - 1) order_polls(at.epoch);
+                if (at.group == tile.groups - 1) order_polls<Shape>(at.epoch);
             }
     }
 
@@ -53,7 +53,7 @@ struct WidePoller : WideBlock<Shape> {
         bool early = false;
         const int units = Shape::SENT * this->state_words / 4;
         const uint4* from =
-            exchange + ((at.group * SLOTS + unsigned(at.epoch) % SLOTS) * units + first_unit) * Shape::SAMPLES + lane;
+            exchange + ((at.group * Shape::SLOTS + unsigned(at.epoch) % Shape::SLOTS) * units + first_unit) * Shape::SAMPLES + lane;
         const int left = lane < live ? min(own, units - first_unit) : 0;
         uint4 v[LOADS];
 #pragma unroll
@@ -183,7 +183,7 @@ struct WideMultiplier : WideBlock<Shape> {
 };
 
 template <class Shape>
-__device__ void wide_recurrence(const Pass& pass, unsigned* exchange) {
+__device__ void wide_recurrence(const Pass& pass, unsigned* exchange, int exchange_words) {
     extern __shared__ __align__(128) char wide_smem[];
     if (threadIdx.x < Shape::BARRIERS)
         barrier_init(smem_address(wide_smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, Shape::arrivals(threadIdx.x));
@@ -196,10 +196,12 @@ __device__ void wide_recurrence(const Pass& pass, unsigned* exchange) {
         cluster_barrier();
     } else if (threadIdx.x < Shape::MULTIPLIERS + Shape::POLLERS) {
         registers_down<Shape::POLL_REGISTERS>();
+        await_empty<Shape>();
         WidePoller<Shape>(pass, exchange, wide_smem).run();
         cluster_barrier();
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
+        empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - Shape::MULTIPLIERS - Shape::POLLERS);
         WideFinisher<Shape>(pass, exchange, wide_smem).run();
         cluster_barrier();
     }

@@ -74,7 +74,7 @@ struct WideFinisher : WideBlock<Shape> {
         return pass.state ? load_unit(pass.state, element(tile, group, 0)) : make_uint4(0, 0, 0, 0);
     }
     __device__ unsigned slot(int group, int epoch) const {  // the word of the exchange at which the unit starts
-        return (group * SLOTS + unsigned(epoch) % SLOTS) * slot_words + place;
+        return (group * Shape::SLOTS + unsigned(epoch) % Shape::SLOTS) * slot_words + place;
     }
     static __device__ unsigned input(int turn, int array, int n = 0) {  // from unit_at on, or from word_at to own word n
         return (turn % Shape::AHEAD * Shape::ARRAYS + array) * Shape::FINISHING_WARPS * Shape::WARP_INPUT_BYTES +
@@ -383,10 +383,10 @@ struct WideFinisher : WideBlock<Shape> {
     // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
     // published state `epoch` of all groups.
     __device__ void empty_slots(const Tile& tile, int epoch) const {
-        if (epoch % EMPTY_EVERY != EMPTY_EVERY - 1) return;
+        if (epoch % Shape::EMPTY_EVERY != Shape::EMPTY_EVERY - 1) return;
         for (int g = 0; g < tile.groups; g++)
 #pragma unroll 1
-            for (int k = epoch + SLOTS - 1 - EMPTY_EVERY; k <= epoch + SLOTS - 2 && owns(g); k++)
+            for (int k = epoch + Shape::SLOTS - 1 - Shape::EMPTY_EVERY; k <= epoch + Shape::SLOTS - 2 && owns(g); k++)
                 publish(slot(g, k), [](int) { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); });
         fence_stores();
     }

@@ -8,7 +8,7 @@
 namespace ds2 {
 
 template <class Number_, class Cell_, int CLUSTER_, int WARP_GROUPS_, int K_TILES_, bool BACKWARD_>
-struct WideShape {
+struct WideShape : Slots<16, 8> {
     using Number = Number_;
     using Cell = Cell_;
     static constexpr bool BACKWARD = BACKWARD_;
@@ -69,7 +69,7 @@ struct WideShape {
     // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
     static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
-    static constexpr int TILE_DONE = 1;  // named barrier of the finishing warps; 0 is __syncthreads
+    static constexpr int TILE_DONE = 1, ALL_EMPTY = 15, BEGINNERS = POLLERS + FINISHERS;  // named barrier of the finishing warps; 0 is __syncthreads
 
     static __device__ int full(int turn, int piece) { return FULL + turn % 2 * PIECES + piece; }
     static __device__ int arrivals(int barrier) { return barrier < FULL ? 1 : barrier < READ ? PARTS : MULTIPLYING_WARPS; }

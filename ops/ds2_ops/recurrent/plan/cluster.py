@@ -111,7 +111,7 @@ def _choice(
     return Choice(
         design="cluster",
         launch=Launch(
-            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, exchange=False),
+            kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, slots=0),
             threads=threads,
             grid=cluster * (tiles if problem.directions > 1 else min(tiles, clusters)),
             cluster=cluster,

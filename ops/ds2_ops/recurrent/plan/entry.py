@@ -18,7 +18,7 @@ _PASS = parameters(
 )
 _ARRAYS = 7  # of these, first
 _GATES = parameters("void* saved, const void* bias, const float* carry, float* last_carry, void* result_last")
-_EXCHANGE = parameters("unsigned* exchange")  # of the whole-chip designs, whose words are all EMPTY
+_EXCHANGE = parameters("unsigned* exchange, int exchange_words")  # of the whole-chip designs
 
 
 def kernel(
@@ -29,7 +29,7 @@ def kernel(
     smem_bytes: int,
     *,
     threads: int,
-    exchange: bool,
+    slots: int,
     hands_registers: bool = True,
 ) -> Source:
     """Write the kernel that is `function<shape>` of a header of csrc/recurrent, and hold it to what was planned.
@@ -38,16 +38,17 @@ def kernel(
     were it compiled to fewer, some would wait for ever for theirs. `build` holds the compiler to that.
     """
     counted = f"constexpr int {LAUNCH_REGISTERS} = {REGISTER_FILE // threads // 8 * 8};\n" if hands_registers else ""
+    disagree = f'static_assert(Shape::SLOTS == {slots}, "the planner and {header} disagree on the exchange");\n'
     members = _PASS if cell.gates == 1 else (*_PASS, *_GATES)
     arguments = f"{{{names(members)}}}"
     return translation_unit(
         f"recurrent/{header}",
-        (*members, *_EXCHANGE) if exchange else members,
-        f"    ds2::{function}<Shape>({arguments}{', exchange' if exchange else ''});\n",
+        (*members, *_EXCHANGE) if slots else members,
+        f"    ds2::{function}<Shape>({arguments}{', exchange, exchange_words' if slots else ''});\n",
         ahead=f"using Shape = ds2::{shape};\n"
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
         f'static_assert(Shape::ALL_THREADS == {threads}, "the planner and {header} disagree on threads");\n'
-        f"{counted}"
+        f"{counted}{disagree if slots else ''}"
         f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
@@ -65,14 +66,14 @@ def pass_arguments(
         addresses: of the arrays from input to last_state, then of those of cells with gates, 0 for none; multiples of
             4.
         clip: of clipped_relu.
-        exchange: ``choice.exchange_words`` words, all bits set, where the kernel takes them.
+        exchange: ``choice.exchange_words`` words, whatever they hold, where the kernel takes them.
     """
     row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
     wide_rows = (row_bytes | common(addresses)) % 16 == 0
     sizes = (frames, problem.batch, problem.hidden, choice.samples)
     arguments: list[Argument] = [*addresses[:_ARRAYS], *sizes, row_bytes % 4 == 0, wide_rows, clip]
     arguments += addresses[_ARRAYS:]
-    return [*arguments, exchange] if choice.exchange_words else arguments
+    return [*arguments, exchange, choice.exchange_words] if choice.exchange_words else arguments
 
 
 def common(addresses: Sequence[int]) -> int:

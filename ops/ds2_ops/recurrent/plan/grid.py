@@ -3,6 +3,7 @@
 from ds2_ops.recurrent.plan.problem import NUMBERS, Problem
 
 SLOTS = 16  # of the exchange
+GATED_SLOTS = 64  # of the narrow design with gates
 INPUTS_AHEAD = 8  # turns
 
 

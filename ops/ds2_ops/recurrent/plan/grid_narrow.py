@@ -3,7 +3,7 @@
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
-from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, SLOTS, state_words, turns
+from ds2_ops.recurrent.plan.grid import GATED_SLOTS, INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_ROWS,
@@ -93,6 +93,7 @@ def _choice(
     if register_pairs < 1 or (cell.gates == 1 and m_tiles > MOST_ROW_TILES):
         return None
     smem_pairs = k_pairs - register_pairs
+    slots = SLOTS if cell.gates == 1 else GATED_SLOTS
     samples, groups, tiles = turns(problem.batch, most_samples, most_groups)
     smem_bytes = _smem_bytes(problem, cell, cluster, block_words, m_tiles, smem_pairs, most_groups)
     numbers = (cluster, block_words, k_pairs, smem_pairs, most_groups, str(problem.backward).lower())
@@ -101,7 +102,7 @@ def _choice(
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, threads=ALL_THREADS, exchange=True),
+            kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, threads=ALL_THREADS, slots=slots),
             threads=ALL_THREADS,
             grid=blocks,
             cluster=cluster,
@@ -111,7 +112,7 @@ def _choice(
         rows=sums * block_words * per_word,
         samples=samples,
         groups=groups,
-        exchange_words=SLOTS * groups * sent * words * samples,
+        exchange_words=slots * groups * sent * words * samples,
         work=Work(
             layout=f"narrow{cluster}",
             backward=problem.backward,

@@ -93,7 +93,7 @@ def _choice(
     return Choice(
         design="grid",
         launch=Launch(
-            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, exchange=True),
+            kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, slots=SLOTS),
             threads=threads,
             grid=used * cluster,
             cluster=cluster,

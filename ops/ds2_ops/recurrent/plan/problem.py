@@ -84,7 +84,7 @@ class Choice:
         groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
         parts: of a block's rows, finished and sent one after the other, to the same end.
         work: what a step of it is, from which its time is estimated.
-        exchange_words: 32-bit words of workspace, all bits set, that the kernel takes as its last argument; 0 for none.
+        exchange_words: 32-bit words of workspace, whatever they hold, that the kernel takes last; 0 for none.
     """
 
     design: Literal["cluster", "grid", "units"]

@@ -91,6 +91,9 @@ CASES = [
     pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
     pytest.param("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
     pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
+    pytest.param(
+        "gru_after", ("narrow", 2, 8, 1), (66, 1, 500), id="gru, the exchange comes round", marks=pytest.mark.slow
+    ),
     pytest.param("lstm", ("wide", 3, 6, 1), (5, 9, 168), id="lstm, wide"),
     pytest.param("gru_after", ("wide", 2, 6, 2), (4, 39, 177), id="gru, wide, odd rows", marks=pytest.mark.slow),
     pytest.param("lstm", ("wider", 4, 4, 1), (3, 9, 184), id="lstm, three warp groups", marks=pytest.mark.slow),
@@ -154,7 +157,12 @@ def test_planted_faults_are_found(fault: tuple[str, str, str], forward: bool, ch
 
 
 WIDE, FINISH = "recurrent/grid_wide.cuh", "recurrent/grid_wide_finish.cuh"
+BEGIN = "recurrent/exchange.cuh"
+ALL_WAIT = "block_wait(Shape::ALL_EMPTY, Shape::BEGINNERS);"
 WIDE_FAULTS = [
+    pytest.param((BEGIN, "+ thread; i", "+ thread + 1; i"), False, id="not all emptied"),
+    pytest.param((BEGIN, "bool waits = thread == 0", "bool waits = false"), True, id="no wait for other blocks"),
+    pytest.param((BEGIN, ALL_WAIT, ""), True, id="one warp waits for other blocks"),
     pytest.param((FINISH, "if (t <= last) keep_carry", "keep_carry"), False, id="carry of padding"),
     pytest.param((FINISH, "plane * plane_words", "plane * 0"), False, id="gates overlap", marks=pytest.mark.slow),
     pytest.param((WIDE, "* Shape::SUMS + gate)", "* Shape::SUMS)"), True, id="sums overlap", marks=pytest.mark.slow),

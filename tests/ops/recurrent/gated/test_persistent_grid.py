@@ -1,22 +1,22 @@
-"""Gates in the wide whole-chip design on a GPU: every tile against float64, poisoned memory, same bits twice, split."""
+"""Gates in the whole-chip designs on a GPU: every tile against float64, poisoned memory, same bits twice, split."""
 
 import pytest
 import torch
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.gated.op import gated
 from ds2_ops.recurrent.plan.choose import grid_choices
-from ds2_ops.recurrent.plan.grid_wide import wide_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.gated_cases import assert_as_good_as_stock, problem, run
 from support.op_cases import CUDA, assert_same_bits, nan_filled_memory, poison_padding, ragged_lengths
 from support.persistent_cases import H200, one_a_kernel
 
-# The largest of the goals; odd rows, few utterances; two tiles and so many frames that the exchange comes round; one
-# frame of one utterance; a last cluster that owns little.
+# The largest of the goals; odd rows, few utterances; two tiles; so many frames that the exchange comes round; one frame
+# of one utterance; a last cluster that owns little.
 CASES = [
     ((6, 64, 1024), torch.bfloat16),
     ((5, 9, 777), torch.float16),
     ((21, 70, 640), torch.bfloat16),
+    ((70, 9, 640), torch.bfloat16),
     ((1, 1, 640), torch.bfloat16),
     ((3, 33, 1056), torch.bfloat16),
 ]
@@ -24,14 +24,14 @@ CELLS = ["lstm", "gru_after"]
 
 
 def tiles(wanted: Problem) -> list[Choice]:
-    return one_a_kernel(wide_choices(wanted, H200, H200.sms))
+    return one_a_kernel(grid_choices(wanted, H200, H200.sms))
 
 
 def use_tile(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Run the wide tile of this number, or the last where a pass has fewer, or what there is where it has none."""
+    """Run the tile of this number, or the last where a pass has fewer."""
 
     def plan_for(wanted: Problem, *_: object) -> Choice:
-        found = tiles(wanted) or grid_choices(wanted, H200, H200.sms)
+        found = tiles(wanted)
         return found[min(number, len(found) - 1)]
 
     monkeypatch.setattr(persistent, "plan_for", plan_for)
