@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from ds2_ops.recurrent.cells import ALL, GATED
 from rnn_work import Work, peer_of
-from timing import Timing, graphed, machine, measure
+from timing import Timing, graphed, machine, measure, measure_host
 
 STANDARD = [(1152, 4), (1152, 16), (1152, 32), (1152, 64), (512, 4), (512, 32), (1760, 4), (2560, 4), (2560, 64)]
 STANDARD_GATED = [(256, 4), (512, 4), (512, 8), (512, 16), (512, 32), (512, 64), (1024, 16), (1024, 64)]
@@ -71,6 +71,8 @@ def bench(work: Work, contenders: list[str]) -> list[Result]:
         for name, call in calls.items():
             timing: Timing = measure(call, work.device)
             row[f"{name}_us"] = [round(t * 1e6 / work.frames, 4) for t in timing]
+            if work.device.type == "cuda":
+                row[f"{name}_host_us"] = [round(t * 1e6, 1) for t in measure_host(call, work.device)]
         products = 2 if contender.startswith("nn.") else 1  # its time holds the input projection, so its work does too
         for name, factor in (("forward", 1), ("both", 3)):  # the backward pass is two more products of this size
             time_us = (row.get(f"{name}_us") or row[f"projected_{name}_us"])[0]
@@ -141,7 +143,7 @@ def print_table(rows: list[Result]) -> None:
     """One line a contender; times are microseconds a step, median and 10th to 90th percentile."""
     print(
         f"{'H':>5} {'B':>3} {'T':>5} {'':<16} {'forward us/step':>22} {'forward+backward':>22} {'TFLOP/s':>12} "
-        f"{'x nn.RNN':>12} {'x GEMM graph':>12} {'+proj forward, both':>20}"
+        f"{'x nn.RNN':>12} {'x GEMM graph':>12} {'+proj forward, both':>20} {'host us a call':>16}"
     )
     for row in rows:
         head = f"{row['hidden']:>5} {row['batch']:>3} {row['frames']:>5} {row['contender']:<16} "
@@ -155,7 +157,11 @@ def print_table(rows: list[Result]) -> None:
             for key in ("tflops", "vs_rnn", "vs_gemm_graph")
         ]
         projected = " ".join(f"{row.get(f'projected_{n}_us', [float('nan')])[0]:.2f}" for n in ("forward", "both"))
-        print(head + f"{cells[0]:>22} {cells[1]:>22} {pairs[0]:>12} {pairs[1]:>12} {pairs[2]:>12} {projected:>20}")
+        host = " ".join(f"{row[f'{n}_host_us'][0]:.0f}" if f"{n}_host_us" in row else "-" for n in ("forward", "both"))
+        print(
+            head
+            + f"{cells[0]:>22} {cells[1]:>22} {pairs[0]:>12} {pairs[1]:>12} {pairs[2]:>12} {projected:>20} {host:>16}"
+        )
 
 
 def plot(rows: list[Result], figure: str, title: str, path: Path) -> None:

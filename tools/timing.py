@@ -46,6 +46,19 @@ def measure(call: Callable[[], object], device: torch.device, repeats: int = 20,
     return Timing(statistics.median(times), deciles[0], deciles[-1])
 
 
+def measure_host(call: Callable[[], object], device: torch.device, repeats: int = 50) -> Timing:
+    """Time how long the host needs to queue ``call``, which must not wait for the GPU; nothing else is queued then."""
+    times = []
+    for _ in range(repeats):
+        _wait(device)
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    _wait(device)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), deciles[0], deciles[-1])
+
+
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
     """Capture ``call`` in a CUDA graph and return its replay, which keeps the graph's memory alive."""
     side = torch.cuda.Stream()

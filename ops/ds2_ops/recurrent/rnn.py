@@ -86,8 +86,9 @@ def recurrence(
     if backend == "reference":
         lengths = lengths_on(lengths, x.shape[0], x.device)
         return recurrence_reference(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
-    op: Callable[..., tuple[Tensor, Tensor]] = _forward
-    if not torch.compiler.is_compiling():
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_hh, h0))
+    op: Callable[..., tuple[Tensor, Tensor]] = _forward if torch.compiler.is_compiling() else _run_forward
+    if differentiable and not torch.compiler.is_compiling():
         op = functools.partial(_EagerRecurrence.apply, sink)
     y, h_n = op(x, weight_hh, h0, lengths, nonlinearity, clip, backend, max_sms)
     return y, h_n
