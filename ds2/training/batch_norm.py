@@ -31,14 +31,31 @@ class NormStatistics:
         self._backward = False
         norms = [m for m in model.modules() if isinstance(m, SequenceBatchNorm)] if comm.world > 1 else []
         self._own = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if not shared]
+        self._stream: torch.cuda.Stream | None = None
+        if self._own:
+            self._flat = torch.cat([buffer.view(-1) for buffer in self._own])
+            self._parts = list(torch.split(self._flat, [buffer.numel() for buffer in self._own]))
+            if self._flat.is_cuda:
+                self._stream = torch.cuda.Stream(self._flat.device)  # type: ignore[no-untyped-call]
         for norm in norms:
             norm.reduce = self if shared else None
 
     @contextmanager
-    def passing(self, *, backward: bool) -> Iterator[None]:
-        """Say which pass the block is."""
+    def passing(self, *, backward: bool, last: bool = False) -> Iterator[None]:
+        """Say which pass the block is; beside the last backward pass of a step running averages are joined."""
         self._backward = backward
+        if not (backward and last and self._own):
+            yield
+            return
+        if self._stream is None:
+            self._join()
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.comm.device))
+        with torch.cuda.stream(self._stream):
+            self._join()
         yield
+        torch.cuda.current_stream(self.comm.device).wait_stream(self._stream)
 
     def __call__(self, packed: Tensor) -> None:
         """Overwrite a float64 vector with its sum over the ranks that are not idle."""
@@ -57,9 +74,13 @@ class NormStatistics:
             total.zero_()
         return total
 
-    def end_step(self) -> None:
-        """Give all ranks the mean of running averages that each took for itself: a checkpoint then holds them all."""
-        if self._own:
-            flat = torch.cat([buffer.view(-1) for buffer in self._own])
-            self.comm.sum_(flat)
-            torch._foreach_copy_(self._own, list(torch.split(flat / self.comm.world, [b.numel() for b in self._own])))
+    def _join(self) -> None:
+        """Give all ranks the mean of running averages that each took for itself: a checkpoint then holds them all.
+
+        What is not finite on one rank is so on all, which then forget it together.
+        """
+        with torch.no_grad():
+            torch.cat([buffer.view(-1) for buffer in self._own], out=self._flat)
+            self.comm.sum_(self._flat)
+            self._flat.div_(self.comm.world)
+            torch._foreach_copy_(self._own, self._parts)

@@ -233,7 +233,7 @@ class Trainer:
             try:
                 with self.timer.phase("forward"), self.statistics.passing(backward=False):
                     losses = self.passes.forward(inputs, utterances, last=last, idle=idle)
-                with self.timer.phase("backward"), self.statistics.passing(backward=True):
+                with self.timer.phase("backward"), self.statistics.passing(backward=True, last=last):
                     self.passes.backward()
                 if last:
                     with self.timer.phase("data"):
@@ -253,7 +253,6 @@ class Trainer:
 
     def _end_step(self) -> None:
         """Do what follows a change of the weights, and count the step."""
-        self.statistics.end_step()
         if self.average is not None:
             self.average.update(self.model)
         self.progress.step += 1

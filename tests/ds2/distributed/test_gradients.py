@@ -305,7 +305,28 @@ def test_an_idle_rank_adds_nothing_to_statistics_and_gets_no_gradient() -> None:
 
 def test_local_statistics_leave_batch_norm_alone_and_average_what_it_keeps() -> None:
     norm = SequenceBatchNorm(2)
-    statistics = NormStatistics(norm, Twins(), shared=False)
+    statistics = NormStatistics(norm, WithOther(torch.tensor([1.0, 3.0, 1.0, torch.nan])), shared=False)
+    assert norm.reduce is None
     norm.running_mean.copy_(torch.tensor([3.0, -1.0]))
-    statistics.end_step()
-    assert norm.reduce is None and norm.running_mean.tolist() == [3.0, -1.0]
+    for backward, last in ((False, False), (True, False)):
+        with statistics.passing(backward=backward, last=last):
+            assert norm.running_mean.tolist() == [3.0, -1.0]  # a further batch of the step is yet to weigh in
+    with statistics.passing(backward=True, last=True):
+        pass
+    assert norm.running_mean.tolist() == [2.0, 1.0] and norm.running_var[0] == 1.0
+    norm.batches = 3
+    norm.forget_broken_averages()  # what broke on the other rank
+    assert norm.batches == 0 and norm.running_mean.tolist() == [0.0, 0.0]
+
+
+class WithOther(Communicator):
+    """One of two ranks; the other has these numbers."""
+
+    world = 2
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        super().__init__(CPU)
+        self._numbers = numbers
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        tensor += self._numbers
