@@ -10,6 +10,7 @@ from typing import overload
 
 import numpy as np
 import torch
+from ds2_ops.spectrum import op as spectrum
 from torch import Tensor, nn
 
 from ds2.audio import kaldi
@@ -153,6 +154,17 @@ class Features(nn.Module):
         features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
         valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
         return torch.where(valid[:, None, :], features, 0.0).contiguous()
+
+    def of_rows(self, samples: Tensor, rows: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `of_windows` of rows (B,) int64 of samples (R, N), for a model that rounds them to `dtype`.
+
+        For bfloat16 a GPU reads samples where they lie; the last bits of float32 are others then than elsewhere.
+        """
+        quick = dtype == torch.bfloat16 and self.kind == "log_spectrogram" and spectrum.why_not(self.window) is None
+        if not quick:
+            return self.of_windows(samples.index_select(0, rows), lengths)
+        mean, std = self.mean, self.std
+        return spectrum.log_power(samples, rows, lengths, self.window, self.step_samples, mean, std, POWER_FLOOR)
 
     def windows(self, samples: int) -> int:
         """Return the number of whole windows in `samples` samples that are led already."""

@@ -19,13 +19,14 @@ from typing import cast
 
 import torch
 from ds2_ops.classifier.op import classify
+from ds2_ops.convolution.carried import Given, flattened
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.layer import why_not_beside
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
 from ds2.model import wavefront
-from ds2.model.acoustic import AcousticModel, RecurrentModule, time_major
+from ds2.model.acoustic import AcousticModel, RecurrentModule
 from ds2.model.convolution import MaskedConv
 from ds2.model.folded import FoldedConv, FoldedLstm, StreamedConv, before
 from ds2.model.folded_module import WAVE_SMS, FoldedModule, Passage
@@ -153,22 +154,18 @@ class BlockModel:
         Returns:
             Logits (T', B, V), of which `given` says what belongs to a stream.
         """
-        x = features[..., None].to(self.dtype)  # (B, F, T, C)
+        clock = (blocks, ends, 0) if edges else ()
+        given = Given(features[..., None], self.dtype, None, 0.0, *clock)
         for level, table, stride in zip(self.convs, carried.convs, self.strides, strict=True):
-            tail = table.index_select(0, places)
-            if edges:
-                tail = tail * (blocks > 0).view(-1, 1, 1, 1)
-            held = level.conv.joined(tail, x)
-            table.index_copy_(0, places, held[:, :, held.shape[2] - level.tail :])
-            x = level.conv(held[:, :, : level.needed])
+            x = level.conv.hear(given, table, places, level.needed)
             if edges:
                 ends = frames_after(ends, stride)
-                x = x * _amid(blocks, level.frames, level.delay, ends)[:, None, :, None]
+                clock = blocks, ends, level.delay
+            given = Given(x, self.dtype, *level.conv.left, *clock)
         if edges:
             for table in (carried.states, carried.cells, carried.rows):
                 table.index_copy_(1, places, table.index_select(1, places) * (blocks > 0)[:, None])
-        x = time_major(x.permute(0, 3, 1, 2))
-        return classify(self.layers(x, carried, places, blocks, ends, edges=edges), *self._classifier)
+        return classify(self.layers(flattened(given), carried, places, blocks, ends, edges=edges), *self._classifier)
 
     @torch.no_grad()
     def layers(
@@ -240,9 +237,3 @@ def _folded(conv: MaskedConv, channels: int, bins: int, dtype: torch.dtype) -> F
     # Frames up to which a GPU convolves faster by one product.
     dense_frames = 0 if not conv.weight.is_cuda else 1 << 30 if channels == 1 else 80
     return FoldedConv(conv, bins, dtype, dense_frames)
-
-
-def _amid(blocks: Tensor, frames: int, delay: int, ends: Tensor) -> Tensor:
-    """(B, T) bool: frames of a block that lie within their stream."""
-    at = (blocks * frames - delay)[:, None] + torch.arange(frames, device=blocks.device)
-    return (at >= 0) & (at < ends[:, None])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from ds2_ops.convolution import streams
+from ds2_ops.convolution.carried import Given, joined
 from ds2_ops.convolution.streams import StreamConvolution
 from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ def before(weight: Tensor, bias: Tensor, norm: SequenceBatchNorm | None) -> tupl
     return weight * scale, bias + weight @ shift
 
 
+Left = tuple[Tensor | None, float]  # what a convolution leaves to be done: a bias, and where all is clipped
+
+
 class FoldedConv:
     """A convolution with its norm in its weights.
 
@@ -60,6 +64,7 @@ class FoldedConv:
         self.layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
         self.weight = weight.to(dtype).contiguous(memory_format=self.layout)
         self.bias, self.dense_frames = bias.to(dtype), dense_frames
+        self.left: Left = None, 0.0
         self.bins = conv.output_bins(bins)
         if dense_frames:
             # Rows on 16-byte boundaries: libraries multiply others three times as slowly.
@@ -68,9 +73,9 @@ class FoldedConv:
             self.matrix = _matrix(weight, bins + self.more_bins, self.bins, self.stride[0]).to(dtype)
             self.all_bias = bias.to(dtype).repeat_interleave(self.bins)
 
-    def joined(self, tail: Tensor, x: Tensor) -> Tensor:
-        """What a stream carries, and what is new: (B, F, T, C) of both."""
-        return torch.cat([tail, x], 2)
+    def hear(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
+        """Hear the next block of streams: see `ds2_ops.convolution.carried.joined`."""
+        return self(joined(given, table, places, needed))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map (B, F, T, C) to the frames (B, F', T', C') of which all of the kernel lies in T."""
@@ -93,20 +98,17 @@ class StreamedConv:
 
     def __init__(self, conv: MaskedConv, dtype: torch.dtype) -> None:
         weight, bias = after(conv.weight, conv.bias, conv.norm)
-        self.conv, self.bias, self.clip = StreamConvolution(weight.to(dtype), conv.stride), bias.to(dtype), conv.clip
+        self.conv = StreamConvolution(weight.to(dtype), conv.stride)
+        self.left: Left = bias.to(dtype), conv.clip
 
     @staticmethod
     def why_not(conv: MaskedConv, dtype: torch.dtype) -> str | None:
         """Why it is not for this layer; None if it is."""
         return streams.why_not(conv.weight.to(dtype), conv.stride)
 
-    def joined(self, tail: Tensor, x: Tensor) -> Tensor:
-        """See `FoldedConv`; streams lie end to end."""
-        return torch.cat([tail.transpose(0, 1), x.transpose(0, 1)], 2).transpose(0, 1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `FoldedConv`."""
-        return nn.functional.hardtanh_(self.conv(x) + self.bias, 0.0, self.clip)
+    def hear(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
+        """See `FoldedConv`; bias and clip are left to whoever reads it."""
+        return self.conv(given, table, places, needed)
 
 
 def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:

@@ -24,8 +24,10 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes t
 _PLACES = 64  # at first; doubled when they are taken
 _CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
 _PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
-_EMPTY = 0, 0, FOR_EVER, 0, 0  # the numbers of a row without a stream
-_NUMBERS = len(_EMPTY)  # place, blocks heard, end, valid feature frames, row of samples
+_EMPTY = 0, 0, FOR_EVER, 0  # the numbers of a row without a stream
+_NUMBERS = len(
+    _EMPTY
+)  # row of samples, blocks heard, end, valid feature frames; amid their sources the first is enough
 
 
 @dataclass(eq=False)
@@ -45,42 +47,45 @@ class _Rooms:
     def __init__(self, places: int, samples: int, device: torch.device) -> None:
         here = torch.zeros(2 * places, samples, pin_memory=device.type == "cuda")
         self.rows: list[NDArray[np.float32]] = list(here.numpy())
-        self.there = here if device.type != "cuda" else torch.as_tensor(_Mapped(here), device=device)
+        self.there = _Mapped.seen(here, device)
 
 
 class _Mapped:
-    """Pinned memory (N, M) in float32 as a GPU sees it, at the same address."""
+    """Pinned memory (N, M) as a GPU sees it, at the same address."""
 
     def __init__(self, pinned: Tensor) -> None:
-        self._pinned = pinned
-        self.__cuda_array_interface__ = {
-            "data": (pinned.data_ptr(), False),
-            "shape": tuple(pinned.shape),
-            "typestr": "<f4",
-            "version": 2,
-        }
+        kind = "<f4" if pinned.dtype == torch.float32 else "<i8"
+        where = {"data": (pinned.data_ptr(), False), "shape": tuple(pinned.shape)}
+        self._pinned, self.__cuda_array_interface__ = pinned, where | {"typestr": kind, "version": 2}
+
+    @staticmethod
+    def seen(pinned: Tensor, device: torch.device) -> Tensor:
+        """As a tensor of the device; on the CPU it is what it was."""
+        return pinned if device.type != "cuda" else torch.as_tensor(_Mapped(pinned), device=device)
 
 
 class _Batch:
     """What is heard of a size: numbers in one buffer here and one on the device."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, frames: int, device: torch.device) -> None:
         self.heard = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._here = torch.zeros(_NUMBERS, size, dtype=torch.int64, pin_memory=self.heard is not None)
+        self._seen = _Mapped.seen(self._here, device)
         self.there = torch.zeros_like(self._here, device=device)
+        self.whole = torch.full_like(self.there[0], frames)
         self._numbers = self._here.numpy()
         self.run: dict[bool, Callable[[], Tensor]] = {}  # by whether a stream may be at its edges; gives (T', B, V)
 
     def fill(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Take the numbers of some streams, row by row; what is left is empty."""
+        """Take the first of the numbers of some streams, row by row; what is left is empty."""
         if self.heard is not None:
             self.heard.synchronize()  # what was there before is read
-        for row, given, empty in zip(self._numbers, numbers, _EMPTY, strict=True):
+        for row, given, empty in zip(self._numbers, numbers, _EMPTY, strict=False):
             row[: len(given)], row[len(given) :] = given, empty
 
-    def bring(self) -> None:
-        """Copy what was filled in to the device."""
-        self.there.copy_(self._here, non_blocking=True)
+    def bring(self, rows: int) -> None:
+        """Copy so many rows of what was filled in, by a kernel: what follows a copy begins later."""
+        torch.add(self._seen[:rows], 0, out=self.there[:rows])
 
     def hear(self, edges: bool) -> Tensor:
         """Run what was recorded."""
@@ -147,10 +152,8 @@ class GraphedBlocks:
     def start(self) -> Stream:
         """See `Hearing`; the place is free again when the stream is gone."""
         with self._lock:
-            if self.free:
-                place = self.free.pop()
-            else:
-                place, self.places = self.places, self.places + 1
+            place = self.free.pop() if self.free else self.places
+            self.places = max(self.places, place + 1)
         stream = Stream(place, self._steps)
         weakref.finalize(stream, self.free.append, place)
         return stream
@@ -172,8 +175,7 @@ class GraphedBlocks:
         for stream, number, block in zip(streams, numbers, blocks, strict=True):
             if block is not rows[number]:
                 self.room(stream, stream.blocks)  # what was there is read
-                rows[number][: len(block)] = block
-                rows[number][len(block) :] = 0.0
+                rows[number][: len(block)], rows[number][len(block) :] = block, 0.0
         return numbers
 
     @torch.inference_mode()
@@ -186,21 +188,20 @@ class GraphedBlocks:
             return
         sizes = [size for at, size in enumerate(SIZES) if at == 0 or SIZES[at - 1] < streams]
         for size in reversed(sizes):  # the largest first: the others fit into its memory
-            batch = self._batch(size)
             for edges in (True, False):
-                self._record(batch, edges)
+                self._record(self._batch(size), edges)
 
     def _batch(self, size: int) -> _Batch:
-        if self.device.type != "cuda":  # nothing is recorded, so only memory would be kept: a buffer for every size
-            return _Batch(size, self.device)
-        return self.batches.get(size) or self.batches.setdefault(size, _Batch(size, self.device))
+        batch = self.batches.get(size) or _Batch(size, self.model.block_frames, self.device)
+        if self.device.type == "cuda":  # elsewhere nothing is recorded
+            self.batches[size] = batch
+        return batch
 
     @torch.inference_mode()
     def step(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
         """See `Hearing`."""
         for first in range(0, len(streams), SIZES[-1]):
-            rows = range(first, min(first + SIZES[-1], len(streams)))
-            yield from self._step([streams[row] for row in rows], [blocks[row] for row in rows], first)
+            yield from self._step(streams[first : first + SIZES[-1]], blocks[first : first + SIZES[-1]], first)
 
     def last(self, stream: Stream, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
         """See `Hearing`."""
@@ -219,11 +220,12 @@ class GraphedBlocks:
         edges = any(stream.blocks < begun or stream.ends < FOR_EVER for stream in streams)
         if edges not in batch.run:
             self._record(batch, edges)
-        frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
-        numbers = [s.place for s in streams], [s.blocks for s in streams], [s.ends for s in streams]
-        batch.fill([*numbers, [frames[len(block)] for block in blocks], self._rows(streams, blocks)])
-        said = batch.hear(edges)
-        self._steps, self._last = self._steps + 1, batch.heard
+        numbers = [self._rows(streams, blocks)]
+        if edges:
+            frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
+            numbers += [s.blocks for s in streams], [s.ends for s in streams], [frames[len(block)] for block in blocks]
+        batch.fill(numbers)
+        said, self._steps, self._last = batch.hear(edges), self._steps + 1, batch.heard
         for stream in streams:
             stream.step = self._steps
         if not edges:
@@ -264,10 +266,11 @@ class GraphedBlocks:
 
     def _record(self, batch: _Batch, edges: bool) -> None:
         def run() -> Tensor:
-            batch.bring()
-            place, block, ends, frames, row = batch.there
-            features = self.features.of_windows(self.rooms.there.index_select(0, row), frames)
-            return self.model.run(features, self.carried, place, block, ends, edges=edges)
+            batch.bring(_NUMBERS if edges else 1)
+            row, block, ends, frames = batch.there
+            lengths = frames if edges else batch.whole
+            features = self.features.of_rows(self.rooms.there, row, lengths, self.model.dtype)
+            return self.model.run(features, self.carried, row >> 1, block, ends, edges=edges)
 
         batch.fill([[]] * _NUMBERS)  # all rows at the empty place
         batch.run[edges] = run if self.device.type != "cuda" else self._graph(run)

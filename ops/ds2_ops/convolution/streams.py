@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds2_ops.convolution import op
+from ds2_ops.convolution.carried import Given, joined, windows
 from ds2_ops.convolution.kernels import CHANNELS
 
 _GROUPS = (16, 32, 64, 112, 176)  # frames of a warp group: each is a kernel to build
@@ -35,24 +36,24 @@ class StreamConvolution:
         self.first, self.step = -(kernel.shape[2] // 2), 2 * (1 if weight.shape[1] == 1 else stride[0])
         self.packed = op.pack(kernel, self.step // 2, backward=False)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map a block to the frames of which all of the kernel lies in it.
+    def __call__(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
+        """Map what streams carry and what they are given to the frames of which all of the kernel lies in both.
 
         Args:
-            x: (B, F, T, C) bfloat16, best with its memory in the order (F, B, T, C).
+            given: (B, F, T, C), bfloat16 to be.
+            table, places, needed: as of `ds2_ops.convolution.carried.joined`.
 
         Returns:
-            (B, ceil(F / S), (T - J) // n + 1, 32) with its memory in the order (F, B, T, C).
+            (B, ceil(F / S), (needed - J) // n + 1, 32) with its memory in the order (F, B, T, C).
         """
-        batch, bins, frames, channels = x.shape
-        after = (frames - self.taps) // self.strides[1] + 1
+        batch, bins, _, channels = given.x.shape
+        after = (needed - self.taps) // self.strides[1] + 1
         if channels == 1:  # taps over frames are channels, so none of the frames that are given meet others
-            begin, held = 0, after
-            rows = op.folded_windows(x[..., 0], self.strides[1], after)
+            begin, held, rows = 0, after, windows(given, table, places, self.strides[1], after)
         else:
-            begin, held, rows = self.taps // 2, frames, x
-        ends_together = rows.transpose(0, 1).reshape(1, rows.shape[1], batch * held, CHANNELS)
-        y = x.new_empty(1, -(-bins // self.strides[0]), batch * held, CHANNELS)
+            begin, held, rows = self.taps // 2, needed, joined(given, table, places, needed).transpose(0, 1)
+        ends_together = rows.reshape(1, rows.shape[0], batch * held, CHANNELS)
+        y = rows.new_empty(1, -(-bins // self.strides[0]), batch * held, CHANNELS)
         group = _group(-(-y.shape[1] // 2), batch * held)
         op.correlate(ends_together, self.packed, y, step=self.step, first=self.first, group=group)
         return y.view(-1, batch, held, CHANNELS)[:, :, begin : begin + after].transpose(0, 1)

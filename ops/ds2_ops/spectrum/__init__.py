@@ -1,0 +1,4 @@
+"""Log power spectra, for hearing.
+
+op          windows of samples, wherever these lie, in one launch
+"""
