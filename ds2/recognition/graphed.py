@@ -24,10 +24,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes t
 _PLACES = 64  # at first; doubled when they are taken
 _CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
 _PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
-_EMPTY = 0, 0, FOR_EVER, 0  # the numbers of a row without a stream
-_NUMBERS = len(
-    _EMPTY
-)  # row of samples, blocks heard, end, valid feature frames; amid their sources the first is enough
+_EMPTY = 0, 0, FOR_EVER, 0  # of a row without a stream: row of samples (all that is needed amid), blocks, end, frames
+_NUMBERS = len(_EMPTY)
 
 
 @dataclass(eq=False)

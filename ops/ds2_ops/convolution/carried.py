@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ds2_ops.convolution.kernels import CHANNELS
 from ds2_ops.convolution.op import folded_windows
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import Launch, device_index, run
@@ -25,7 +26,7 @@ _GIVEN = f"const uint4* x, int of_bin, int of_stream, int of_frame, const uint4*
 _TABLE = "const long long* places"
 _KERNELS = {  # what each takes, and its call
     "join": (
-        f"{_GIVEN}, uint4* table, {_TABLE}, uint4* out, int batch, int bins, int carried, int needed, int chunks",
+        f"{_GIVEN}, uint4* table, {_TABLE}, uint4* out, int batch, int bins, int carried, int needed",
         "{x, of_bin, of_stream, of_frame, bias, clip, {heard, ends, frames, delay}}",
     ),
     "flatten": (
@@ -97,8 +98,8 @@ def joined(given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
         table.index_copy_(0, places, whole[:, :, frames:])
         return whole[:, :, :needed]
     out = table.new_empty(bins, batch, needed, channels)
-    sizes = (batch, bins, carried, needed, channels // _CHUNK)
-    _run("join", bins * batch * channels // _CHUNK, [*_arguments(given), table, places, out, *sizes], given)
+    sizes = (batch, bins, carried, needed)
+    _run("join", 32 * bins * batch, [*_arguments(given), table, places, out, *sizes], given)
     return out.transpose(0, 1)
 
 
@@ -145,8 +146,8 @@ def why_not(given: Given) -> str | None:
         return reason
     if x.dtype != torch.bfloat16 or given.bias is None or x.stride(3) != 1 or x.numel() >= 1 << 31:
         return f"x is {x.dtype}, or has no bias: the kernels take what a convolution in bfloat16 gives"
-    odd = any(size % _CHUNK for size in (x.shape[3], *x.stride()[:3])) or x.data_ptr() % 16
-    return f"{x.shape[3]} channels do not lie in chunks of {_CHUNK}" if odd else None
+    odd = x.shape[3] != CHANNELS or any(size % _CHUNK for size in x.stride()[:3]) or x.data_ptr() % 16
+    return f"{x.shape[3]} channels, not {CHANNELS} in chunks of {_CHUNK}" if odd else None
 
 
 def why_not_features(given: Given) -> str | None:

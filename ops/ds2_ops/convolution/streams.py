@@ -6,6 +6,7 @@ Shape letters: B streams, C = 32 channels or 1, F bins, T frames, K x J taps ove
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 
 from ds2_ops.convolution import op
 from ds2_ops.convolution.carried import Given, joined, windows
@@ -17,7 +18,8 @@ _BLOCKS = 132  # multiprocessors of an H200: one block each
 
 def why_not(weight: Tensor, stride: tuple[int, ...]) -> str | None:
     """Say why `StreamConvolution` cannot take this weight (32, C, K, J); None if it can."""
-    return op.why_not(weight.new_empty(1, weight.shape[1], 1, 1), weight, stride)
+    over_frames = stride[1] if weight.shape[1] == 1 else 1
+    return op.why_not(weight.new_empty(1, weight.shape[1], 1, 1), _whole(weight), (stride[0], over_frames))
 
 
 class StreamConvolution:
@@ -27,11 +29,12 @@ class StreamConvolution:
 
     Args:
         weight: (32, C, K, J) bfloat16, for which `why_not` finds no reason.
-        stride: S and n, over bins and frames; n is 1 for 32 channels.
+        stride: S and n, over bins and frames. Of 32 channels the kernel computes the frames between too.
     """
 
     def __init__(self, weight: Tensor, stride: tuple[int, ...]) -> None:
         self.taps, self.strides = weight.shape[3], stride
+        weight = _whole(weight)
         kernel = op.folded_weight(weight) if weight.shape[1] == 1 else weight
         self.first, self.step = -(kernel.shape[2] // 2), 2 * (1 if weight.shape[1] == 1 else stride[0])
         self.packed = op.pack(kernel, self.step // 2, backward=False)
@@ -44,19 +47,25 @@ class StreamConvolution:
             table, places, needed: as of `ds2_ops.convolution.carried.joined`.
 
         Returns:
-            (B, ceil(F / S), (needed - J) // n + 1, 32) with its memory in the order (F, B, T, C).
+            (B, ceil(F / S), (needed - J) // n + 1, 32) with its memory in the order (F, B, T, C), frames n apart.
         """
         batch, bins, _, channels = given.x.shape
         after = (needed - self.taps) // self.strides[1] + 1
         if channels == 1:  # taps over frames are channels, so none of the frames that are given meet others
-            begin, held, rows = 0, after, windows(given, table, places, self.strides[1], after)
+            begin, step, held, rows = 0, 1, after, windows(given, table, places, self.strides[1], after)
         else:
-            begin, held, rows = self.taps // 2, needed, joined(given, table, places, needed).transpose(0, 1)
+            begin, step, held = self.taps // 2, self.strides[1], needed
+            rows = joined(given, table, places, needed).transpose(0, 1)
         ends_together = rows.reshape(1, rows.shape[0], batch * held, CHANNELS)
         y = rows.new_empty(1, -(-bins // self.strides[0]), batch * held, CHANNELS)
         group = _group(-(-y.shape[1] // 2), batch * held)
         op.correlate(ends_together, self.packed, y, step=self.step, first=self.first, group=group)
-        return y.view(-1, batch, held, CHANNELS)[:, :, begin : begin + after].transpose(0, 1)
+        return y.view(-1, batch, held, CHANNELS)[:, :, begin : begin + after * step : step].transpose(0, 1)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """Taps over bins as the kernel has them, 4 n + 1, the others 0."""
+    return functional.pad(weight, (0, 0, 1, 1)) if weight.shape[2] % 4 == 3 else weight
 
 
 def _group(pairs: int, frames: int) -> int:

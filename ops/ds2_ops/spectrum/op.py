@@ -66,7 +66,7 @@ def log_power(
         step,
         floor,
     ]
-    launch = log_power_launch(size, batch * -(-frames // _FRAMES))
+    launch = log_power_launch(size, step, batch * -(-frames // _FRAMES))
     run(launch, given, lambda: f"spectra of {frames} windows of {size} samples, {batch} streams", window.device)
     return out
 
@@ -90,8 +90,8 @@ def _turns(size: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def log_power_launch(size: int, blocks: int) -> Launch:
-    """The launch for windows of so many samples."""
+def log_power_launch(size: int, step: int, blocks: int) -> Launch:
+    """The launch for windows of so many samples, so many apart."""
     half = (size // 4 + 32) // 32 * 32
     smem_bytes = 4 * (2 * (size // 4 + 1) * 4 * -(-2 * _FRAMES // 4) + 2 * size)
     source = translation_unit(
@@ -105,4 +105,5 @@ def log_power_launch(size: int, blocks: int) -> Launch:
         ' "op.py and log_power.cuh disagree");\n',
         launch_bounds=str(2 * half),
     )
-    return Launch(source, 2 * half, grid=blocks, smem_bytes=smem_bytes, early=True)
+    samples_bytes = 4 * ((_FRAMES - 1) * step + size)
+    return Launch(source, 2 * half, grid=blocks, smem_bytes=smem_bytes + samples_bytes, early=True)

@@ -226,10 +226,19 @@ def heard_whole(model: AcousticModel, features: Tensor, block_frames: int, piece
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("hidden", "skip_first"), [(512, "projection"), (1152, "none")])
-def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(hidden: int, skip_first: str) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "skip_first", "kernels", "stride"),
+    [(512, "projection", (41, 21), 1), (1152, "none", (41, 21), 1), (1152, "none", (21, 11), 2)],
+)
+def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(
+    hidden: int, skip_first: str, kernels: tuple[int, int], stride: int
+) -> None:
     torch.manual_seed(1)
-    config = ModelConfig(hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first)
+    convs = [
+        ConvConfig(kernel=[kernels[0], 11], stride=[2, 2], channels=32),
+        ConvConfig(kernel=[kernels[1], 11], stride=[2, stride], channels=32),
+    ]
+    config = ModelConfig(convs=convs, hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first)
     model = AcousticModel(config, 161, LABELS).cuda().eval()
     features = torch.randn(130, 161, 700, device="cuda")
     alone = heard_whole(model, features[:1], 20)

@@ -130,9 +130,12 @@ def hear(conv: StreamConvolution, x: Tensor) -> Tensor:
     ("device", "batch", "bins", "frames", "channels", "taps", "stride"),
     [
         ("cpu", 3, 9, 13, 32, (5, 3), (2, 1)),
+        ("cpu", 3, 9, 14, 32, (7, 3), (2, 2)),
         ("cpu", 3, 7, 29, 1, (9, 11), (2, 2)),
+        ("cpu", 3, 7, 29, 1, (11, 11), (2, 2)),
         ("cpu", 2, 8, 13, 1, (5, 5), (2, 1)),
         pytest.param("cuda", 64, 81, 20, 32, (21, 11), (2, 1), marks=pytest.mark.gpu),
+        pytest.param("cuda", 64, 81, 19, 32, (11, 11), (2, 2), marks=pytest.mark.gpu),
         pytest.param("cuda", 64, 161, 29, 1, (41, 11), (2, 2), marks=pytest.mark.gpu),
     ],
 )

@@ -2,7 +2,7 @@
 //
 // What is new is no layer's output yet: a bias is added and all is clipped on the way, frames outside a stream are 0. What is
 // to be carried on is written into the table from which the old was read: by the same thread or warp, behind it.
-// Shape letters: B streams, F bins, T new frames, R carried ones, C channels in chunks of 8, P places.
+// Shape letters: B streams, F bins, T new frames, R carried ones, C = 32 channels in chunks of 8, P places.
 #pragma once
 
 #include "ptx/number.cuh"
@@ -47,40 +47,38 @@ struct Given {
     }
 };
 
-// (F, B, NEEDED, C): the first of R carried frames and T new ones. A thread takes a chunk through all frames.
+// (F, B, NEEDED, C): the first of R carried frames and T new ones. A warp has a stream's frames of a bin, CHUNKS lanes a frame.
 template <int THREADS>
 __device__ void join(const Given& given, uint4* table, const long long* places, uint4* out, int batch, int bins, int carried,
-                     int needed, int chunks) {
-    constexpr int TURN = 8;  // frames on their way at once
-    const int i = blockIdx.x * THREADS + threadIdx.x, chunk = i % chunks, b = i / chunks % batch, f = i / chunks / batch;
+                     int needed) {
+    constexpr int CHUNKS = 4, LANES = 32 / CHUNKS, TURN = 4;  // frames of a warp at once, and turns of them on their way
+    const int unit = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, b = unit % batch, f = unit / batch;
+    const int chunk = threadIdx.x % CHUNKS, lane = threadIdx.x % 32 / CHUNKS;
     release_kernel_behind();
     await_kernel_before();
     if (f >= bins) return;
-    uint4* const row = table + (size_t(places[b]) * bins + f) * carried * chunks + chunk;
-    uint4* const to = out + (size_t(f) * batch + b) * needed * chunks + chunk;
+    uint4* const row = table + (size_t(places[b]) * bins + f) * carried * CHUNKS + chunk;
+    uint4* const to = out + (size_t(f) * batch + b) * needed * CHUNKS + chunk;
     const bool fresh = given.span.fresh(b);
     const auto value = [&](int t) {
         if (t >= carried) return given.at(f, b, t - carried, chunk);
-        return fresh ? make_uint4(0, 0, 0, 0) : row[t * chunks];
+        return fresh ? make_uint4(0, 0, 0, 0) : row[t * CHUNKS];
     };
-    for (int first = 0; first < needed; first += TURN) {
-        uint4 v[TURN];
+    const auto move = [&](int count, int skipped, uint4* there) {
+        for (int first = lane; first - lane < count; first += TURN * LANES) {
+            uint4 v[TURN];
 #pragma unroll
-        for (int j = 0; j < TURN; j++)
-            if (first + j < needed) v[j] = value(first + j);
+            for (int j = 0; j < TURN; j++)
+                if (first + j * LANES < count) v[j] = value(skipped + first + j * LANES);
+            __syncwarp();  // all have read what lies where this goes; later turns read behind it
 #pragma unroll
-        for (int j = 0; j < TURN; j++)
-            if (first + j < needed) to[(first + j) * chunks] = v[j];
-    }
-    for (int first = 0; first < carried; first += TURN) {
-        uint4 v[TURN];
-#pragma unroll
-        for (int j = 0; j < TURN; j++)
-            if (first + j < carried) v[j] = value(given.span.frames + first + j);
-#pragma unroll
-        for (int j = 0; j < TURN; j++)
-            if (first + j < carried) row[(first + j) * chunks] = v[j];
-    }
+            for (int j = 0; j < TURN; j++)
+                if (first + j * LANES < count) there[(first + j * LANES) * CHUNKS] = v[j];
+        }
+    };
+    move(needed, 0, to);
+    __syncwarp();
+    move(carried, given.span.frames, row);
 }
 
 // (T, B, C F) of what a layer gives, as recurrent layers take it.

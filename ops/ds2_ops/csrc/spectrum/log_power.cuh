@@ -28,7 +28,7 @@ template <int W, int FRAMES>
 struct LogPowerShape {
     static constexpr int QUARTER = W / 4 + 1, HALF = (W / 4 + 32) / 32 * 32, THREADS = 2 * HALF;  // threads of even bins, all
     static constexpr int LINE = 4 * ((2 * FRAMES + 3) / 4);  // of smem: the parts of all frames at a sample, for one parity
-    static constexpr int SMEM_BYTES = 4 * (2 * QUARTER * LINE + 2 * W);
+    static constexpr int SMEM_BYTES = 4 * (2 * QUARTER * LINE + 2 * W);  // and the block's samples behind
     static_assert(W % 4 == 0, "windows are folded twice");
 };
 
@@ -41,14 +41,18 @@ __device__ void log_power(const LogPower& given, unsigned char* shared) {
     const int b = blockIdx.x / groups, first = blockIdx.x % groups * FRAMES, thread = threadIdx.x;
     float* const parts = reinterpret_cast<float*>(shared);  // (2 parities, W / 4 + 1, FRAMES, 2): those of cos and of sin
     float* const turns = parts + 2 * QUARTER * LINE;
+    float* const from = turns + 2 * W;
     release_kernel_behind();
-    await_kernel_before();
-    const float* const from = given.samples + size_t(given.rows[b]) * given.row + size_t(first) * given.step;
     for (int i = thread; i < 2 * W; i += Shape::THREADS) turns[i] = given.turns[i];
+    await_kernel_before();
+    const int here = (given.frames - first < FRAMES ? given.frames - first : FRAMES) - 1;
+    const float* const there = given.samples + size_t(given.rows[b]) * given.row + size_t(first) * given.step;
+#pragma unroll 8
+    for (int i = thread; i < here * given.step + W; i += Shape::THREADS) from[i] = there[i];  // once: they come a long way
+    __syncthreads();
     for (int i = thread; i < QUARTER * FRAMES; i += Shape::THREADS) {
         const int frame = i / QUARTER, n = i % QUARTER;
-        const bool there = first + frame < given.frames;
-        const auto x = [&](int m) { return there ? given.window[m] * from[frame * given.step + m] : 0.0f; };
+        const auto x = [&](int m) { return frame <= here ? given.window[m] * from[frame * given.step + m] : 0.0f; };
         const int far = W / 2 - n;
         const float near_cos = n == 0 ? x(0) : x(n) + x(W - n), near_sin = n == 0 ? 0.0f : x(n) - x(W - n);
         const float far_cos = n == 0 ? x(far) : x(far) + x(W - far), far_sin = n == 0 ? 0.0f : x(far) - x(W - far);
