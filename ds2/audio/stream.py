@@ -35,7 +35,7 @@ class Resampler:
         if not (-np.inf < low and high < np.inf):  # of NaN too
             raise AudioError("samples hold NaN or infinity: send finite floats in [-1, 1]")
         samples = np.asarray(samples, np.float32)
-        if self._stream is None and -1.0 <= low and high <= 1.0:
+        if self._stream is None and low >= -1.0 and high <= 1.0:
             return samples
         return self._next(samples, last=False)
 

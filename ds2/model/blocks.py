@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from ds2_ops.classifier.op import classify
 from ds2_ops.convolution.carried import Given, flattened
+from ds2_ops.convolution.kernels import CHANNELS
 from ds2_ops.recurrent.backends import why_not_unasked
 from ds2_ops.recurrent.layer import why_not_beside
 from torch import Tensor
@@ -89,17 +90,18 @@ class BlockModel:
         self.convs: list[ConvLevel] = []
         self._conv_shapes: list[tuple[int, int, int]] = []
         frames, delay, channels, bins = block_frames, 0, 1, model.bins
+        self._channels = channels
         for conv in cast(Iterable[MaskedConv], model.convs):
             kernel, stride = conv.kernel[1], conv.stride[1]
             reach, before_it = (kernel - 1) // 2, delay
             delay = -(-(reach + before_it + 1) // stride) - 1
             tail = delay * stride + reach - before_it
-            self._conv_shapes.append((bins, tail, channels))
+            folded = _folded(conv, channels, bins, dtype)
+            self._conv_shapes.append((bins, tail, folded.channels))
             frames //= stride
-            self.convs.append(
-                ConvLevel(_folded(conv, channels, bins, dtype), frames, delay, tail, (frames - 1) * stride + kernel)
-            )
-            channels, bins = conv.weight.shape[0], conv.output_bins(bins)
+            self.convs.append(ConvLevel(folded, frames, delay, tail, (frames - 1) * stride + kernel))
+            channels = CHANNELS if isinstance(folded, StreamedConv) else conv.weight.shape[0]
+            bins, self._channels = conv.output_bins(bins), conv.weight.shape[0]
         self.frames = frames
         self.modules: list[FoldedModule] = []
         for module in cast(Iterable[RecurrentModule], model.recurrent_modules):
@@ -165,7 +167,8 @@ class BlockModel:
         if edges:
             for table in (carried.states, carried.cells, carried.rows):
                 table.index_copy_(1, places, table.index_select(1, places) * (blocks > 0)[:, None])
-        return classify(self.layers(flattened(given), carried, places, blocks, ends, edges=edges), *self._classifier)
+        x = flattened(given.first(self._channels))
+        return classify(self.layers(x, carried, places, blocks, ends, edges=edges), *self._classifier)
 
     @torch.no_grad()
     def layers(
@@ -231,9 +234,9 @@ def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
 
 
 def _folded(conv: MaskedConv, channels: int, bins: int, dtype: torch.dtype) -> FoldedConv | StreamedConv:
-    """A layer that takes (B, F, T, C) of so many bins and channels."""
-    if StreamedConv.why_not(conv, dtype) is None:
-        return StreamedConv(conv, dtype)
+    """A layer that takes (B, F, T, C) of so many bins and channels, some of which may be 0."""
+    if StreamedConv.why_not(conv, channels, dtype) is None:
+        return StreamedConv(conv, channels, dtype)
     # Frames up to which a GPU convolves faster by one product.
     dense_frames = 0 if not conv.weight.is_cuda else 1 << 30 if channels == 1 else 80
     return FoldedConv(conv, bins, dtype, dense_frames)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from ds2_ops.convolution import streams
 from ds2_ops.convolution.carried import Given, joined
+from ds2_ops.convolution.kernels import CHANNELS
 from ds2_ops.convolution.streams import StreamConvolution
 from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
 from torch import Tensor, nn
@@ -65,6 +66,7 @@ class FoldedConv:
         self.weight = weight.to(dtype).contiguous(memory_format=self.layout)
         self.bias, self.dense_frames = bias.to(dtype), dense_frames
         self.left: Left = None, 0.0
+        self.channels = weight.shape[1]
         self.bins = conv.output_bins(bins)
         if dense_frames:
             # Rows on 16-byte boundaries: libraries multiply others three times as slowly.
@@ -75,7 +77,7 @@ class FoldedConv:
 
     def hear(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
         """Hear the next block of streams: see `ds2_ops.convolution.carried.joined`."""
-        return self(joined(given, table, places, needed))
+        return self(joined(given.first(self.channels), table, places, needed))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map (B, F, T, C) to the frames (B, F', T', C') of which all of the kernel lies in T."""
@@ -94,21 +96,36 @@ class FoldedConv:
 
 
 class StreamedConv:
-    """A convolution with its norm in its weights, on kernels whose bits depend neither on a batch nor on a block."""
+    """A convolution with its norm in its weights, on kernels whose bits depend neither on a batch nor on a block.
 
-    def __init__(self, conv: MaskedConv, dtype: torch.dtype) -> None:
+    Args:
+        conv: the layer.
+        channels: of what it is given: 32, of which the layer's own come first, or the one of features.
+        dtype: of the weights.
+    """
+
+    def __init__(self, conv: MaskedConv, channels: int, dtype: torch.dtype) -> None:
         weight, bias = after(conv.weight, conv.bias, conv.norm)
-        self.conv = StreamConvolution(weight.to(dtype), conv.stride)
-        self.left: Left = bias.to(dtype), conv.clip
+        self.channels, more = channels, CHANNELS - len(weight)  # more of its output are 0
+        self.conv = StreamConvolution(_wide(weight, channels).to(dtype), conv.stride)
+        self.left: Left = nn.functional.pad(bias, (0, more)).to(dtype), conv.clip
 
     @staticmethod
-    def why_not(conv: MaskedConv, dtype: torch.dtype) -> str | None:
+    def why_not(conv: MaskedConv, channels: int, dtype: torch.dtype) -> str | None:
         """Why it is not for this layer; None if it is."""
-        return streams.why_not(conv.weight.to(dtype), conv.stride)
+        if max(len(conv.weight), conv.weight.shape[1]) > CHANNELS:
+            return f"it has more than {CHANNELS} channels"
+        return streams.why_not(_wide(conv.weight, channels).to(dtype), conv.stride)
 
     def hear(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
-        """See `FoldedConv`; bias and clip are left to whoever reads it."""
+        """See `FoldedConv`; bias and clip are left to whoever reads it, of 32 channels."""
         return self.conv(given, table, places, needed)
+
+
+def _wide(weight: Tensor, channels: int) -> Tensor:
+    """(C', C, F, T) with zeros for more channels, 32 and so many."""
+    more = CHANNELS - weight.shape[0], channels - weight.shape[1]
+    return nn.functional.pad(weight, (0, 0, 0, 0, 0, more[1], 0, more[0]))
 
 
 def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,12 @@ class Given:
     ends: Tensor | None = None
     delay: int = 0
 
+    def first(self, channels: int) -> Given:
+        """Its first channels."""
+        if channels == self.x.shape[3]:
+            return self
+        return replace(self, x=self.x[..., :channels], bias=None if self.bias is None else self.bias[:channels])
+
     def values(self) -> Tensor:
         """(B, F, T, C) with all of it done."""
         x = self.x.to(self.dtype)
@@ -90,7 +96,7 @@ def joined(given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
     """
     batch, bins, frames, channels = given.x.shape
     carried = table.shape[2]
-    if why_not(given) is not None:
+    if channels != CHANNELS or why_not(given) is not None:
         old = table.index_select(0, places)
         if given.blocks is not None:
             old = torch.where((given.blocks > 0).view(-1, 1, 1, 1), old, 0.0)
@@ -146,8 +152,8 @@ def why_not(given: Given) -> str | None:
         return reason
     if x.dtype != torch.bfloat16 or given.bias is None or x.stride(3) != 1 or x.numel() >= 1 << 31:
         return f"x is {x.dtype}, or has no bias: the kernels take what a convolution in bfloat16 gives"
-    odd = x.shape[3] != CHANNELS or any(size % _CHUNK for size in x.stride()[:3]) or x.data_ptr() % 16
-    return f"{x.shape[3]} channels, not {CHANNELS} in chunks of {_CHUNK}" if odd else None
+    odd = any(size % _CHUNK for size in (x.shape[3], *x.stride()[:3])) or x.data_ptr() % 16
+    return f"{x.shape[3]} channels do not lie in chunks of {_CHUNK}" if odd else None
 
 
 def why_not_features(given: Given) -> str | None:

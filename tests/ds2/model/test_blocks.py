@@ -7,13 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ds2_ops.convolution import streams
+from ds2_ops.convolution.carried import Given, joined
 from ds2_ops.jit import runtime
 from torch import Tensor
+from torch.nn import functional
 
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
+from ds2.model import folded
 from ds2.model.acoustic import AcousticModel
 from ds2.model.blocks import FOR_EVER, BlockModel, Carried
-from ds2.model.folded import FoldedConv
+from ds2.model.folded import FoldedConv, StreamedConv
 from ds2.model.norm import SequenceBatchNorm
 
 BINS, LABELS = 9, 5
@@ -108,6 +112,37 @@ def test_streams_that_come_and_go_get_the_logits_of_their_whole(
         wanted = whole(model, source)
         assert logits.shape == wanted.shape
         torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-11 * float(wanted.abs().max()))
+
+
+class Plain:
+    """`StreamConvolution` of any type."""
+
+    def __init__(self, weight: Tensor, stride: tuple[int, ...]) -> None:
+        self.weight, self.stride = weight, stride
+
+    def __call__(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
+        images = joined(given, table, places, needed).permute(0, 3, 1, 2)
+        return functional.conv2d(images, self.weight, None, self.stride, (self.weight.shape[2] // 2, 0)).permute(
+            0, 2, 3, 1
+        )
+
+
+@pytest.mark.parametrize("kernels", [(11, 7, 5, 3), (11, 5), (7,)])
+@pytest.mark.parametrize("convs", ["two", "narrow"])
+def test_convolutions_of_few_channels_are_given_more(
+    convs: str, kernels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def why_not(weight: Tensor, stride: tuple[int, ...]) -> str | None:
+        good = weight.shape[0] == 32 and weight.shape[1] in (1, 32) and weight.shape[3] in kernels
+        return None if good else "refused"
+
+    monkeypatch.setattr(streams, "why_not", why_not)
+    monkeypatch.setattr(folded, "StreamConvolution", Plain)
+    test_streams_that_come_and_go_get_the_logits_of_their_whole(convs, {}, 12, None)
+    found = BlockModel(make(convs), 12, torch.float64).convs
+    first = isinstance(found[0].conv, StreamedConv)  # features have one channel, what else is no 32 a library takes
+    wanted = [conv.kernel[1] in kernels and (first or not at) for at, conv in enumerate(CONVS[convs])]
+    assert [isinstance(level.conv, StreamedConv) for level in found] == wanted
 
 
 @pytest.mark.parametrize("convs", ["one", "two", "narrow"])
@@ -227,16 +262,21 @@ def heard_whole(model: AcousticModel, features: Tensor, block_frames: int, piece
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("hidden", "skip_first", "kernels", "stride"),
-    [(512, "projection", (41, 21), 1), (1152, "none", (41, 21), 1), (1152, "none", (21, 11), 2)],
+    ("hidden", "skip_first", "kernels", "stride", "channels"),
+    [
+        (512, "projection", (41, 21), 1, (32, 32)),
+        (1152, "none", (41, 21), 1, (32, 32)),
+        (1152, "none", (21, 11), 2, (32, 32)),
+        (320, "none", (21, 11), 2, (8, 16)),
+    ],
 )
 def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(
-    hidden: int, skip_first: str, kernels: tuple[int, int], stride: int
+    hidden: int, skip_first: str, kernels: tuple[int, int], stride: int, channels: tuple[int, int]
 ) -> None:
     torch.manual_seed(1)
     convs = [
-        ConvConfig(kernel=[kernels[0], 11], stride=[2, 2], channels=32),
-        ConvConfig(kernel=[kernels[1], 11], stride=[2, stride], channels=32),
+        ConvConfig(kernel=[kernels[0], 11], stride=[2, 2], channels=channels[0]),
+        ConvConfig(kernel=[kernels[1], 11], stride=[2, stride], channels=channels[1]),
     ]
     config = ModelConfig(convs=convs, hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first)
     model = AcousticModel(config, 161, LABELS).cuda().eval()
