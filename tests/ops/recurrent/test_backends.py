@@ -1,12 +1,15 @@
 """What the recurrence refuses, and which backend `auto` takes."""
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops import recurrence
+from ds2_ops import lstm, recurrence
 from ds2_ops.recurrent.backends import why_not_unasked
-from support.op_cases import CUDA
+from support.op_cases import CPU, CUDA, draw
+from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def example(**changes: object) -> dict[str, object]:
@@ -40,6 +43,23 @@ def test_bad_input_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(error, match=message):
         recurrence(**arguments)
+
+
+@pytest.mark.parametrize("op", [recurrence, lstm])
+def test_forward_mode_derivatives_are_right_or_refused(op: Callable[..., tuple[Tensor, ...]]) -> None:
+    gates = 4 if op is lstm else 1
+    float64 = {"device": CPU, "dtype": torch.float64}
+    x, weight_hh = draw(1, 5, 2, 3 * gates, **float64), draw(2, 3 * gates, 3, **float64)
+    tangent = draw(3, *x.shape, **float64)
+    # Central differences err by the square of their step, and by rounding over it.
+    expected = (op(x + 1e-6 * tangent, weight_hh)[0] - op(x - 1e-6 * tangent, weight_hh)[0]) / 2e-6
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        for backend in ("auto", "gemm", "reference"):
+            found = forward_ad.unpack_dual(op(dual, weight_hh, backend=backend)[0]).tangent
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+        with pytest.raises(RuntimeError, match="no forward-mode derivative: use backend='gemm'"):
+            op(dual, weight_hh, backend="persistent")
 
 
 @pytest.mark.gpu
