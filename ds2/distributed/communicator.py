@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -81,6 +81,12 @@ class Communicator:
         `beside`, the same on all ranks: whether the device computes meanwhile, so that the sum is to take little of it.
         """
         raise NotImplementedError("a single process has nothing to sum")
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
+        """For each tensor what begins its sum in another way: as copies, which take nothing of what computes, and an
+        addition once `wait` is called. The same bits as `start_sum`; None where that cannot be. All ranks call it
+        together, with as many tensors of the same sizes, which keep their places."""
+        return None
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

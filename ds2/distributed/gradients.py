@@ -49,6 +49,9 @@ class GradientReducer:
         overlap: launch during back-propagation; False waits for its end. Either way gives the same bits.
         low: parameters whose copies have `dtype`, as autocast would round them; gradients keep the parameter's type.
         dtype: see `low`.
+
+    Attributes:
+        copied: whether sums that overlap are made by copies, of `can_copy`; the same bits again.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class GradientReducer:
         self._beside = Beside(self._launch_whole)
         groups = in_buckets(_slots(model), bucket_bytes)
         self._buckets = [Bucket(group, rounded, dtype, self._beside) for group in groups]
+        self._copies = comm.copies(self.buckets) if self.overlaps else None
+        self.copied = False
         for bucket in self._buckets:
             bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
         self._passing = False
@@ -104,6 +109,11 @@ class GradientReducer:
     def overlaps(self) -> bool:
         """Whether sums begin during the last backward pass of a step."""
         return self.overlap and self.comm.world > 1
+
+    @property
+    def can_copy(self) -> bool:
+        """Whether there is a choice of `copied`."""
+        return self._copies is not None
 
     @property
     def fresh(self) -> bool:
@@ -147,7 +157,11 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        self._under_way.append(self.comm.start_sum(self._buckets[len(self._under_way)].flat, beside=self.overlap))
+        number = len(self._under_way)
+        if self._copies is not None and self.copied and self.overlap:
+            self._under_way.append(self._copies[number]())
+        else:
+            self._under_way.append(self.comm.start_sum(self._buckets[number].flat, beside=self.overlap))
 
     def end_pass(self) -> None:
         """Launch what a backward pass, which has been launched, holds back still."""

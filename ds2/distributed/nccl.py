@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
+from ds2_ops.peers.exchange import Exchange
 from torch import Tensor
 
 from ds2.distributed.communicator import Moment, Pending
@@ -137,6 +139,13 @@ class NcclCommunicator(Ranks):
         ended.record(self._stream)
         return began, ended
 
+    def copies(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
+        exchanges = self._peers.exchanges([tensor.numel() for tensor in tensors])
+        if exchanges is None or not all(map(Exchange.takes, tensors)):
+            return None
+        pairs = zip(exchanges, tensors, strict=True)
+        return [partial(_CopiedSum, exchange, tensor.detach(), self._stream) for exchange, tensor in pairs]
+
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self._peers.close()
@@ -154,4 +163,22 @@ class _StreamSum:
 
     def wait(self) -> tuple[Moment, Moment]:
         torch.cuda.current_stream(self._device).wait_event(self._ended)
+        return self._began, self._ended
+
+
+class _CopiedSum:
+    """A sum whose copies go on the gradients' stream, and whose addition is made when it is waited for."""
+
+    def __init__(self, exchange: Exchange, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        self._exchange, self._tensor = exchange, tensor
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._began.record()
+            exchange.send(tensor)
+            self._ended.record()
+
+    def wait(self) -> tuple[Moment, Moment]:
+        torch.cuda.current_stream(self._tensor.device).wait_event(self._ended)
+        self._exchange.add(self._tensor)
         return self._began, self._ended

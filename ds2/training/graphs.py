@@ -134,7 +134,7 @@ class GraphedPasses(Passes):
             self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
         sums = last and self.gradients.overlaps
         shape = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
-        key = (*shape, int(sums))
+        key = (*shape, int(sums), int(self.gradients.copied))
         came_before = shape in self._seen
         self._seen[shape] = None
         self._seen.move_to_end(shape)

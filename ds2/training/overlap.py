@@ -1,4 +1,4 @@
-"""Whether sums of gradients go beside the backward pass or behind it: what steps took both ways decides."""
+"""Whether sums of gradients go beside the backward pass, and how, or behind it: what steps took each way decides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ds2.distributed.gradients import GradientReducer
 
 log = logging.getLogger(__name__)
 
+_WAYS = {"behind": (False, False), "beside": (True, False), "as copies beside": (True, True)}  # overlap, copied
+
 _ENOUGH = 12  # steps each way that count
 _MOST = 1000  # steps until what there is must do
 
@@ -17,23 +19,25 @@ class OverlapTrial:
     """Lets steps take turns until it knows which way is faster; then all go that way.
 
     On GPUs only: there the blocks that sum take multiprocessors from kernels that need many at once. Bits are the same
-    either way, so ranks that stop and resume may choose anew. All ranks make the same calls with the same numbers.
+    every way, so ranks that stop and resume may choose anew. All ranks make the same calls with the same numbers.
 
     Args:
-        gradients: whose `overlap` is set; where it is off, it stays so.
+        gradients: whose `overlap` and `copied` are set; where overlap is off, it stays so.
     """
 
     def __init__(self, gradients: GradientReducer) -> None:
         self._gradients = gradients
         self.over = not gradients.overlaps or gradients.comm.device.type != "cuda"
-        self._took: dict[bool, list[float]] = {False: [], True: []}
-        self._last: tuple[bool, float, bool] | None = None
+        ways = list(_WAYS)[: 2 + (not self.over and gradients.can_copy)]
+        self._took: dict[str, list[float]] = {way: [] for way in ways}
+        self._way = ways[0]
+        self._last: tuple[str, float, bool] | None = None
         self._steps = 0
 
     def begin(self) -> None:
         """A step begins."""
         if not self.over:
-            self._gradients.overlap = self._steps % 2 == 1
+            self._take(list(self._took)[self._steps % len(self._took)])
 
     def end(self, audio_s: float, *, usual: bool, former_s: float) -> None:
         """A step has ended.
@@ -47,19 +51,22 @@ class OverlapTrial:
             return
         self._steps += 1
         if self._last is not None:
-            beside, audio_before_s, counts = self._last
+            way, audio_before_s, counts = self._last
             if counts and former_s > 0 and audio_before_s > 0:
-                self._took[beside].append(former_s / audio_before_s)
-        self._last = self._gradients.overlap, audio_s, usual
+                self._took[way].append(former_s / audio_before_s)
+        self._last = self._way, audio_s, usual
         if self._steps >= _MOST or min(map(len, self._took.values())) >= _ENOUGH:
             self._decide()
 
+    def _take(self, way: str) -> None:
+        self._way = way
+        self._gradients.overlap, self._gradients.copied = _WAYS[way]
+
     def _decide(self) -> None:
         self.over = True
-        behind, beside = (statistics.median(self._took[way]) if self._took[way] else 0.0 for way in (False, True))
-        self._gradients.overlap = bool(behind and beside) and beside < behind
+        took = {way: statistics.median(times) for way, times in self._took.items() if times}
+        whole = len(took) == len(self._took)
+        self._take(min(took, key=took.__getitem__) if whole else "behind")
         if self._gradients.comm.rank == 0:
-            log.info(
-                "sums of gradients go %s the backward pass: %.3f ms a second of audio beside it, %.3f behind it",
-                "beside" if self._gradients.overlap else "behind", 1000 * beside, 1000 * behind,
-            )  # fmt: skip
+            words = ", ".join(f"{1000 * seconds:.3f} {way}" for way, seconds in took.items())
+            log.info("sums of gradients go %s the backward pass; ms a second of audio: %s", self._way, words)

@@ -96,6 +96,7 @@ inline void launch(int blocks, int threads, bool backwards, const std::function<
 }  // namespace fibers
 
 inline void __syncthreads() { fibers::meet(fibers::block, blockDim.x); }
+inline void __threadfence() {}  // blocks run one after another
 inline void __syncwarp() { fibers::meet_warp(); }
 inline unsigned __ballot_sync(unsigned, bool mine) {
     return fibers::exchange(mine, [](const unsigned long long* v) {

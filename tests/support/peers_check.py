@@ -1,4 +1,4 @@
-"""Sums between peers against NCCL's on every rank, launched and recorded; started under torchrun by the tests.
+"""Sums between peers, small ones and by copies, against NCCL's; started under torchrun by the tests.
 
 python peers_check.py
 """
@@ -83,9 +83,54 @@ def check(comm: NcclCommunicator) -> None:
             print(f"{count:>6} numbers, us a sum and a product: {words}", flush=True)
 
 
+def check_copies(comm: NcclCommunicator) -> None:
+    tensors = [torch.empty(count, device=comm.device) for count in (4, 1_000_003, 6_553_600)]
+    starts = comm.copies(tensors)
+    assert starts is not None, "peers cannot be mapped"
+
+    def fill(turn: int) -> list[torch.Tensor]:
+        for number, tensor in enumerate(tensors):
+            generator = torch.Generator(comm.device).manual_seed(100 * turn + 10 * number + comm.rank)
+            tensor.normal_(generator=generator)
+        copies = [tensor.clone() for tensor in tensors]
+        for tensor in copies:
+            comm._all_reduce(tensor, comm._gradients, torch.cuda.current_stream(comm.device))
+        return copies
+
+    def sums() -> None:
+        pending = [start() for start in starts]
+        for one in pending:
+            one.wait()
+
+    def same(turn: int) -> None:
+        expected = fill(turn)
+        if turn % 7 == comm.rank:
+            time.sleep(0.002)
+        run()
+        assert all(map(torch.equal, tensors, expected)), turn
+
+    run = sums
+    for turn in range(30):
+        same(turn)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        sums()
+    run = graph.replay
+    for turn in range(30, 60):
+        same(turn)
+    mixed = iter([sums, graph.replay] * 10)  # one rank records what the other launches
+    if comm.rank:
+        next(mixed)
+    for turn in range(60, 75):
+        run = next(mixed)
+        same(turn)
+
+
 if __name__ == "__main__":
     with connect(CommConfig(backend="nccl", timeout_s=60), "cuda") as joined:
         assert isinstance(joined, NcclCommunicator)
         check(joined)
+        check_copies(joined)
         if joined.rank == 0:
             print(f"{joined.world} ranks agree", flush=True)

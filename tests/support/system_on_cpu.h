@@ -19,5 +19,9 @@ inline void load_system(const void* from, unsigned long long& first, unsigned lo
     fibers::pause();  // other threads of the block send meanwhile
     sched_yield();    // there may be fewer cores than ranks
 }
+inline void signal_system(unsigned* to, unsigned word) { __atomic_store_n(to, word, __ATOMIC_RELEASE); }
+inline void await_system(const unsigned* from, unsigned word) {
+    while (__atomic_load_n(from, __ATOMIC_ACQUIRE) != word) sched_yield();
+}
 
 }  // namespace ds2

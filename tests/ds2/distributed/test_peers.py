@@ -87,6 +87,23 @@ def test_what_cannot_be_summed_here_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
     assert Box.closed == before + 1
 
 
+@pytest.mark.parametrize(("last", "made"), [(["alike", b"other", ""], 2), (["alike", b"", "rank 1: no memory"], 0)])
+def test_sums_by_copies_are_mapped_on_both_ranks_or_on_none(
+    last: list[Any], made: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "Mailbox", Box)
+    comm = Ranks(["alike", b"other", "", b"other", "", *last[1:]])
+    opened = Peers(comm)
+    with caplog.at_level(logging.INFO):
+        exchanges = opened.exchanges([4, 8])
+    assert len(exchanges or []) == made
+    assert not comm._answers and ("not made by copies: rank 1: no memory" in caplog.text) == (made == 0)
+    before = Box.closed
+    opened.close()
+    assert Box.closed == before + 3
+    assert opened.exchanges([4]) is None
+
+
 class Sum(peers.PeerSum):
     def __init__(self, rank: int, addresses: list[int], summed: list[int]) -> None:
         assert (rank, addresses) == (0, [1, 2])
