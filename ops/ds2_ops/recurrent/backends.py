@@ -29,7 +29,7 @@ def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
     frames, batch, width = x.shape
     hidden = width // ALL[cell].gates
     reason = why_not(frames, batch, hidden, x.dtype, x.device, cell, max_sms)
-    if forward_ad._current_level >= 0:  # a tangent would be lost without a word
+    if getattr(forward_ad, "_current_level", -1) >= 0:  # a tangent would be lost without a word
         reason = "its kernels have no forward-mode derivative: use backend='gemm'"
     if backend == "auto":
         reason = reason or why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
