@@ -17,10 +17,7 @@ from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
 from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
 
-_KERNELS = tuple(
-    f"recurrent/{name}.cuh"
-    for name in ("projection", "projection_tiled", "cluster", "grid_narrow", "grid_wide", "units")
-)
+_KERNELS = tuple(f"recurrent/{name}.cuh" for name in ("projection", "cluster", "grid_narrow", "grid_wide", "units"))
 Faults = tuple[tuple[str, str, str], ...]
 
 

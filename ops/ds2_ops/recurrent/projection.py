@@ -15,8 +15,9 @@ from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS
 MOST_ROWS = 4096  # beyond, a library's product is several times as fast
 _SHARE_ROWS = 64  # that a block takes at least
 _SMS = 132  # multiprocessors of an H200
-_TILED_ROWS = 256  # of x; from so many on W and x come through shared memory, in tiles
-_TILE_UNITS = 64
+_WIDE_ROWS = 256  # of x; from so many on a block has two tiles of W
+_WIDE_PAIRS = 6  # along K for which two tiles' registers suffice, and _NARROW_PAIRS those of two such blocks
+_NARROW_PAIRS = 3
 _CLUSTER = 16  # blocks of one launch fill few GPCs, so that the recurrence behind finds a whole one
 _MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x are in registers beside the weights
 _PROJECTION = parameters(
@@ -72,25 +73,19 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, be
 @functools.lru_cache(maxsize=256)
 def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1) -> tuple[Launch, int]:
     """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
-    pairs, number, cluster = _pairs(width), NUMBERS[dtype][0], 1
-    if rows >= _TILED_ROWS:
-        across = -(-hidden // _TILE_UNITS)
-        columns = 128 if across * -(-rows // 128) > _SMS // 2 else 64
-        shares = -(-rows // columns)
-        name, shape = "project_tiled", f"TiledShape<ds2::{number}, {pairs}, {columns}>"
-        smem_bytes = 4 * 2 * ((_TILE_UNITS + columns) * 64 + 64)
-    else:
-        across = -(-hidden // MMA_ROWS)
-        shares = max(1, min(-(-rows // _SHARE_ROWS), 2 * _SMS // across))
-        cluster = 1 if beside or shares > 1 else _CLUSTER
-        name, shape = "project", f"ProjectionShape<ds2::{number}, {pairs}, {cluster}>"
-        smem_bytes = WARPS * THREADS * 4
+    pairs = _pairs(width)
+    tiles = 2 if rows >= _WIDE_ROWS and pairs <= _WIDE_PAIRS else 1
+    blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # that run at once
+    across = -(-hidden // (tiles * MMA_ROWS))
+    shares = max(1, min(-(-rows // _SHARE_ROWS), blocks // across))
+    cluster = 1 if beside or shares > 1 else _CLUSTER
+    smem_bytes = tiles * WARPS * THREADS * 4
     source = translation_unit(
-        f"recurrent/{name.replace('project', 'projection')}.cuh",
+        "recurrent/projection.cuh",
         _PROJECTION,
-        f"    ds2::{name}<Shape>({{{names(_PROJECTION)}}});\n",
-        ahead=f"using Shape = ds2::{shape};\n"
-        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "projection.py and its kernel disagree");\n',
+        f"    ds2::project<Shape>({{{names(_PROJECTION)}}});\n",
+        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {pairs}, {tiles}, {cluster}>;\n"
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "projection.py and projection.cuh disagree");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
     grid = -(-across // cluster) * cluster * shares
