@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import os
@@ -19,6 +20,7 @@ from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
+from ds2.system.stops import Stopped
 
 _OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
@@ -65,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
         server = make_server(Here(make(), limits), limits, given.host, given.port)
         print(said, flush=True)
         open_up(kept)
-        server.run(sockets=[kept])
+        with contextlib.suppress(Stopped, KeyboardInterrupt):  # what it has served until, which it raises once more
+            server.run(sockets=[kept])
     return 0
 
 

@@ -158,9 +158,10 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
 
 
-def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path], workers: str) -> None:
     model = str(make_model())
-    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", "2", "--port"]
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", workers, "--port"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
