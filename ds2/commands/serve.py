@@ -53,7 +53,8 @@ def run(arguments: Sequence[str]) -> int:
     make = functools.partial(_recogniser, file, decode, device, given.precision, given.log_transcripts)
     recognisers = _recognisers(given.sessions, device.type) if given.recognisers is None else given.recognisers
     workers = _workers(given.sessions, device.type) if given.workers is None else given.workers
-    said = f"ds2 serve: http://{given.host}:{given.port} on {device}; at most {limits.sessions} sessions"
+    port = kept.getsockname()[1]
+    said = f"ds2 serve: http://{given.host}:{port} on {device}; at most {limits.sessions} sessions"
     if workers or recognisers > 1:
         several: Workers | Recognisers
         if recognisers > 1:
@@ -64,9 +65,9 @@ def run(arguments: Sequence[str]) -> int:
         several.run()
         kept.close()
     else:
-        server = make_server(Here(make(), limits), limits, given.host, given.port)
-        print(said, flush=True)
+        server = make_server(Here(make(), limits), limits, given.host, port)
         open_up(kept)
+        print(said, flush=True)  # whoever reads it is answered
         with contextlib.suppress(Stopped, KeyboardInterrupt):  # what it has served until, which it raises once more
             server.run(sockets=[kept])
     return 0
@@ -106,7 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
-    parser.add_argument("--port", type=whole(1, 65_535), default=2700)
+    parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any that is free, which is told")
     parser.add_argument(
         "--sessions", type=whole(1, 1_000_000), default=64, help="heard at once; more are told to come back"
     )

@@ -38,8 +38,9 @@ def keep(host: str, port: int) -> socket.socket:
 
 
 def open_up(kept: socket.socket) -> None:
-    """Before it listens: what lingers of its connections is not to keep the next server from the address."""
+    """From now on it listens; what lingers of its connections does not keep the next server from the address."""
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.listen()
 
 
 def share(kept: socket.socket) -> tuple[str, int]:
@@ -50,9 +51,10 @@ def share(kept: socket.socket) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> socket.socket:
-    """A socket on an address that is shared: new connections are spread over those that listen."""
+    """A socket that listens on an address that is shared: new connections are spread over all of them."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     found.bind((host, port))
+    found.listen()
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import time
 import urllib.request
 from collections.abc import Callable
@@ -53,6 +55,14 @@ class Running:
 
     def client(self, key: str = "none") -> Any:
         return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def port_told(server: subprocess.Popen[str]) -> int:
+    """Where a `ds2 serve --port 0` listens, once it does."""
+    assert server.stdout is not None
+    told = re.match(r"ds2 serve: http://127\.0\.0\.1:(\d+) on ", server.stdout.readline())
+    assert told
+    return int(told[1])
 
 
 def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:

@@ -80,7 +80,7 @@ NUMBERS = (
     ("evaluate m --workers", "-2 100000"),
     ("transcribe m a --rate", "0 -1 1000000000"),
     ("export m --to onnx --chunk-ms", "0 nan inf"),
-    ("serve m --port", "0 -1 70000 " + "9" * 5000),
+    ("serve m --port", "-1 70000 " + "9" * 5000),
     ("serve m --sessions", "0"),
     ("serve m --duration-s", "nan 0"),
     ("serve m --idle-s", "nan inf 0"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.serving import Running, alone, speech, text_alone, told_though_killed, until, words
+from support.serving import Running, alone, port_told, speech, text_alone, told_though_killed, until, words
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidHandshake
 
@@ -41,14 +40,11 @@ def running(
     """A server of two recognisers, each with a worker, for 40 sessions."""
     model = str(make_model())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--sessions", "40"]
-    command += ["--recognisers", "2", "--workers", "2", "--port", str(port)]
+    command += ["--recognisers", "2", "--workers", "2", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
-        assert f"127.0.0.1:{port}" in server.stdout.readline()
+        port = port_told(server)
         recogniser = Recogniser.load(model, device="cpu", decode=DecodeConfig())
         yield Running(recogniser, port, server.terminate), server
         server.terminate()
@@ -121,8 +117,6 @@ def test_what_cannot_begin_says_why(make_model: Callable[..., Path]) -> None:
 
 def refuses_a_bidirectional(make_model: Callable[..., Path]) -> None:
     model = str(make_model("model.bidirectional=true", "model.row_convs=0", "model.max_lookahead_ms=0"))
-    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--recognisers", "2", "--port"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    found = subprocess.run([*command, port], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--recognisers", "2", "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 2 and "bidirectional" in found.stderr and "Traceback" not in found.stderr

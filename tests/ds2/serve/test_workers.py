@@ -21,6 +21,7 @@ from support.serving import (
     RATE_HZ,
     Running,
     alone,
+    port_told,
     samples_of,
     speech,
     text_alone,
@@ -83,8 +84,6 @@ def test_an_address_is_bound_once_and_kept() -> None:
         joined(*address)  # not even one that would share it
     assert share(kept) == address
     workers = [joined(*address) for _ in range(2)]
-    for worker in workers:
-        worker.listen()
     with pytest.raises(ConfigError, match="give another --port"):
         keep(*address)
     with socket.create_connection(address):
@@ -92,7 +91,6 @@ def test_an_address_is_bound_once_and_kept() -> None:
             end.close()
     again = keep(*address)  # though a connection of the one before lingers
     open_up(again)
-    again.listen()
     client = socket.create_connection(address)
     end, _ = again.accept()
     end.close()
@@ -161,13 +159,10 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path], workers: str) -> None:
     model = str(make_model())
-    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", workers, "--port"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen([*command, str(port)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", workers, "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
-        assert f"127.0.0.1:{port}" in server.stdout.readline()
+        port = port_told(server)
         data, recogniser = speech(3, 1.0), Recogniser.load(model, device="cpu", decode=DecodeConfig())
 
         async def speak() -> list[tuple[str, int]]:
