@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import openai
 from numpy.typing import NDArray
-from websockets.asyncio.client import connect
+from websockets.asyncio.client import connect as connect_within
 from websockets.exceptions import ConnectionClosed
 
 from ds2.audio.stream import Pcm16
@@ -25,7 +26,10 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import step
 
 RATE_HZ = 16000
+WAIT_S = 600  # a last resort: what is waited for comes by itself, on a busy machine late
 CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ, "words": True}})
+# As `websockets` connects, but for its patience, which is ten seconds and twenty.
+connect = functools.partial(connect_within, open_timeout=WAIT_S, ping_timeout=None)
 
 
 @dataclass
@@ -45,7 +49,7 @@ class Running:
         return f"ws://127.0.0.1:{self.port}/"
 
     def text(self, path: str) -> str:
-        with urllib.request.urlopen(self.web + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.web + path, timeout=WAIT_S) as answer:
             return str(answer.read().decode())
 
     def metric(self, name: str) -> float:
@@ -54,7 +58,7 @@ class Running:
         )
 
     def client(self, key: str = "none") -> Any:
-        return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
 
 
 def port_told(server: subprocess.Popen[str]) -> int:
@@ -73,7 +77,7 @@ def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:
     return (samples[: int(seconds * rate_hz)] * 32767).astype("<i2").tobytes()
 
 
-def until(true: Callable[[], bool], most_s: float = 60) -> None:
+def until(true: Callable[[], bool], most_s: float = WAIT_S) -> None:
     """Wait for what must become true."""
     deadline_s = time.monotonic() + most_s
     while not true():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.serving import Running
+from support.serving import WAIT_S, Running
 
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
@@ -41,5 +41,5 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     yield start
     for server, thread in started:
         server.should_exit = True
-        thread.join(60)
+        thread.join(WAIT_S)
         assert not thread.is_alive()

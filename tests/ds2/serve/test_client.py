@@ -9,7 +9,7 @@ from pathlib import Path
 
 import soundfile
 from support.paths import ROOT
-from support.serving import RATE_HZ, Running, samples_of, speech, text_alone
+from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, text_alone
 
 
 def test_the_client_in_the_recipe(serve: Callable[..., Running], tmp_path: Path) -> None:
@@ -18,6 +18,6 @@ def test_the_client_in_the_recipe(serve: Callable[..., Running], tmp_path: Path)
     recipe = (ROOT / "recipes/live.md").read_text(encoding="utf-8")
     client = recipe.split("```python\n")[1].split("```")[0]
     command = [sys.executable, "-c", client, str(tmp_path / "talk.wav"), running.vosk]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.splitlines()
     assert len(told) == 9
     assert told[-1] == text_alone(running.recogniser, data) != ""

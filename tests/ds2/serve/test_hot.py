@@ -12,8 +12,7 @@ from typing import Any
 import openai
 import pytest
 import soundfile
-from support.serving import RATE_HZ, Running, samples_of, speech
-from websockets.asyncio.client import connect
+from support.serving import RATE_HZ, Running, connect, samples_of, speech
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.lexicon import HotWords

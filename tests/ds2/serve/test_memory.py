@@ -7,8 +7,7 @@ import gc
 import json
 from collections.abc import Callable
 
-from support.serving import RATE_HZ, Running, speech
-from websockets.asyncio.client import connect
+from support.serving import RATE_HZ, Running, connect, speech
 from websockets.server import ServerProtocol
 
 from ds2.serve.server import calm

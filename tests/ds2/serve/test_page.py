@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from support.serving import RATE_HZ, Running, samples_of, speech, until
+from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 
 
 def test_the_page_asks_no_other_host(serve: Callable[..., Running]) -> None:
     running = serve()
-    with urllib.request.urlopen(running.web + "/", timeout=30) as answer:
+    with urllib.request.urlopen(running.web + "/", timeout=WAIT_S) as answer:
         html, policy = answer.read().decode(), answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert len(re.findall("sha256-", policy)) == 2 and "unsafe" not in policy
@@ -40,15 +40,16 @@ def test_a_microphone_in_chromium(serve: Callable[..., Running], tmp_path: Path)
     fake = ["--no-sandbox", "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
     fake.append(f"--use-file-for-fake-audio-capture={tmp_path / 'spoken.wav'}%noloop")
     with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=fake)
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=fake, timeout=1000 * WAIT_S)
         page = browser.new_context(permissions=["microphone"]).new_page()
+        page.set_default_timeout(1000 * WAIT_S)
         wrong, asked = list[str](), list[str]()
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto(running.web)
         page.click("#microphone")
-        until(lambda: len(page.inner_text("#partial")) > 3)
+        page.locator("#partial", has_text=re.compile(r".{4}")).wait_for()  # looks at each picture: it comes and goes
         assert page.inner_text("#level").endswith("dB") and page.inner_text("#delay").endswith("ms")
         time.sleep(1.0)
         page.click("#microphone")
