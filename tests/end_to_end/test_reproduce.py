@@ -36,7 +36,10 @@ def reproduce(command: list[str], *more: str) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 def test_a_killed_table_goes_on_and_a_row_that_fails_is_named(command: list[str], tmp_path: Path) -> None:
     runs, results = tmp_path / "table" / "runs", tmp_path / "table" / "results"
-    with subprocess.Popen([*command, "--rows", "8 layers"], cwd=ROOT, start_new_session=True) as process:
+    endless = tmp_path / "endless.jsonl"  # to read it takes until the kill, however late that comes
+    os.mkfifo(endless)
+    killed = [*command[:-1], str(endless), "--rows", "8 layers"]
+    with subprocess.Popen(killed, cwd=ROOT, start_new_session=True) as process:
         while not (runs / "8_layers-0.0001" / "trainer.safetensors").is_file():
             assert process.poll() is None
             time.sleep(0.05)
