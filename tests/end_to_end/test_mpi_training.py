@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import HERE, TIMEOUT_S, mpirun
-from support.rank_runs import STEPS, Job, arguments, clean, same_bits, scores, state
+from support.rank_runs import SMOOTH, STEPS, Job, arguments, clean, same_bits, scores, state
 from support.run_log import events, losses
 
 from ds2.system.tensor_file import load
@@ -26,31 +26,33 @@ def train(ranks: int, *jobs: Job) -> subprocess.CompletedProcess[str]:
 def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
-    names = ("one", "two", "again", "plain", "four", "accumulated", "halves", "local", "drop1", "drop2", "drop4")
-    folders = {name: tmp_path / name for name in names}
-    dropout = ("model.dropout=0.3", "augment.time_masks=1")
+    names = ("one", "two", "adamw", "again", "plain", "four", "accumulated", "halves", "local")
+    folders = {name: tmp_path / name for name in (*names, "drop1", "drop2", "drop4")}
+    dropout = (*SMOOTH, "model.dropout=0.3", "augment.time_masks=1")
+    halved = (*SMOOTH, "train.accumulate=2", "batching.utterances=3")
     run = train(
         1,
-        clean(tiny_overrides, folders["one"]),
-        clean(tiny_overrides, folders["accumulated"], "train.accumulate=2", "batching.utterances=3"),
+        clean(tiny_overrides, folders["one"], *SMOOTH),
+        clean(tiny_overrides, folders["accumulated"], *halved),
         clean(tiny_overrides, folders["drop1"], *dropout),
     )
     assert run.returncode == 0, run.stdout
     run = train(
         2,
-        clean(tiny_overrides, folders["two"]),
+        clean(tiny_overrides, folders["two"], *SMOOTH),
+        clean(tiny_overrides, folders["adamw"]),
         clean(tiny_overrides, folders["again"]),
         clean(tiny_overrides, folders["plain"], "comm.overlap=false", "comm.bucket_mib=0.01"),
-        clean(tiny_overrides, folders["halves"], "train.accumulate=2", "batching.utterances=3"),
-        clean(tiny_overrides, folders["local"], "comm.batch_norm=local"),
+        clean(tiny_overrides, folders["halves"], *halved),
+        clean(tiny_overrides, folders["local"], *SMOOTH, "comm.batch_norm=local"),
         clean(tiny_overrides, folders["drop2"], *dropout),
     )
     assert run.returncode == 0, run.stdout
     assert "2 ranks over mpi (comm=auto" in run.stdout and re.search(
         r"rank +host +process +threads +device", run.stdout
     )
-    assert run.stdout.count("epoch 1: dev WER") == 6  # six trainings, each told by rank 0 alone
-    run = train(4, clean(tiny_overrides, folders["four"]), clean(tiny_overrides, folders["drop4"], *dropout))
+    assert run.stdout.count("epoch 1: dev WER") == 7  # seven trainings, each told by rank 0 alone
+    run = train(4, clean(tiny_overrides, folders["four"], *SMOOTH), clean(tiny_overrides, folders["drop4"], *dropout))
     assert run.returncode == 0, run.stdout
 
     curve = losses(folders["one"])
@@ -59,8 +61,8 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
         assert losses(folders[name]) == pytest.approx(curve, rel=1e-4), name
         assert scores(folders[name]) == scores(folders["one"]), name
     assert losses(folders["halves"]) == pytest.approx(losses(folders["accumulated"]), rel=1e-4)
-    assert same_bits(folders["two"], folders["again"]) and losses(folders["two"]) == losses(folders["again"])
-    assert same_bits(folders["two"], folders["plain"])  # neither overlap nor bucket size changes a bit
+    assert same_bits(folders["adamw"], folders["again"]) and losses(folders["adamw"]) == losses(folders["again"])
+    assert same_bits(folders["adamw"], folders["plain"])  # neither overlap nor bucket size changes a bit
     assert losses(folders["local"]) != pytest.approx(curve, rel=1e-3)  # a choice that does change the answer
     assert len(losses(folders["drop1"])) == 9
     for name in ("drop2", "drop4"):
@@ -84,11 +86,11 @@ def test_sigterm_at_one_rank_saves_and_another_number_of_ranks_goes_on(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    job = ("signal", "1", "4", *tiny_overrides, *STEPS, f"run_dir={broken}")
-    run = train(2, clean(tiny_overrides, whole), job)
+    job = ("signal", "1", "4", *tiny_overrides, *STEPS, *SMOOTH, f"run_dir={broken}")
+    run = train(2, clean(tiny_overrides, whole, *SMOOTH), job)
     assert run.returncode == 128 + 15, run.stdout
     assert "stopped after step 5: SIGTERM" in run.stdout
-    run = train(3, clean(tiny_overrides, broken))
+    run = train(3, clean(tiny_overrides, broken, *SMOOTH))
     assert run.returncode == 0, run.stdout
     assert losses(broken) == pytest.approx(losses(whole), rel=1e-4)
     assert len(losses(broken)) == 9 and scores(broken) == scores(whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import mpirun, torchrun
-from support.rank_runs import STEPS, Job, arguments, clean, same_bits, scores
+from support.rank_runs import SMOOTH, STEPS, Job, arguments, clean, same_bits, scores
 from support.run_log import losses
 
 from ds2.system.tensor_file import load
@@ -24,22 +24,27 @@ def train(ranks: int, *jobs: Job, options: tuple[str, ...] = ()) -> subprocess.C
 def test_ranks_of_torchrun_give_the_answer_of_one_process_and_the_bits_of_mpi(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
-    folders = {name: tmp_path / name for name in ("one", "two", "again", "mpi")}
-    run = train(2, clean(tiny_overrides, folders["two"]), clean(tiny_overrides, folders["again"], "comm=gloo"))
+    folders = {name: tmp_path / name for name in ("one", "two", "adamw", "again", "mpi")}
+    run = train(
+        2,
+        clean(tiny_overrides, folders["two"], *SMOOTH),
+        clean(tiny_overrides, folders["adamw"]),
+        clean(tiny_overrides, folders["again"], "comm=gloo"),
+    )
     assert run.returncode == 0, run.stdout
     assert "2 ranks over gloo (comm=auto: no NCCL" in run.stdout and "2 ranks over gloo (comm=gloo)" in run.stdout
-    assert run.stdout.count("epoch 1: dev WER") == 2  # each training is told by rank 0 alone
+    assert run.stdout.count("epoch 1: dev WER") == 3  # each training is told by rank 0 alone
     run = mpirun(2, "rank_job.py", *clean(tiny_overrides, folders["mpi"]))
     assert run.returncode == 0, run.stdout
-    run = train(1, clean(tiny_overrides, folders["one"]))
+    run = train(1, clean(tiny_overrides, folders["one"], *SMOOTH))
     assert run.returncode == 0, run.stdout
     assert "ranks over" not in run.stdout
 
     assert len(losses(folders["one"])) == 9
     assert losses(folders["two"]) == pytest.approx(losses(folders["one"]), rel=1e-4)
     assert scores(folders["two"]) == scores(folders["one"])
-    assert same_bits(folders["two"], folders["again"]) and losses(folders["two"]) == losses(folders["again"])
-    assert same_bits(folders["two"], folders["mpi"])  # both add in order of rank
+    assert same_bits(folders["adamw"], folders["again"]) and losses(folders["adamw"]) == losses(folders["again"])
+    assert same_bits(folders["adamw"], folders["mpi"])  # both add in order of rank
 
 
 @pytest.mark.gpu
@@ -63,13 +68,13 @@ def test_sigterm_at_torchrun_saves_and_another_number_of_ranks_goes_on(
     tiny_overrides: list[str], tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    endless = ("train.epochs=100000", f"run_dir={broken}")  # ended by the signal, however late it comes
-    run = train(2, clean(tiny_overrides, whole), ("launcher", "0", "1", *tiny_overrides, *STEPS, *endless))
+    endless = (*SMOOTH, "train.epochs=100000", f"run_dir={broken}")  # ended by the signal, however late it comes
+    run = train(2, clean(tiny_overrides, whole, *SMOOTH), ("launcher", "0", "1", *tiny_overrides, *STEPS, *endless))
     assert run.returncode != 0
     assert (stopped := re.search(r"stopped after step (\d+): SIGTERM", run.stdout)), run.stdout
     step = load(broken / "trainer.safetensors")[1]["progress"]["step"]
     assert step == int(stopped[1])
-    run = train(3, clean(tiny_overrides, broken, f"train.epochs={step // 3 + 3}"))
+    run = train(3, clean(tiny_overrides, broken, *SMOOTH, f"train.epochs={step // 3 + 3}"))
     assert run.returncode == 0, run.stdout
     assert sorted(losses(broken)) == list(range(1, 3 * (step // 3 + 3) + 1))
     assert {s: loss for s, loss in losses(broken).items() if s <= 9} == pytest.approx(losses(whole), rel=1e-4)
