@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     decode, arguments = split_overrides(arguments)
     given = _parse(arguments)
     try:
-        from ds2.serve.address import keep, open_up, share
+        from ds2.serve.address import keep, open_up, share, url
         from ds2.serve.batcher import Here
         from ds2.serve.limits import Limits
         from ds2.serve.recognisers import Recognisers
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
     recognisers = _recognisers(given.sessions, device.type) if given.recognisers is None else given.recognisers
     workers = _workers(given.sessions, device.type) if given.workers is None else given.workers
     port = kept.getsockname()[1]
-    said = f"ds2 serve: http://{given.host}:{port} on {device}; at most {limits.sessions} sessions"
+    said = f"ds2 serve: {url(given.host, port)} on {device}; at most {limits.sessions} sessions"
     if workers or recognisers > 1:
         several: Workers | Recognisers
         if recognisers > 1:

@@ -58,3 +58,8 @@ def joined(host: str, port: int) -> socket.socket:
     found.bind((host, port))
     found.listen()
     return found
+
+
+def url(host: str, port: int) -> str:
+    """The address as clients write it; one of IPv6 stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

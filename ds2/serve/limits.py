@@ -20,6 +20,10 @@ class LimitError(UserError):
         self.status, self.code = status, code
 
 
+class OverError(LimitError):
+    """A session has lasted as long as it may: a client is told its last words first."""
+
+
 class FullError(UserError):
     """As many sessions are open as the server takes."""
 
@@ -52,6 +56,6 @@ class Limits:
             raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
 
     def check_duration(self, seconds: float) -> None:
-        """Raise LimitError past the longest session."""
+        """Raise OverError past the longest session."""
         if seconds > self.duration_s:
-            raise LimitError(f"a session takes {self.duration_s:g} s of audio at most: begin a new one", 413, 1008)
+            raise OverError(f"a session takes {self.duration_s:g} s of audio at most: begin a new one", 413, 1008)

@@ -34,6 +34,7 @@ class Realtime(Client):
     item: str | None = None  # that is being spoken, once something of it was heard
     told_s = 0.0  # audio of the items before, since the buffer was cleared
     cleared_s = 0.0  # audio before that
+    flushed_s = 0.0  # audio up to the last commit, counted as told_s
     hot_words: HotWords | None = None
 
     def refusal(self, message: str) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class Realtime(Client):
         while (message := await self.next(socket)) is not None:
             event: dict[str, Any] = {}
             try:
-                event = json_object(message.get("text") or "")
+                event = _read(message.get("text") or "")
                 await self._answer(socket, event)
             except _EventError as error:
                 await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
@@ -60,7 +61,8 @@ class Realtime(Client):
             rules = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
             heard = await self.hear(_decoded(event.get("audio")), RATE_HZ, rules, self.hot_words)
             for segment in heard.final:
-                await self._started(socket, segment.hypothesis.words[0].start_s)
+                words = segment.hypothesis.words  # none with decode.times=false
+                await self._started(socket, words[0].start_s if words else segment.start_s)
                 end_ms = round(1000 * (self.cleared_s + segment.end_s))
                 stopped = {"audio_end_ms": end_ms, "item_id": self.item}
                 await self.send(socket, _event("input_audio_buffer.speech_stopped", **stopped))
@@ -68,22 +70,32 @@ class Realtime(Client):
             if heard.partial and self.silence_ms is not None and self.source is not None:
                 await self._started(socket, self.source.accepted_s)
         elif kind == "input_audio_buffer.commit":
-            if self.source is None:
+            if self._empty():
                 raise _EventError("the buffer is empty: append audio before commit")
             await self.last(socket)
         elif kind == "input_audio_buffer.clear":
-            self.cleared_s += self.source.accepted_s if self.source is not None else 0.0
-            self.leave()
-            self.told_s, self.item = 0.0, None
+            self.item = None
+            self._begin_anew()
             await self.send(socket, _event("input_audio_buffer.cleared"))
         else:
             raise _EventError(f"type={kind!r} is no event of a transcription session")
 
     async def last(self, socket: WebSocket) -> None:
         """Complete an item of all that was appended."""
-        if self.source is not None:
+        if self.source is not None and not self._empty():
             final = (await self.source.flush()).final
+            self.flushed_s = self.source.accepted_s
             await self._complete(socket, " ".join(segment.hypothesis.text for segment in final))
+
+    def _empty(self) -> bool:
+        """Whether nothing was appended since the last commit."""
+        return self.source is None or self.source.accepted_s == self.flushed_s
+
+    def _begin_anew(self) -> None:
+        """Forget what was heard; times go on."""
+        self.cleared_s += self.source.accepted_s if self.source is not None else 0.0
+        self.leave()
+        self.told_s = self.flushed_s = 0.0
 
     async def _started(self, socket: WebSocket, start_s: float) -> None:
         """Tell, once, that something of an item is heard."""
@@ -116,39 +128,48 @@ class Realtime(Client):
         form = _inner(given, "format")
         if form.get("type", "audio/pcm") != "audio/pcm" or form.get("rate", RATE_HZ) != RATE_HZ:
             raise _EventError(f"session.audio.input.format={form!r}: audio/pcm at {RATE_HZ} is taken")
-        hints = _inner(given, "transcription")
-        expected = any(hints.get(name) for name in ("hot_words", "keywords", "prompt"))
-        if self.source is not None and ("turn_detection" in given or expected):
+        hot_words, silence_ms = await self._expected(_inner(given, "transcription")), self._pause_ms(given)
+        if (hot_words, silence_ms) == (self.hot_words, self.silence_ms):
+            return
+        if not self._empty():
             raise _EventError(
-                "turn_detection and what to expect are set before the first audio, or after input_audio_buffer.clear"
+                "turn_detection and what to expect change before audio, after a commit or input_audio_buffer.clear"
             )
-        await self._expect(hints)
+        self._begin_anew()
+        self.hot_words, self.silence_ms = hot_words, silence_ms
+
+    def _pause_ms(self, given: dict[str, Any]) -> float | None:
+        """What turn_detection shall be: silence that ends an item, or None."""
         if "turn_detection" not in given:
-            return
+            return self.silence_ms
         if given["turn_detection"] is None:
-            self.silence_ms = None
-            return
+            return None
         detection = _inner(given, "turn_detection")
         silence_ms = detection.get("silence_duration_ms", _SILENCE_MS)
-        known = detection.get("type") == "server_vad" and isinstance(silence_ms, int | float)
-        if not known or isinstance(silence_ms, bool) or not 0 < silence_ms <= _MOST_SILENCE_MS:
+        if (
+            detection.get("type") != "server_vad"
+            or not isinstance(silence_ms, int | float)
+            or isinstance(silence_ms, bool)
+            or not 0 < silence_ms <= _MOST_SILENCE_MS
+        ):
             raise _EventError(
                 "turn_detection is null, or of type server_vad with silence_duration_ms above 0, at most "
                 f"{_MOST_SILENCE_MS}"
             )
-        self.silence_ms = silence_ms
+        return silence_ms
 
-    async def _expect(self, hints: dict[str, Any]) -> None:
-        """Take up transcription.prompt and keywords, and hot_words, which is ours: phrases and what each is worth."""
+    async def _expected(self, hints: dict[str, Any]) -> HotWords | None:
+        """Those of transcription.prompt and keywords, or of hot_words, which is ours: phrases and weights."""
+        found = self.hot_words
         if hints.get("prompt") or hints.get("keywords"):
-            self.hot_words = await self.batcher.of_prompt(prompt(hints.get("prompt"), hints.get("keywords")))
+            found = await self.batcher.of_prompt(prompt(hints.get("prompt"), hints.get("keywords")))
         if hints.get("hot_words"):
             try:
-                words = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
-                await self.batcher.check(words)
+                found = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
+                await self.batcher.check(found)
             except (LimitError, LexiconError) as error:  # of what was given; a server that failed is another matter
                 raise _EventError(str(error)) from error
-            self.hot_words = words
+        return found
 
 
 class _EventError(LimitError):
@@ -156,6 +177,13 @@ class _EventError(LimitError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 400, BAD_DATA)
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except LimitError as error:
+        raise _EventError(str(error)) from error
 
 
 def _inner(outer: dict[str, Any], name: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from ds2.system.errors import UserError
 log = logging.getLogger(__name__)
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+_TIMED = ("srt", "verbose_json", "vtt")
 _STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
 _PIECE = 1 << 20  # bytes copied at a time
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # by which formats are known that nothing else tells
@@ -158,6 +159,10 @@ def _event(data: dict[str, Any]) -> str:
 def _response(form_at: str, segments: list[Segment], duration_s: float, language: str, grains: list[str]) -> Response:
     text = " ".join(segment.hypothesis.text for segment in segments)
     words = [word for segment in segments for word in segment.hypothesis.words]
+    if form_at in _TIMED and text and not words:
+        raise LimitError(
+            f"response_format={form_at} needs word times, and this server has decode.times=false", 400, 1008
+        )
     if form_at == "text":
         return PlainTextResponse(text + "\n")
     if form_at == "srt":

@@ -14,7 +14,7 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.live import Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.dispatch import Heard
-from ds2.serve.limits import BrokenError, FullError, LimitError, Limits
+from ds2.serve.limits import BrokenError, FullError, LimitError, Limits, OverError
 from ds2.system.errors import UserError
 
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes
@@ -56,23 +56,31 @@ class Client:
         """The next message; None at the end of the connection.
 
         Raises:
-            TimeoutError: nothing came for as long as the limits allow.
+            OverError: nothing came for as long as the limits allow.
         """
-        async with asyncio.timeout(self.limits.idle_s):
-            message = await socket.receive()
+        try:
+            async with asyncio.timeout(self.limits.idle_s):
+                message = await socket.receive()
+        except TimeoutError as error:
+            raise OverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
         return None if message["type"] == "websocket.disconnect" else message
 
     async def hear(self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Heard:
-        """Have 16-bit samples heard; errors as `Batcher.open` and `Source.accept`, and LimitError past the longest."""
+        """Have 16-bit samples heard.
+
+        Raises:
+            OverError: they go past the longest session; none of them are heard.
+            UserError: as `Batcher.open` and `Source.accept`.
+        """
+        taken_s = self.source.accepted_s if self.source is not None else 0.0
+        self.limits.check_duration(taken_s + len(data) // 2 / rate_hz)
         if self.source is None:
             self.source = self.batcher.open(rate_hz, endpoints, hot_words)
         samples, final = self._samples.accept(data), list[Segment]()
         while len(samples) > rate_hz * _PIECE_S:  # nobody waits while a long message is resampled
             final += (await self.source.accept(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]
-            self.limits.check_duration(self.source.accepted_s)
         heard = await self.source.accept(samples)
-        self.limits.check_duration(self.source.accepted_s)
         return Heard([*final, *heard.final], heard.partial) if final else heard
 
     def leave(self) -> None:
@@ -105,7 +113,7 @@ class Socket:
             await socket.accept("realtime" if "realtime" in socket.scope["subprotocols"] else None)
             self.limits.check_key(socket)
             try:
-                await client.serve(socket)
+                await _serve(client, socket)
             except asyncio.CancelledError:
                 if not self.batcher.ending:
                     raise
@@ -115,7 +123,7 @@ class Socket:
         except (WebSocketDisconnect, RuntimeError):  # RuntimeError: the connection has gone, and is written to
             return
         except TimeoutError:
-            await self._refuse(socket, client, f"nothing came, or was taken, for {self.limits.idle_s:g} s", TRY_LATER)
+            await self._refuse(socket, client, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
         except LimitError as error:
             await self._refuse(socket, client, str(error), error.code)
         except FullError as error:
@@ -136,6 +144,16 @@ class Socket:
                 await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
             return  # it has gone meanwhile
+
+
+async def _serve(client: Client, socket: WebSocket) -> None:
+    """As `Client.serve`; a session that has lasted too long is told its last words."""
+    try:
+        await client.serve(socket)
+    except OverError:
+        if client.source is not None:
+            await client.last(socket)
+        raise
 
 
 async def _send(socket: WebSocket, answer: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """Vosk's WebSocket: one JSON reply to each audio message, so clients send and receive in lockstep.
 
-A client may first send {"config": {"sample_rate": 16000, "words": true}}, then 16-bit little-endian mono bytes (8 kHz
+A client may first send {"config": {"sample_rate": 16000, "words": false}}, then 16-bit little-endian mono bytes (8 kHz
 unless it said otherwise), and {"eof" : 1} at the end, which is answered by the last result; {"reset" : 1} too, and the
-session goes on. phrase_list makes phrases likelier, other than Vosk, where nothing else is heard; hot_words is ours:
-phrases and what each is worth; endpoints too: {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}, when a
+session goes on. Results tell words with times unless `words`, which may change at any time, is false. phrase_list makes
+phrases likelier, other than Vosk, where nothing else is heard, so its "[unk]", whatever else, is let go; hot_words is
+ours: phrases and what each is worth; endpoints too: {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}, when a
 segment ends.
 """
 
@@ -23,12 +24,13 @@ from ds2.serve.limits import LimitError
 from ds2.serve.sockets import BAD_DATA, Client, json_object
 
 _DEFAULT_RATE_HZ = 8000
+_ANYTHING_ELSE = "[unk]"  # in a phrase_list
 
 
 class Vosk(Client):
     """One connection's settings and source, which begins with its first audio."""
 
-    rate_hz, words = _DEFAULT_RATE_HZ, False
+    rate_hz, words = _DEFAULT_RATE_HZ, True
     hot_words: HotWords | None = None
     endpoints = Endpoints()
 
@@ -58,13 +60,14 @@ class Vosk(Client):
         await self.send(socket, self._result(last))
 
     def _configure(self, config: Any) -> None:
-        if not isinstance(config, dict) or self.source is not None:
-            raise LimitError("config is an object and comes before the first audio", 400, BAD_DATA)
+        if not isinstance(config, dict):
+            raise LimitError("config is an object", 400, BAD_DATA)
         if config.get("max_alternatives"):
             raise LimitError("config.max_alternatives is not offered by this server: leave it out", 400, BAD_DATA)
+        before = self.rate_hz, self.hot_words, self.endpoints
         for key in ("phrase_list", "hot_words"):
             if config.get(key):
-                self.hot_words = given(config[key], f"config.{key}", self.batcher.alphabet)
+                self.hot_words = given(_sayable(config[key]), f"config.{key}", self.batcher.alphabet)
         if "endpoints" in config:
             self.endpoints = _endpoints(config["endpoints"])
         rate_hz = config.get("sample_rate", self.rate_hz)
@@ -72,21 +75,26 @@ class Vosk(Client):
         if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool) or not low <= rate_hz <= high:
             raise LimitError(f"config.sample_rate={rate_hz!r} is no number from {low} to {high}", 400, BAD_DATA)
         self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
+        if self.source is not None and (self.rate_hz, self.hot_words, self.endpoints) != before:
+            raise LimitError("config may change nothing but words after the first audio", 400, BAD_DATA)
 
     def _result(self, heard: Heard) -> dict[str, Any]:
         found: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in heard.final)}
-        if self.words and heard.final:
-            found["result"] = [
-                {
-                    "conf": round(word.confidence, 4),
-                    "end": round(word.end_s, 3),
-                    "start": round(word.start_s, 3),
-                    "word": word.text,
-                }
-                for segment in heard.final
-                for word in segment.hypothesis.words
-            ]
-        return found
+        result = [
+            {
+                "conf": round(word.confidence, 4),
+                "end": round(word.end_s, 3),
+                "start": round(word.start_s, 3),
+                "word": word.text,
+            }
+            for segment in heard.final
+            for word in segment.hypothesis.words
+        ]
+        return found | ({"result": result} if self.words and result else {})
+
+
+def _sayable(phrases: Any) -> Any:
+    return [phrase for phrase in phrases if phrase != _ANYTHING_ELSE] if isinstance(phrases, list) else phrases
 
 
 def _endpoints(given: Any) -> Endpoints:
