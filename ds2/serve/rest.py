@@ -7,14 +7,14 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Message
 
@@ -29,6 +29,7 @@ from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_Found = TypeVar("_Found")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
 _STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
@@ -54,6 +55,8 @@ class Transcriptions:
         except OSError as error:  # a full disk
             log.error("an upload cannot be kept: %s", error)
             return self._refused(507, f"this server cannot keep the upload: {error.strerror}")
+        except ClientDisconnect:  # nobody is there to be answered
+            return Response(status_code=400)
         except HTTPException as error:
             return self._refused(error.status_code, str(error.detail))
 
@@ -90,8 +93,8 @@ class Transcriptions:
                 raise
         parts = self._segments(source, Path(copy.name), upload.filename or "the upload", copy)
         if stream:
-            return await _events(parts)
-        segments = [segment async for segment in parts]
+            return await _events(parts, request)
+        segments = await _unless_gone(request, _all(parts))
         return _response(form_at, segments, source.accepted_s, language, grains)
 
     def _limited(self, request: Request) -> Any:
@@ -129,9 +132,37 @@ class Transcriptions:
             copy.close()
 
 
-async def _events(parts: AsyncGenerator[Segment]) -> Response:
+async def _all(parts: AsyncIterator[Segment]) -> list[Segment]:
+    return [segment async for segment in parts]
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
+    """What work gives.
+
+    Raises:
+        ClientDisconnect: the client went before; the work is not done to its end.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            continue
+
+    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _events(parts: AsyncGenerator[Segment], request: Request) -> Response:
     """Server-sent events: the text of each segment as it becomes final, then the whole."""
-    first = await anext(parts, None)  # what cannot be read is refused before the answer has begun
+    first = await _unless_gone(
+        request, anext(parts, None)
+    )  # refused, if unreadable, before an answer began
 
     async def events() -> AsyncIterator[str]:
         texts: list[str] = []

@@ -249,3 +249,18 @@ def test_a_recogniser_that_fails_is_told_and_the_server_goes_on(
             running.client().audio.transcriptions.create(model="ds2", file=("a.raw", data))
     until_empty(running)
     assert asyncio.run(talk()) == text_alone(running.recogniser, data)
+
+
+@pytest.mark.parametrize("form", ["stream=true", "response_format=text"])
+def test_an_upload_whose_client_has_gone_is_heard_no_further(serve: Callable[..., Running], form: str) -> None:
+    running, name, value = serve(sessions=1), *form.split("=")
+    audio = bytes(2 * RATE_HZ * 3000)
+    part = b'--x\r\nContent-Disposition: form-data; name="%s"'
+    body = part % name.encode() + b"\r\n\r\n" + value.encode() + b"\r\n"
+    body += part % b"file" + b'; filename="a.raw"\r\n\r\n' + audio + b"\r\n--x--\r\n"
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    with socket.create_connection(("127.0.0.1", running.port)) as client:
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: running.metric("ds2_sessions") == 1)
+    until_empty(running)
+    assert running.metric("ds2_audio_seconds_total") < 3000
