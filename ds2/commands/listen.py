@@ -24,6 +24,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.live import Live
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import step
+from ds2.system.stops import ENDING, Ends, handling
 from ds2.system.terminal import visible
 
 _CHUNK_S = 0.1
@@ -32,7 +33,7 @@ _CLEAR = "\r\x1b[K"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 listen MODEL`: hear until Ctrl-C; 0."""
+    """`ds2 listen MODEL`: hear until SIGINT (Ctrl-C) or SIGTERM; 0."""
     decode, arguments = split_overrides(arguments)
     given = _parse(arguments)
     sounds = _sounddevice()
@@ -41,19 +42,20 @@ def run(arguments: Sequence[str]) -> int:
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
     hot_words = dict.fromkeys(given.hot)
-    with _microphone(sounds, given.input, recogniser.features.sample_rate_hz) as (rate_hz, chunks):
-        live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
-        print("listening; Ctrl-C ends", file=sys.stderr, flush=True)
-        show = _Shown(given.format == "json")
-        try:
-            for samples in chunks:
+    show, ends = _Shown(given.format == "json"), Ends()
+    with handling(ENDING, ends):
+        with _microphone(sounds, given.input, recogniser.features.sample_rate_hz) as (rate_hz, heard):
+            live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
+            print("listening; Ctrl-C ends", file=sys.stderr, flush=True)
+            for samples in ends.each(heard.get):
                 live.accept(samples)
                 while live.ready():
                     step([live])
                 show(live)
-        except KeyboardInterrupt:
-            live.flush()
-            show(live)
+        while not heard.empty():  # spoken before the signal
+            live.accept(heard.get())
+        live.flush()
+        show(live)
     return 0
 
 
@@ -94,7 +96,7 @@ def _sounddevice() -> Any:
 
 
 @contextmanager
-def _microphone(sounds: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, Iterator[NDArray[np.float32]]]]:
+def _microphone(sounds: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, _Samples]]:
     """Samples a second of a microphone, and its samples as they come.
 
     Raises:
@@ -104,10 +106,6 @@ def _microphone(sounds: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, I
 
     def take(samples: NDArray[np.float32], frames: int, time: Any, status: Any) -> None:
         heard.put(samples[:, 0].copy())
-
-    def chunks() -> Iterator[NDArray[np.float32]]:
-        while True:
-            yield heard.get()
 
     chosen: str | int | None = int(name) if name.isdigit() else name or None
     try:
@@ -128,7 +126,7 @@ def _microphone(sounds: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, I
         found = ", ".join(f"{d['index']}: {d['name']}" for d in sounds.query_devices() if d["max_input_channels"])
         raise AudioError(f"no microphone {name or 'by default'}: {error}; inputs here: {found or 'none'}") from error
     with stream:
-        yield rate_hz, chunks()
+        yield rate_hz, heard
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -28,6 +28,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.stream import step
 from ds2.recognition.transcribe import Transcript
 from ds2.system.files import own_folder, write_text
+from ds2.system.stops import ENDING, Ends, Stopped, handling
 from ds2.system.terminal import visible
 
 _STDIN = "-"
@@ -110,7 +111,11 @@ def _write_whole(recogniser: Recogniser, name: str, given: argparse.Namespace, *
 
 
 def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace, *, alone: bool) -> None:
-    """Hear a file, or samples as they come, and print each segment when its speaker pauses."""
+    """Hear a file, or samples as they come, and print each segment when its speaker pauses.
+
+    Raises:
+        Stopped: a signal has ended what came from standard input; the last words are printed.
+    """
     live = recogniser.live(sample_rate_hz=given.rate if name == _STDIN else None)
 
     def print_final() -> None:
@@ -127,20 +132,25 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
                 text = segment.hypothesis.text
                 print(text if alone else f"{name}\t{text}", flush=True)
 
-    rate_hz = recogniser.features.sample_rate_hz
-    for samples in _raw_samples() if name == _STDIN else audio_blocks(name, rate_hz):
-        live.accept(samples)
-        while live.ready():
-            step([live])
-            print_final()
-    live.flush()
-    print_final()
+    rate_hz, ends = recogniser.features.sample_rate_hz, Ends()
+    with handling(ENDING if name == _STDIN else (), ends):
+        for samples in _raw_samples(ends) if name == _STDIN else audio_blocks(name, rate_hz):
+            live.accept(samples)
+            while live.ready():
+                step([live])
+                print_final()
+        live.flush()
+        print_final()
+    if ends.number:
+        raise Stopped(ends.number)
 
 
-def _raw_samples() -> Iterator[NDArray[np.float32]]:
-    """Headerless 16-bit little-endian mono samples of standard input, as they come."""
+def _raw_samples(ends: Ends) -> Iterator[NDArray[np.float32]]:
+    """Headerless 16-bit little-endian mono samples of standard input, as they come, until its end or a signal."""
     samples, source = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer)
-    while chunk := source.read1():
+    for chunk in ends.each(source.read1):
+        if not chunk:
+            return
         yield samples.accept(chunk)
 
 

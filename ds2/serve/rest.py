@@ -160,9 +160,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _
 
 async def _events(parts: AsyncGenerator[Segment], request: Request) -> Response:
     """Server-sent events: the text of each segment as it becomes final, then the whole."""
-    first = await _unless_gone(
-        request, anext(parts, None)
-    )  # refused, if unreadable, before an answer began
+    first = await _unless_gone(request, anext(parts, None))  # refused, if unreadable, before an answer began
 
     async def events() -> AsyncIterator[str]:
         texts: list[str] = []

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG = 1
 ENDING = (signal.SIGINT, signal.SIGTERM)
+Found = TypeVar("Found")
 
 
 class Stopped(BaseException):
@@ -31,6 +32,38 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number, self.status = number, 128 + number
+
+
+class Ends:
+    """A handler for a live source, which the first signal ends: at once where it is waited for, else before the next
+    wait, so that nothing is left half done. A second one is `Stopped` anywhere.
+
+    Attributes:
+        number: of the signal; 0: none has come.
+    """
+
+    def __init__(self) -> None:
+        self.number, self._waits = 0, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        again, self.number = self.number, number
+        if again or self._waits:
+            raise Stopped(number)
+
+    def each(self, get: Callable[[], Found]) -> Iterator[Found]:
+        """Yield what `get` gives, until a signal comes."""
+        while True:
+            try:
+                try:
+                    self._waits = True
+                    if self.number:
+                        return
+                    found = get()
+                finally:
+                    self._waits = False
+            except Stopped:
+                return
+            yield found
 
 
 @contextmanager

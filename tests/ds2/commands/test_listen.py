@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,18 +52,24 @@ def fake(samples: Any, rates_hz: tuple[int, ...]) -> SimpleNamespace:
     )
 
 
-def interrupted_when_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def ended_before_all_is_heard(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     class Queue(list[Any]):
         put = list.append
+        signals = 1
 
         def get(self) -> Any:
-            if not self:
-                raise KeyboardInterrupt
+            if len(self) == 2 and self.signals:  # some wait still
+                self.signals = 0
+                signal.raise_signal(number)
             return self.pop(0)
+
+        def empty(self) -> bool:
+            return not self
 
     monkeypatch.setattr("ds2.commands.listen._Samples", Queue)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("rates_hz", [(16000,), (48000,)])
 def test_what_is_spoken_is_printed(
     make_model: Callable[..., Path],
@@ -70,10 +77,11 @@ def test_what_is_spoken_is_printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     rates_hz: tuple[int, ...],
+    number: int,
 ) -> None:
     model, samples = make_model(), read_audio(recording)
     monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, rates_hz))
-    interrupted_when_empty(monkeypatch)
+    ended_before_all_is_heard(monkeypatch, number)
     assert main(["listen", str(model), "--device", "cpu", "--format", "json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     live = Recogniser.load(model, device="cpu", decode=DecodeConfig()).live(sample_rate_hz=rates_hz[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -192,6 +194,31 @@ def test_samples_of_standard_input_are_heard_as_they_come(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(samples.tobytes())))
     assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines() == [r["text"] for r in records]
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_ends_a_stream_and_its_last_words_are_told(
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    said: str,
+) -> None:
+    """As Ctrl-C does to `arecord ... | ds2 transcribe --stream MODEL -`."""
+    model, samples = str(make_model()), soundfile.read(recording, dtype="int16")[0]
+    chunks = [samples.tobytes()]
+
+    def read1() -> bytes:
+        if not chunks:
+            signal.raise_signal(number)
+        return chunks.pop()
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=SimpleNamespace(read1=read1)))
+    assert main(["transcribe", model, "-", "--stream", "--device", "cpu"]) == 128 + number
+    told = capsys.readouterr()
+    assert " ".join(told.out.split()) == whole(load_model(model), recording).text != ""
+    assert f"stopped by {said}" in told.err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.system.stops import Stopped, worker_processes
+from ds2.system.stops import ENDING, Ends, Stopped, handling, worker_processes
 
 
 def wait(folder: Path, number: int) -> None:
@@ -49,3 +49,16 @@ def test_an_interrupt_of_the_group_is_the_parents(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, check=False, start_new_session=True
     )
     assert run.stderr.count("Traceback") == 1 and "KeyboardInterrupt" in run.stderr, run.stderr
+
+
+def test_a_live_source_ends_at_a_signal_and_what_is_done_with_it_is_not_broken_off() -> None:
+    ends, given = Ends(), iter(range(9))
+    with handling(ENDING, ends):
+        found = []
+        for number in ends.each(lambda: next(given)):
+            if number == 2:
+                signal.raise_signal(signal.SIGTERM)
+            found.append(number)
+        assert found == [0, 1, 2]
+        with pytest.raises(Stopped):  # the second
+            signal.raise_signal(signal.SIGINT)
