@@ -89,7 +89,8 @@ def spell_numbers(text: str, language: str) -> str:
 def number_words(language: str) -> list[str]:
     """Return the words that numbers of a language are made of, as far as num2words is installed and has them."""
     found = []
-    for number in (*range(101), *range(200, 1000, 100), 1000, 2000, 10**6, 2 * 10**6, 10**9, 2 * 10**9):
+    whole = (*range(101), *range(200, 1000, 100), 1000, 2000, 10**6, 2 * 10**6, 10**9, 2 * 10**9)
+    for number in (*whole, 0.1, 1.2, 2.25, 3.001):
         with suppress(NormaliseError):
             found.append(_speller(language)(number))
     return found

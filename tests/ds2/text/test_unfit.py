@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds2.config.schema import AlphabetConfig
@@ -62,6 +62,8 @@ def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
     assert proposal(shown).normalise("我有３只猫。")[0].strip() == "我有3只猫"
 
 
+@example(["ё 2,2"])
+@example(["カ 2.5"])
 @given(st.lists(st.text("aZéßıİ72٣２²½Ⅳ㈠한カ我ёאａＢﬁſ…«»,'’- ", max_size=12), min_size=1, max_size=3))
 def test_in_the_proposed_alphabet_whatever_was_found_fits(texts: list[str]) -> None:
     plain = Alphabet.from_config(AlphabetConfig())
