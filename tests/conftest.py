@@ -21,8 +21,14 @@ from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.text.alphabet import Alphabet
 
-# Examples that Hypothesis draws may take their time, on a busy machine all the more.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Examples that Hypothesis draws may take their time, on a busy machine all the more. They are the same on every run,
+# so that what fails fails again; others: DS2_FUZZ_SEED=7 python -m pytest --hypothesis-seed=7.
+settings.register_profile(
+    "unhurried",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="DS2_FUZZ_SEED" not in os.environ,
+)
 settings.load_profile("unhurried")
 
 # Workers side by side, and the jobs they start, compute on one thread each: more only wait for each other.
