@@ -17,7 +17,8 @@ inline void load_system(const void* from, unsigned long long& first, unsigned lo
     first = __atomic_load_n(words, __ATOMIC_RELAXED);
     second = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
     fibers::pause();  // other threads of the block send meanwhile
-    sched_yield();    // there may be fewer cores than ranks
+    static unsigned looked = 0;
+    if (++looked % 256 == 0) sched_yield();  // there may be fewer cores than ranks; beside others each yield is long
 }
 inline void signal_system(unsigned* to, unsigned word) { __atomic_store_n(to, word, __ATOMIC_RELEASE); }
 inline void await_system(const unsigned* from, unsigned word) {
