@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import logging
 import os
@@ -20,7 +19,7 @@ from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
-from ds2.system.stops import Stopped
+from ds2.system.stops import ENDING, handling
 
 _OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
@@ -67,8 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     else:
         server = make_server(Here(make(), limits), limits, given.host, port)
         open_up(kept)
-        print(said, flush=True)  # whoever reads it is answered
-        with contextlib.suppress(Stopped, KeyboardInterrupt):  # what it has served until, which it raises once more
+        with handling(ENDING, server.handle_exit):  # uvicorn has its own later, and raises then what came once more
+            print(said, flush=True)  # whoever reads it is answered
             server.run(sockets=[kept])
     return 0
 

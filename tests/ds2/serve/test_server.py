@@ -7,7 +7,10 @@ import contextlib
 import io
 import json
 import logging
+import signal
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -18,7 +21,19 @@ import openai
 import pytest
 import soundfile
 import torch
-from support.serving import RATE_HZ, WAIT_S, Running, alone, connect, samples_of, speech, text_alone, until, vosk
+from support.serving import (
+    RATE_HZ,
+    WAIT_S,
+    Running,
+    alone,
+    connect,
+    port_told,
+    samples_of,
+    speech,
+    text_alone,
+    until,
+    vosk,
+)
 from websockets.exceptions import ConnectionClosed
 
 from ds2.cli import main
@@ -290,3 +305,14 @@ def test_a_model_that_cannot_stream_is_refused(
         Here(recogniser, Limits())
     assert main(["serve", str(model), "--device", "cpu"]) == 2
     assert "cannot stream" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_right_after_the_start_ends_a_server_in_order(make_model: Callable[..., Path], number: int) -> None:
+    """As soon as it says so, before its loop runs."""
+    command = [sys.executable, "-m", "ds2.cli", "serve", str(make_model()), "--device", "cpu", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    port_told(server)
+    server.send_signal(number)
+    told = server.communicate(timeout=WAIT_S)[1]
+    assert (server.returncode, "Traceback" in told, "Warning" in told) == (0, False, False), told
