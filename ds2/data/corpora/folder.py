@@ -23,7 +23,8 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False) -> list[Utteran
     """
     root = corpus_folder(folder)
     entries, empty = [], []
-    for path in sorted(root.rglob("*.txt")):
+    transcripts = sorted(root.rglob("*.txt"))
+    for path in transcripts:
         text = " ".join(line for _, line in read_lines(path))
         inside = path.relative_to(root).parts
         if text:
@@ -32,7 +33,7 @@ def import_folder(folder: str | Path, *, skip_bad: bool = False) -> list[Utteran
             empty.append(f"{path}: the transcript is empty")
     if not entries and not empty:
         raise ImporterError(f"{root}: holds no NAME.txt; write each transcript beside its recording: 001.wav, 001.txt")
-    told = {entry.audio for entry in entries}
+    told = {path.with_suffix("") for path in transcripts}
     untold = [p for p in root.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.with_suffix("") not in told]
     if untold:
         log.warning("%d recordings have no transcript and are left out, %s first", len(untold), min(untold))
