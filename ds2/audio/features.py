@@ -78,6 +78,7 @@ class Features(nn.Module):
             raise ConfigError(
                 f"features.kind={config.kind!r}: log_spectrogram, log_mel, kaldi_fbank and nemo_fbank exist"
             )
+        self.centres_hz = _centres_hz(mel_weights, self.fft_samples, sample_rate_hz)
         self.register_buffer("window", window.float(), persistent=False)
         self.register_buffer("mel_weights", mel_weights, persistent=False)
         self.register_buffer("mean", torch.zeros(self.bins))
@@ -214,6 +215,12 @@ class Features(nn.Module):
             if self.style is not None:
                 return power.clamp(min=kaldi.LEAST_ENERGY).log()
             return (power + POWER_FLOOR).log()
+
+
+def _centres_hz(filters: Tensor | None, points: int, sample_rate_hz: int) -> Tensor:
+    """(F,) float32: frequencies of the bins, or the mean of those that each filter (bins, F) covers."""
+    bin_hz = torch.arange(points // 2 + 1) * (sample_rate_hz / points)
+    return bin_hz if filters is None else bin_hz @ filters / filters.sum(0)
 
 
 def _whole_samples(key: str, seconds: float, sample_rate_hz: int) -> int:

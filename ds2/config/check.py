@@ -55,7 +55,12 @@ def check(config: Config) -> None:
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
         "and the other to 0: batches hold either a fixed count or a budget of audio",
     )
-    pairs = {"gain_db": augment.gain_db, "noise_snr_db": augment.noise_snr_db, "room_rt60_s": augment.room_rt60_s}
+    pairs = {
+        "gain_db": augment.gain_db,
+        "noise_snr_db": augment.noise_snr_db,
+        "room_rt60_s": augment.room_rt60_s,
+        "vtlp": augment.vtlp,
+    }
     for key, pair in ((f"augment.{name}", pair) for name, pair in pairs.items()):
         _require(not pair or pair[0] <= pair[1], f"{key}={pair} must be [low, high]")
     _require(

@@ -84,6 +84,7 @@ class AugmentConfig:
     codec_probability: float = number(0.0, 0, 1)
     codecs: list[str] = field(default_factory=lambda: list(CODECS))  # drawn evenly
     noisy_epochs: int = number(0, 0, COUNT)  # noise, rooms and codecs in so many epochs, then none; 0: in all
+    vtlp: list[float] = numbers([], 0.5, 2, lengths=(0, 2))  # [low, high], factors of frequencies, drawn evenly
     frequency_masks: int = number(0, 0, 1000)  # SpecAugment
     frequency_width: int = number(27, 0, 100_000)  # bins
     time_masks: int = number(0, 0, 1000)

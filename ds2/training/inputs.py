@@ -12,6 +12,7 @@ from torch import Tensor
 from ds2.audio.augment import of_view, utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks
+from ds2.audio.vocal_tract import warp_factors
 from ds2.config.schema import Config
 from ds2.data.loader import Batch
 from ds2.model.acoustic import AcousticModel
@@ -30,9 +31,11 @@ class Inputs:
 
     Attributes:
         waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
-        numbers: (B, K) int64: frames, labels, feasible or not, L labels, and for each view key of dropout, masks.
+        numbers: (B, K) int64: frames, labels, feasible or not, L labels, and for each view key of dropout, warp
+            of frequencies where there is one, masks.
         views: V, how often each utterance is heard, each time with other masks and dropout.
         label_columns: L.
+        warps: whether frequencies are warped.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
         infeasible: utterances whose frames cannot carry their labels.
     """
@@ -41,6 +44,7 @@ class Inputs:
     numbers: Tensor
     views: int
     label_columns: int
+    warps: bool
     frequency_masks: int
     time_masks: int
     infeasible: int
@@ -71,17 +75,22 @@ class Inputs:
         return self.numbers[:, _FIXED : _FIXED + self.label_columns]
 
     @property
+    def factors(self) -> Tensor | None:
+        """(V B,) int64: factors of the frequencies in millionths, None where the config has none."""
+        return self._drawn[:, 1] if self.warps else None
+
+    @property
     def masks(self) -> SpectrogramMasks | None:
         """The masks of SpecAugment of the V B views, None where the config has none."""
         if self.frequency_masks + self.time_masks == 0:
             return None
-        drawn = self._drawn[:, 1:]
+        drawn = self._drawn[:, 1 + self.warps :]
         masks = drawn.reshape(len(drawn), -1, 2)
         return SpectrogramMasks(masks[:, : self.frequency_masks], masks[:, self.frequency_masks :])
 
     @property
     def _drawn(self) -> Tensor:
-        """(V B, 1 + masks) int64: all utterances in one view, then all in the next."""
+        """(V B, key, maybe factor, masks) int64: all utterances in one view, then all in the next."""
         drawn = self.numbers[:, _FIXED + self.label_columns :]
         return drawn.reshape(len(drawn), self.views, -1).transpose(0, 1).flatten(0, 1)
 
@@ -135,6 +144,8 @@ class InputMaker:
         views = 2 if config.train.consistency else 1
         for view in range(views):
             drawn.append(torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None])
+            factors = warp_factors(augment, seed, epoch, indices, view)
+            drawn += [factors] if factors is not None else []
             masks = spectrogram_masks(frames, self.features.bins, augment, config.features, seed, epoch, indices, view)
             drawn += [masks.frequency.flatten(1), masks.time.flatten(1)] if masks is not None else []
         on_gpu = self.device.type == "cuda"
@@ -156,6 +167,7 @@ class InputMaker:
             numbers,
             views,
             columns,
+            bool(augment.vtlp),
             augment.frequency_masks,
             augment.time_masks,
             int((~feasible).sum()),

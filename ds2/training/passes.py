@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks
+from ds2.audio.vocal_tract import warp
 from ds2.config.schema import TrainConfig
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
@@ -40,6 +41,7 @@ class Passes:
     ) -> None:
         self.model, self.features, self.gradients, self.autocast = model, features, gradients, autocast
         self.consistency, self.intermediate_weight = train.consistency, train.intermediate_weight
+        self._centres_hz = features.centres_hz.to(features.mean.device)
         self._objective: Tensor | None = None
 
     def losses(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,7 @@ class Passes:
         features = self.features.padded(inputs.waveforms, inputs.frames)
         if inputs.views > 1:
             features = features.repeat(inputs.views, 1, 1)
+        features = warp(features, self._centres_hz, inputs.factors, self.features.sample_rate_hz)
         features = apply_masks(features, inputs.masks)
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):

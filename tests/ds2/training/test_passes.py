@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds2.audio.spec_augment import apply_masks
+from ds2.audio.vocal_tract import warp
 from ds2.config.schema import Config, ConfigError
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import Inputs
@@ -33,6 +34,21 @@ def test_two_views_of_an_utterance_differ_in_masks_and_dropout(tiny_config: Make
     assert torch.equal(first, one.masks.time) and not torch.equal(second, one.masks.time)
     keys, others = two.keys.chunk(2)
     assert torch.equal(keys, one.keys) and not set(others.tolist()) & set(keys.tolist())
+
+
+def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -> None:
+    _, plain = prepared(tiny_config(*MASKS))
+    trainer, inputs = prepared(tiny_config(*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2"))
+    assert plain.factors is None and inputs.factors is not None and len(set(inputs.factors.tolist())) == 6
+    assert plain.masks is not None and inputs.masks is not None
+    assert torch.equal(plain.masks.time, inputs.masks.time[:3]) and torch.equal(plain.keys, inputs.keys[:3])
+    features = trainer.features.padded(inputs.waveforms, inputs.frames).repeat(2, 1, 1)
+    warped = warp(features, trainer.features.centres_hz, inputs.factors, trainer.features.sample_rate_hz)
+    assert not torch.equal(warped, features)
+    logits, frames = trainer.model(apply_masks(warped, inputs.masks), inputs.frames.repeat(2), inputs.keys)
+    given = [t.repeat(2, *[1] * (t.dim() - 1)) for t in (inputs.labels, inputs.label_lengths, inputs.feasible)]
+    wanted = ctc_losses(logits, frames, *given).view(2, 3).mean(0)
+    torch.testing.assert_close(trainer.passes.losses(inputs)[0], wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_two_views_that_are_the_same_train_as_one(tiny_config: MakeConfig) -> None:
