@@ -28,7 +28,7 @@ _FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay
 _HELP = {
     "hidden": "units of a layer",
     "layers": "LSTM layers",
-    "dropout": "of the inputs of layers, in training",
+    "dropout": "of the inputs of layers and of the recurrent weights, in training",
     "epochs": "of the text",
     "max_minutes": "stop then, the learning rate at zero; 0: no limit",
     "learning_rate": "the highest",

@@ -37,7 +37,7 @@ class Shape:
 
     hidden: int = number(512, 1, 65_536)
     layers: int = number(2, 1, 100)
-    dropout: float = number(0.1, 0, 1, below=True)  # of the inputs of layers and of the classifier, in training
+    dropout: float = number(0.1, 0, 1, below=True)  # of inputs of layers and classifier, and of recurrent weights
 
 
 class RecurrentLM(nn.Module):
@@ -45,6 +45,9 @@ class RecurrentLM(nn.Module):
 
     The character-level network of Karpathy et al. 2015 that GRNN (Holmes et al. 2019) times, with skips as
     Persistent RNNs' (Diamos et al. 2016, Figure 7), so that layers may be added without another learning rate.
+
+    In training `dropout` leaves out inputs of layers and of the classifier and, once a batch, recurrent weights (Merity
+    et al. 2018).
 
     Args:
         alphabet: of the text; its labels are the tokens, label 0 is `BOUNDARY`.
@@ -66,9 +69,13 @@ class RecurrentLM(nn.Module):
         for layer in cast(Iterable[nn.LSTM], self.layers):
             weight_ih, weight_hh, bias_ih, bias_hh = layer.parameters()
             z = functional.linear(self.drop(x), weight_ih, bias_ih + bias_hh)
-            x = x + lstm(z, weight_hh, lengths=lengths)[0]
-        with torch.autocast(x.device.type, enabled=False):
-            logits: Tensor = self.classifier(self.drop(x.float()))
+            x = x + lstm(z, self.drop(weight_hh), lengths=lengths)[0]
+        logits: Tensor
+        if self.training:
+            logits = self.classifier(self.drop(x)).float()
+        else:
+            with torch.autocast(x.device.type, enabled=False):
+                logits = self.classifier(x.float())
         return logits
 
     def log_probs(self, targets: Tensor, lengths: Tensor) -> Tensor:
