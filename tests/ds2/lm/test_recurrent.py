@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ds2_ops import lstm
 from torch import nn
 
 from ds2.commands.lm import run
@@ -43,6 +44,32 @@ def test_the_layers_are_torchs_lstm_with_skips() -> None:
         found = model(tokens, torch.tensor([7, 7, 7]))
     # float32 sums of 16 terms, two layers of seven steps: each rounds to 2^-24 of values of about 1
     assert torch.allclose(found, model.classifier(x), atol=7 * 2 * 16 * 2**-24)
+
+
+def test_dropout_takes_recurrent_weights_in_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are left out once a batch, the others as much larger (Merity et al. 2018); gradients follow them."""
+    seen: list[torch.Tensor] = []
+
+    def recorded(z: torch.Tensor, weight: torch.Tensor, **given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        seen.append(weight)
+        return lstm(z, weight, **given)
+
+    monkeypatch.setattr("ds2.lm.recurrent.lstm", recorded)
+    model, tokens, lengths = small(dropout=0.25), torch.randint(4, (5, 3)), torch.tensor([5, 5, 5])
+    model(tokens, lengths)
+    whole = [layer.weight_hh_l0 for layer in model.layers if isinstance(layer, nn.LSTM)]
+    assert all(given is weight for given, weight in zip(seen, whole, strict=True))
+    seen.clear()
+    model.train()(tokens, lengths).sum().backward()
+    for given, weight in zip(seen, whole, strict=True):
+        left_out = given == 0
+        torch.testing.assert_close(given, (weight / 0.75).masked_fill(left_out, 0.0))
+        spread = math.sqrt(0.25 * 0.75 / weight.numel())
+        assert abs(float(left_out.float().mean()) - 0.25) < 5 * spread
+        assert weight.grad is not None and not weight.grad[left_out].any() and weight.grad.any()
+    torch.manual_seed(7)
+    first = model(tokens, lengths)
+    assert not torch.equal(first, model(tokens, lengths))
 
 
 def test_scores_are_log_probs_of_texts() -> None:
