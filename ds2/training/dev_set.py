@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ds2.audio.features import Features
@@ -16,6 +18,11 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 from ds2.training.dev_watch import DevWatch
 from ds2.training.metrics import RunLog
+
+log = logging.getLogger(__name__)
+
+_STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (recipes/an4/RESULTS.md)
+_STUCK_CER = 0.75  # who writes blanks, or the same few letters, has more
 
 
 class DevSet:
@@ -60,6 +67,13 @@ class DevSet:
         hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.watch.see)
         report = score(self.utterances, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
+        if comm.rank == 0 and step >= _STUCK_STEPS and report.cer > _STUCK_CER:
+            log.warning(
+                "%.0f %% of the dev set's characters are wrong after %d steps: this run has not begun to align, and "
+                "few that start so late come back. What has helped: another train.seed, less model.dropout, a lower "
+                "optim.learning_rate, model.start=even for 24 layers and more; `ds2 data check` on the manifests",
+                100 * report.cer, step,
+            )  # fmt: skip
         if (words_only := score_words(report, self.alphabet)) is not None:
             scores["wer_without_case_and_punctuation"] = words_only.wer
         loss = self.watch.show(board, step, [h.text for h in hypotheses], comm)

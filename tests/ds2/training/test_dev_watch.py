@@ -75,3 +75,15 @@ def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Calla
     watch.see([0, 1], logits, torch.tensor([3, 3]))
     loss = watch.show(log, 1, [""] * 10, Communicator(torch.device("cpu")))
     assert loss == pytest.approx(-torch.tensor(6 / 125).log().item())  # six of 5^3 paths write one label
+
+
+def test_a_run_that_never_begins_to_align_is_told(
+    tiny_config: Callable[..., Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config()
+    trainer, log = Trainer(config, Path(config.run_dir)), RunLog(Path(config.run_dir), writes=False)
+    assert trainer.evaluate(log)["cer"] > 0.75  # not trained at all
+    assert "begun to align" not in caplog.text
+    trainer.progress.step = 2000
+    trainer.evaluate(log)
+    assert "after 2000 steps: this run has not begun to align" in caplog.text and "model.dropout" in caplog.text
