@@ -38,6 +38,7 @@ _FIXED = (
     "optim.layer_rates",
     "optim.name",
 )  # the optimizer's order
+_FREE = ("model.dropout", "model.stochastic_depth")  # in training alone, of any weights
 
 
 @dataclass
@@ -154,7 +155,7 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
     if min(progress.epoch - 1, progress.batch, progress.step, progress.skipped, progress.elapsed_s) < 0:
         raise CheckpointError(f"{path}: metadata.progress: counts from before the start, {progress}; {WAY_OUT}")
     changed = changed_keys(config_to_dict(then), config_to_dict(config))  # keys newer than the file have their defaults
-    fixed = [key for key in changed if key.startswith(_FIXED)]
+    fixed = [key for key in changed if key.startswith(_FIXED) and key not in _FREE]
     if fixed:
         raise ConfigError(
             f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "

@@ -90,3 +90,15 @@ def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, 
     save(path, tensors, metadata)
     with pytest.raises(ConfigError, match=r"other optim\.name"):
         Trainer(tiny_config("optim=sgd"), tmp_path)
+
+
+def test_dropout_may_change_as_a_run_goes_on_and_widths_may_not(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config("model.dropout=0.1"), tmp_path)
+    save_state(tmp_path, trainer.state, trainer.config)
+    other = tiny_config("model.dropout=0.4", "model.stochastic_depth=0.1")
+    goes_on = Trainer(other, tmp_path)
+    parts, _ = read_state(tmp_path, other, goes_on.state)
+    assert {*parts["model"]} == {*trainer.model.state_dict()}
+    narrower = tiny_config("model.hidden=8")
+    with pytest.raises(ConfigError, match=r"trained with other model\.hidden"):
+        read_state(tmp_path, narrower, goes_on.state)
