@@ -78,7 +78,6 @@ class Features(nn.Module):
             raise ConfigError(
                 f"features.kind={config.kind!r}: log_spectrogram, log_mel, kaldi_fbank and nemo_fbank exist"
             )
-        self.centres_hz = _centres_hz(mel_weights, self.fft_samples, sample_rate_hz)
         self.register_buffer("window", window.float(), persistent=False)
         self.register_buffer("mel_weights", mel_weights, persistent=False)
         self.register_buffer("mean", torch.zeros(self.bins))
@@ -203,6 +202,15 @@ class Features(nn.Module):
         self.std.copy_((total_square / count - mean.square()).clamp(min=MIN_STD**2).sqrt())
         return count
 
+    @property
+    def centres_hz(self) -> Tensor:
+        """(F,) float32 on the CPU: frequencies of the bins, or the mean of those that each filter covers."""
+        bin_hz = torch.arange(self.fft_samples // 2 + 1) * (self.sample_rate_hz / self.fft_samples)
+        if self.mel_weights is None:
+            return bin_hz
+        filters = self.mel_weights.cpu()
+        return bin_hz @ filters / filters.sum(0)
+
     def _log_power(self, waveforms: Tensor) -> Tensor:
         """Return log power (B, T, F) float32, T >= 1, of waveforms (B, N)."""
         with torch.autocast(waveforms.device.type, enabled=False):
@@ -215,12 +223,6 @@ class Features(nn.Module):
             if self.style is not None:
                 return power.clamp(min=kaldi.LEAST_ENERGY).log()
             return (power + POWER_FLOOR).log()
-
-
-def _centres_hz(filters: Tensor | None, points: int, sample_rate_hz: int) -> Tensor:
-    """(F,) float32: frequencies of the bins, or the mean of those that each filter (bins, F) covers."""
-    bin_hz = torch.arange(points // 2 + 1) * (sample_rate_hz / points)
-    return bin_hz if filters is None else bin_hz @ filters / filters.sum(0)
 
 
 def _whole_samples(key: str, seconds: float, sample_rate_hz: int) -> int:

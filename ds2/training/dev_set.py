@@ -67,7 +67,7 @@ class DevSet:
         hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.watch.see)
         report = score(self.utterances, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
-        if comm.rank == 0 and step >= _STUCK_STEPS and report.cer > _STUCK_CER:
+        if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
             log.warning(
                 "%.0f %% of the dev set's characters are wrong after %d steps: this run has not begun to align, and "
                 "few that start so late come back. What has helped: another train.seed, less model.dropout, a lower "
