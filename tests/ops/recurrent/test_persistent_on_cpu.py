@@ -41,6 +41,7 @@ CASES = [
     pytest.param(NARROW, (4, 70, 561), 3, id="narrow, two tiles", marks=pytest.mark.slow),
     pytest.param(WIDE, (4, 40, 392), 4, id="wide, two groups"),
     pytest.param(WIDE, (20, 3, 264), 5, id="wide, blocks that own nothing", marks=pytest.mark.slow),
+    pytest.param(WIDE, (20, 35, 264), 8, id="wide, many frames of uneven groups", marks=pytest.mark.slow),
     pytest.param(WIDE, (3, 70, 465), 6, id="wide, two tiles", marks=pytest.mark.slow),
     pytest.param(WIDE, (3, 9, 396), 7, id="wide, rows of whole words", marks=pytest.mark.slow),
 ]

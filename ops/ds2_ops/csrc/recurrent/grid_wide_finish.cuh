@@ -275,17 +275,18 @@ struct WideFinisher : WideBlock<Shape> {
         for (int n = 0; n < OWN; n++)  // in the place of its input
             store_shared_4(word_at + input(turn, 0, n), Number::pack(sum[n]));
         __syncwarp();
-        if (!owns(at.group)) return;
-        uint4 unit = load_shared_16(unit_at + input(turn, 0));
-        if (max(t, 0) >= frames) unit = make_uint4(0, 0, 0, 0);  // the utterance is over
-        if (Shape::BACKWARD && t < 0) {
-            store_unit(pass.last_state, element(tile, at.group, 0), frames > 0 ? unit : load_state(tile, at.group));
-            return;
+        if (owns(at.group)) {
+            uint4 unit = load_shared_16(unit_at + input(turn, 0));
+            if (max(t, 0) >= frames) unit = make_uint4(0, 0, 0, 0);  // the utterance is over
+            if (Shape::BACKWARD && t < 0) {
+                store_unit(pass.last_state, element(tile, at.group, 0), frames > 0 ? unit : load_state(tile, at.group));
+                return;
+            }
+            if (more) store_relaxed(exchange + to, publishable(unit));
+            store_unit(pass.result, element(tile, at.group, t), unit);
+            if (!Shape::BACKWARD && t == frames - 1) store_unit(pass.last_state, element(tile, at.group, 0), unit);
         }
-        if (more) store_relaxed(exchange + to, publishable(unit));
-        store_unit(pass.result, element(tile, at.group, t), unit);
-        if (!Shape::BACKWARD && t == frames - 1) store_unit(pass.last_state, element(tile, at.group, 0), unit);
-        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
+        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);  // of this group or another
     }
 
     // Of a cell with gates, what own word n has before the sums are there.
@@ -356,11 +357,12 @@ struct WideFinisher : WideBlock<Shape> {
             if (!Shape::BACKWARD && t == last)
                 frame(tile, at.group, 0, n).store_carry(pass.hidden - element_of(n), carry[n]);
         }
-        if (!owns(at.group)) return;
-        store_outputs(frame(tile, at.group, t), Shape::OUTPUTS, unit);
-        if (!Shape::BACKWARD && t == frames - 1 && first_array == 0)
-            store_unit(pass.last_state, element(tile, at.group, 0), unit(0));
-        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
+        if (owns(at.group)) {
+            store_outputs(frame(tile, at.group, t), Shape::OUTPUTS, unit);
+            if (!Shape::BACKWARD && t == frames - 1 && first_array == 0)
+                store_unit(pass.last_state, element(tile, at.group, 0), unit(0));
+        }
+        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);  // of this group or another
     }
 
     // The gradient of the first state, and of what was carried then.

@@ -100,6 +100,8 @@ CASES = [
     pytest.param("gru_after", ("wider", 4, 4, 2), (3, 35, 245), id="gru, three warp groups", marks=pytest.mark.slow),
     pytest.param("lstm", ("wide", 4, 6, 2), (3, 66, 162), id="lstm, wide, two tiles", marks=pytest.mark.slow),
     pytest.param("lstm", ("wide", 4, 6, 1), (20, 3, 162), id="lstm, wide, many frames", marks=pytest.mark.slow),
+    # Groups of 18 and 17: a lane may have an utterance of the first alone. The exchange comes round.
+    pytest.param("gru_after", ("wide", 2, 6, 2), (20, 35, 177), id="gru, wide, uneven groups", marks=pytest.mark.slow),
 ]
 
 
