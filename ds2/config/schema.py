@@ -177,6 +177,7 @@ class TrainConfig:
     noise_scale: bool = False  # log the gradient noise scale: about the largest batch that pays, in utterances
     accumulate: int = number(1, 1, COUNT)  # batches a step
     average_decay: float = number(0.0, 0, 1, below=True)  # of a moving average of the weights, kept as best; 0: off
+    dropout_rise_epochs: int = number(0, 0, COUNT)  # model.dropout rises from 0 in so many; 0: whole at once
     early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev WER; 0: off
     max_skipped_steps: int = number(20, 0, COUNT)  # non-finite losses or gradients before training stops
     evaluate_every_epochs: int = number(1, 1, COUNT)

@@ -190,15 +190,17 @@ class AcousticModel(nn.Module):
         *_, logits = self.every_logits(features, lengths, keys)
         return logits, self.output_frames(lengths.long())
 
-    def every_logits(self, features: Tensor, lengths: Tensor, keys: Tensor | None = None) -> list[Tensor]:
+    def every_logits(
+        self, features: Tensor, lengths: Tensor, keys: Tensor | None = None, share: Tensor | None = None
+    ) -> list[Tensor]:
         """The logits of the intermediate heads, in training only, in their order, then those of the model.
 
-        Arguments, shapes and errors are those of :meth:`forward`.
+        Arguments, shapes and errors as of :meth:`forward`; share: that of `UtteranceDropout.forward`.
         """
         lengths = self._checked_lengths(features, lengths)
         if features.shape[2] == 0:  # all of it shorter than one window
             return [features.new_zeros(0, len(lengths), self.labels)]
-        ragged = Ragged.of(lengths, features.shape[2], features.device, keys)
+        ragged = Ragged.of(lengths, features.shape[2], features.device, keys, share)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
             x, ragged = conv(x, ragged)

@@ -48,7 +48,8 @@ class MaskedConv(nn.Module):
             (B, C', F', T') and its lengths; 0 past each of them.
         """
         z = self._convolve(x, self.kernel[1] // 2)
-        after = Ragged.of(frames_after(ragged.lengths, self.stride[1]), z.shape[3], z.device, ragged.keys)
+        lengths = frames_after(ragged.lengths, self.stride[1])
+        after = Ragged.of(lengths, z.shape[3], z.device, ragged.keys, ragged.share)
         if self.norm is not None and self.norm.fused(z):
             return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip), after
         valid = after.valid[:, None, None, :].to(z.dtype)

@@ -25,21 +25,26 @@ class UtteranceDropout(nn.Module):
         self.rate = rate
         self.layer = 0  # its number in the model: equal keys give other masks in other layers
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, share: Tensor | None = None) -> Tensor:
         """Drop inputs.
 
         Args:
             x: (T, B, D) of any floating type.
             keys: (B,) int64 on the device of `x`; None draws them from torch's generator.
+            share: (B,) float64 there, 0 to 1: times it, the rate is that of utterance b. None: 1.
         """
         if not self.training or self.rate == 0:
             return x
         if keys is None:
             keys = torch.randint(2**62, x.shape[1:2], device=x.device)
-        return torch.where(self._kept(keys, x.shape[0], x.shape[2]), x / (1 - self.rate), 0.0)
+        if share is None:
+            return torch.where(self._kept(keys, x.shape[0], x.shape[2]), x / (1 - self.rate), 0.0)
+        rates = (self.rate * share)[:, None]
+        kept = self._kept(keys, x.shape[0], x.shape[2], rates)
+        return torch.where(kept, (x / (1 - rates).float()).to(x.dtype), 0.0)
 
-    def _kept(self, keys: Tensor, frames: int, width: int) -> Tensor:
-        """(T, B, D) bool. Integers overflow on purpose: they count modulo 2^64 and 2^32."""
+    def _kept(self, keys: Tensor, frames: int, width: int, rates: Tensor | None = None) -> Tensor:
+        """(T, B, D) bool, by one rate or (B, 1) float64. Integers overflow on purpose: modulo 2^64 and 2^32."""
         time = torch.arange(frames, device=keys.device)[:, None]
         rows = _low(_mixed(_mixed(keys + self.layer * 2**20) + time))
         columns = _low(_mixed(torch.arange(width, device=keys.device)))
@@ -47,7 +52,9 @@ class UtteranceDropout(nn.Module):
         bits *= _FIRST
         bits ^= bits >> 15
         bits *= _SECOND
-        return bits >= round(self.rate * 2**32) - 2**31
+        if rates is None:
+            return bits >= round(self.rate * 2**32) - 2**31
+        return bits >= ((rates * 2**32).round().long() - 2**31).to(torch.int32)
 
 
 class BranchDropout(nn.Module):

@@ -61,7 +61,7 @@ class RecurrentLayer(nn.Module):
         Returns:
             (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
         """
-        x = self.dropout(x, ragged.keys)
+        x = self.dropout(x, ragged.keys, ragged.share)
         z = linear(x, self.weight_ih, self.bias)
         if self.norm is not None:
             z = self.norm(z, ragged.count)
@@ -108,7 +108,7 @@ class GatedRecurrentLayer(nn.Module):
         """See :meth:`RecurrentLayer.forward`."""
         if self.norm is not None:
             x = self.norm(x, ragged.count)
-        x = self.dropout(x, ragged.keys)
+        x = self.dropout(x, ragged.keys, ragged.share)
         if self.cell_reverse is None:
             y, last = self.cell(x, state, ragged, self.backend)
             return y, last

@@ -12,8 +12,8 @@ from torch import Tensor
 from ds2.audio.augment import of_view, utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks
-from ds2.audio.vocal_tract import warp_factors
-from ds2.config.schema import Config
+from ds2.audio.vocal_tract import MILLION, warp_factors
+from ds2.config.schema import Config, TrainConfig
 from ds2.data.loader import Batch
 from ds2.model.acoustic import AcousticModel
 from ds2.training.ctc import feasible_rows
@@ -32,10 +32,11 @@ class Inputs:
     Attributes:
         waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
         numbers: (B, K) int64: frames, labels, feasible or not, L labels, and for each view key of dropout, warp
-            of frequencies where there is one, masks.
+            of frequencies where there is one, share of the dropout's rate where it rises, masks.
         views: V, how often each utterance is heard, each time with other masks and dropout.
         label_columns: L.
         warps: whether frequencies are warped.
+        rises: whether dropout has a share of its rate.
         frequency_masks, time_masks: masks of SpecAugment an utterance.
         infeasible: utterances whose frames cannot carry their labels.
     """
@@ -45,6 +46,7 @@ class Inputs:
     views: int
     label_columns: int
     warps: bool
+    rises: bool
     frequency_masks: int
     time_masks: int
     infeasible: int
@@ -80,17 +82,22 @@ class Inputs:
         return self._drawn[:, 1] if self.warps else None
 
     @property
+    def dropout_share(self) -> Tensor | None:
+        """(V B,) float64, how much of its rate dropout has in this epoch, None where that is all of it."""
+        return self._drawn[:, 1 + self.warps].double() / MILLION if self.rises else None
+
+    @property
     def masks(self) -> SpectrogramMasks | None:
         """The masks of SpecAugment of the V B views, None where the config has none."""
         if self.frequency_masks + self.time_masks == 0:
             return None
-        drawn = self._drawn[:, 1 + self.warps :]
+        drawn = self._drawn[:, 1 + self.warps + self.rises :]
         masks = drawn.reshape(len(drawn), -1, 2)
         return SpectrogramMasks(masks[:, : self.frequency_masks], masks[:, self.frequency_masks :])
 
     @property
     def _drawn(self) -> Tensor:
-        """(V B, key, maybe factor, masks) int64: all utterances in one view, then all in the next."""
+        """(V B, key, maybe factor, maybe share, masks) int64: all utterances in one view, then all in the next."""
         drawn = self.numbers[:, _FIXED + self.label_columns :]
         return drawn.reshape(len(drawn), self.views, -1).transpose(0, 1).flatten(0, 1)
 
@@ -142,10 +149,12 @@ class InputMaker:
             columns = self.model.output_frames(longest)  # more labels than that are not feasible
         drawn: list[Tensor] = []
         views = 2 if config.train.consistency else 1
+        share = dropout_share(config.train, epoch)
         for view in range(views):
             drawn.append(torch.tensor(_dropout_keys(config, epoch, indices, view), dtype=torch.int64)[:, None])
             factors = warp_factors(augment, seed, epoch, indices, view)
             drawn += [factors] if factors is not None else []
+            drawn += [torch.full((len(frames), 1), share)] if share is not None else []
             masks = spectrogram_masks(frames, self.features.bins, augment, config.features, seed, epoch, indices, view)
             drawn += [masks.frequency.flatten(1), masks.time.flatten(1)] if masks is not None else []
         on_gpu = self.device.type == "cuda"
@@ -168,6 +177,7 @@ class InputMaker:
             views,
             columns,
             bool(augment.vtlp),
+            share is not None,
             augment.frequency_masks,
             augment.time_masks,
             int((~feasible).sum()),
@@ -210,6 +220,16 @@ class Ahead(Iterator[tuple[Batch, Inputs]]):
         """Make the next inputs, if there is a batch left."""
         if self._next is None and (batch := next(self._batches, None)) is not None:
             self._next = batch, self._make(batch)
+
+
+def dropout_share(train: TrainConfig, epoch: int) -> int | None:
+    """How much of its rate dropout has in an epoch, 1-based, in millionths; None: all of it, always.
+
+    Nothing in the first, all behind `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): what has not begun
+    to align learns slowly, or never, under a high rate.
+    """
+    epochs = train.dropout_rise_epochs
+    return min(MILLION, MILLION * (epoch - 1) // epochs) if epochs else None
 
 
 def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int) -> list[int]:

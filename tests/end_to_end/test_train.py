@@ -88,6 +88,7 @@ def test_short_epochs_may_go_by_without_a_save(
         (
             "train.average_decay=0.9",
             "model.dropout=0.2",
+            "train.dropout_rise_epochs=1",
             "augment.speed=[0.9,1.0]",
             "augment.tempo=[0.9,1.1]",
             "augment.time_masks=1",

@@ -33,6 +33,19 @@ def test_what_stays_is_scaled_and_gradients_pass_where_it_stays() -> None:
     assert x.grad is not None and torch.equal(x.grad != 0, kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_share_of_the_rate_is_the_rate_of_each_utterance(dtype: torch.dtype) -> None:
+    x = torch.ones(200, 4, 64, dtype=dtype)
+    share = torch.tensor([0.0, 0.5, 1.0, 0.25], dtype=torch.float64)
+    y = layer(0.4)(x, KEYS, share)
+    assert y.dtype == dtype and torch.equal(y[:, 0], x[:, 0])
+    assert torch.equal(y[:, 2] == 0, layer(0.4)(x, KEYS)[:, 2] == 0)
+    for b, rate in ((1, 0.2), (3, 0.1)):
+        assert torch.equal(y[:, b] == 0, layer(rate)(x, KEYS)[:, b] == 0)
+        kept = y[:, b][y[:, b] != 0]
+        torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
+
+
 def test_an_utterance_keeps_its_mask_in_any_batch_and_padding() -> None:
     whole = layer(0.3)(torch.ones(40, 4, 16), KEYS)
     other = layer(0.3)(torch.ones(25, 2, 16), KEYS[[3, 1]])

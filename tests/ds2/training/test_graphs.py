@@ -86,7 +86,12 @@ def replays(trainer: Trainer) -> int:
         ("optim=sgd", "train.precision=fp32", "optim.clip_norm=1"),
         ("train.accumulate=2", "batching.utterances=2", "augment.speed=[0.9,1.0]"),
         ("augment.time_masks=1", "augment.frequency_masks=2", "train.average_decay=0.9", "model.batch_norm=false"),
-        ("model.dropout=0.3", "train.freeze=[convs]", "optim.layer_rates={recurrent_modules:0.5}"),
+        (
+            "model.dropout=0.3",
+            "train.dropout_rise_epochs=2",
+            "train.freeze=[convs]",
+            "optim.layer_rates={recurrent_modules:0.5}",
+        ),
         (
             "train.consistency=0.2",
             "augment.vtlp=[0.9,1.1]",

@@ -36,6 +36,23 @@ def test_two_views_of_an_utterance_differ_in_masks_and_dropout(tiny_config: Make
     assert torch.equal(keys, one.keys) and not set(others.tolist()) & set(keys.tolist())
 
 
+def test_dropout_rises_by_epochs_beside_all_else_that_travels(tiny_config: MakeConfig) -> None:
+    extra = (*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2")
+    _, whole = prepared(tiny_config(*extra))
+    trainer, first = prepared(tiny_config(*extra, "train.dropout_rise_epochs=4", "train.epochs=9"))
+    assert whole.dropout_share is None
+    batch = next(iter(trainer.loader.epoch(PLACES, 1)))
+    shares = [trainer.inputs(batch, epoch).dropout_share for epoch in (1, 2, 4, 5, 9)]
+    assert all(share is not None and share.shape == (6,) for share in shares)
+    assert [float(share[0]) for share in shares if share is not None] == [0, 0.25, 0.75, 1, 1]
+    assert first.masks is not None and whole.masks is not None and first.factors is not None
+    assert torch.equal(first.masks.time, whole.masks.time) and torch.equal(first.factors, whole.factors)  # type: ignore[arg-type]
+    without, _ = prepared(tiny_config(*extra, "model.dropout=0"))
+    without.model.load_state_dict(trainer.model.state_dict())
+    without.features.load_state_dict(trainer.features.state_dict())
+    torch.testing.assert_close(trainer.passes.losses(first), without.passes.losses(whole))
+
+
 def test_frequencies_are_warped_before_masks_are_laid(tiny_config: MakeConfig) -> None:
     _, plain = prepared(tiny_config(*MASKS))
     trainer, inputs = prepared(tiny_config(*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2"))
