@@ -73,12 +73,6 @@ def check(config: Config) -> None:
         f"augment.noisy_epochs={augment.noisy_epochs} ends noise, rooms and codecs, and there are none: set "
         "augment.noise_probability, augment.room_probability or augment.codec_probability above 0",
     )
-    rise = config.train.dropout_rise_epochs
-    _require(
-        rise == 0 or (config.model.dropout > 0 and rise < config.train.epochs),
-        f"train.dropout_rise_epochs={rise} lets model.dropout={config.model.dropout} rise from 0: set the rate above 0 "
-        f"and the epochs of the rise below train.epochs={config.train.epochs}",
-    )
     unknown = [codec for codec in augment.codecs if codec not in CODECS]
     _require(not unknown, f"augment.codecs has {unknown}, allowed are {', '.join(CODECS)}")
     for key, values in (("augment.codecs", augment.codecs), ("augment.noise_colours", augment.noise_colours)):

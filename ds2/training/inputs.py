@@ -225,8 +225,8 @@ class Ahead(Iterator[tuple[Batch, Inputs]]):
 def dropout_share(train: TrainConfig, epoch: int) -> int | None:
     """How much of its rate dropout has in an epoch, 1-based, in millionths; None: all of it, always.
 
-    Nothing in the first, all behind `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): what has not begun
-    to align learns slowly, or never, under a high rate.
+    Nothing in the first, all behind `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): a run that has not
+    begun to align may never begin under a high rate.
     """
     epochs = train.dropout_rise_epochs
     return min(MILLION, MILLION * (epoch - 1) // epochs) if epochs else None

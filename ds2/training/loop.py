@@ -93,12 +93,8 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     last = progress.epoch - (progress.batch == 0)  # epoch that took a step
-    if 0 < last <= config.augment.noisy_epochs and not interrupts.agreed:
-        log.warning(
-            "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
-            "epochs that it has time for keep WER of clean speech",
-            config.augment.noisy_epochs,
-        )
+    if last > 0 and not interrupts.agreed:
+        _say_what_never_came(config, last)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(not_default(config), scores)
     board.close()
@@ -196,3 +192,21 @@ def finished(config: Config, progress: Progress) -> str:
     if patience and progress.best_epoch and epochs_done - progress.best_epoch >= patience:
         return f"no better dev {limits.metric.upper()} for {patience} epochs (train.early_stop_epochs)"
     return ""
+
+
+def _say_what_never_came(config: Config, epochs: int) -> None:
+    """Warn of what a training of so many epochs was too short for."""
+    noisy, rise = config.augment.noisy_epochs, config.train.dropout_rise_epochs
+    if epochs <= noisy:
+        log.warning(
+            "no epoch was without noise: training ended before augment.noisy_epochs=%d did; about two thirds of the "
+            "epochs that it has time for keep WER of clean speech",
+            noisy,
+        )
+    if config.model.dropout and epochs <= rise:
+        log.warning(
+            "no epoch had the whole of model.dropout=%g: training ended before train.dropout_rise_epochs=%d did; "
+            "a sixth of the epochs that it has time for is enough",
+            config.model.dropout,
+            rise,
+        )

@@ -104,12 +104,6 @@ def test_senseless_settings_are_refused(augment: AugmentConfig, message: str) ->
         check(Config(augment=augment, run_dir="x"))
 
 
-@pytest.mark.parametrize("given", [("model.dropout=0",), ("model.dropout=0.2", "train.epochs=3")])
-def test_dropout_that_cannot_rise_is_refused(given: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"train.dropout_rise_epochs=3 lets model.dropout=.* rise from 0"):
-        compose_config([*given, "train.dropout_rise_epochs=3", "run_dir=x"])
-
-
 def test_mappings_of_the_user_are_set_on_the_command_line() -> None:
     config = compose_config(["alphabet.replace={x:ks}", "optim.layer_rates.convs=0.5", "run_dir=x"])
     assert config.alphabet.replace == {"x": "ks"} and config.optim.layer_rates == {"convs": 0.5}
