@@ -29,11 +29,11 @@ class Protocol:
     """What the header says, in small, and what may be wrong with it.
 
     Attributes:
-        slots, every: SLOTS and EMPTY_EVERY.
-        kept: after publishing e, states up to e - kept are emptied.
+        slots, every: SLOTS and FENCE_EVERY.
+        kept: after publishing e, state e - kept is emptied.
         ordered: the polls of a warp are satisfied in order.
         fenced_after: warps pass a fence after the states e with e % every == fenced_after; None: never.
-        writer_fences: whoever empties fences before it publishes again.
+        writer_fences: whoever empties fences after every `every`th state, before it publishes again.
         consumes: a cluster publishes a state when all of its warps have read the one before.
         states: that are exchanged.
         empties_first: the words are emptied when it begins.
@@ -135,15 +135,13 @@ def _publish(rules: Protocol, now: Machine, cluster: int) -> Iterator[Machine]:
     if state == rules.states or min(ready) < state:
         return
     stores = [*now.stores[cluster], (state % rules.slots, state)]
-    empties = state % rules.every == rules.every - 1
-    if empties:
-        last = state - rules.kept
-        stores += [(k % rules.slots, EMPTY) for k in range(last - rules.every + 1, last + 1) if k >= 0]
+    stores.append(((state - rules.kept) % rules.slots, EMPTY))
+    fences = state % rules.every == rules.every - 1
     yield replace(
         now,
         stores=put(now.stores, cluster, sorted_by_slot(tuple(stores))),
         next_state=put(now.next_state, cluster, state + 1),
-        fencing=put(now.fencing, cluster, empties and rules.writer_fences),
+        fencing=put(now.fencing, cluster, fences and rules.writer_fences),
     )
 
 
@@ -196,7 +194,7 @@ FAULTS = [
     pytest.param({"consumes": False}, "all wait", id="published before all of the cluster have read"),
     pytest.param({"slots": 4}, "takes a word of state 0", id="a slot used again a state too early"),
     pytest.param({"kept": 1}, "all wait", id="emptied a state too early"),
-    pytest.param({"every": 3}, "takes a word of state", id="too many states emptied at once"),
+    pytest.param({"every": 3}, "takes a word of state", id="too many states between fences"),
     pytest.param(
         {"ordered": False, "fenced_after": None}, "takes a word of state 0", id="loads in any order, no fence"
     ),
@@ -219,18 +217,18 @@ def test_planted_faults_are_found(fault: dict[str, int | bool | None], message: 
 
 
 def test_the_headers_have_the_slack_that_the_model_needs() -> None:
-    (fenced,) = re.findall(r"epoch % Shape::EMPTY_EVERY == (\d+)\) fence_loads", _header("exchange.cuh"))
+    (fenced,) = re.findall(r"epoch % Shape::FENCE_EVERY == (\d+)\) fence_loads", _header("exchange.cuh"))
     by_gates = r"\(Cell_::GATES > 1 \? (\d+) : (\d+)\)"
     ((gated, slots, gated_every, every),) = re.findall(f": Slots<{by_gates}, {by_gates}>", _header("grid_narrow.cuh"))
     pairs = [(gated, gated_every), (slots, every)]
     pairs += re.findall(r"WideShape : Slots<(\d+), (\d+)>", _header("grid_wide_shape.cuh"))
     assert len(pairs) == 3
     for slots, every in pairs:
-        # Emptied after a state that is every - 1 modulo every; slots - every - 2 more come before a slot's reuse.
+        # A writer fences after a state that is every - 1 modulo every; slots - every - 2 more come before a slot's reuse.
         assert int(fenced) < int(slots) - int(every) - 2 and int(fenced) < int(every)
     for headers in (("grid_narrow.cuh",), ("grid_wide.cuh", "grid_wide_finish.cuh")):
         code = "".join(map(_header, headers))
-        assert "% Shape::EMPTY_EVERY != Shape::EMPTY_EVERY - 1) return;" in code
+        assert "Shape::fences(epoch)) fence_stores();" in code and "epoch + Shape::SLOTS - 2)" in code
         assert code.count("order_polls<Shape>(") == 1
 
 

@@ -4,14 +4,14 @@
 // has stored it. Readers poll the very words that the matrix unit wants, straight into registers, so that a step pays one
 // trip to L2 and one back: no flag, and no barrier over the grid.
 //
-// State number e (an epoch) lies in slot e % SLOTS. A thread that owns words stores each of them once a state, and at every
-// EMPTY_EVERYth state, right after publishing e, empties what it stored for the EMPTY_EVERY states up to e - 2, all at
-// once, and fences before it publishes again: a fence takes longer than half a step. Why that is safe:
+// State number e (an epoch) lies in slot e % SLOTS. A thread that owns words stores each of them once a state, right after
+// that empties what it stored for state e - 2, and after every FENCE_EVERYth state fences before it publishes again: a fence
+// takes longer than half a step. Why that is safe:
 //   - The cluster of a block that publishes e has read all of e - 1, so every block has published e - 1, so every cluster
 //     has read e - 2.
-//   - State k is emptied after publishing e <= k + 1 + EMPTY_EVERY; the fence puts this before e + 1 <= k + SLOTS - 1. A
-//     warp polls words of k + SLOTS only after it has read the words of k + SLOTS - 1 that the same threads own. So it
-//     finds EMPTY or the new word, never the old one.
+//   - State k is emptied after publishing k + 2; the next fence comes after publishing some e <= k + 1 + FENCE_EVERY and puts
+//     this before e + 1 <= k + SLOTS - 1. A warp polls words of k + SLOTS only after it has read the words of k + SLOTS - 1
+//     that the same threads own. So it finds EMPTY or the new word, never the old one.
 //   - Every 32-bit word is compared with EMPTY: nothing is assumed about the order in which the words that a wide load
 //     covers were stored.
 //
@@ -29,10 +29,12 @@ namespace ds2 {
 constexpr unsigned EMPTY = 0xffffffffu;  // a NaN in every number type
 
 // What a design's shape is made of. The more slots, the fewer fences, and the more words to be emptied at first.
-template <int SLOTS_, int EMPTY_EVERY_>
+template <int SLOTS_, int FENCE_EVERY_>
 struct Slots {
-    static constexpr int SLOTS = SLOTS_, EMPTY_EVERY = EMPTY_EVERY_;
-    static_assert(EMPTY_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
+    static constexpr int SLOTS = SLOTS_, FENCE_EVERY = FENCE_EVERY_;
+    static_assert(FENCE_EVERY + 3 <= SLOTS, "a state's slot is emptied, and the fence passed, two states before its reuse");
+    // After publishing so many states the next one waits for a fence.
+    static __device__ bool fences(int epoch) { return epoch % FENCE_EVERY == FENCE_EVERY - 1; }
 };
 
 // What a lane starts to poll with: it asks for what is EMPTY.
@@ -59,12 +61,12 @@ __device__ int next_pause(int pause, int rounds) {
 }
 
 // For a warp that has read state `epoch` of all groups. Multiprocessors satisfy a warp's polls in their order; PTX does not
-// promise it: without a fence a poll of a slot might be given what lay there before it was emptied. Slots emptied after state
-// e are used again at e + SLOTS - EMPTY_EVERY - 1; a fence at any state from e + 1 until before that orders polls of them
-// behind the emptying, which the writer's own fence puts before e + 1.
+// promise it: without a fence a poll of a slot might be given what lay there before it was emptied. Slots emptied until a
+// writer's fence after state e are used again from e + SLOTS - FENCE_EVERY - 1 on; a fence at any state from e + 1 until before
+// that orders polls of them behind the emptying, which the writer's own fence puts before e + 1.
 template <class Shape>
 __device__ void order_polls(int epoch) {
-    if (epoch % Shape::EMPTY_EVERY == 3) fence_loads();
+    if (epoch % Shape::FENCE_EVERY == 3) fence_loads();
 }
 
 // In debug builds, a wait of more than MAX_WAIT_NS names itself and traps.

@@ -369,7 +369,7 @@ struct GridFinisher {
             const unsigned first = publishable(Number::operand(Shape::BACKWARD ? 0 : load_state(tile, g)));
             for (int v = 0; v < Shape::SENT && tile.steps > 0; v++) store_relaxed(slot(g, epoch) + v * plane_words, first);
         }
-        if (tile.steps > 0) empty_slots(tile, epoch);
+        for (int g = 0; g < tile.groups && tile.steps > 0; g++) empty_slot(tile, g, epoch);
     }
 
     // Asks for what turn number `turn` of the tile consumes, iteration at.epoch of it. Each thread reads only what itself
@@ -456,20 +456,15 @@ struct GridFinisher {
                 if constexpr (Shape::GATED) frame(tile, at.group, 0).store_carry(valid, carry);
             }
         }
-        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);
+        if (more) empty_slot(tile, at.group, at.epoch + 1);
     }
 
-    // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
-    // published state `epoch` of all groups.
-    __device__ void empty_slots(const GridTile<Shape>& tile, int epoch) const {
-        if (epoch % Shape::EMPTY_EVERY != Shape::EMPTY_EVERY - 1) return;
-#pragma unroll 1
-        for (int g = 0; g < tile.groups && owns(tile, g); g++)
-#pragma unroll 1
-            for (int k = epoch + Shape::SLOTS - 1 - Shape::EMPTY_EVERY; k <= epoch + Shape::SLOTS - 2; k++)
+    // After publishing state `epoch` of a group: empties what this thread stored for the state two before.
+    __device__ void empty_slot(const GridTile<Shape>& tile, int group, int epoch) const {
 #pragma unroll
-                for (int v = 0; v < Shape::SENT; v++) store_relaxed(slot(g, k) + v * plane_words, EMPTY);
-        fence_stores();
+        for (int v = 0; v < Shape::SENT; v++)
+            if (owns(tile, group)) store_relaxed(slot(group, epoch + Shape::SLOTS - 2) + v * plane_words, EMPTY);
+        if (group == tile.groups - 1 && Shape::fences(epoch)) fence_stores();
     }
 };
 

@@ -163,7 +163,7 @@ struct WideFinisher : WideBlock<Shape> {
                     publish(slot(g, epoch), [=](int) { return Shape::BACKWARD ? make_uint4(0, 0, 0, 0) : publishable(state); });
             }
         }
-        if (tile.steps > 0) empty_slots(tile, epoch);
+        for (int g = 0; g < tile.groups && tile.steps > 0; g++) empty_slot(tile, g, epoch);
     }
 
     // What a lane carries of its own words at first, and at last where there are no frames.
@@ -286,7 +286,7 @@ struct WideFinisher : WideBlock<Shape> {
             store_unit(pass.result, element(tile, at.group, t), unit);
             if (!Shape::BACKWARD && t == frames - 1) store_unit(pass.last_state, element(tile, at.group, 0), unit);
         }
-        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);  // of this group or another
+        if (more) empty_slot(tile, at.group, at.epoch + 1);
     }
 
     // Of a cell with gates, what own word n has before the sums are there.
@@ -362,7 +362,7 @@ struct WideFinisher : WideBlock<Shape> {
             if (!Shape::BACKWARD && t == frames - 1 && first_array == 0)
                 store_unit(pass.last_state, element(tile, at.group, 0), unit(0));
         }
-        if (more && at.group == tile.groups - 1) empty_slots(tile, at.epoch + 1);  // of this group or another
+        if (more) empty_slot(tile, at.group, at.epoch + 1);
     }
 
     // The gradient of the first state, and of what was carried then.
@@ -382,15 +382,10 @@ struct WideFinisher : WideBlock<Shape> {
                        frames_of(group) > 0 ? load_shared_16(unit_at + input(turn, 0)) : load_state(tile, group));
     }
 
-    // Empties what this thread has stored for the EMPTY_EVERY states up to epoch - 2, if it is time to, after it has
-    // published state `epoch` of all groups.
-    __device__ void empty_slots(const Tile& tile, int epoch) const {
-        if (epoch % Shape::EMPTY_EVERY != Shape::EMPTY_EVERY - 1) return;
-        for (int g = 0; g < tile.groups; g++)
-#pragma unroll 1
-            for (int k = epoch + Shape::SLOTS - 1 - Shape::EMPTY_EVERY; k <= epoch + Shape::SLOTS - 2 && owns(g); k++)
-                publish(slot(g, k), [](int) { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); });
-        fence_stores();
+    // After publishing state `epoch` of a group: empties what this thread stored for the state two before.
+    __device__ void empty_slot(const Tile& tile, int group, int epoch) const {
+        if (owns(group)) publish(slot(group, epoch + Shape::SLOTS - 2), [](int) { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); });
+        if (group == tile.groups - 1 && Shape::fences(epoch)) fence_stores();  // of this group's words or another's
     }
 };
 
