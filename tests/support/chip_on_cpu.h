@@ -388,11 +388,6 @@ inline void barrier_expect(unsigned barrier, unsigned bytes) {
     own.bytes += bytes;
     chip::count_arrival(own);
 }
-inline void barrier_complete(unsigned barrier, unsigned bytes) {
-    chip::MBarrier& own = chip::barrier_at(chip::block(), barrier);
-    own.bytes -= bytes;
-    chip::settle(own);
-}
 inline void barrier_arrive(unsigned barrier) { chip::count_arrival(chip::barrier_at(chip::block(), barrier)); }
 template <bool SUSPEND = false>
 void barrier_wait(unsigned barrier, unsigned parity, const char*, int) {

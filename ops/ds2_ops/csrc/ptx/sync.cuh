@@ -124,15 +124,6 @@ __device__ inline void barrier_arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// This warp has written `bytes` to shared memory of those that the phase waits for. For one lane, after __syncwarp().
-__device__ inline void barrier_complete(unsigned barrier, unsigned bytes) {
-    rest_at_random();
-    asm volatile(
-        "fence.acq_rel.cta;\n"
-        "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
-        : "memory");
-}
-
 // Block scope, as everybody waits for remote bytes: a wait or fence at cluster scope says the same on paper, but is compiled
 // to an invalidation of the L1 cache or to a wait for all of the thread's loads, on the critical path of every step.
 // SUSPEND: the hardware may take the warp off its scheduler for a while; it wakes up later, but disturbs the others less.

@@ -29,7 +29,7 @@ struct WidePoller : WideBlock<Shape> {
     using Block::lane;
     static constexpr int LOADS = 2 * Shape::PART_TILES, PIECE_LOADS = 2 * Shape::PIECE_TILES;
     const uint4* const exchange;  // [group][slot][4 words of K][utterance]
-    const int part = threadIdx.x / 32 % Shape::PARTS;
+    const int part = pinned(threadIdx.x / 32 % Shape::PARTS);
     const int first_unit = Block::slice_word / 4 + part * LOADS;
     const int own = 2 * Shape::K_TILES - part * LOADS;  // loads of this warp, if less than LOADS
     int pause = 0;  // before the first poll of a turn
@@ -130,12 +130,16 @@ struct WideMultiplier : WideBlock<Shape> {
     __device__ void run() const {
         int turn = 0;
         Turn at{0, 0};
-        for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
+        for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next()) {
+            unsigned finishes = 0;  // bit g: this block waits for sums of group g
+            for (int g = 0; g < tile.groups; g++) finishes |= unsigned(this->parcels_of(tile.live_of(g)) > 0) << g;
             for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
                 float c[Shape::SAMPLES / 2];
                 multiply(c, turn, at.epoch);
                 send(c, buffer_of(at), tile.live_of(at.group));
+                if (lane == 0 && finishes >> at.group & 1) barrier_arrive(this->barrier(buffer_of(at)));
             }
+        }
     }
 
     __device__ void multiply(float (&c)[Shape::SAMPLES / 2], int turn, int epoch) const {
@@ -160,8 +164,8 @@ struct WideMultiplier : WideBlock<Shape> {
         if (lane == 0) barrier_arrive(this->barrier(Shape::read(turn)));
     }
 
-    // Parcels for this block itself need no network: its mbarrier is told what st.async tells those of the others. Not in
-    // debug builds, as race checkers do not know that this orders anything.
+    // Parcels for this block itself need no network: each warp arrives at its mbarrier when its own are stored, and
+    // st.async tells those of the others. Not in debug builds, as race checkers do not know that this orders anything.
     __device__ void send(const float (&c)[Shape::SAMPLES / 2], int buffer, int live) const {
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
@@ -173,12 +177,11 @@ struct WideMultiplier : WideBlock<Shape> {
                               ((parcel / Shape::CLUSTER * Shape::SUMS + gate) * Shape::CLUSTER + this->rank) * Shape::SUM_BYTES;
             if (!DEBUG_WAITS && parcel % Shape::CLUSTER == this->rank) {
                 store_shared_16(smem_address(this->smem) + place, v);
-                __syncwarp();
-                if (lane == 0) barrier_complete(this->barrier(buffer), Shape::SUM_BYTES);
             } else {
                 store_async(to[j] + place, to[j] + Shape::BARRIERS_AT + 8 * buffer, v.x, v.y, v.z, v.w);
             }
         }
+        __syncwarp();
     }
 };
 
@@ -202,7 +205,10 @@ __device__ void wide_recurrence(const Pass& pass, unsigned* exchange, int exchan
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
         empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - Shape::MULTIPLIERS - Shape::POLLERS);
-        WideFinisher<Shape>(pass, exchange, wide_smem).run();
+        if (pass.wide_rows)
+            WideFinisher<Shape, true>(pass, exchange, wide_smem).run();
+        else
+            WideFinisher<Shape, false>(pass, exchange, wide_smem).run();
         cluster_barrier();
     }
 }

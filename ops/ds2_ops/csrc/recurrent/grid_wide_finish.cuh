@@ -5,7 +5,9 @@
 
 namespace ds2 {
 
-template <class Shape>
+// WIDE_ROWS: rows of all arrays start on 16-byte boundaries (pass.wide_rows), so a unit is one load, copy or store. As an
+// argument, because what the others need lies between the instructions of every turn otherwise.
+template <class Shape, bool WIDE_ROWS>
 struct WideFinisher : WideBlock<Shape> {
     using Number = typename Shape::Number;
     using Block = WideBlock<Shape>;
@@ -19,6 +21,7 @@ struct WideFinisher : WideBlock<Shape> {
     // lanes share out the arrays of one parcel instead: odd ones are those of the second half of lanes.
     static constexpr int OWN = 2 * WARP_PARCELS;
     static constexpr int ARRAY_STEP = Shape::GATED ? 2 : 1;
+    static constexpr int SUMS_AT_ONCE = 8;  // that are asked for before the first is added
     unsigned* const exchange;
     const int thread = threadIdx.x % Shape::FINISHERS, warp = thread / 32;
     const int plane_words = Block::state_words * Shape::SAMPLES, slot_words = Shape::SENT * plane_words;
@@ -55,13 +58,15 @@ struct WideFinisher : WideBlock<Shape> {
     }
     __device__ int valid() const { return pass.hidden - 2 * word; }  // elements from its start to the row's end
     __device__ uint4 load_unit(const void* array, size_t at) const {
+        if constexpr (WIDE_ROWS)
+            return *reinterpret_cast<const uint4*>(static_cast<const typename Number::Storage*>(array) + at);
         return make_uint4(load_word<Number>(array, at, valid(), pass.whole_words),
                           load_word<Number>(array, at + 2, valid() - 2, pass.whole_words),
                           load_word<Number>(array, at + 4, valid() - 4, pass.whole_words),
                           load_word<Number>(array, at + 6, valid() - 6, pass.whole_words));
     }
     __device__ void store_unit(void* array, size_t at, uint4 v) const {
-        if (pass.wide_rows) {
+        if constexpr (WIDE_ROWS) {
             *reinterpret_cast<uint4*>(static_cast<typename Number::Storage*>(array) + at) = v;
             return;
         }
@@ -110,12 +115,17 @@ struct WideFinisher : WideBlock<Shape> {
         else
             store_unit(pass.result, element(tile, group, t), make_uint4(0, 0, 0, 0));
     }
+    // All are read before the first is stored: a store keeps its registers until memory takes it.
     template <class Frame, class Value>
     __device__ void store_outputs(const Frame& at, int arrays, Value value) const {
+        uint4 v[(Shape::OUTPUTS + ARRAY_STEP - 1) / ARRAY_STEP];
+#pragma unroll
+        for (int i = 0; i < arrays; i += ARRAY_STEP)
+            if (i + first_array < arrays) v[i / ARRAY_STEP] = value(i + first_array);
 #pragma unroll
         for (int i = 0; i < arrays; i += ARRAY_STEP) {
             const int a = i + first_array;
-            if (a < arrays && at.output_array(a)) store_unit(at.output_array(a), at.output_element(a), value(a));
+            if (a < arrays && at.output_array(a)) store_unit(at.output_array(a), at.output_element(a), v[i / ARRAY_STEP]);
         }
     }
 
@@ -146,8 +156,7 @@ struct WideFinisher : WideBlock<Shape> {
         owned = 0;
         for (int g = 0; g < tile.groups; g++) {
             const int live = tile.live_of(g);
-            for (int p = rank; p < Shape::PARCELS; p += Shape::CLUSTER)
-                owned += unsigned(this->alive(p, live)) << (COUNTS + 8 * g);
+            owned += unsigned(this->parcels_of(live)) << (COUNTS + 8 * g);
             store_shared_4(frames_at + (g * Shape::SAMPLES + lane - sample) * 4,
                            lane < live ? length_of(pass, tile.first + g * pass.samples + lane) : 0);
             __syncwarp();
@@ -193,7 +202,7 @@ struct WideFinisher : WideBlock<Shape> {
             size_t from = plain;
             if constexpr (Shape::GATED) from = wanted ? frame(tile, group, t).input_element(a) : 0;
             const unsigned to = unit_at + input(turn, a);
-            if (pass.wide_rows)
+            if constexpr (WIDE_ROWS)
                 copy_async_16(to, array + from, wanted);
             else if (pass.whole_words)
                 for (int n = 0; n < 4; n++)
@@ -234,7 +243,7 @@ struct WideFinisher : WideBlock<Shape> {
     __device__ void await_sums(Turn at) const {
         const int parcels = owned >> (COUNTS + 8 * at.group) & 0xff;
         const unsigned barrier = base + Shape::BARRIERS_AT + 8 * buffer_of(at);
-        if (thread == 0 && parcels > 0) barrier_expect(barrier, parcels * Shape::CLUSTER * Shape::PARCEL_BYTES);
+        if (thread == 0 && parcels > 0) barrier_expect(barrier, parcels * Shape::SOURCES * Shape::PARCEL_BYTES);
         if (warp == 0 ? parcels > 0 : __any_sync(0xffffffffu, owns(at.group)))
             barrier_wait<true>(barrier, at.epoch / 2 % 2, "its cluster's sums", at.epoch);
     }
@@ -303,6 +312,30 @@ struct WideFinisher : WideBlock<Shape> {
         prepare_gates<Shape>(given, other, ready);
     }
 
+    // Numbers of own word n that wait for its sums in shared memory.
+    __device__ unsigned ready_at(int n, int i) const {
+        return base + Shape::READY_AT + ((n * 4 + i / 4) * Shape::FINISHERS + thread) * 16 + i % 4 * 4;
+    }
+    __device__ void keep_ready(int n, const float (&ready)[Shape::READY][2]) const {
+        constexpr int COUNT = Shape::READY * 2;
+        const float* flat = &ready[0][0];
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4)
+            store_shared_16(ready_at(n, i), make_uint4(__float_as_uint(flat[i]), __float_as_uint(flat[i + 1]),
+                                                       __float_as_uint(flat[min(i + 2, COUNT - 1)]),
+                                                       __float_as_uint(flat[min(i + 3, COUNT - 1)])));
+    }
+    __device__ void kept_ready(int n, float (&ready)[Shape::READY][2]) const {
+        constexpr int COUNT = Shape::READY * 2;
+        float* flat = &ready[0][0];
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const uint4 v = load_shared_16(ready_at(n, i));
+            flat[i] = __uint_as_float(v.x), flat[i + 1] = __uint_as_float(v.y);
+            if (i + 2 < COUNT) flat[i + 2] = __uint_as_float(v.z), flat[i + 3] = __uint_as_float(v.w);
+        }
+    }
+
     // Puts what own words became in the place of what was read: of the outputs that the others wait for, or of the rest.
     template <bool SENT>
     __device__ void keep_outputs(int turn, const unsigned (&out)[OWN][Shape::OUTPUTS]) const {
@@ -324,18 +357,30 @@ struct WideFinisher : WideBlock<Shape> {
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
             prepare(tile, at, t, turn, n, ready[n]);
-            kept_carry<Shape>(carry_at(at.group, n), carry[n]);
+            if constexpr (Shape::READY_APART) keep_ready(n, ready[n]);
+            if constexpr (!Shape::READY_APART) kept_carry<Shape>(carry_at(at.group, n), carry[n]);
         }
         await_sums(at);
         const unsigned from = sums_at + buffer_of(at) * Shape::RECEIVED_BYTES;
 #pragma unroll
         for (int k = 0; k < Shape::SUMS; k++)
 #pragma unroll
-            for (int source = 0; source < Shape::CLUSTER; source++) {
-                const uint4 v = load_shared_16(from + (k * Shape::CLUSTER + source) * Shape::SUM_BYTES);
-                sum[0][k][0] += __uint_as_float(v.x), sum[1][k][0] += __uint_as_float(v.y);
-                sum[0][k][1] += __uint_as_float(v.z), sum[1][k][1] += __uint_as_float(v.w);
+            for (int first = 0; first < Shape::CLUSTER; first += SUMS_AT_ONCE) {
+                uint4 v[SUMS_AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < min(SUMS_AT_ONCE, Shape::CLUSTER - first); i++)
+                    v[i] = load_shared_16(from + (k * Shape::CLUSTER + first + i) * Shape::SUM_BYTES);
+#pragma unroll
+                for (int i = 0; i < min(SUMS_AT_ONCE, Shape::CLUSTER - first); i++) {
+                    sum[0][k][0] += __uint_as_float(v[i].x), sum[1][k][0] += __uint_as_float(v[i].y);
+                    sum[0][k][1] += __uint_as_float(v[i].z), sum[1][k][1] += __uint_as_float(v[i].w);
+                }
             }
+#pragma unroll
+        for (int n = 0; n < OWN && Shape::READY_APART; n++) {
+            kept_ready(n, ready[n]);
+            kept_carry<Shape>(carry_at(at.group, n), carry[n]);
+        }
         if (Shape::BACKWARD && t < 0) {
             finish_first(tile, at.group, turn, sum, carry);
             return;

@@ -43,6 +43,7 @@ struct WideShape : Slots<16, 8> {
 
     // Sums travel in parcels: of a set's 8 words and of 8 utterances, for each sum of a unit 16 bytes a lane.
     static constexpr int PARCELS = SETS * SAMPLES / 8, SUM_BYTES = 512, PARCEL_BYTES = SUMS * SUM_BYTES;
+    static constexpr int SOURCES = DEBUG_WAITS ? CLUSTER : CLUSTER - 1;  // of a parcel's sums, by st.async
     static constexpr int OWN_PARCELS = (PARCELS + CLUSTER - 1) / CLUSTER;  // that a block finishes, at most
     static constexpr int FINISHING_WARPS = FINISHERS / 32;
     static constexpr int WARP_PARCELS = (OWN_PARCELS + FINISHING_WARPS - 1) / FINISHING_WARPS;  // the block's i: warp i % 4
@@ -65,14 +66,21 @@ struct WideShape : Slots<16, 8> {
     static constexpr int FRAMES_AT = INPUTS_AT + AHEAD * ARRAYS * FINISHING_WARPS * WARP_INPUT_BYTES;
     static constexpr int CARRY_AT = FRAMES_AT + FINISHING_WARPS * GROUPS * SAMPLES * 4;
     static constexpr int CARRY_BYTES = GATED ? WARP_PARCELS * 2 * PER_WORD * FINISHERS * 4 : 0;  // of a group
-    static constexpr int BARRIERS_AT = CARRY_AT + GROUPS * CARRY_BYTES;
+    // What is ready before the sums are, where registers do not hold it beside them: [own word of a lane][4][finishing lane].
+    static constexpr bool READY_APART = GATED && BACKWARD && THREE;
+    static constexpr int READY_AT = CARRY_AT + GROUPS * CARRY_BYTES;
+    static constexpr int READY_BYTES = READY_APART ? WARP_PARCELS * 2 * 4 * FINISHERS * 16 : 0;
+    static_assert(!READY_APART || READY * PER_WORD <= 16, "16 numbers of a word");
+    static constexpr int BARRIERS_AT = READY_AT + READY_BYTES;
     // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
     static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
     static constexpr int TILE_DONE = 1, ALL_EMPTY = 15, BEGINNERS = POLLERS + FINISHERS;  // named barrier of the finishing warps; 0 is __syncthreads
 
     static __device__ int full(int turn, int piece) { return FULL + turn % 2 * PIECES + piece; }
-    static __device__ int arrivals(int barrier) { return barrier < FULL ? 1 : barrier < READ ? PARTS : MULTIPLYING_WARPS; }
+    static __device__ int arrivals(int barrier) {
+        return barrier < FULL ? 1 + MULTIPLYING_WARPS : barrier < READ ? PARTS : MULTIPLYING_WARPS;
+    }
     static __device__ int read(int turn) { return READ + turn % 2; }
 
     static_assert(PER_WORD == 2, "two rows of a lane are one word: 16-bit numbers only");
@@ -92,6 +100,12 @@ struct WideBlock {
     // Whether anything in a parcel exists, in a group of `live` utterances. What does not is neither sent nor waited for.
     __device__ bool alive(int parcel, int live) const {
         return first_word + parcel / (Shape::SAMPLES / 8) * 8 < state_words && parcel % (Shape::SAMPLES / 8) * 8 < live;
+    }
+    // How many of a group's parcels this block finishes.
+    __device__ int parcels_of(int live) const {
+        int count = 0;
+        for (int parcel = rank; parcel < Shape::PARCELS; parcel += Shape::CLUSTER) count += alive(parcel, live);
+        return count;
     }
 };
 

@@ -148,4 +148,5 @@ def _smem_bytes(problem: Problem, cell: Cell | GatedCell, warps: int, cluster: i
     pieces = -(k_tiles // -PARTS // PIECE_TILES)
     barriers = 2 * MOST_GROUPS + 2 * pieces + 2
     buffers = 2 * state_bytes + 2 * MOST_GROUPS * received_bytes
-    return buffers + own_bytes + frames_bytes + MOST_GROUPS * carry_bytes + 8 * barriers
+    ready_bytes = warp_parcels * 2 * 4 * FINISHERS * 16 if cell.gates > 1 and problem.backward and warps == 12 else 0
+    return buffers + own_bytes + frames_bytes + MOST_GROUPS * carry_bytes + ready_bytes + 8 * barriers
