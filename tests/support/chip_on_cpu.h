@@ -506,5 +506,17 @@ void wgmma(float (&c)[WGMMA_SAMPLES / 2], const unsigned (&a)[4], unsigned long 
         });
     });
 }
+constexpr int WGMMA_WEIGHT_BYTES = 2048;
+inline unsigned weight_place(int warp, int lane, int i) {
+    return i / 2 * 1024 + (warp * 2 + i % 2) * 128 + lane / 4 * 16 + lane % 4 * 4;
+}
+inline unsigned long long weights_descriptor(unsigned address) { return address / 16; }
+template <class Number>
+void wgmma(float (&c)[WGMMA_SAMPLES / 2], unsigned long long weights, unsigned long long state) {
+    unsigned a[4];
+    for (int i = 0; i < 4; i++)
+        a[i] = load_shared_4(unsigned(16 * weights) + weight_place(threadIdx.x / 32 % 4, threadIdx.x % 32, i));
+    wgmma<Number>(c, a, state);
+}
 
 }  // namespace ds2

@@ -224,7 +224,7 @@ def test_the_headers_have_the_slack_that_the_model_needs() -> None:
     pairs += re.findall(r"WideShape : Slots<(\d+), (\d+)>", _header("grid_wide_shape.cuh"))
     assert len(pairs) == 3
     for slots, every in pairs:
-        # A writer fences after a state that is every - 1 modulo every; slots - every - 2 more come before a slot's reuse.
+        # A writer fences after a state that is every - 1 modulo every; slots - every - 2 more come before reuse.
         assert int(fenced) < int(slots) - int(every) - 2 and int(fenced) < int(every)
     for headers in (("grid_narrow.cuh",), ("grid_wide.cuh", "grid_wide_finish.cuh")):
         code = "".join(map(_header, headers))

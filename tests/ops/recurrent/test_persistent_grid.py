@@ -29,6 +29,7 @@ from torch import Tensor
 # frames, batch, hidden: one group, two, five, two tiles; odd rows; weights in shared memory too; so many frames that
 # the exchange comes round
 SHAPES = [
+    (20, 63, 1760),  # groups of 32 and 31
     (40, 4, 1760),
     (5, 8, 2560),
     (6, 3, 1761),

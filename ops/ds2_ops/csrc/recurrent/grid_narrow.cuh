@@ -48,6 +48,7 @@ struct GridShape : Slots<(Cell_::GATES > 1 ? 64 : 16), (Cell_::GATES > 1 ? 56 : 
     static constexpr int K_PAIRS_SMEM = K_PAIRS_SMEM_;  // the first of these have weights in shared memory
     static constexpr int K_PAIRS_REGISTERS = K_PAIRS - K_PAIRS_SMEM;
     static constexpr int GROUPS = GROUPS_;              // at most, of one tile
+    static constexpr int STREAMS = 1;
 
     static constexpr int ADDERS = 128, FINISHERS = 128;  // threads: warpgroups, the unit of register reallocation
     static constexpr int ALL_THREADS = THREADS + ADDERS + FINISHERS;

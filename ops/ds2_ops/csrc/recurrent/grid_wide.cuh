@@ -4,7 +4,12 @@
 // A cluster owns 128 or 192 rows of the matrix; its blocks split K between them, so that a block reads only its part of the
 // state. Of a cell with gates these are all gates' rows of its units; backward the state is the gradients of all gates.
 // The weights are the instruction's first operand and lie in registers, 64 rows a warp group; the state is its second and
-// lies in shared memory. One turn of one block:
+// lies in shared memory.
+//
+// Two streams of blocks halve the chip: each has all weights, and tiles of one group of its own, which nothing of the other
+// delays. They share the launch and its first barrier alone.
+//
+// One turn of one block:
 //   1. 4 polling warps, each with a quarter of the block's K. A warp polls its words of all utterances (exchange.cuh), lays
 //      them into shared memory as they are, and tells the multiplying warps, piece by piece.
 //   2. 2 or 3 multiplying warp groups. When the last piece is multiplied, they send their sums, in parcels of 8 words x 8
@@ -40,7 +45,7 @@ struct WidePoller : WideBlock<Shape> {
     __device__ void run() {
         int turn = 0;
         Turn at{0, 0};
-        for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next())
+        for (GridTile<Shape> tile(this->pass, this->stream); tile.exists(); tile.next())
             for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
                 receive(at, turn, tile.live_of(at.group));
                 if (at.group == tile.groups - 1) order_polls<Shape>(at.epoch);
@@ -102,7 +107,7 @@ struct WideMultiplier : WideBlock<Shape> {
     using Block::lane, Block::pass;
     static constexpr int K_TILES = Shape::K_TILES, COLUMNS = Shape::SAMPLES / 8;  // of parcels
     const int warp = threadIdx.x / 32, set = warp / Shape::SUMS, gate = warp % Shape::SUMS;
-    unsigned weights[K_TILES][4];
+    unsigned weights[Shape::REGISTER_TILES][4];
     unsigned to[COLUMNS];  // shared memory of the blocks that this warp's parcels go to
 
     __device__ WideMultiplier(const Pass& pass, char* smem) : Block(pass, smem) {
@@ -110,12 +115,24 @@ struct WideMultiplier : WideBlock<Shape> {
 #pragma unroll
         for (int k = 0; k < K_TILES; k++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                weights[k][i] = weight(row + i % 2, this->slice_word + MMA_WORDS * k + i / 2 * 4 + lane % 4);
+            for (int i = 0; i < 4; i++) {
+                const unsigned word = weight(row + i % 2, this->slice_word + MMA_WORDS * k + i / 2 * 4 + lane % 4);
+                if (k < Shape::REGISTER_TILES)
+                    weights[min(k, Shape::REGISTER_TILES - 1)][i] = word;
+                else
+                    store_shared_4(group_weights() + (k - Shape::REGISTER_TILES) * WGMMA_WEIGHT_BYTES + weight_place(warp % 4, lane, i), word);
+            }
+        if (Shape::SMEM_TILES > 0) {
+            fence_async_shared();
+            block_wait(Shape::WEIGHTS_THERE, Shape::MULTIPLIERS);
+        }
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) to[j] = remote_address(smem_address(smem), (set * COLUMNS + j) % Shape::CLUSTER);
     }
 
+    __device__ unsigned group_weights() const {  // in shared memory
+        return smem_address(this->smem) + Shape::WEIGHTS_AT + warp / 4 * Shape::GROUP_WEIGHT_BYTES;
+    }
     __device__ bool idle() const { return Shape::MULTIPLYING_WARPS % Shape::SUMS > 0 && set >= Shape::SETS; }
     // The word of K that comes to this warp's gate of unit `row`, or from whose gate it goes backward.
     __device__ unsigned weight(int row, int word) const {
@@ -130,7 +147,7 @@ struct WideMultiplier : WideBlock<Shape> {
     __device__ void run() const {
         int turn = 0;
         Turn at{0, 0};
-        for (GridTile<Shape> tile(this->pass); tile.exists(); tile.next()) {
+        for (GridTile<Shape> tile(this->pass, this->stream); tile.exists(); tile.next()) {
             unsigned finishes = 0;  // bit g: this block waits for sums of group g
             for (int g = 0; g < tile.groups; g++) finishes |= unsigned(this->parcels_of(tile.live_of(g)) > 0) << g;
             for (int left = tile.turns(); left > 0; left--, turn++, at.next(tile.groups)) {
@@ -147,6 +164,8 @@ struct WideMultiplier : WideBlock<Shape> {
         for (int i = 0; i < Shape::SAMPLES / 2; i++) c[i] = 0.f;
         const unsigned state = smem_address(this->smem) + turn % 2 * Shape::STATE_BYTES;
         const unsigned long long descriptor = state_descriptor(__shfl_sync(0xffffffffu, state, 0));
+        const unsigned long long in_memory =
+            Shape::SMEM_TILES > 0 ? weights_descriptor(__shfl_sync(0xffffffffu, group_weights(), 0)) : 0;
 #pragma unroll
         for (int piece = 0; piece < Shape::PIECES; piece++) {
             barrier_wait<true>(this->barrier(Shape::full(turn, piece)), turn / 2 % 2, "its part of the state", epoch);
@@ -155,8 +174,11 @@ struct WideMultiplier : WideBlock<Shape> {
             for (int part = 0; part < Shape::PARTS; part++)
 #pragma unroll
                 for (int i = piece * Shape::PIECE_TILES; i < min((piece + 1) * Shape::PIECE_TILES, Shape::PART_TILES); i++)
-                    if (const int k = part * Shape::PART_TILES + i; k < K_TILES)
+                    if (const int k = part * Shape::PART_TILES + i; k < Shape::REGISTER_TILES)
                         wgmma<Number>(c, weights[k], descriptor + k * (WGMMA_STATE_BYTES / 16));
+                    else if (k < K_TILES)
+                        wgmma<Number>(c, in_memory + (k - Shape::REGISTER_TILES) * (WGMMA_WEIGHT_BYTES / 16),
+                                      descriptor + k * (WGMMA_STATE_BYTES / 16));
             wgmma_commit();
         }
         wgmma_wait();
@@ -188,6 +210,7 @@ struct WideMultiplier : WideBlock<Shape> {
 template <class Shape>
 __device__ void wide_recurrence(const Pass& pass, unsigned* exchange, int exchange_words) {
     extern __shared__ __align__(128) char wide_smem[];
+    unsigned* const own = exchange + WideBlock<Shape>(pass, wide_smem).stream * (exchange_words / Shape::STREAMS);
     if (threadIdx.x < Shape::BARRIERS)
         barrier_init(smem_address(wide_smem) + Shape::BARRIERS_AT + 8 * threadIdx.x, Shape::arrivals(threadIdx.x));
     barrier_init_fence();
@@ -200,15 +223,15 @@ __device__ void wide_recurrence(const Pass& pass, unsigned* exchange, int exchan
     } else if (threadIdx.x < Shape::MULTIPLIERS + Shape::POLLERS) {
         registers_down<Shape::POLL_REGISTERS>();
         await_empty<Shape>();
-        WidePoller<Shape>(pass, exchange, wide_smem).run();
+        WidePoller<Shape>(pass, own, wide_smem).run();
         cluster_barrier();
     } else {
         registers_down<Shape::FINISH_REGISTERS>();
         empty_exchange<Shape>(exchange, exchange_words, threadIdx.x - Shape::MULTIPLIERS - Shape::POLLERS);
         if (pass.wide_rows)
-            WideFinisher<Shape, true>(pass, exchange, wide_smem).run();
+            WideFinisher<Shape, true>(pass, own, wide_smem).run();
         else
-            WideFinisher<Shape, false>(pass, exchange, wide_smem).run();
+            WideFinisher<Shape, false>(pass, own, wide_smem).run();
         cluster_barrier();
     }
 }

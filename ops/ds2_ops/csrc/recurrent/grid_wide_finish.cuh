@@ -131,7 +131,7 @@ struct WideFinisher : WideBlock<Shape> {
 
     __device__ void run() {
         int epoch = 0;
-        for (Tile tile(pass); tile.exists(); tile.next()) {
+        for (Tile tile(pass, this->stream); tile.exists(); tile.next()) {
             const int iterations = tile.iterations(), turns = tile.turns(), ahead = Shape::AHEAD >> (tile.groups - 1);
             open(tile, epoch);
             Turn at{epoch, 0};

@@ -7,7 +7,7 @@
 
 namespace ds2 {
 
-template <class Number_, class Cell_, int CLUSTER_, int WARP_GROUPS_, int K_TILES_, bool BACKWARD_>
+template <class Number_, class Cell_, int CLUSTER_, int WARP_GROUPS_, int K_TILES_, bool BACKWARD_, int STREAMS_ = 1>
 struct WideShape : Slots<16, 8> {
     using Number = Number_;
     using Cell = Cell_;
@@ -15,7 +15,8 @@ struct WideShape : Slots<16, 8> {
     static constexpr int PER_WORD = Number::PER_WORD;
     static constexpr int CLUSTER = CLUSTER_;
     static constexpr int K_TILES = K_TILES_;       // matrix instructions along K, one block
-    static constexpr int GROUPS = 2;               // at most, of one tile
+    static constexpr int STREAMS = STREAMS_;       // parts of the chip, each with all weights and utterances of its own
+    static constexpr int GROUPS = STREAMS > 1 ? 1 : 2;  // at most, of one tile
     static constexpr int SAMPLES = WGMMA_SAMPLES;  // of a group, at most
     static constexpr bool GATED = Cell::GATES > 1;
     static constexpr int SUMS = BACKWARD ? 1 : Cell::GATES;  // of each hidden unit that a step needs
@@ -28,14 +29,18 @@ struct WideShape : Slots<16, 8> {
     static constexpr int WORDS = 8 * SETS;  // of a cluster, of each utterance's h
 
     // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
-    static constexpr bool THREE = WARP_GROUPS_ == 3, FEW = K_TILES <= (THREE ? 13 : 28);
+    static constexpr bool THREE = WARP_GROUPS_ == 3;
+    // Where a cell's gates leave too few for those of all instructions, weights of the last lie in shared memory.
+    static constexpr int SMEM_TILES = GATED && !BACKWARD && !THREE && K_TILES > 28 ? K_TILES - 28 : 0;
+    static constexpr int REGISTER_TILES = K_TILES - SMEM_TILES;
+    static constexpr bool FEW = REGISTER_TILES <= (THREE ? 13 : 28);
     static constexpr int MULTIPLY_REGISTERS = THREE ? (FEW ? 104 : 112) : FEW ? 160 : 176;
     static constexpr int POLL_REGISTERS = THREE ? (FEW ? 80 : 56) : GATED ? 88 : FEW ? 104 : 88;
     static constexpr int FINISH_REGISTERS = THREE ? 88 : GATED ? 104 : FEW ? 88 : 72;
     static_assert(MULTIPLIERS * MULTIPLY_REGISTERS + POLLERS * POLL_REGISTERS + FINISHERS * FINISH_REGISTERS <=
                       65536 / ALL_THREADS / 8 * 8 * ALL_THREADS,
                   "what some warps gain, others have given");
-    static_assert(K_TILES <= (THREE ? 16 : GATED ? 28 : 32), "the weights of more do not fit the registers");
+    static_assert(REGISTER_TILES <= (THREE ? 16 : GATED ? 28 : 32), "the weights of more do not fit the registers");
 
     // Each polling warp has a part of K, which it hands on in pieces: products of one run while the next is stored.
     static constexpr int PARTS = 4, PART_TILES = (K_TILES + PARTS - 1) / PARTS;
@@ -71,11 +76,14 @@ struct WideShape : Slots<16, 8> {
     static constexpr int READY_AT = CARRY_AT + GROUPS * CARRY_BYTES;
     static constexpr int READY_BYTES = READY_APART ? WARP_PARCELS * 2 * 4 * FINISHERS * 16 : 0;
     static_assert(!READY_APART || READY * PER_WORD <= 16, "16 numbers of a word");
-    static constexpr int BARRIERS_AT = READY_AT + READY_BYTES;
+    static constexpr int WEIGHTS_AT = READY_AT + READY_BYTES;  // [warp group][instruction]
+    static constexpr int GROUP_WEIGHT_BYTES = SMEM_TILES * WGMMA_WEIGHT_BYTES;
+    static_assert(SMEM_TILES == 0 || WEIGHTS_AT % 128 == 0, "core matrices start so");
+    static constexpr int BARRIERS_AT = WEIGHTS_AT + WARP_GROUPS_ * GROUP_WEIGHT_BYTES;
     // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
     static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
-    static constexpr int TILE_DONE = 1, ALL_EMPTY = 15, BEGINNERS = POLLERS + FINISHERS;  // named barrier of the finishing warps; 0 is __syncthreads
+    static constexpr int TILE_DONE = 1, WEIGHTS_THERE = 2, ALL_EMPTY = 15, BEGINNERS = POLLERS + FINISHERS;  // named barrier of the finishing warps; 0 is __syncthreads
 
     static __device__ int full(int turn, int piece) { return FULL + turn % 2 * PIECES + piece; }
     static __device__ int arrivals(int barrier) {
@@ -92,7 +100,8 @@ struct WideBlock {
     char* const smem;
     const int rank = cluster_rank(), lane = threadIdx.x % 32;
     const int state_words = 4 * state_units<typename Shape::Number>(pass);  // of one plane
-    const int first_word = blockIdx.x / Shape::CLUSTER * Shape::WORDS;
+    const int stream = Shape::STREAMS > 1 ? blockIdx.x / (gridDim.x / Shape::STREAMS) : 0;
+    const int first_word = (blockIdx.x - stream * (gridDim.x / Shape::STREAMS)) / Shape::CLUSTER * Shape::WORDS;
     const int slice_word = rank * Shape::K_TILES * MMA_WORDS;
 
     __device__ WideBlock(const Pass& pass, char* smem) : pass(pass), smem(smem) {}

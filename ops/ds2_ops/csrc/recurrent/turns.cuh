@@ -1,6 +1,7 @@
 // How the whole-chip designs cut a batch: utterances into groups, groups that take turns into tiles.
 //
-// A Shape says how many GROUPS a tile has at most and whether the pass is BACKWARD; pass.samples, how many utterances a group.
+// A Shape says how many GROUPS a tile has at most, how many STREAMS of blocks share the tiles out, each with all weights, and
+// whether the pass is BACKWARD; pass.samples, how many utterances a group.
 #pragma once
 
 #include "recurrent/exchange.cuh"
@@ -20,10 +21,13 @@ struct GridTile {
     int first = 0;            // utterance
     int groups, live, steps;  // steps: frames of the longest utterance
 
-    __device__ explicit GridTile(const Pass& pass) : pass(pass) { open(); }
+    __device__ explicit GridTile(const Pass& pass, int stream = 0) : pass(pass) {
+        if (Shape::STREAMS > 1) first = stream * full();
+        open();
+    }
     __device__ bool exists() const { return first < pass.batch; }
     __device__ void next() {
-        first += full();
+        first += Shape::STREAMS * full();
         open();
     }
     __device__ void open() {

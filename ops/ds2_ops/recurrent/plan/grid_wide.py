@@ -23,6 +23,7 @@ MOST_GROUPS = 2
 PARTS = 4  # of K, one for each polling warp
 PIECE_TILES = 2  # matrix instructions whose state it hands on at once
 FINISHING_WARPS = FINISHERS // 32
+MOST_SMEM_TILES, SMEM_TILE_BYTES = 4, 2048  # matrix instructions whose weights lie in shared memory, of a warp group
 PARCEL_BYTES = 512  # of each sum: 8 words of 8 utterances
 
 
@@ -52,6 +53,10 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
                 break
             if not found or choice.work != found[-1].work:  # smaller groups, in more turns
                 found.append(choice)
+        if may is GATES and warp_groups == 2 and problem.batch > SAMPLES:
+            choice = _choice(problem, device, may, warp_groups, cluster, clusters, SAMPLES, streams=2)
+            if choice is not None and choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                found.append(choice)
     return found
 
 
@@ -63,8 +68,13 @@ def _choice(
     cluster: int,
     clusters: int,
     most_samples: int,
+    streams: int = 1,
 ) -> Choice | None:
-    """None where weights or clusters are too many or some block has no part of K."""
+    """None where weights or clusters are too many or some block has no part of K.
+
+    Args:
+        streams: parts of the chip, each of which keeps all weights and runs groups of its own, one at a time.
+    """
     number, per_word = NUMBERS[problem.dtype]
     cell = ALL[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
@@ -74,10 +84,12 @@ def _choice(
     most_words = warps // sums * 8  # of a cluster
     used = -(-words // most_words)
     warp_parcels = -(-_parcels(warps // sums, cluster) // FINISHING_WARPS)
+    smem_tiles = max(0, k_tiles - may.most_k_tiles[2]) if streams > 1 and sums > 1 else 0
     if (
         per_word != 2
-        or used > clusters
-        or k_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
+        or streams * used > clusters
+        or k_tiles - smem_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
+        or smem_tiles > MOST_SMEM_TILES
         or warp_parcels > may.warp_parcels
         or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
         # These spill: four gates of half words; three gates' gradients and a GRU's last one beside so much of K.
@@ -85,17 +97,18 @@ def _choice(
         or (warp_groups == 3 and cell.gates == 3 and problem.backward and k_tiles > 13)
     ):
         return None
-    samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS)
-    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles)
+    samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS if streams == 1 else 1)
+    tiles = -(-tiles // streams)
+    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles, streams, smem_tiles)
     threads = 32 * warps + 2 * FINISHERS  # the others poll
-    numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower())
+    numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower(), *([streams] if streams > 1 else []))
     shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
         design="grid",
         launch=Launch(
             kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, slots=SLOTS),
             threads=threads,
-            grid=used * cluster,
+            grid=streams * used * cluster,
             cluster=cluster,
             smem_bytes=smem_bytes,
             cooperative=True,
@@ -103,9 +116,9 @@ def _choice(
         rows=-(-most_words * sums * per_word // cluster),
         samples=samples,
         groups=groups,
-        exchange_words=SLOTS * groups * sent * words * SAMPLES,
+        exchange_words=streams * SLOTS * groups * sent * words * SAMPLES,
         work=Work(
-            layout=f"wide{cluster}" if warp_groups == 2 else f"wider{cluster}",
+            layout=f"{'streams' if streams > 1 else 'wide' if warp_groups == 2 else 'wider'}{cluster}",
             backward=problem.backward,
             split_words=problem.hidden % per_word != 0,
             tiles=tiles,
@@ -116,7 +129,7 @@ def _choice(
             samples=samples,
             groups=groups,
             cluster=cluster,
-            blocks=used * cluster,
+            blocks=streams * used * cluster,
             rounds=1,
             state_words=k_tiles * MMA_WORDS,
             sums=sums,
@@ -130,7 +143,9 @@ def _parcels(sets: int, cluster: int) -> int:
     return -(-sets * SAMPLES // 8 // cluster)
 
 
-def _smem_bytes(problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int) -> int:
+def _smem_bytes(
+    problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int, streams: int, smem_tiles: int
+) -> int:
     """Two buffers of the state, two of received sums for each group, what is read and written, carries and the rest.
 
     As in grid_wide_shape.cuh; every finishing warp has memory of its own.
@@ -144,9 +159,11 @@ def _smem_bytes(problem: Problem, cell: Cell | GatedCell, warps: int, cluster: i
     if cell.gates > 1:  # forward writes, and backward reads, y or its gradient and what was saved
         arrays, ahead, carry_bytes = 1 + cell.saved, INPUTS_AHEAD // 2, warp_parcels * 4 * FINISHERS * 4
     own_bytes = ahead * arrays * FINISHING_WARPS * warp_parcels * 8 * 8 * 4
-    frames_bytes = FINISHING_WARPS * MOST_GROUPS * SAMPLES * 4
+    most_groups = MOST_GROUPS if streams == 1 else 1
+    frames_bytes = FINISHING_WARPS * most_groups * SAMPLES * 4
     pieces = -(k_tiles // -PARTS // PIECE_TILES)
-    barriers = 2 * MOST_GROUPS + 2 * pieces + 2
-    buffers = 2 * state_bytes + 2 * MOST_GROUPS * received_bytes
+    barriers = 2 * most_groups + 2 * pieces + 2
+    buffers = 2 * state_bytes + 2 * most_groups * received_bytes
     ready_bytes = warp_parcels * 2 * 4 * FINISHERS * 16 if cell.gates > 1 and problem.backward and warps == 12 else 0
-    return buffers + own_bytes + frames_bytes + MOST_GROUPS * carry_bytes + ready_bytes + 8 * barriers
+    weight_bytes = warps // 4 * smem_tiles * SMEM_TILE_BYTES
+    return buffers + own_bytes + frames_bytes + most_groups * carry_bytes + ready_bytes + weight_bytes + 8 * barriers

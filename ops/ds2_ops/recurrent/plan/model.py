@@ -17,7 +17,7 @@ Constants = dict[str, dict[str, float]]
 # Of a step's chain, a message's way: measured alone, one word.
 EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
 EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two not measured: as of 8
-WHOLE_CHIP = ("narrow", "wide")  # with gates, constants of a design are those of clusters of any size
+WHOLE_CHIP = ("narrow", "wide", "streams")  # with gates, constants of a design are those of clusters of any size
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
 

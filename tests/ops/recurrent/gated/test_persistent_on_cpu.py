@@ -1,11 +1,13 @@
 """The kernels' own source with gates on a CPU, with slow warps and late messages, against float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.gated import gemm, persistent
+from ds2_ops.recurrent.plan import grid_wide
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
 from ds2_ops.recurrent.plan.grid_wide import wide_choices
@@ -31,8 +33,9 @@ DESIGNS = {
     "narrow": narrow_choices,
     "wide": wide_choices,
     "wider": wide_choices,  # with three multiplying warp groups
+    "streams": wide_choices,  # two, each with all weights
 }
-OTHER = {"wide": 9, "wider": 16}  # blocks of a cluster, where a pass cannot have as few as are asked for
+OTHER = {"wide": 9, "wider": 16, "streams": 9}  # blocks of a cluster, where a pass cannot have as few as are asked for
 
 
 def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -> Choice:
@@ -100,6 +103,9 @@ CASES = [
     pytest.param("gru_after", ("wider", 4, 4, 2), (3, 35, 245), id="gru, three warp groups", marks=pytest.mark.slow),
     pytest.param("lstm", ("wide", 4, 6, 2), (3, 66, 162), id="lstm, wide, two tiles", marks=pytest.mark.slow),
     pytest.param("lstm", ("wide", 4, 6, 1), (20, 3, 162), id="lstm, wide, many frames", marks=pytest.mark.slow),
+    pytest.param("lstm", ("streams", 2, 12, 1), (20, 35, 100), id="lstm, two streams", marks=pytest.mark.slow),
+    # The second stream has a tile less, and odd rows.
+    pytest.param("gru_after", ("streams", 2, 12, 1), (9, 70, 85), id="gru, three tiles", marks=pytest.mark.slow),
     # Groups of 18 and 17: a lane may have an utterance of the first alone. The exchange comes round.
     pytest.param("gru_after", ("wide", 2, 6, 2), (20, 35, 177), id="gru, wide, uneven groups", marks=pytest.mark.slow),
 ]
@@ -110,6 +116,22 @@ def test_slow_warps_and_late_messages_change_nothing(
     cell: str, tile: Tile, shape: tuple[int, int, int], chip: Callable[..., None]
 ) -> None:
     assert not wrong_results(chip, cell, tile, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
+def test_weights_in_shared_memory(cell: str, chip: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all instructions along K but one, where the chip has those from the 29th on."""
+    monkeypatch.setattr(grid_wide, "GATES", replace(grid_wide.GATES, most_k_tiles={2: 1}))
+    shape = ("recurrent/grid_wide_shape.cuh", "K_TILES > 28 ? K_TILES - 28 : 0", "K_TILES > 1 ? K_TILES - 1 : 0")
+    forward = the_choice(("streams", 2, 12, 1), cell, 34, 90, False)
+    assert forward.work.k_tiles == 3
+    given, _ = problem(cell, (4, 34, 90), CPU, torch.bfloat16)
+    with nan_filled_memory():
+        chip(forward, 3, (shape,))
+        ours = persistent.forward(cell, *given, None, True)
+    stock, true = gemm.forward(cell, *given, None, True), gemm.forward(cell, *in_float64(given), None, True)
+    assert all(relative_error(a, c) <= 2 * relative_error(b, c) for a, b, c in zip(ours, stock, true, strict=True))
 
 
 CLUSTER, MULTIPLY = "recurrent/cluster.cuh", "recurrent/cluster_multiply.cuh"

@@ -44,7 +44,7 @@ def test_the_tile_that_was_measured_fastest_is_chosen(hidden: int, batch: int, t
     [
         ("lstm", False, 16, "narrow2"),
         ("lstm", True, 16, "narrow8"),
-        ("lstm", False, 64, "wide3"),
+        ("lstm", False, 64, "streams2"),
         ("lstm", True, 64, "wider16"),
         ("gru_after", False, 32, "wide3"),
         ("gru_after", True, 32, "wide9"),

@@ -13,7 +13,7 @@ from support.paths import ROOT
 
 from tools import fit_plans
 
-RECORDS = {"relu": "plans_h200.json", "gated": "plans_h200_gated.json", "small": "plans_h200_small.json"}
+RECORDS = {"relu": "plans_h200.json"} | {name: f"plans_h200_{name}.json" for name in ("gated", "small", "streams")}
 
 
 @functools.cache
