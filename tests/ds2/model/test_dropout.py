@@ -46,6 +46,11 @@ def test_a_share_of_the_rate_is_the_rate_of_each_utterance(dtype: torch.dtype) -
         torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate)))
 
 
+def test_a_share_is_not_read_on_the_host() -> None:
+    x, keys, share = (t.to("meta") for t in (torch.ones(3, 4, 5), KEYS, torch.ones(4, dtype=torch.float64)))
+    assert layer(0.4)(x, keys, share).shape == x.shape  # a tensor without values cannot be read
+
+
 def test_an_utterance_keeps_its_mask_in_any_batch_and_padding() -> None:
     whole = layer(0.3)(torch.ones(40, 4, 16), KEYS)
     other = layer(0.3)(torch.ones(25, 2, 16), KEYS[[3, 1]])

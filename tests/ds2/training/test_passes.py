@@ -36,8 +36,9 @@ def test_two_views_of_an_utterance_differ_in_masks_and_dropout(tiny_config: Make
     assert torch.equal(keys, one.keys) and not set(others.tolist()) & set(keys.tolist())
 
 
-def test_dropout_rises_by_epochs_beside_all_else_that_travels(tiny_config: MakeConfig) -> None:
-    extra = (*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2")
+@pytest.mark.parametrize("cell", ["rnn", "lstm"])
+def test_dropout_rises_by_epochs_beside_all_else_that_travels(tiny_config: MakeConfig, cell: str) -> None:
+    extra = (*MASKS, "augment.vtlp=[0.8,1.2]", "train.consistency=0.2", f"model.cell={cell}")
     _, whole = prepared(tiny_config(*extra))
     trainer, first = prepared(tiny_config(*extra, "train.dropout_rise_epochs=4", "train.epochs=9"))
     assert whole.dropout_share is None

@@ -10,8 +10,8 @@ from support.gated_cases import assert_as_good_as_stock, problem, run
 from support.op_cases import CUDA, assert_same_bits, nan_filled_memory, poison_padding, ragged_lengths
 from support.persistent_cases import H200, one_a_kernel
 
-# The largest of the goals; uneven groups, and streams with weights in shared memory; odd rows, few utterances; two tiles; so
-# many frames that the exchange comes round; one frame of one utterance; a last cluster that owns little.
+# The largest of the goals; uneven groups, and streams with weights in shared memory; odd rows, few utterances; two
+# tiles; so many frames that the exchange comes round; one frame of one utterance; a last cluster that owns little.
 CASES = [
     ((6, 64, 1024), torch.bfloat16),
     ((20, 63, 1000), torch.bfloat16),
