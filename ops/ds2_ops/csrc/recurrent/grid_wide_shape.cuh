@@ -31,7 +31,7 @@ struct WideShape : Slots<16, 8> {
     // Registers a thread: as many at launch for all, then moved to the multiplying warps, which hold the weights.
     static constexpr bool THREE = WARP_GROUPS_ == 3;
     // Where a cell's gates leave too few for those of all instructions, weights of the last lie in shared memory.
-    static constexpr int SMEM_TILES = GATED && !BACKWARD && !THREE && K_TILES > 28 ? K_TILES - 28 : 0;
+    static constexpr int SMEM_TILES = GATED && !THREE && K_TILES > 28 ? K_TILES - 28 : 0;
     static constexpr int REGISTER_TILES = K_TILES - SMEM_TILES;
     static constexpr bool FEW = REGISTER_TILES <= (THREE ? 13 : 28);
     static constexpr int MULTIPLY_REGISTERS = THREE ? (FEW ? 104 : 112) : FEW ? 160 : 176;

@@ -57,6 +57,9 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
             choice = _choice(problem, device, may, warp_groups, cluster, clusters, SAMPLES, streams=2)
             if choice is not None and choice.launch.smem_bytes <= device.smem_bytes_per_block:
                 found.append(choice)
+    # Weights in shared memory are for streams, and where nothing of this design holds them otherwise.
+    if any(not choice.work.smem_k_tiles for choice in found):
+        found = [c for c in found if not c.work.smem_k_tiles or c.work.layout.startswith("streams")]
     return found
 
 
@@ -84,7 +87,7 @@ def _choice(
     most_words = warps // sums * 8  # of a cluster
     used = -(-words // most_words)
     warp_parcels = -(-_parcels(warps // sums, cluster) // FINISHING_WARPS)
-    smem_tiles = max(0, k_tiles - may.most_k_tiles[2]) if streams > 1 and sums > 1 else 0
+    smem_tiles = max(0, k_tiles - may.most_k_tiles[2]) if may is GATES and warp_groups == 2 else 0
     if (
         per_word != 2
         or streams * used > clusters
@@ -134,6 +137,7 @@ def _choice(
             state_words=k_tiles * MMA_WORDS,
             sums=sums,
             sent=sent,
+            smem_k_tiles=smem_tiles,
         ),
     )
 

@@ -119,19 +119,28 @@ def test_slow_warps_and_late_messages_change_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
-def test_weights_in_shared_memory(cell: str, chip: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of all instructions along K but one, where the chip has those from the 29th on."""
+@pytest.mark.parametrize(("cell", "hidden"), [("lstm", 100), ("gru_after", 85)])
+def test_weights_in_shared_memory(
+    cell: str, hidden: int, chip: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all instructions along K but one, where the chip has those from the 29th on; forward two streams."""
     monkeypatch.setattr(grid_wide, "GATES", replace(grid_wide.GATES, most_k_tiles={2: 1}))
-    shape = ("recurrent/grid_wide_shape.cuh", "K_TILES > 28 ? K_TILES - 28 : 0", "K_TILES > 1 ? K_TILES - 1 : 0")
-    forward = the_choice(("streams", 2, 12, 1), cell, 34, 90, False)
-    assert forward.work.k_tiles == 3
-    given, _ = problem(cell, (4, 34, 90), CPU, torch.bfloat16)
-    with nan_filled_memory():
-        chip(forward, 3, (shape,))
-        ours = persistent.forward(cell, *given, None, True)
-    stock, true = gemm.forward(cell, *given, None, True), gemm.forward(cell, *in_float64(given), None, True)
-    assert all(relative_error(a, c) <= 2 * relative_error(b, c) for a, b, c in zip(ours, stock, true, strict=True))
+    fewer = (("recurrent/grid_wide_shape.cuh", "K_TILES > 28 ? K_TILES - 28 : 0", "K_TILES > 1 ? K_TILES - 1 : 0"),)
+    forward = the_choice(("streams", 2, 12, 1), cell, 34, hidden, False)
+    backward = the_choice(("wide", 9, 2, 2), cell, 34, hidden, True)
+    assert min(forward.work.smem_k_tiles, backward.work.smem_k_tiles) > 0
+    given, (grad_y, grad_h_n, *grad_c_n) = problem(cell, (4, 34, hidden), CPU, torch.bfloat16)
+    above = (grad_y, grad_h_n, grad_c_n[0] if grad_c_n else None)
+    results: list[list[Tensor]] = []
+    doubles = in_float64(given), in_float64(above)
+    for run, tensors, grads in ((persistent, given, above), (gemm, given, above), (gemm, *doubles)):
+        saved = gemm.forward(cell, *tensors, None, True)[-1]
+        with nan_filled_memory():
+            chip(forward, 3, fewer)
+            outputs = run.forward(cell, *tensors, None, True)  # type: ignore[attr-defined]
+            chip(backward, 4, fewer)
+            results.append([*outputs, *run.backward_data(cell, *grads, saved, tensors[1], None)])  # type: ignore[attr-defined]
+    assert all(relative_error(a, c) <= 2 * relative_error(b, c) for a, b, c in zip(*results, strict=True))
 
 
 CLUSTER, MULTIPLY = "recurrent/cluster.cuh", "recurrent/cluster_multiply.cuh"
