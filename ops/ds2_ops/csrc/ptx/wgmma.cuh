@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ptx/number.cuh"
+#include "ptx/product.cuh"
 
 namespace ds2 {
 
@@ -16,19 +17,28 @@ __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligne
 
 // Shared memory of the state of one instruction, in core matrices of 8 utterances x 16 bytes without swizzle: the first 4
 // words of K of all utterances, then the other 4.
-__device__ inline unsigned long long state_descriptor(unsigned address) {
-    const unsigned long long k_stride = WGMMA_SAMPLES * 16, utterance_stride = 128;
-    return (address & 0x3ffff) >> 4 | (k_stride >> 4) << 16 | (utterance_stride >> 4) << 32;
-}
+__device__ inline unsigned long long state_descriptor(unsigned address) { return operand_at(address, WGMMA_SAMPLES * 16, 128); }
 
-#define DS2_WGMMA(TYPE)                                                                                                   \
+// And of weights that do not lie in registers, of 8 rows x 16 bytes: the first 4 words of K of all 64 rows, then the other 4.
+// weight_place is where number i of a lane's fragment, of warp w of the group, lies among them.
+constexpr int WGMMA_WEIGHT_BYTES = 2048;  // of one instruction
+__device__ inline unsigned weight_place(int warp, int lane, int i) {
+    return i / 2 * 1024 + (warp * 2 + i % 2) * 128 + lane / 4 * 16 + lane % 4 * 4;
+}
+__device__ inline unsigned long long weights_descriptor(unsigned address) { return operand_at(address, 1024, 128); }
+
+// WEIGHTS, STATE: operands from %16 on, and what else the instruction takes behind the signs; then what they are.
+#define DS2_WGMMA(TYPE, WEIGHTS, STATE, MORE, ...)                                                                        \
     asm volatile(                                                                                                         \
         "{.reg .pred accumulate; setp.eq.u32 accumulate, 0, 0;\n"                                                         \
         "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE                                                       \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, accumulate, 1, 1, 0;}"          \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, " WEIGHTS ", " STATE ", accumulate, 1, 1" MORE ";}"     \
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),     \
           "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])                        \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(state))
+        : __VA_ARGS__)
+#define DS2_WGMMA_REGISTERS(TYPE) \
+    DS2_WGMMA(TYPE, "{%16,%17,%18,%19}", "%20", ", 0", "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(state))
+#define DS2_WGMMA_MEMORY(TYPE) DS2_WGMMA(TYPE, "%16", "%17", ", 0, 0", "l"(weights), "l"(state))
 
 template <class A, class B>
 constexpr bool IS_SAME = false;
@@ -40,41 +50,21 @@ template <class Number>
 __device__ void wgmma(float (&c)[WGMMA_SAMPLES / 2], const unsigned (&a)[4], unsigned long long state) {
     static_assert(Number::PER_WORD == 2, "16-bit numbers");
     if constexpr (IS_SAME<Number, Fp16>)
-        DS2_WGMMA("f16");
+        DS2_WGMMA_REGISTERS("f16");
     else
-        DS2_WGMMA("bf16");
+        DS2_WGMMA_REGISTERS("bf16");
 }
-
-#undef DS2_WGMMA
-
-// The same with the weights in shared memory, in core matrices of 8 rows x 16 bytes without swizzle: the first 4 words of K of
-// all 64 rows, then the other 4. In the words of a fragment: of warp w of the group, number i of a lane.
-constexpr int WGMMA_WEIGHT_BYTES = 2048;  // of one instruction
-__device__ inline unsigned weight_place(int warp, int lane, int i) {
-    return i / 2 * 1024 + (warp * 2 + i % 2) * 128 + lane / 4 * 16 + lane % 4 * 4;
-}
-__device__ inline unsigned long long weights_descriptor(unsigned address) {
-    const unsigned long long k_stride = 1024, row_stride = 128;
-    return (address & 0x3ffff) >> 4 | (k_stride >> 4) << 16 | (row_stride >> 4) << 32;
-}
-
-#define DS2_WGMMA(TYPE)                                                                                                   \
-    asm volatile(                                                                                                         \
-        "{.reg .pred accumulate; setp.eq.u32 accumulate, 0, 0;\n"                                                         \
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE                                                       \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, accumulate, 1, 1, 0, 0;}"                     \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]), "+f"(c[8]),     \
-          "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])                        \
-        : "l"(weights), "l"(state))
-
+// The same with the weights in shared memory.
 template <class Number>
 __device__ void wgmma(float (&c)[WGMMA_SAMPLES / 2], unsigned long long weights, unsigned long long state) {
     if constexpr (IS_SAME<Number, Fp16>)
-        DS2_WGMMA("f16");
+        DS2_WGMMA_MEMORY("f16");
     else
-        DS2_WGMMA("bf16");
+        DS2_WGMMA_MEMORY("bf16");
 }
 
 #undef DS2_WGMMA
+#undef DS2_WGMMA_REGISTERS
+#undef DS2_WGMMA_MEMORY
 
 }  // namespace ds2

@@ -120,7 +120,8 @@ struct WideMultiplier : WideBlock<Shape> {
                 if (k < Shape::REGISTER_TILES)
                     weights[min(k, Shape::REGISTER_TILES - 1)][i] = word;
                 else
-                    store_shared_4(group_weights() + (k - Shape::REGISTER_TILES) * WGMMA_WEIGHT_BYTES + weight_place(warp % 4, lane, i), word);
+                    store_shared_4(group_weights() + (k - Shape::REGISTER_TILES) * WGMMA_WEIGHT_BYTES +
+                                       weight_place(warp % 4, lane, i), word);
             }
         if (Shape::SMEM_TILES > 0) {
             fence_async_shared();

@@ -357,8 +357,10 @@ struct WideFinisher : WideBlock<Shape> {
 #pragma unroll
         for (int n = 0; n < OWN; n++) {
             prepare(tile, at, t, turn, n, ready[n]);
-            if constexpr (Shape::READY_APART) keep_ready(n, ready[n]);
-            if constexpr (!Shape::READY_APART) kept_carry<Shape>(carry_at(at.group, n), carry[n]);
+            if constexpr (Shape::READY_APART)
+                keep_ready(n, ready[n]);
+            else
+                kept_carry<Shape>(carry_at(at.group, n), carry[n]);
         }
         await_sums(at);
         const unsigned from = sums_at + buffer_of(at) * Shape::RECEIVED_BYTES;

@@ -83,7 +83,8 @@ struct WideShape : Slots<16, 8> {
     // mbarriers: of received sums, then of pieces of the state that are full, then of states whose products are done.
     static constexpr int FULL = 2 * GROUPS, READ = FULL + 2 * PIECES, BARRIERS = READ + 2;
     static constexpr int SMEM_BYTES = BARRIERS_AT + 8 * BARRIERS;
-    static constexpr int TILE_DONE = 1, WEIGHTS_THERE = 2, ALL_EMPTY = 15, BEGINNERS = POLLERS + FINISHERS;  // named barrier of the finishing warps; 0 is __syncthreads
+    // Named barriers: of the finishing warps, of the multiplying ones, of those who begin with the exchange; 0 is __syncthreads.
+    static constexpr int TILE_DONE = 1, WEIGHTS_THERE = 2, ALL_EMPTY = 15, BEGINNERS = POLLERS + FINISHERS;
 
     static __device__ int full(int turn, int piece) { return FULL + turn % 2 * PIECES + piece; }
     static __device__ int arrivals(int barrier) {

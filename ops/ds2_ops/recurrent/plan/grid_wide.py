@@ -43,24 +43,23 @@ GATES = _Space((16, 9, 6, 5, 4, 3, 2), {2: 28, 3: 16}, 1)
 
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
-    found: list[Choice] = []
+    whole: list[Choice] = []
+    halves: list[Choice] = []
     may = PLAIN if ALL[problem.nonlinearity].gates == 1 else GATES
     for warp_groups, cluster in itertools.product(may.most_k_tiles, may.clusters):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
             choice = _choice(problem, device, may, warp_groups, cluster, clusters, most_samples)
-            if choice is None or choice.launch.smem_bytes > device.smem_bytes_per_block:
+            if choice is None:
                 break
-            if not found or choice.work != found[-1].work:  # smaller groups, in more turns
-                found.append(choice)
+            if not whole or choice.work != whole[-1].work:  # smaller groups, in more turns
+                whole.append(choice)
         if may is GATES and warp_groups == 2 and problem.batch > SAMPLES:
             choice = _choice(problem, device, may, warp_groups, cluster, clusters, SAMPLES, streams=2)
-            if choice is not None and choice.launch.smem_bytes <= device.smem_bytes_per_block:
-                found.append(choice)
-    # Weights in shared memory are for streams, and where nothing of this design holds them otherwise.
-    if any(not choice.work.smem_k_tiles for choice in found):
-        found = [c for c in found if not c.work.smem_k_tiles or c.work.layout.startswith("streams")]
-    return found
+            halves += [choice] if choice is not None else []
+    # On the whole chip weights lie in shared memory only where nothing of this design holds them otherwise.
+    in_registers = [choice for choice in whole if not choice.work.smem_k_tiles]
+    return (in_registers or whole) + halves
 
 
 def _choice(
@@ -73,7 +72,7 @@ def _choice(
     most_samples: int,
     streams: int = 1,
 ) -> Choice | None:
-    """None where weights or clusters are too many or some block has no part of K.
+    """None where weights, clusters or bytes of shared memory are too many or some block has no part of K.
 
     Args:
         streams: parts of the chip, each of which keeps all weights and runs groups of its own, one at a time.
@@ -100,9 +99,13 @@ def _choice(
         or (warp_groups == 3 and cell.gates == 3 and problem.backward and k_tiles > 13)
     ):
         return None
-    samples, groups, tiles = turns(problem.batch, most_samples, MOST_GROUPS if streams == 1 else 1)
+    most_groups = MOST_GROUPS if streams == 1 else 1
+    samples, groups, tiles = turns(problem.batch, most_samples, most_groups)
     tiles = -(-tiles // streams)
-    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles, streams, smem_tiles)
+    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles, most_groups)
+    smem_bytes += warp_groups * smem_tiles * SMEM_TILE_BYTES
+    if smem_bytes > device.smem_bytes_per_block:
+        return None
     threads = 32 * warps + 2 * FINISHERS  # the others poll
     numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower(), *([streams] if streams > 1 else []))
     shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
@@ -148,7 +151,7 @@ def _parcels(sets: int, cluster: int) -> int:
 
 
 def _smem_bytes(
-    problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int, streams: int, smem_tiles: int
+    problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int, most_groups: int
 ) -> int:
     """Two buffers of the state, two of received sums for each group, what is read and written, carries and the rest.
 
@@ -163,11 +166,9 @@ def _smem_bytes(
     if cell.gates > 1:  # forward writes, and backward reads, y or its gradient and what was saved
         arrays, ahead, carry_bytes = 1 + cell.saved, INPUTS_AHEAD // 2, warp_parcels * 4 * FINISHERS * 4
     own_bytes = ahead * arrays * FINISHING_WARPS * warp_parcels * 8 * 8 * 4
-    most_groups = MOST_GROUPS if streams == 1 else 1
     frames_bytes = FINISHING_WARPS * most_groups * SAMPLES * 4
     pieces = -(k_tiles // -PARTS // PIECE_TILES)
     barriers = 2 * most_groups + 2 * pieces + 2
     buffers = 2 * state_bytes + 2 * most_groups * received_bytes
     ready_bytes = warp_parcels * 2 * 4 * FINISHERS * 16 if cell.gates > 1 and problem.backward and warps == 12 else 0
-    weight_bytes = warps // 4 * smem_tiles * SMEM_TILE_BYTES
-    return buffers + own_bytes + frames_bytes + most_groups * carry_bytes + ready_bytes + weight_bytes + 8 * barriers
+    return buffers + own_bytes + frames_bytes + most_groups * carry_bytes + ready_bytes + 8 * barriers
