@@ -1,0 +1,197 @@
+"""Run random problems through random tiles of the recurrent kernels on a GPU, beside float64.
+
+    python tools/fuzz_kernels.py --seconds 240 --workers 14      every case that fails is one line; exit status 1
+    python tools/fuzz_kernels.py --seed 3 --case 31              one case again
+
+A case is a cell, a dtype, a hidden size and, for each pass, a layout of its space, whether the planner would choose it
+or not; it runs with several tiles, batches, numbers of frames and kinds of lengths, with a first state and without, on
+the whole chip or a part. Inputs hold NaN at padding, and memory of the results holds NaN before. Each utterance of each
+result may err by three times what the worst utterance of the same equations in torch errs, or three roundings of the
+largest utterance (of 1 where a result is a handful of numbers, each perhaps a small difference of larger ones). The
+same launch again gives the same bits.
+Shape letters: T frames, B batch, H hidden.
+"""
+
+import argparse
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.device import device_facts
+from ds2_ops.recurrent.gated import gemm
+from ds2_ops.recurrent.gated import persistent as gated
+from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support import gated_cases, persistent_cases
+from support.op_cases import nan_filled_memory, poison_padding
+
+CELLS = ("relu", "clipped_relu", "tanh", *GATED)
+LARGEST = {"relu": 2816, "clipped_relu": 2816, "tanh": 2816, "lstm": 1280, "gru_after": 1312, "gru_before": 256}
+ROUNDING = {"bfloat16": 2**-9, "float16": 2**-12, "float32": 2**-11}  # fp32 products go through TF32
+RUNS, MOST_NUMBERS, HANDFUL = 4, 4_000_000, 8
+
+
+def cases(seed: int, case: int) -> Iterator[str]:
+    """Run one case; yields what is wrong, and "" for each run that is not."""
+    rng = random.Random(f"{seed}/{case}")
+    cell, dtype = rng.choice(CELLS), rng.choice(("bfloat16", "bfloat16", "float16", "float32"))
+    hidden = rng.randint(1, rng.choice((64, 256, 512, LARGEST[cell]))) if cell != "gru_before" else rng.randint(1, 256)
+    hidden = max(1, hidden - hidden % rng.choice((1, 2, 8, 64)))
+    layouts: dict[bool, str] = {}
+    for _ in range(RUNS):
+        max_sms = rng.choice((None, None, None, 16, 64, 120))
+        batch = rng.choice((1, rng.randint(2, 16), rng.randint(17, 32), rng.randint(33, 64), rng.randint(65, 130)))
+        frames = rng.choice((1, 2, rng.randint(3, 15), rng.randint(16, 40), rng.randint(41, 150)))
+        frames = max(1, min(frames, MOST_NUMBERS // (batch * hidden)))
+        try:
+            tiles = {
+                backward: _tile(rng, Problem(batch, hidden, dtype, cell, backward), max_sms, layouts)
+                for backward in (False, True)
+            }
+        except DoesNotFit:
+            continue
+        shape, kind = (frames, batch, hidden), rng.choice(("ragged", "full", "random", "few"))
+        lengths = _lengths(rng, frames, batch, kind)
+        persistent.plan_for = lambda wanted, *_: tiles[wanted.backward]  # noqa: B023  (used in this turn)
+        wrong = _wrong(cell, dtype, shape, lengths, rng.random() < 0.7)
+        names = " and ".join(tiles[backward].name for backward in (False, True))
+        yield f"case {case}: {cell} {dtype} (T, B, H) = {shape}, {kind}, {names}: {wrong}" if wrong else ""
+
+
+def _tile(rng: random.Random, problem: Problem, max_sms: int | None, layouts: dict[bool, str]) -> Choice:
+    """A tile of the layout that the case has taken before, if this problem has it: it may need no new kernel."""
+    found = space(problem, device_facts(0), max_sms)
+    same = [choice for choice in found if choice.work.layout == layouts.get(problem.backward)]
+    layout = rng.choice(sorted({choice.work.layout for choice in same or found}))
+    layouts.setdefault(problem.backward, layout)
+    return rng.choice([choice for choice in found if choice.work.layout == layout])
+
+
+def _lengths(rng: random.Random, frames: int, batch: int, kind: str) -> Tensor:
+    if kind == "ragged":
+        return torch.linspace(frames, 0, batch).int()
+    least, most = {"full": (frames, frames), "random": (0, frames), "few": (0, min(frames, 3))}[kind]
+    return torch.tensor([rng.randint(least, most) for _ in range(batch)], dtype=torch.int32)
+
+
+def _wrong(cell: str, dtype: str, shape: tuple[int, int, int], lengths: Tensor, with_state: bool) -> str:
+    """What differs too much from float64, or between two launches."""
+    kind, device = getattr(torch, dtype), torch.device("cuda")
+    lengths = lengths.to(device)
+    with nan_filled_memory():
+        ours, stock, truth = (_gated if cell in GATED else _plain)(cell, shape, kind, lengths, with_state)
+        faults = []
+        for i, (once, again) in enumerate(zip(*ours, strict=True)):
+            if not torch.equal(once, again):
+                faults.append(f"result {i} differs between launches")
+            batch_first = [
+                r.double().movedim(-2 if r.dim() < 4 else 1, 0).flatten(1) for r in (once, stock[i], truth[i])
+            ]
+            error, usual = ((r - batch_first[2]).norm(dim=1) for r in batch_first[:2])
+            largest = max(float(batch_first[2].norm(dim=1).max()), 1.0 if once.numel() < HANDFUL else 0.0)
+            right = error <= 3 * max(float(usual.max()), ROUNDING[dtype] * largest)  # NaN is not
+            if not right.all():
+                faults.append(f"result {i}, utterances {(~right).nonzero().flatten().tolist()[:8]}")
+    return ", ".join(faults)
+
+
+Results = tuple[tuple[list[Tensor], list[Tensor]], list[Tensor], list[Tensor]]  # ours twice, stock's, the truth
+
+
+def _plain(cell: str, shape: tuple[int, int, int], kind: torch.dtype, lengths: Tensor, with_state: bool) -> Results:
+    x, weight, h0, grad_y, grad_h_n = persistent_cases.inputs(shape, kind)
+    options, zeros = Options(cell, persistent_cases.CLIP), torch.zeros_like(h0)
+    poisoned_x, poisoned_grad = poison_padding(x, lengths), poison_padding(grad_y, lengths)
+
+    def ours() -> list[Tensor]:
+        y, h_n = persistent.forward(poisoned_x, weight, h0 if with_state else None, lengths, options)
+        grads = persistent.backward_data(poisoned_grad, grad_h_n if with_state else None, y, weight, lengths, options)
+        return [y, h_n, *grads]
+
+    once, again = ours(), ours()
+    first, last = (h0, grad_h_n) if with_state else (zeros, zeros)
+
+    def loops(to: torch.dtype) -> list[Tensor]:
+        given = [tensor.to(to) for tensor in (x, weight, first, grad_y, last, once[0])]
+        forward = persistent_cases.forward_loop(*given[:3], lengths, cell)
+        return [*forward, *persistent_cases.backward_loop(given[3], given[4], given[5], given[1], lengths, cell)]
+
+    return (once, again), loops(kind), loops(torch.float64)
+
+
+def _gated(cell: str, shape: tuple[int, int, int], kind: torch.dtype, lengths: Tensor, with_state: bool) -> Results:
+    (x, weight, bias, h0, c0), cotangents = gated_cases.problem(cell, shape, torch.device("cuda"), kind)
+    grad_y, grad_h_n, grad_c_n = (*cotangents, None)[:3]
+    assert x is not None and weight is not None
+    ends = (h0, c0, grad_h_n, grad_c_n) if with_state else (None, None, None, None)
+
+    def run(module: object, to: torch.dtype, poison: bool) -> list[Tensor]:
+        wide = gated_cases.wide(to)
+        frames = [poison_padding(t, lengths) if poison else t for t in (x, grad_y)]
+        h, c, grad_h, grad_c = (None if t is None else t.to(wide if i % 2 else to) for i, t in enumerate(ends))
+        given = (frames[0].to(to), weight.to(to), None if bias is None else bias.to(to), h, c, lengths, True)
+        *outputs, saved = module.forward(cell, *given)  # type: ignore[attr-defined]
+        back = module.backward_data(cell, frames[1].to(to), grad_h, grad_c, saved, given[1], lengths)  # type: ignore[attr-defined]
+        return [result for result in (*outputs, *back) if result.numel()]
+
+    return (
+        (run(gated, kind, True), run(gated, kind, True)),
+        run(gemm, kind, False),
+        run(gemm, torch.float64, False),
+    )
+
+
+def _worker(seed: int, first: int, step: int, until: float) -> tuple[Counter[str], list[str]]:
+    """Run every `step`-th case from `first` on until a time."""
+    count: Counter[str] = Counter()
+    faults, case = [], first
+    while time.monotonic() < until:
+        count["cases"] += 1
+        for fault in cases(seed, case):
+            count["runs"] += 1
+            if fault:
+                faults.append(fault)
+                print(fault, flush=True)
+        case += step
+    return count, faults
+
+
+def main() -> int:
+    """Run cases until the time is over, or one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="only this one")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--workers", type=int, default=4)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("tools/fuzz_kernels.py needs a CUDA GPU; tests/ops/recurrent emulates the kernels without one")
+    if options.case is not None:
+        faults = [fault for fault in cases(options.seed, options.case) if fault]
+        print("\n".join(faults) or f"case {options.case}: right")
+        return bool(faults)
+    until, workers = time.monotonic() + options.seconds, options.workers
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [pool.submit(_worker, options.seed, i, workers, until) for i in range(workers)]
+        results = [job.result() for job in jobs]
+    total = sum((count for count, _ in results), Counter())
+    faults = [fault for _, found in results for fault in found]
+    print(f"seed {options.seed}: {total['cases']} cases, {total['runs']} runs, {len(faults)} wrong")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
