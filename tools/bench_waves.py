@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", default=["model=rnn_8", "model.depth=4"])
     parser.add_argument("--frames", type=int, nargs="+", default=[350], help="output frames")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--piece", type=int, nargs="+", default=[50], help="output frames of a piece")
+    parser.add_argument("--piece", type=int, nargs="+", default=[44], help="output frames of a piece")
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, WAVE_LANES])
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()

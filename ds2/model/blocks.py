@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -29,8 +29,8 @@ from ds2.config.schema import ConfigError
 from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel, RecurrentModule
 from ds2.model.convolution import MaskedConv
-from ds2.model.folded import FoldedConv, FoldedLstm, StreamedConv, before
-from ds2.model.folded_module import WAVE_SMS, FoldedModule, Passage
+from ds2.model.folded import WAVE_SMS, FoldedConv, FoldedLstm, StreamedConv, before
+from ds2.model.folded_module import FoldedModule, Passage
 from ds2.model.structure import frames_after
 
 WAVE_LANES = 7  # layers beside each other: as many clusters of 16 multiprocessors as an H200 holds
@@ -82,7 +82,7 @@ class BlockModel:
             raise ConfigError(reason)
         if block_frames < 1 or block_frames % model.time_stride:
             raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
-        self.piece, self._streams = (piece_frames or block_frames) // model.time_stride, list[torch.cuda.Stream]()
+        self.piece, self._lanes = (piece_frames or block_frames) // model.time_stride, list[wavefront.Lane]()
         self.lanes, self.waves = WAVE_LANES, runs_waves(model, dtype)
         self.block_frames, self.dtype, self.bins, self.hidden = block_frames, dtype, model.bins, model.config.hidden
         self.strides = [conv.stride[1] for conv in model.config.convs]
@@ -184,7 +184,7 @@ class BlockModel:
             (T, B, H).
         """
         pieces = torch.split(x, self.piece)
-        lanes = self._lanes(x.shape[1]) if len(pieces) > 1 else []
+        lanes = self._lanes_for(x.shape[1]) if len(pieces) > 1 else []
         begins = lengths = None
         if edges:  # a state stays 0 until its stream begins, and nothing is heard past the end
             first = blocks * self.frames + self._first  # (M, C, B): of each module and piece
@@ -192,11 +192,11 @@ class BlockModel:
             lengths = torch.minimum((ends - first).clamp_min(0), self._long).int()
         states, cells = (iter(table.index_select(1, places)) for table in (carried.states, carried.cells))
         rows = iter(torch.split(carried.rows, [module.rows for module in self.modules]))
-        stages, passages = list[Callable[[int, Tensor], Tensor]](), list[Passage]()
+        stages, passages = list[wavefront.Stage](), list[Passage]()
         for number, module in enumerate(self.modules):
             edge = None if begins is None or lengths is None else (begins[number], lengths[number])
             own = [(next(states), *itertools.islice(cells, 1)) for _ in module.layers]
-            passages.append(Passage(module, own, next(rows), places, edge, beside=bool(lanes)))
+            passages.append(Passage(module, own, next(rows), places, edge))
             stages += [functools.partial(passages[-1].layer, layer) for layer in range(len(module.layers))]
         values = wavefront.run(stages, pieces, lanes)
         carries = [carry for passage in passages for carry in passage.states]
@@ -205,13 +205,13 @@ class BlockModel:
                 table.index_copy_(1, places, torch.stack([carry[number] for carry in carries]))
         return torch.cat(values) if len(values) > 1 else values[0]
 
-    def _lanes(self, batch: int) -> list[torch.cuda.Stream]:
-        """Streams for a batch whose layers take so few multiprocessors that several fit beside each other."""
+    def _lanes_for(self, batch: int) -> list[wavefront.Lane]:
+        """Lanes for a batch whose layers take so few multiprocessors that several fit beside each other."""
         if not self.waves or batch > MOST_STREAMS_IN_WAVES:
             return []
-        while len(self._streams) < self.lanes:
-            self._streams.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-        return self._streams[: self.lanes]
+        while len(self._lanes) < self.lanes:
+            self._lanes.append(wavefront.Lane(self.device))
+        return self._lanes[: self.lanes]
 
 
 def why_not(model: AcousticModel) -> str | None:

@@ -139,6 +139,7 @@ def _matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:
 
 
 Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
+WAVE_SMS = 16  # multiprocessors of a layer that has others beside it
 
 
 class FoldedRecurrence:
@@ -150,7 +151,7 @@ class FoldedRecurrence:
         self.nonlinearity, self.clip, self.backend = layer.nonlinearity, layer.clip, layer.backend
 
     def __call__(
-        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, max_sms: int | None
+        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, aside: torch.cuda.Stream | None
     ) -> tuple[Tensor, Carry]:
         """Run frames (T, B, D) of streams.
 
@@ -159,7 +160,7 @@ class FoldedRecurrence:
             carry: what the layer carries, zeros before a stream's first frame.
             lengths: (B,) int32 frames that are a stream's; None: all.
             begin: (B,) int32 a stream's first frame, before which it carries zeros on; None: 0.
-            max_sms: multiprocessors of a layer that has others beside it; None: it has none.
+            aside: of a layer that has others beside it, a stream for its projection, on which x is there.
 
         Returns:
             (T, B, H), and what the layer carries behind them.
@@ -175,8 +176,8 @@ class FoldedRecurrence:
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
-            max_sms=max_sms,
-            beside=max_sms is not None,
+            max_sms=None if aside is None else WAVE_SMS,
+            aside=aside,
         )
         return y, (state,)
 
@@ -191,9 +192,9 @@ class FoldedLstm:
         self.backend = layer.backend
 
     def __call__(
-        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, max_sms: int | None
+        self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, aside: torch.cuda.Stream | None
     ) -> tuple[Tensor, Carry]:
-        """See `FoldedRecurrence`; no other layers run beside it."""
+        """See `FoldedRecurrence`; no other layers run beside it, so nothing goes aside."""
         h, c = carry
         y, *left = lstm_layer(x, self.weight, self.bias, self.weight_hh, h, c, lengths, begin, backend=self.backend)
         return y, tuple(left)

@@ -18,8 +18,6 @@ from ds2.model.convolution import RowConvolution
 from ds2.model.folded import Carry, FoldedLstm, FoldedRecurrence
 from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer
 
-WAVE_SMS = 16  # multiprocessors of a layer that has others beside it
-
 
 class FoldedModule:
     """Recurrent layers, then row convolutions, and the skip around both.
@@ -56,7 +54,6 @@ class Passage:
         rows: (R, N, H) what streams of N places carry beside these; updated.
         places: (B,) int64 those of the batch.
         edges: first frames and lengths, (C, B) int32 each, of the streams in each piece; None where all are amid.
-        beside: other layers run at the same time.
     """
 
     def __init__(
@@ -66,21 +63,25 @@ class Passage:
         rows: Tensor,
         places: Tensor,
         edges: tuple[Tensor, Tensor] | None,
-        *,
-        beside: bool,
     ) -> None:
-        self.module, self.rows, self.places, self.edges, self.beside = module, rows, places, edges, beside
+        self.module, self.rows, self.places, self.edges = module, rows, places, edges
         self.states = list(states)  # by now
         self._inputs: dict[int, Tensor] = {}  # of pieces that are amid the module
 
-    def layer(self, number: int, piece: int, x: Tensor) -> Tensor:
-        """Map a piece (T, B, D) through one layer, and through what closes the module if it is the last; (T, B, H)."""
+    def layer(self, number: int, piece: int, x: Tensor, aside: torch.cuda.Stream | None) -> Tensor:
+        """Map a piece (T, B, D) through one layer, and through what closes the module if it is the last; (T, B, H).
+
+        Args:
+            number: of the layer in the module.
+            piece: its number.
+            x: the piece.
+            aside: of a layer that has others beside it, as of `ds2.model.wavefront.run`.
+        """
         module, layer = self.module, self.module.layers[number]
         begin, lengths = (None, None) if self.edges is None else (part[piece] for part in self.edges)
         if number == 0:
             self._inputs[piece] = x
-        max_sms = WAVE_SMS if self.beside else None
-        y, self.states[number] = layer(x, self.states[number], lengths, begin, max_sms=max_sms)
+        y, self.states[number] = layer(x, self.states[number], lengths, begin, aside=aside)
         if number + 1 < len(module.layers):
             return y
         x = self._inputs.pop(piece)

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.model.blocks import FOR_EVER, WAVE_LANES, BlockModel, runs_waves, why_not
+from ds2.model.blocks import FOR_EVER, BlockModel, runs_waves, why_not
 from ds2.model.recurrent import why_torch
 from ds2.recognition.parts import Parts, Said
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
 _CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
-_PIECE_FRAMES = 50  # output frames that a layer runs at once where layers run beside each other
+_PIECE_FRAMES, _PIECES = 44, 8  # output frames that a layer runs at once where others run beside it; a block has at most
 _EMPTY = 0, 0, FOR_EVER, 0  # of a row without a stream: row of samples (all that is needed amid), blocks, end, frames
 _NUMBERS = len(_EMPTY)
 
@@ -126,13 +126,13 @@ class GraphedBlocks:
         if config.cell == "lstm" and (reason := why_torch("lstm", config.hidden, dtype, parts.device)):
             return f"LSTM layers are torch's, which are heard chunk by chunk: {reason}"
         if block_frames > GraphedBlocks.most_frames(parts):
-            return f"blocks of more than {WAVE_LANES * _PIECE_FRAMES} output frames are heard as they come"
+            return f"blocks of more than {_PIECES * _PIECE_FRAMES} output frames are heard as they come"
         return None
 
     @staticmethod
     def most_frames(parts: Parts) -> int:
-        """Feature frames of the longest block: as many pieces as layers may run beside each other."""
-        return WAVE_LANES * _piece_frames(parts)
+        """Feature frames of the longest block."""
+        return _PIECES * _piece_frames(parts)
 
     @staticmethod
     def file_frames(parts: Parts) -> int | None:

@@ -3,6 +3,8 @@
 Shape letters: T frames, B batch, K width of the input, H hidden.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -33,7 +35,7 @@ def recurrent_layer(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
-    beside: bool = False,
+    aside: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
@@ -47,8 +49,8 @@ def recurrent_layer(
         weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
         h0, lengths, nonlinearity, clip, backend, max_sms: as :func:`ds2_ops.recurrence`.
         begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0; all 0 when None.
-        beside: layers on other streams share the GPU: only the recurrence starts early, and the projection leaves them
-            their multiprocessors.
+        aside: where layers on other streams share the GPU, a stream for the projection, on which ``x`` is there; the
+            current one need not have it. The projection leaves the other layers their multiprocessors.
 
     Returns:
         y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
@@ -57,14 +59,23 @@ def recurrent_layer(
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.recurrence`.
     """
     _check_projection(x, weight_ih, bias, "H")
-    hidden, x = len(weight_ih), x.contiguous()
+    hidden = len(weight_ih)
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
-    if _overlaps(x, weight_ih, backend, nonlinearity, max_sms):
-        z = projection.project(x, weight_ih, bias, begin, beside=beside)
+    overlaps = _overlaps(x, weight_ih, backend, nonlinearity, max_sms)
+    with nullcontext() if aside is None else torch.cuda.stream(aside):
+        x = x.contiguous()
+        if overlaps:
+            z = projection.project(x, weight_ih, bias, begin, beside=aside is not None)
+        else:
+            z = projected(x, weight_ih, bias, begin)
+    if aside is not None:
+        here = torch.cuda.current_stream(x.device)
+        here.wait_stream(aside)
+        z.record_stream(here)
+    if overlaps:
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
         h0 = None if h0 is None else h0.contiguous()
         return persistent.forward(z, weight_hh.contiguous(), h0, lengths_on(lengths, len(x), x.device), options)
-    z = projected(x, weight_ih, bias, begin)
     return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
 
 
