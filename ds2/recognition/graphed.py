@@ -23,7 +23,8 @@ from ds2.recognition.parts import Parts, Said
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
 _CPU_FILE_S = 2.0  # audio of a file that a CPU hears at once in bfloat16
-_PIECE_FRAMES, _PIECES = 44, 8  # output frames that a layer runs at once where others run beside it; a block has at most
+_PIECE_FRAMES = 44  # output frames that a layer runs at once where others run beside it
+_PIECES = 8  # of a block, at most
 _EMPTY = 0, 0, FOR_EVER, 0  # of a row without a stream: row of samples (all that is needed amid), blocks, end, frames
 _NUMBERS = len(_EMPTY)
 
