@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import run_loaded
+from ds2_ops.jit.source import Source
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.gated import gemm
 from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
@@ -91,12 +92,13 @@ class Bench:
         if choice.exchange_words and (self.exchange is None or self.exchange.numel() < choice.exchange_words):
             self.exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=self.device)
         addresses = [0 if array is None else array.data_ptr() for array in self.arrays]
-        packed = launch.source.pack(pass_arguments(choice, self.problem, frames, addresses, 1.0, self.exchange))
-        text = launch.source.text
+        exchange = 0 if self.exchange is None else self.exchange.data_ptr()
+        numbers, source = pass_arguments(choice, self.problem, frames, addresses, 1.0, exchange), launch.source
         if clocks is not None:
-            packed.append(clocks.data_ptr())
-            text = clocked_text(choice)
-        kernel, stream = runtime.load(text, self.index), torch.cuda.current_stream().cuda_stream
+            numbers.append(clocks.data_ptr())
+            source = Source(clocked_text(choice), (*source.parameters, ("void*", "clocks")))
+        packed, stream = source.pack(numbers), torch.cuda.current_stream().cuda_stream
+        kernel = runtime.load(source.text, self.index)
 
         def call() -> None:
             run_loaded(launch, kernel, packed, stream)

@@ -21,7 +21,7 @@ def check_choice(what: str, given: str, allowed: Sequence[str]) -> None:
 
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int], legend: str) -> None:
     """Raise ValueError unless ``tensor`` has the expected shape."""
-    if tuple(tensor.shape) != tuple(expected):
+    if tensor.shape != tuple(expected):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {legend} = {tuple(expected)}")
 
 
@@ -37,15 +37,39 @@ def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def check_x(x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """Raise unless ``x`` is (T, B, H) of an allowed dtype."""
-    if x.dim() != 3:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected (T, B, H): frames, batch, hidden")
-    if x.dtype not in dtypes:
-        raise TypeError(f"x is {x.dtype}, allowed are {', '.join(map(str, dtypes))}")
+    check_frames(x.shape, x.dtype, dtypes)
+
+
+def check_frames(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:
+    """Do as `check_x` with its shape and dtype."""
+    if len(shape) != 3:
+        raise ValueError(f"x has shape {tuple(shape)}, expected (T, B, H): frames, batch, hidden")
+    if dtype not in dtypes:
+        raise TypeError(f"x is {dtype}, allowed are {', '.join(map(str, dtypes))}")
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to know what is made of these."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy whose rows follow one another; None stays."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating tensors, of any shape, as torch.autocast casts inputs of a matrix product (float64 stays)."""
-    device = next(t for t in tensors if t is not None).device.type
+    """Cast floating tensors, of any shape, as torch.autocast casts inputs of a matrix product (float64 stays).
+
+    The first of them says on which device all are.
+    """
+    first = tensors[0]
+    assert first is not None
+    device = "cuda" if first.is_cuda else first.device.type  # which takes long to say what it is
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-import torch
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source
 from ds2_ops.recurrent import persistent, projection, weights
@@ -51,7 +50,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """
 
     def use(choice: Choice, seed: int, faults: Faults = ()) -> None:
-        def run(launch: Launch, arguments: Sequence[Any], what: Callable[[], str], device: torch.device) -> None:
+        def run(launch: Launch, arguments: Sequence[Any], *_: object) -> None:
             library = _library(launch.source, faults)
             if launch.early:
                 _hold(library, dict(zip((n for _, n in launch.source.parameters), arguments, strict=True)))
@@ -60,7 +59,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(persistent, "plan_for", lambda *_: choice)
         monkeypatch.setattr(persistent, "device_index", lambda device: 0)
-        monkeypatch.setattr(persistent, "run", run)
+        monkeypatch.setattr(persistent, "run_on", run)
         monkeypatch.setattr(projection, "run", run)
 
     patch_run(monkeypatch, weights)

@@ -20,6 +20,7 @@ from ds2_ops.jit.source import Source, names
 
 H200_SMEM_BYTES = 232448
 HERE = Path(__file__).parent
+_TYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float, "double": ctypes.c_double}
 CSRC = Path(runtime.__file__).parents[1] / "csrc"
 
 
@@ -101,5 +102,9 @@ def _compile(folder: Path, *options: str) -> None:
 
 
 def host_arguments(source: Source, arguments: Sequence[Any]) -> list[Any]:
-    """Arguments as a launch packs them, for a C function: addresses are as wide as pointers."""
-    return [ctypes.c_void_p(value) if isinstance(value, int) else value for value in source.pack(arguments)]
+    """Arguments as a launch packs them, for a C function."""
+    memory = source.pack(source.numbers(arguments)).memory
+    return [
+        _TYPES.get(kind, ctypes.c_void_p).from_buffer(memory, 8 * place)
+        for place, (kind, _) in enumerate(source.parameters)
+    ]

@@ -6,7 +6,7 @@ that arguments are turned into at a launch.
 
 import ctypes
 import functools
-import operator
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +37,21 @@ def names(parameters: Parameters) -> str:
     return ", ".join(name for _, name in parameters)
 
 
+class Packed:
+    """The arguments of one launch, 8 bytes each, and the array of their addresses that the driver takes.
+
+    Attributes:
+        memory: where the arguments lie.
+        addresses: where the array of their addresses lies.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.memory = (ctypes.c_uint64 * count)()
+        first = ctypes.addressof(self.memory)
+        self._addresses = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self.addresses = ctypes.addressof(self._addresses)
+
+
 @dataclass(frozen=True)
 class Source:
     """A translation unit for ``build.build``, and its entry's parameters."""
@@ -44,8 +59,8 @@ class Source:
     text: str
     parameters: Parameters
 
-    def pack(self, arguments: Sequence[Argument]) -> list[Any]:
-        """Turn arguments into what the launch takes: tensors and addresses into pointers, None into a null one.
+    def numbers(self, arguments: Sequence[Argument]) -> list[float]:
+        """Turn arguments into the numbers that `pack` writes: tensors into their addresses, None into a null one.
 
         Raises:
             ValueError: they are more or fewer than the parameters.
@@ -53,11 +68,33 @@ class Source:
         """
         if len(arguments) != len(self.parameters):
             raise ValueError(f"{len(arguments)} arguments are given, the kernel takes {names(self.parameters)}")
-        return list(map(operator.call, self._converters, arguments))
+        return [convert(given) for given, convert in zip(arguments, self._converters, strict=True)]
+
+    def pack(self, numbers: Sequence[float]) -> Packed:
+        """Write one number a parameter, addresses among them, as the driver reads them."""
+        try:
+            packed = self._spare.pop()
+        except IndexError:
+            packed = Packed(len(self.parameters))
+        self._layout.pack_into(packed.memory, 0, *numbers)
+        return packed
+
+    def take_back(self, packed: Packed) -> None:
+        """Keep what `pack` returned for another launch, once the driver has read it."""
+        self._spare.append(packed)
 
     @functools.cached_property
     def _converters(self) -> list[Callable[[Any], Any]]:
-        return [_SCALARS.get(kind, _pointer) for kind, _ in self.parameters]
+        return [_SCALARS.get(kind, _POINTER)[1] for kind, _ in self.parameters]
+
+    @functools.cached_property
+    def _layout(self) -> struct.Struct:
+        return struct.Struct("=" + "".join(_SCALARS.get(kind, _POINTER)[0] for kind, _ in self.parameters))
+
+    @functools.cached_property
+    def _spare(self) -> list[Packed]:
+        """What no launch uses now: as many as threads ever launched the kernel at once."""
+        return []
 
 
 def translation_unit(
@@ -88,9 +125,23 @@ def _pointer(value: HasAddress | int | None) -> int:
     raise TypeError(f"{value!r} is given where the kernel takes a pointer: give a tensor, an address or None")
 
 
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": ctypes.c_int,
-    "long long": ctypes.c_longlong,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
+def _integer(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"{value!r} is given where the kernel takes an integer")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (int, float)):
+        return value
+    raise TypeError(f"{value!r} is given where the kernel takes a number")
+
+
+# Of 8 bytes: as `struct` writes it, and what makes it of an argument.
+_POINTER = ("Q", _pointer)
+_SCALARS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int": ("i4x", _integer),
+    "long long": ("q", _integer),
+    "float": ("f4x", _number),
+    "double": ("d", _number),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.jit.source import Argument, names, parameters, translation_unit
+from ds2_ops.jit.source import names, parameters, translation_unit
 from ds2_ops.recurrent.plan.problem import NUMBERS
 
 ALIGNMENT = 256  # bytes, of each part of a workspace
@@ -87,10 +87,10 @@ def stream_handle(stream: Any) -> int:
     raise TypeError(f"stream is {stream!r}, expected a handle or what has __cuda_stream__, cuda_stream or ptr")
 
 
-def move(source: Array, target: Array, beta: float, dtype: str) -> tuple[Launch, list[Argument]]:
+def move(source: Array, target: Array, beta: float, dtype: str) -> tuple[Launch, list[float]]:
     """What to launch, with which arguments, to make target = source + beta target; with beta 0 it is not read."""
     missing = 3 - len(source.shape)
-    numbers: list[Argument] = []
+    numbers: list[float] = []
     for array in (source, target):
         numbers += [array.address, *(0,) * missing, *array.strides]
     launch = replace(_move_launch(dtype), grid=min(-(-product(source.shape) // 1024), 2048))

@@ -1,14 +1,18 @@
 """Which implementation of the recurrence runs: the one that was asked for, or the fastest that can."""
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ds2_ops.checks import take_fastest
-from ds2_ops.recurrent.cells import ALL
+from ds2_ops.checks import check_choice, check_frames, take_fastest
+from ds2_ops.recurrent.cells import ALL, CELLS, GATED
 from ds2_ops.recurrent.persistent import why_not
 
 BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
@@ -20,20 +24,82 @@ def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
         cell: a name in ``cells.ALL``.
         max_sms: the most multiprocessors to use, or None.
     """
-    if backend == "gemm" or (x.numel() == 0 and x.device.type != "cpu"):  # nothing to run: any backend does the same
-        return "gemm"
-    if backend == "cpu" or (backend == "auto" and x.device.type == "cpu"):
-        if x.device.type != "cpu":
-            raise RuntimeError(f"backend 'cpu' cannot run tensors on {x.device}: move them, or use backend='auto'")
+    return _resolve(backend, x.shape, x.dtype, x.device, cell, max_sms, *ambient(x.dtype))
+
+
+def ambient(dtype: torch.dtype) -> tuple[bool, str]:
+    """What a backend is chosen by that nobody gives: whether tensors may have tangents, and float32's precision."""
+    dual = getattr(forward_ad, "_current_level", -1) >= 0
+    return dual, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def settle(
+    what: str,
+    cell: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    max_sms: int | None,
+    dual: bool,
+    float32_precision: str,
+) -> str:
+    """Do as `check_call`, then as `resolve` for an x of this shape, dtype and device, once for all alike.
+
+    Args:
+        what, cell, backend, max_sms: as there.
+        dual, float32_precision: of `ambient`.
+    """
+    check_call(what, cell, shape, dtype, backend, max_sms)
+    return _resolve(backend, shape, dtype, device, cell, max_sms, dual, float32_precision)
+
+
+def check_call(
+    what: str, cell: str, shape: Sequence[int], dtype: torch.dtype, backend: str, max_sms: int | None
+) -> None:
+    """Raise ValueError or TypeError unless these are allowed.
+
+    Args:
+        what: as what the caller knows the cell: "nonlinearity", or "cell" of those with gates.
+        cell: its name.
+        shape, dtype: of the pre-activations.
+        backend, max_sms: as of `resolve`.
+    """
+    check_choice(what, cell, tuple(CELLS if what == "nonlinearity" else GATED))
+    check_choice("backend", backend, BACKENDS)
+    if max_sms is not None and max_sms < 1:
+        raise ValueError(f"max_sms is {max_sms}, allowed are 1 or more, or None for all")
+    check_frames(shape, dtype, _DTYPES)
+    gates = ALL[cell].gates
+    if shape[2] % gates:
+        raise ValueError(f"x has shape {tuple(shape)}, expected (T, B, {gates} H): {gates} gates a hidden unit")
+
+
+def _resolve(
+    backend: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    cell: str,
+    max_sms: int | None,
+    dual: bool,
+    float32_precision: str,
+) -> str:
+    frames, batch, width = shape
+    if backend in ("gemm", "reference") or (0 in shape and device.type != "cpu"):  # nothing to run: any does the same
+        return backend if backend == "reference" else "gemm"
+    if backend == "cpu" or (backend == "auto" and device.type == "cpu"):
+        if device.type != "cpu":
+            raise RuntimeError(f"backend 'cpu' cannot run tensors on {device}: move them, or use backend='auto'")
         return "cpu"
-    frames, batch, width = x.shape
     hidden = width // ALL[cell].gates
-    reason = why_not(frames, batch, hidden, x.dtype, x.device, cell, max_sms)
-    if getattr(forward_ad, "_current_level", -1) >= 0:  # a tangent would be lost without a word
+    reason = why_not(frames, batch, hidden, dtype, device, cell, max_sms)
+    if dual:  # a tangent would be lost without a word
         reason = "its kernels have no forward-mode derivative: use backend='gemm'"
     if backend == "auto":
-        reason = reason or why_not_unasked(x.dtype, torch.get_float32_matmul_precision())
-    facts = (hidden, cell, x.dtype, x.device)
+        reason = reason or why_not_unasked(dtype, float32_precision)
+    facts = (hidden, cell, dtype, device)
     return take_fastest(backend, "persistent", "gemm", reason, "recurrence H %d %s %s on %s", *facts)
 
 

@@ -6,7 +6,6 @@ Shape letters: T frames, B batch, H hidden, G gates.
 """
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ds2_ops.lengths import check_lengths, lengths_on, turned
 from ds2_ops.recurrent.backends import BACKENDS, why_not_unasked
 from ds2_ops.recurrent.cells import ALL, GATED
 from ds2_ops.recurrent.gated.op import gated
-from ds2_ops.recurrent.persistent import dtype_name, launch_pass, why_not
+from ds2_ops.recurrent.persistent import dtype_name, launch_pass, problem_of, why_not
 from ds2_ops.recurrent.plan.problem import Problem
 from ds2_ops.recurrent.planned import plan_for
 from ds2_ops.recurrent.rnn import options_of, recurrence
@@ -102,7 +101,7 @@ def _pays(batch: int, hidden: int, dtype: str, cell: str, index: int, max_sms: i
     """Whether the planner expects both passes to be faster than those of one direction after the other."""
     passes = [Problem(batch, hidden, dtype, cell, backward) for backward in (False, True)]
     apart = sum(plan_for(one, index, max_sms).step_us for one in passes)
-    both = sum(plan_for(replace(one, directions=WAYS), index, max_sms).step_us for one in passes)
+    both = sum(plan_for(one._replace(directions=WAYS), index, max_sms).step_us for one in passes)
     return both <= WAYS * apart
 
 
@@ -158,7 +157,7 @@ def forward(
         c_n = last.new_empty(last.shape if row.carries_c else 0, dtype=torch.float32)
         bias = None if bias_hn is None else bias_hn.contiguous()
         of_gates = (saved if save else None, bias, None, c_n, None)
-    problem = Problem(batch, hidden, dtype_name(x), cell, False, WAYS)
+    problem = problem_of(batch, hidden, x.dtype, cell, False, WAYS)
     options = options_of(cell, clip, max_sms, x.dtype)
     tensors = (x, None, weight_hh, None, lengths, y, last)
     launch_pass(f"{cell} forward in both directions", problem, frames, tensors, options, of_gates)
@@ -196,7 +195,7 @@ def backward_data(
     if cell in GATED:
         grad_c0 = grad_h0.new_empty(grad_h0.shape if row.carries_c else 0, dtype=torch.float32)
         of_gates = (saved, None, None, grad_c0, grad_last if row.last_apart else None)
-    problem = Problem(batch, hidden, dtype_name(grad_y), cell, True, WAYS)
+    problem = problem_of(batch, hidden, grad_y.dtype, cell, True, WAYS)
     options = options_of(cell, clip, max_sms, grad_y.dtype)
     output_y = None if cell in GATED else y
     tensors = (grad_y, output_y, weight_hh.transpose(1, 2).contiguous(), None, lengths, grad_x, grad_h0)

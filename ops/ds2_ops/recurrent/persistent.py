@@ -6,15 +6,14 @@ Shape letters: T frames, B batch, H hidden.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ds2_ops.jit.launch import Launch, device_index, run
+from ds2_ops.jit.launch import device_index, run_on
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.entry import common, pass_arguments
-from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem, check_rows
+from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem, check_rows
 from ds2_ops.recurrent.planned import plan_for
 from ds2_ops.recurrent.weights import transposed
 
@@ -49,7 +48,7 @@ def why_not(
     try:
         check_rows(frames, directions * batch)
         for backward in (False, True):
-            problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward, directions)
+            problem = problem_of(batch, hidden, dtype, nonlinearity, backward, directions)
             plan_for(problem, device_index(device), max_sms)
     except (DoesNotFit, RuntimeError) as error:
         return str(error)
@@ -83,7 +82,7 @@ def forward(
         DoesNotFit: the planner's reason.
         RuntimeError: the driver's or compiler's error, with op, shape, dtype, tile and GPU.
     """
-    return _launch("forward", x, None, weight_hh, h0, lengths, options)
+    return _launch("recurrence forward", x, None, weight_hh, h0, lengths, options)
 
 
 def backward_data(
@@ -111,7 +110,7 @@ def backward_data(
         DoesNotFit, RuntimeError: as ``forward``.
     """
     matrix = transposed(weight_hh) if weight_t is None else weight_t
-    return _launch("backward_data", grad_y, y, matrix, grad_h_n, lengths, options)
+    return _launch("recurrence backward_data", grad_y, y, matrix, grad_h_n, lengths, options)
 
 
 def _launch(
@@ -129,16 +128,21 @@ def _launch(
         result (T, B, H) and last_state (B, H).
     """
     frames, batch, hidden = inputs.shape
-    result, last_state = torch.empty_like(inputs), inputs.new_empty((batch, hidden))
-    problem = Problem(batch, hidden, dtype_name(inputs), options.nonlinearity, backward=output_y is not None)
-    tensors = (inputs, output_y, matrix, state, lengths, result, last_state)
-    launch_pass(f"recurrence {op}", problem, frames, tensors, options)
+    result, last_state = torch.empty_like(inputs), inputs.new_empty(batch, hidden)
+    problem = problem_of(batch, hidden, inputs.dtype, options.nonlinearity, output_y is not None)
+    launch_pass(op, problem, frames, (inputs, output_y, matrix, state, lengths, result, last_state), options)
     return result, last_state
 
 
 def dtype_name(tensor: Tensor) -> str:
     """Name the dtype as `Problem` does."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=1024)
+def problem_of(batch: int, hidden: int, dtype: torch.dtype, cell: str, backward: bool, directions: int = 1) -> Problem:
+    """The problem that a pass on tensors of a dtype is."""
+    return Problem(batch, hidden, str(dtype).removeprefix("torch."), cell, backward, directions)
 
 
 def launch_pass(
@@ -160,32 +164,23 @@ def launch_pass(
         of_gates: its arrays from saved on, where the cell has gates.
     """
     check_rows(frames, problem.directions * problem.batch)
-    inputs = tensors[0]
-    assert inputs is not None
-    choice = plan_for(problem, device_index(inputs.device), options.max_sms, options.early)
     given = (*tensors, *of_gates)
-    pointers = _pointers(given)
+    assert given[0] is not None
+    device = given[0].device
+    index = device_index(device)
+    choice = plan_for(problem, index, options.max_sms, options.early)
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
     if common(pointers) % 4:
         # A view of 16-bit numbers may start inside a word, and the kernels read words. Copies live until the launch.
         given = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in given)
-        pointers = _pointers(given)
-    exchange = None
-    if choice.exchange_words:
-        exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=inputs.device)
-    arguments = pass_arguments(choice, problem, frames, pointers, options.clip, exchange)
-
-    def what() -> str:
-        shape = (frames, problem.batch, problem.hidden)
-        return f"persistent {op} of (T, B, H) = {shape}, {inputs.dtype}, {choice.explain()}"
-
-    launch = _early(choice.launch) if options.early and choice.design == "cluster" else choice.launch
-    run(launch, arguments, what, inputs.device)
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    if words := choice.exchange_words:
+        exchange = torch.empty(words, dtype=torch.int32, device=device)
+    numbers = pass_arguments(choice, problem, frames, pointers, options.clip, exchange.data_ptr() if words else 0)
+    launch = choice.early if options.early and choice.design == "cluster" else choice.launch
+    run_on(launch, numbers, functools.partial(_what, op, problem, frames, choice), index)
 
 
-@functools.lru_cache(maxsize=1024)
-def _early(launch: Launch) -> Launch:
-    return replace(launch, early=True)
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _what(op: str, problem: Problem, frames: int, choice: Choice) -> str:
+    shape = (frames, problem.batch, problem.hidden)
+    return f"persistent {op} of (T, B, H) = {shape}, torch.{problem.dtype}, {choice.explain()}"

@@ -11,17 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds2_ops.checks import check_choice, check_like, check_shape, check_x, refuse_second_derivative, under_autocast
+from ds2_ops.checks import (
+    check_choice,
+    check_like,
+    check_shape,
+    contiguous,
+    needs_grad,
+    refuse_second_derivative,
+    under_autocast,
+)
 from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent import gemm, persistent
-from ds2_ops.recurrent.backends import BACKENDS, resolve
+from ds2_ops.recurrent.backends import BACKENDS, ambient, check_call, resolve, settle
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
 from ds2_ops.recurrent.weights import Sink, Transpose, add_backward_weights, backward_weights
 
 NONLINEARITIES = tuple(CELLS)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def recurrence(
@@ -67,15 +74,16 @@ def recurrence(
         TypeError: a dtype that is not allowed.
         RuntimeError: a backend asked for by name cannot run this, with the reason.
     """
-    check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
-    check_choice("backend", backend, BACKENDS)
+    x, weight_hh, h0 = under_autocast(x, weight_hh, h0)  # type: ignore[assignment]
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        check_call("nonlinearity", nonlinearity, x.shape, x.dtype, backend, max_sms)
+    else:
+        facts = (x.shape, x.dtype, x.device)
+        chosen = settle("nonlinearity", nonlinearity, *facts, backend, max_sms, *ambient(x.dtype))
     if CELLS[nonlinearity].takes_clip and not 0.0 < clip < math.inf:
         raise ValueError(f"clip is {clip}, allowed is a positive finite number; for no bound use nonlinearity='relu'")
-    if max_sms is not None and max_sms < 1:
-        raise ValueError(f"max_sms is {max_sms}, allowed are 1 or more, or None for all")
-    x, weight_hh, h0 = under_autocast(x, weight_hh, h0)  # type: ignore[assignment]
-    check_x(x, _DTYPES)
-    _, batch, hidden = x.shape
+    frames, batch, hidden = x.shape
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
     check_like("weight_hh", weight_hh, x)
     if h0 is not None:
@@ -83,15 +91,17 @@ def recurrence(
         check_like("h0", h0, x)
     if lengths is not None:
         check_lengths(lengths, batch)
+        if not compiling or backend == "reference":
+            lengths = lengths_on(lengths, frames, x.device)
     if backend == "reference":
-        lengths = lengths_on(lengths, x.shape[0], x.device)
         return recurrence_reference(x, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip)
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_hh, h0))
-    op: Callable[..., tuple[Tensor, Tensor]] = _forward if torch.compiler.is_compiling() else _run_forward
-    if differentiable and not torch.compiler.is_compiling():
-        op = functools.partial(_EagerRecurrence.apply, sink)
-    y, h_n = op(x, weight_hh, h0, lengths, nonlinearity, clip, backend, max_sms)
-    return y, h_n
+    if compiling:
+        y, h_n = _forward(x, weight_hh, h0, lengths, nonlinearity, clip, backend, max_sms)
+        return y, h_n
+    options = options_of(nonlinearity, clip, max_sms, x.dtype)
+    if needs_grad(x, weight_hh, h0):
+        return _eager(x, weight_hh, h0, lengths, chosen, options, sink)
+    return _forward_on(x, weight_hh, h0, lengths, chosen, options)
 
 
 class Recurrence(nn.Module):
@@ -156,10 +166,16 @@ def _run_forward(
     max_sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, x.shape[0], x.device)
-    chosen = resolve(backend, x, nonlinearity, max_sms)
+    chosen, options = resolve(backend, x, nonlinearity, max_sms), options_of(nonlinearity, clip, max_sms, x.dtype)
+    return _forward_on(x, weight_hh, h0, lengths, chosen, options)
+
+
+def _forward_on(
+    x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, chosen: str, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Run on a backend that `resolve` has chosen; `lengths` are int32 on the device."""
     forward = persistent.forward if chosen == "persistent" else gemm.forward
-    options = options_of(nonlinearity, clip, max_sms, x.dtype)
-    return forward(x.contiguous(), weight_hh.contiguous(), _contiguous(h0), lengths, options)
+    return forward(x.contiguous(), weight_hh.contiguous(), contiguous(h0), lengths, options)
 
 
 def _run_backward_data(
@@ -172,14 +188,24 @@ def _run_backward_data(
     clip: float,
     backend: str,
     max_sms: int | None,
-    weight_t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lengths = lengths_on(lengths, y.shape[0], y.device)
-    options = options_of(nonlinearity, clip, max_sms, y.dtype)
-    given = (grad_y.contiguous(), _contiguous(grad_h_n), y, weight_hh.contiguous(), lengths, options)
-    if resolve(backend, y, nonlinearity, max_sms) == "persistent":
-        return persistent.backward_data(*given, weight_t)
-    return gemm.backward_data(*given)
+    chosen, options = resolve(backend, y, nonlinearity, max_sms), options_of(nonlinearity, clip, max_sms, y.dtype)
+    return _backward_data_on(grad_y, grad_h_n, y, weight_hh, lengths, chosen, options)
+
+
+def _backward_data_on(
+    grad_y: Tensor,
+    grad_h_n: Tensor | None,
+    y: Tensor,
+    weight_hh: Tensor,
+    lengths: Tensor | None,
+    chosen: str,
+    options: Options,
+    weight_t: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    given = (grad_y.contiguous(), contiguous(grad_h_n), y, weight_hh.contiguous(), lengths, options)
+    return persistent.backward_data(*given, weight_t) if chosen == "persistent" else gemm.backward_data(*given)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -193,33 +219,32 @@ def _gradients(
     ctx: Any,
     grad_y: Tensor | None,
     grad_h_n: Tensor | None,
-    *,
     sink: Sink | None = None,
-    weight: int = 1,
 ) -> tuple[Tensor | None, ...]:
+    """Return gradients of x, weight_hh and h0, and None for each of `ctx.options` and lengths."""
     y, weight_hh, h0, lengths = ctx.saved_tensors
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     grad_x, grad_h0 = backward_data(grad_y, grad_h_n, y, weight_hh, lengths, *ctx.options)
     grad_weight_hh = None
-    if ctx.needs_input_grad[weight]:
+    if ctx.needs_input_grad[1]:
         if sink is not None:
             add_backward_weights(sink, grad_x, y, h0)
         else:
             grad_weight_hh = backward_weights(grad_x, y, h0)
-    return grad_x, grad_weight_hh, None if h0 is None else grad_h0, *[None] * 5
+    return grad_x, grad_weight_hh, None if h0 is None else grad_h0, None, *[None] * len(ctx.options)
 
 
 class _EagerRecurrence(torch.autograd.Function):
     """The custom op below without its wrappers, which cost the host more than launching a persistent kernel does."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Sink | None, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _run_forward(*inputs)
-        _save_for_backward(ctx, inputs, output)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        _, weight_hh, _, _, chosen, _, sink = inputs
+        output = _forward_on(*inputs[:-1])
+        _save_for_backward(ctx, inputs[:-1], output)
         ctx.sink, ctx.transpose = sink, None
-        x, weight_hh, _, _, nonlinearity, _, backend, max_sms = inputs
         beside = None if sink is None else sink.beside
-        if beside is not None and beside.recording() and resolve(backend, x, nonlinearity, max_sms) == "persistent":
+        if beside is not None and chosen == "persistent" and beside.recording():
             ctx.transpose = Transpose(weight_hh.contiguous())
             beside.expect(ctx.transpose)
         return output
@@ -227,18 +252,18 @@ class _EagerRecurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("recurrence")
-
         if ctx.transpose is None:
-            return None, *_gradients(_run_backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
-        run: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_run_backward_data, weight_t=ctx.transpose.take())
+            return *_gradients(_backward_data_on, ctx, grad_y, grad_h_n, ctx.sink), None
+        run: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_backward_data_on, weight_t=ctx.transpose.take())
 
         def backward_data(*inputs: Any) -> tuple[Tensor, Tensor]:
             with ctx.sink.beside.around(ctx.transpose):
                 return run(*inputs)
 
-        return None, *_gradients(backward_data, ctx, grad_y, grad_h_n, sink=ctx.sink, weight=2)
+        return *_gradients(backward_data, ctx, grad_y, grad_h_n, ctx.sink), None
 
 
+_eager: Callable[..., tuple[Tensor, Tensor]] = _EagerRecurrence.apply
 _forward = torch.library.custom_op("ds2::recurrence_forward", _run_forward, mutates_args=())
 _backward_data = torch.library.custom_op("ds2::recurrence_backward_data", _run_backward_data, mutates_args=())
 _forward.register_autograd(functools.partial(_gradients, _backward_data), setup_context=_save_for_backward)
@@ -252,10 +277,6 @@ def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 @_backward_data.register_fake
 def _(grad_y: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return grad_y.new_empty(grad_y.shape), grad_y.new_empty(grad_y.shape[1:])
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 @functools.cache

@@ -34,7 +34,8 @@ def transposition(item_bytes: int) -> Source:
 
 def transposed(matrix: Tensor) -> Tensor:
     """The transpose (C, R), contiguous, of a contiguous matrix (R, C) on a GPU."""
-    result = matrix.new_empty(matrix.shape[::-1])
+    rows, columns = matrix.shape
+    result = matrix.new_empty(columns, rows)
     transpose_into(result, matrix)
     return result
 
@@ -42,10 +43,14 @@ def transposed(matrix: Tensor) -> Tensor:
 def transpose_into(result: Tensor, matrix: Tensor) -> None:
     """Write the transpose of a contiguous matrix (R, C) on a GPU into a contiguous tensor (C, R)."""
     rows, columns = matrix.shape
+    launch = _transposing(rows, columns, matrix.element_size())
+    run(launch, [matrix, result, rows, columns], lambda: f"the transpose of {(rows, columns)}", matrix.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _transposing(rows: int, columns: int, item_bytes: int) -> Launch:
     grid = -(-rows // _TILE) * -(-columns // _TILE)
-    smem_bytes = _TILE * (_TILE + 2) * matrix.element_size()
-    launch = Launch(transposition(matrix.element_size()), _THREADS, grid=grid, smem_bytes=smem_bytes)
-    run(launch, [matrix, result, rows, columns], lambda: f"the transpose of {tuple(matrix.shape)}", matrix.device)
+    return Launch(transposition(item_bytes), _THREADS, grid=grid, smem_bytes=_TILE * (_TILE + 2) * item_bytes)
 
 
 class Transpose:

@@ -26,21 +26,35 @@ def test_parameters_are_written_once() -> None:
 
 def test_arguments_take_the_types_of_their_parameters() -> None:
     source, x = translation_unit("a.cuh", SCALE, ""), torch.zeros(3)
-    pointer, null, count, by, bias = source.pack([x, None, True, 2, 1.5])
-    assert (pointer, null) == (x.data_ptr(), 0)
-    assert [type(value) for value in (count, by, bias)] == [ctypes.c_int, ctypes.c_float, ctypes.c_double]
-    assert (count.value, by.value, bias.value) == (1, 2.0, 1.5)
-    assert source.pack([12, 0, 1, 0.0, 0.0])[0] == 12
+    assert source.numbers([12, 0, 1, 0.0, 0.0])[0] == 12
+    numbers = source.numbers([x, None, True, 2, 1.5])
+    assert numbers == [x.data_ptr(), 0, 1, 2, 1.5]
+    packed = source.pack(numbers)
+    kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_double)
+    addresses = (ctypes.c_void_p * len(kinds)).from_address(packed.addresses)
+    read = [kind.from_address(address).value for kind, address in zip(kinds, addresses, strict=True)]
+    assert read == [x.data_ptr(), None, 1, 2.0, 1.5]
+
+
+def test_launches_at_once_have_memory_of_their_own() -> None:
+    source = translation_unit("a.cuh", SCALE, "")
+    first, second = (source.pack([12 * n, 0, n, 0.0, 0.0]) for n in (1, 2))
+    assert (first.memory[0], second.memory[0]) == (12, 24)
+    source.take_back(first)
+    assert source.pack([36, 0, 3, 0.0, 0.0]) is first
+    assert second.memory[0] == 24
 
 
 def test_wrong_arguments_are_refused() -> None:
     source = translation_unit("a.cuh", SCALE, "")
     with pytest.raises(ValueError, match="4 arguments are given, the kernel takes x, y, count, by, bias"):
-        source.pack([None, None, 1, 2.0])
+        source.numbers([None, None, 1, 2.0])
     with pytest.raises(TypeError, match=r"1\.5 is given where the kernel takes a pointer"):
-        source.pack([1.5, None, 1, 2.0, 0.0])
-    with pytest.raises(TypeError):
-        source.pack([None, None, 2.5, 2.0, 0.0])
+        source.numbers([1.5, None, 1, 2.0, 0.0])
+    with pytest.raises(TypeError, match=r"2\.5 is given where the kernel takes an integer"):
+        source.numbers([None, None, 2.5, 2.0, 0.0])
+    with pytest.raises(TypeError, match="where the kernel takes a number"):
+        source.numbers([None, None, 2, torch.zeros(1), 0.0])
 
 
 def test_a_unit_without_parameters_compiles(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_gradients_with_products_and_transposes_beside_are_those_without(monkeyp
     for beside in (False, True):
         if beside:
             log = pretend_to_record(monkeypatch)
-            monkeypatch.setattr(rnn, "resolve", lambda *_: "persistent")
+            monkeypatch.setattr(rnn, "settle", lambda *_: "persistent")
             monkeypatch.setattr(persistent, "forward", gemm.forward)
             monkeypatch.setattr(persistent, "backward_data", backward_data)
             monkeypatch.setattr(weights, "transpose_into", transpose)

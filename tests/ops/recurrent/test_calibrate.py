@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "2")
     planned.adopt({KEY: RANKED[4]})
     assert planned.plan_for(PROBLEM, 0, None).name == RANKED[4]
-    other = replace(PROBLEM, batch=8)
+    other = PROBLEM._replace(batch=8)
     assert planned.plan_for(other, 0, None).name == rank(other, DeviceFacts())[0].name
     assert not measured
     planned.adopt({KEY: "of another version"})

@@ -1,11 +1,11 @@
 """The whole-chip designs on a GPU: every tile against float64, poisoned memory, same bits twice and split."""
 
-import ctypes
 import time
 
 import pytest
 import torch
-from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, launch_on
+from ds2_ops.jit.source import Source
 from ds2_ops.recurrent import device, persistent
 from ds2_ops.recurrent.options import Options
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
@@ -136,27 +136,21 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
     x, weight_hh, h0, _, _ = tensors
     options = Options("relu", CLIP)
     expected = persistent.forward(x, weight_hh, h0, None, options)[0]
-    busy = runtime.load(
+    facts = device.device_facts(0)
+    busy = Source(
         """extern "C" __global__ void ds2_kernel(int us) {
             unsigned long long start, now;
             asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
             do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
             while (now - start < 1000ull * us * (blockIdx.x * 37 % gridDim.x + 1));
         }""",
-        0,
+        (("int", "us"),),
     )
-    facts = device.device_facts(0)
+    launch = Launch(busy, threads=128, grid=facts.sms, smem_bytes=facts.smem_bytes_per_block)
     busy_stream, first, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
     torch.cuda.synchronize()
     for attempt in range(4):
-        runtime.launch(
-            busy,
-            [ctypes.c_int(20)],
-            grid=facts.sms,
-            block=128,
-            smem_bytes=facts.smem_bytes_per_block,
-            stream=busy_stream.cuda_stream,
-        )
+        launch_on(launch, [20], lambda: "a chip that empties slowly", 0, busy_stream.cuda_stream)
         results = []
         for stream in (first, second):
             with torch.cuda.stream(stream):

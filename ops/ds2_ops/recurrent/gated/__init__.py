@@ -3,5 +3,6 @@
 reference   the equations, one frame after the other: what the others are checked by
 gemm        a loop of matrix products, for any device
 persistent  tensors -> launch
-op          the operators: checks, autograd, the public functions
+autograd    both passes as one operator, eager or compiled
+op          the public functions: checks
 """

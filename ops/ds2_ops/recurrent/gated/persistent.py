@@ -8,10 +8,9 @@ Shape letters: T frames, B batch, H hidden.
 import torch
 from torch import Tensor
 
-from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.cells import GATED, GatedCell
 from ds2_ops.recurrent.options import Options
-from ds2_ops.recurrent.persistent import dtype_name, launch_pass
-from ds2_ops.recurrent.plan.problem import Problem
+from ds2_ops.recurrent.persistent import launch_pass, problem_of
 from ds2_ops.recurrent.weights import transposed
 
 
@@ -25,21 +24,25 @@ def forward(
     lengths: Tensor | None,
     save: bool,
     max_sms: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the forward time loop as `gemm.forward`; sums, c and the cell's functions are float32, to within 2e-7."""
+    *,
+    early: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Run the forward time loop as `gemm.forward`; sums, c and the cell's functions are float32, to within 2e-7.
+
+    What is saved is None unless asked for. `early` is that of `Options`.
+    """
     frames, batch, _ = x.shape
     hidden, row = weight_hh.shape[1], GATED[cell]
     y, h_n = x.new_empty(frames, batch, hidden), x.new_empty(batch, hidden)
-    c_n = x.new_empty((batch, hidden) if row.carries_c else 0, dtype=torch.float32)
-    saved = x.new_empty((frames, batch, row.saved, hidden) if save else 0)
-    problem = Problem(batch, hidden, dtype_name(x), cell, backward=False)
+    c_n = x.new_empty(*_carried(row, batch, hidden), dtype=torch.float32)
+    saved = x.new_empty(frames, batch, row.saved, hidden) if save else None
     launch_pass(
         f"{cell} forward",
-        problem,
+        problem_of(batch, hidden, x.dtype, cell, False),
         frames,
         (x, None, weight_hh, h0, lengths, y, h_n),
-        Options(cell, 0.0, max_sms),
-        of_gates=(saved if save else None, bias, c0, c_n, None),
+        Options(cell, 0.0, max_sms, early),
+        of_gates=(saved, bias, c0, c_n, None),
     )
     return y, h_n, c_n, saved
 
@@ -58,16 +61,19 @@ def backward_data(
     frames, batch, hidden = grad_y.shape
     row = GATED[cell]
     grad_x = grad_y.new_empty(frames, batch, row.gates * hidden)
-    grad_last = grad_y.new_empty((frames, batch, hidden) if row.last_apart else 0)
+    grad_last = torch.empty_like(grad_y) if row.last_apart else grad_y.new_empty(0)
     grad_h0 = grad_y.new_empty(batch, hidden)
-    grad_c0 = grad_y.new_empty((batch, hidden) if row.carries_c else 0, dtype=torch.float32)
-    problem = Problem(batch, hidden, dtype_name(grad_y), cell, backward=True)
+    grad_c0 = grad_y.new_empty(*_carried(row, batch, hidden), dtype=torch.float32)
     launch_pass(
         f"{cell} backward_data",
-        problem,
+        problem_of(batch, hidden, grad_y.dtype, cell, True),
         frames,
         (grad_y, None, transposed(weight_hh), grad_h_n, lengths, grad_x, grad_h0),
         Options(cell, 0.0, max_sms),
         of_gates=(saved, None, grad_c_n, grad_c0, grad_last if row.last_apart else None),
     )
     return grad_x, grad_last, grad_h0, grad_c0
+
+
+def _carried(row: GatedCell, batch: int, hidden: int) -> tuple[int, ...]:
+    return (batch, hidden) if row.carries_c else (0,)

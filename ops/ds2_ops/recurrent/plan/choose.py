@@ -3,8 +3,6 @@
 Shape letters: B batch, H hidden.
 """
 
-from dataclasses import replace
-
 from ds2_ops.recurrent.cells import ALL
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
@@ -106,7 +104,7 @@ def largest_grid_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:
     """The largest hidden size whose both passes the whole-chip designs can keep on ``sms`` multiprocessors."""
 
     def fits(hidden: int) -> bool:
-        passes = (replace(problem, batch=1, hidden=hidden, backward=backward) for backward in (True, False))
+        passes = (problem._replace(batch=1, hidden=hidden, backward=backward) for backward in (True, False))
         return all(grid_choices(one, device, sms) for one in passes)
 
     hidden = 64 * sms  # more than registers and shared memory hold

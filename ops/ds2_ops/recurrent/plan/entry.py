@@ -1,11 +1,9 @@
 """The kernels' entry, the same for every design: struct Pass of csrc/recurrent/pass.cuh, spread out."""
 
-import functools
-import operator
 from collections.abc import Sequence
 
 from ds2_ops.jit.build import LAUNCH_REGISTERS
-from ds2_ops.jit.source import Argument, Source, names, parameters, translation_unit
+from ds2_ops.jit.source import Source, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, Choice, Problem
 
@@ -55,8 +53,8 @@ def kernel(
 
 
 def pass_arguments(
-    choice: Choice, problem: Problem, frames: int, addresses: Sequence[int], clip: float, exchange: Argument
-) -> list[Argument]:
+    choice: Choice, problem: Problem, frames: int, addresses: Sequence[int], clip: float, exchange: int
+) -> list[float]:
     """Write the arguments of a launch, by the names of struct Pass of csrc/recurrent/pass.cuh.
 
     Args:
@@ -66,19 +64,22 @@ def pass_arguments(
         addresses: of the arrays from input to last_state, then of those of cells with gates, 0 for none; multiples of
             4.
         clip: of clipped_relu.
-        exchange: ``choice.exchange_words`` words, whatever they hold, where the kernel takes them.
+        exchange: address of ``choice.exchange_words`` words, whatever they hold, where the kernel takes them.
     """
     row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
     wide_rows = (row_bytes | common(addresses)) % 16 == 0
     sizes = (frames, problem.batch, problem.hidden, choice.samples)
-    arguments: list[Argument] = [*addresses[:_ARRAYS], *sizes, row_bytes % 4 == 0, wide_rows, clip]
-    arguments += addresses[_ARRAYS:]
+    arguments = [*addresses[:_ARRAYS], *sizes, row_bytes % 4 == 0, wide_rows, clip, *addresses[_ARRAYS:]]
     return [*arguments, exchange, choice.exchange_words] if choice.exchange_words else arguments
 
 
 def common(addresses: Sequence[int]) -> int:
     """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
-    return functools.reduce(operator.or_, (*addresses[:4], *addresses[5:]))
+    given, output_y, matrix, state, _, result, last_state, *of_gates = addresses
+    bits = given | output_y | matrix | state | result | last_state
+    for address in of_gates:
+        bits |= address
+    return bits
 
 
 def array_bytes(problem: Problem, frames: int) -> list[int]:

@@ -3,9 +3,10 @@
 Shape letters: B batch, H hidden.
 """
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.plan.model import step_us
@@ -57,8 +58,7 @@ class DeviceFacts:
     registers: int = 65_536
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One pass of one recurrence: ``batch`` utterances, ``hidden`` units, dtype "bfloat16" | "float16" | "float32".
 
     With two ``directions`` both run in one launch, each with its own matrix.
@@ -95,6 +95,11 @@ class Choice:
     work: Work
     parts: int = 1
     exchange_words: int = 0
+
+    @functools.cached_property
+    def early(self) -> Launch:
+        """Its launch, before the kernel ahead on the stream has ended."""
+        return replace(self.launch, early=True)
 
     @property
     def step_us(self) -> float:

@@ -1,7 +1,5 @@
 """Tiles of the design for small layers, whose warps own hidden units with all of K, on one multiprocessor or a few."""
 
-from dataclasses import replace
-
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
 from ds2_ops.recurrent.plan.entry import kernel
@@ -33,7 +31,7 @@ def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tup
     """The largest hidden sizes, even and odd, whose both passes this design can run."""
 
     def fits(hidden: int) -> bool:
-        passes = (replace(problem, batch=1, hidden=hidden, backward=backward) for backward in (True, False))
+        passes = (problem._replace(batch=1, hidden=hidden, backward=backward) for backward in (True, False))
         return all(units_choices(one, device, sms) for one in passes)
 
     even, odd = 0, -1

@@ -7,7 +7,8 @@ import pytest
 import torch
 from ds2_ops import gru, lstm
 from ds2_ops.recurrent.cells import GATED
-from ds2_ops.recurrent.gated.op import _backward_data, _forward, gated
+from ds2_ops.recurrent.gated.autograd import backward_data, forward
+from ds2_ops.recurrent.gated.op import gated
 from support.gated_cases import NAMES, assert_as_good_as_stock, on_every_target, problem, rounding_floor, run
 from support.op_cases import (
     CPU,
@@ -145,10 +146,10 @@ def test_registered_ops_pass_opcheck(cell: str) -> None:
     inputs, cotangents = problem(cell, (3, 2, 4), CPU, torch.float32)
     leaves = [None if t is None else t.requires_grad_() for t in inputs]
     lengths = torch.tensor([3, 1], dtype=torch.int32)
-    torch.library.opcheck(_forward, (*leaves, lengths, cell, "cpu", None, True))
-    saved = _forward(*leaves, lengths, cell, "cpu", None, True)[3].detach()
+    torch.library.opcheck(forward, (*leaves, lengths, cell, "cpu", None, True))
+    saved = forward(*leaves, lengths, cell, "cpu", None, True)[3].detach()
     grads = (cotangents[0], cotangents[1], cotangents[2] if GATED[cell].carries_c else None)
-    torch.library.opcheck(_backward_data, (*grads, saved, leaves[1].detach(), lengths, cell, "cpu", None))
+    torch.library.opcheck(backward_data, (*grads, saved, leaves[1].detach(), lengths, cell, "cpu", None))
 
 
 @each_cell

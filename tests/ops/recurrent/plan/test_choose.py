@@ -71,7 +71,7 @@ def test_a_new_batch_size_of_the_same_class_needs_no_new_kernel() -> None:
             "dtype float64 is not one of bfloat16, float16, float32.*reference",
         ),
         (
-            replace(problem(512), nonlinearity="gelu"),
+            problem(512)._replace(nonlinearity="gelu"),
             H200,
             None,
             "'gelu' is not one of relu, clipped_relu, tanh, lstm",
