@@ -45,8 +45,8 @@ def stack(
     number = torch.full((batch,), 100, device=device)
 
     def call() -> Tensor:
-        carried.states.zero_()
-        carried.rows.zero_()
+        for table in (carried.states, carried.cells, carried.rows):
+            table.zero_()
         return blocks.layers(x, carried, places, number, number, edges=False)
 
     return call

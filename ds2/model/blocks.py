@@ -226,10 +226,10 @@ def why_not(model: AcousticModel) -> str | None:
 def runs_waves(model: AcousticModel, dtype: torch.dtype) -> bool:
     """Whether several layers of a model of this type fit on its GPU beside each other."""
     config, device = model.config, model.classifier.weight.device
-    if device.type != "cuda" or why_not(model) or config.cell != "rnn" or config.backend not in ("auto", "persistent"):
+    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
-    size = (config.hidden, dtype, device, config.nonlinearity, WAVE_SMS)
+    size = (config.hidden, dtype, device, config.nonlinearity if config.cell == "rnn" else config.cell, WAVE_SMS)
     return not (unasked or any(why_not_beside(batch, *size) for batch in (1, MOST_STREAMS_IN_WAVES)))
 
 

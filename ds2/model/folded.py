@@ -194,7 +194,8 @@ class FoldedLstm:
     def __call__(
         self, x: Tensor, carry: Carry, lengths: Tensor | None, begin: Tensor | None, *, aside: torch.cuda.Stream | None
     ) -> tuple[Tensor, Carry]:
-        """See `FoldedRecurrence`; no other layers run beside it, so nothing goes aside."""
-        h, c = carry
-        y, *left = lstm_layer(x, self.weight, self.bias, self.weight_hh, h, c, lengths, begin, backend=self.backend)
+        """See `FoldedRecurrence`."""
+        given = (x, self.weight, self.bias, self.weight_hh, *carry, lengths, begin)
+        max_sms = None if aside is None else WAVE_SMS
+        y, *left = lstm_layer(*given, backend=self.backend, max_sms=max_sms, aside=aside)
         return y, tuple(left)

@@ -3,19 +3,19 @@
 Shape letters: T frames, B batch, K width of the input, H hidden.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds2_ops.checks import check_like, check_shape, check_x
+from ds2_ops.checks import check_like, check_shape, check_x, contiguous
 from ds2_ops.jit.launch import device_index
 from ds2_ops.jit.runtime import capability
-from ds2_ops.lengths import lengths_on
+from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent import persistent, projection
 from ds2_ops.recurrent.backends import resolve
-from ds2_ops.recurrent.gated.op import lstm
+from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.gated import persistent as gated_persistent
+from ds2_ops.recurrent.gated.op import check_tensors, lstm
 from ds2_ops.recurrent.plan.problem import Problem
 from ds2_ops.recurrent.planned import plan_for
 from ds2_ops.recurrent.rnn import options_of, recurrence
@@ -61,21 +61,14 @@ def recurrent_layer(
     _check_projection(x, weight_ih, bias, "H")
     hidden = len(weight_ih)
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
-    overlaps = _overlaps(x, weight_ih, backend, nonlinearity, max_sms)
-    with nullcontext() if aside is None else torch.cuda.stream(aside):
-        x = x.contiguous()
-        if overlaps:
-            z = projection.project(x, weight_ih, bias, begin, beside=aside is not None)
-        else:
-            z = projected(x, weight_ih, bias, begin)
-    if aside is not None:
-        here = torch.cuda.current_stream(x.device)
-        here.wait_stream(aside)
-        z.record_stream(here)
-    if overlaps:
+    early = _starts_early(x, weight_ih, nonlinearity, backend, max_sms)
+    z = _projected_aside(x, weight_ih, bias, begin, aside)
+    if early:
+        if h0 is not None:
+            check_shape("h0", h0, (x.shape[1], hidden), "(B, H)")
+            check_like("h0", h0, x)
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
-        h0 = None if h0 is None else h0.contiguous()
-        return persistent.forward(z, weight_hh.contiguous(), h0, lengths_on(lengths, len(x), x.device), options)
+        return persistent.forward(z, weight_hh.contiguous(), contiguous(h0), _lengths_of(z, lengths), options)
     return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
 
 
@@ -91,16 +84,19 @@ def lstm_layer(
     begin: Tensor | None = None,
     *,
     backend: str = "auto",
+    max_sms: int | None = None,
+    aside: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients.
+    """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients; its kernels overlap as those of `recurrent_layer`.
 
     Args:
         x: (T, B, K).
         weight_ih: (4 H, K); bias: (4 H,); weight_hh: (4 H, H). Same dtype and device as ``x``; older than the kernels
-            of this function that are still under way, as for :func:`recurrent_layer`.
-        h0, c0, lengths, backend: as :func:`ds2_ops.lstm`.
+            of this function that are still under way.
+        h0, c0, lengths, backend, max_sms: as :func:`ds2_ops.lstm`.
         begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0, which leaves states that are 0
             so; all 0 when None.
+        aside: as :func:`recurrent_layer`.
 
     Returns:
         y (T, B, H), h_n and c_n (B, H), as :func:`ds2_ops.lstm`.
@@ -109,8 +105,20 @@ def lstm_layer(
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
     """
     _check_projection(x, weight_ih, bias, "4 H")
-    z = projected(x.contiguous(), weight_ih, bias, begin)
-    return lstm(z, weight_hh, h0, c0, lengths, backend=backend)
+    early = _starts_early(x, weight_ih, "lstm", backend, max_sms)
+    z = _projected_aside(x, weight_ih, bias, begin, aside)
+    if early:
+        check_tensors("lstm", z, weight_hh, None, h0, c0)
+        given = ("lstm", z, weight_hh.contiguous(), None, contiguous(h0), contiguous(c0), _lengths_of(z, lengths))
+        return gated_persistent.forward(*given, save=False, max_sms=max_sms, early=True)[:3]
+    return lstm(z, weight_hh, h0, c0, lengths, backend=backend, max_sms=max_sms)
+
+
+def _lengths_of(x: Tensor, lengths: Tensor | None) -> Tensor | None:
+    """Lengths of x (T, B, ...) as kernels take them."""
+    if lengths is not None:
+        check_lengths(lengths, x.shape[1])
+    return lengths_on(lengths, len(x), x.device)
 
 
 def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> None:
@@ -123,7 +131,7 @@ def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> 
 
 
 @torch.no_grad()
-def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> Tensor:
+def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, beside: bool = False) -> Tensor:
     """Compute W x + b without gradients, 0 before each utterance's first frame.
 
     On a Hopper GPU in 16-bit types, up to `projection.MOST_ROWS` rows T B, its bits do not depend on T and B.
@@ -132,35 +140,63 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None) -> 
         x: (T, B, K) contiguous.
         weight: (H, K); bias: (H,); older than the kernels that are still under way.
         begin: (B,) int32 first frames on the device, or None for 0.
+        beside: as of `projection.project`.
 
     Returns:
         (T, B, H).
     """
     hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
     if hopper and projection.why_not(x, weight) is None:
-        return projection.project(x, weight, bias, begin)
+        return projection.project(x, weight, bias, begin, beside=beside)
     z = functional.linear(x, weight, bias)
     return z if begin is None else z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
 
 
+def _projected_aside(
+    x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, aside: torch.cuda.Stream | None
+) -> Tensor:
+    """Do as `projected` on a stream that has x, if one is given, behind which the current one goes on."""
+    if aside is None:
+        return projected(x.contiguous(), weight, bias, begin)
+    with torch.cuda.stream(aside):
+        z = projected(x.contiguous(), weight, bias, begin, beside=True)
+    here = torch.cuda.current_stream(x.device)
+    here.wait_stream(aside)
+    z.record_stream(here)
+    return z
+
+
 def why_not_beside(
-    batch: int, hidden: int, dtype: torch.dtype, device: torch.device, nonlinearity: str, max_sms: int
+    batch: int, hidden: int, dtype: torch.dtype, device: torch.device, cell: str, max_sms: int
 ) -> str | None:
-    """Say why recurrences do not run beside each other, on so many multiprocessors each; None if they do."""
-    reason = persistent.why_not(1, batch, hidden, dtype, device, nonlinearity, max_sms)
+    """Say why layers do not run beside each other, on so many multiprocessors each; None if they do."""
+    reason = persistent.why_not(1, batch, hidden, dtype, device, cell, max_sms)
     if reason is None:
-        problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward=False)
-        if plan_for(problem, device_index(device), max_sms, True).launch.cooperative:
+        problem, index = persistent.problem_of(batch, hidden, dtype, cell, False), device_index(device)
+        if plan_for(problem, index, max_sms, True).launch.cooperative:
             reason = f"recurrences of {hidden} units and {batch} utterances wait for a whole chip"
+        elif ALL[cell].gates > 1 and (dtype == torch.float32 or not _in_clusters(problem, index, None)):
+            reason = f"{cell} layers of {hidden} units in {dtype} would have other bits on few multiprocessors"
     return reason
 
 
-def _overlaps(x: Tensor, weight_ih: Tensor, backend: str, nonlinearity: str, max_sms: int | None) -> bool:
+def _starts_early(x: Tensor, weight_ih: Tensor, cell: str, backend: str, max_sms: int | None) -> bool:
+    """Whether the recurrence behind the projection of x (T, B, K) loads its weights while that one runs."""
     if not x.is_cuda or projection.why_not(x, weight_ih) is not None:
         return False
-    hidden = weight_ih.shape[0]
-    problem = Problem(x.shape[1], hidden, persistent.dtype_name(x), nonlinearity, backward=False)
-    pre_activations = x[..., :1].expand(-1, -1, hidden)
-    if resolve(backend, pre_activations, nonlinearity, max_sms) != "persistent":
+    pre_activations = x[..., :1].expand(-1, -1, len(weight_ih))
+    if resolve(backend, pre_activations, cell, max_sms) != "persistent":
         return False
-    return plan_for(problem, device_index(x.device), max_sms, True).design == "cluster"
+    index, hidden = device_index(x.device), len(weight_ih) // ALL[cell].gates
+    problem = persistent.problem_of(x.shape[1], hidden, x.dtype, cell, False)
+    return _in_clusters(problem, index, max_sms) and plan_for(problem, index, max_sms, True).design == "cluster"
+
+
+def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
+    """Whether layers of this size may be run by the cluster design whatever the batch, as bits must not depend on it.
+
+    Small layers with gates have a faster design, which does not start early.
+    """
+    return (
+        ALL[problem.nonlinearity].gates == 1 or plan_for(problem._replace(batch=1), index, max_sms).design == "cluster"
+    )

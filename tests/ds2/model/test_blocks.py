@@ -175,17 +175,30 @@ def test_what_cannot_be_heard_in_blocks_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("depth", "batch"), [(4, 1), (9, 3), (3, 16)])
-def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: int, batch: int) -> None:
-    model = make("none", hidden=1152, depth=depth, skip=3, row_convs=3).float().cuda()
+@pytest.mark.parametrize(
+    ("depth", "batch", "layers"),
+    [
+        (4, 1, {"hidden": 1152}),
+        (9, 3, {"hidden": 1152}),
+        (3, 16, {"hidden": 1152}),
+        (9, 1, {"hidden": 512, "cell": "lstm"}),
+        (4, 16, {"hidden": 512, "cell": "lstm"}),
+    ],
+)
+def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(
+    depth: int, batch: int, layers: dict[str, object]
+) -> None:
+    model = make("none", depth=depth, skip=3, row_convs=3, **layers).float().cuda()
     heard = BlockModel(model, 85, torch.bfloat16, 20)  # the last piece is shorter
+    assert heard.waves
     draw = torch.Generator("cuda").manual_seed(2)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, device="cuda", dtype=torch.bfloat16)
 
     x, start = drawn(85, batch, BINS), heard.start(batch + 2)
-    start.states, start.rows = (0.1 * drawn(*table.shape) for table in (start.states, start.rows))
+    tables = (start.states, start.cells, start.rows)
+    start.states, start.cells, start.rows = (0.1 * drawn(*table.shape).to(table.dtype) for table in tables)
     places = torch.randperm(batch + 2, device="cuda", generator=draw)[:batch]
     blocks = torch.arange(batch, device="cuda") % 3
     ends = 85 * blocks + torch.randint(0, 200, (batch,), device="cuda")
@@ -193,15 +206,15 @@ def test_layers_beside_each_other_give_the_bits_of_one_after_the_other(depth: in
         found = []
         for lanes in (1, 7, 3):
             heard.lanes = lanes
-            carried = Carried([], start.states.clone(), start.cells, start.rows.clone())
+            carried = Carried([], start.states.clone(), start.cells.clone(), start.rows.clone())
 
             def hear(carried: Carried = carried, edges: bool = edges) -> Tensor:
-                carried.states.copy_(start.states)
-                carried.rows.copy_(start.rows)
+                for name in ("states", "cells", "rows"):
+                    getattr(carried, name).copy_(getattr(start, name))
                 return heard.layers(x, carried, places, blocks, ends, edges=edges)
 
             for call in [hear] * 3 + [record(hear)] * 6:
-                found.append([part.clone() for part in (call(), carried.states, carried.rows)])
+                found.append([part.clone() for part in (call(), carried.states, carried.cells, carried.rows)])
         for again in found[1:]:
             assert all(torch.equal(ours, first) for ours, first in zip(again, found[0], strict=True))
         assert bool(found[0][0].isfinite().all())
@@ -247,11 +260,10 @@ def test_kernels_that_start_early_give_the_bits_of_those_that_do_not(
     def eager() -> Tensor:
         return heard.run(features, carried, places, blocks, ends, edges=True)
 
+    config = runtime.config
     with monkeypatch.context() as patched:
-        runtime._config.cache_clear()
-        patched.setattr(runtime, "_knows_early", lambda config: False)
+        patched.setattr(runtime, "config", lambda *given: config(*given[:5], False, given[6]))
         wanted = said(eager)
-    runtime._config.cache_clear()
     found, replay = said(eager), record(eager)
     for again in (found, *(said(replay) for _ in range(5))):
         for ours, plain in zip(again, wanted, strict=True):

@@ -4,19 +4,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops import recurrence
+from ds2_ops import lstm, recurrence
 from ds2_ops.jit.build import build
 from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.layer import recurrent_layer
+from ds2_ops.recurrent.gated import persistent as gated_persistent
+from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
 from ds2_ops.recurrent.projection import MOST_ROWS, project, projection_launch
 from ds2_ops.recurrent.rnn import options_of
 from support.op_cases import CUDA, assert_same_bits, relative_error
 from torch import Tensor
 
 
-def weights(hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(hidden + width)
-    ih, bias, hh = (torch.randn(*shape, generator=draw) for shape in ((hidden, width), (hidden,), (hidden, hidden)))
+def weights(
+    hidden: int, width: int, dtype: torch.dtype, device: torch.device, gates: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    draw, rows = torch.Generator().manual_seed(hidden + width), gates * hidden
+    ih, bias, hh = (torch.randn(*shape, generator=draw) for shape in ((rows, width), (rows,), (rows, hidden)))
     return tuple(t.to(device, dtype) for t in (ih * width**-0.5, 0.1 * bias, 0.5 * hh * hidden**-0.5))  # type: ignore[return-value]
 
 
@@ -28,6 +31,18 @@ def test_it_is_the_recurrence_of_the_projection() -> None:
     z[:2, 2], z[:, 1] = 0, 0
     wanted = recurrence(z, hh, h0, lengths, nonlinearity="tanh")
     found = recurrent_layer(x, ih, bias, hh, h0, lengths, begin, nonlinearity="tanh")
+    for ours, true in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
+
+
+def test_it_is_the_lstm_of_the_projection() -> None:
+    ih, bias, hh = weights(24, 16, torch.float64, torch.device("cpu"), gates=4)
+    x, states = torch.randn(7, 3, 16, dtype=torch.float64), torch.randn(2, 3, 24, dtype=torch.float64)
+    lengths, begin = torch.tensor([7, 0, 4]), torch.tensor([0, 7, 2], dtype=torch.int32)
+    z = x @ ih.t() + bias
+    z[:2, 2], z[:, 1] = 0, 0
+    wanted = lstm(z, hh, *states, lengths)
+    found = lstm_layer(x, ih, bias, hh, *states, lengths, begin)
     for ours, true in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
@@ -86,17 +101,31 @@ def chain(
     for ih, bias, hh in layers:
         if aside is not None:
             aside.wait_stream(torch.cuda.current_stream())
-        x, _ = recurrent_layer(x, ih, bias, hh, nonlinearity="relu", aside=aside, **given)
+        if len(ih) == len(hh.t()):
+            x, _ = recurrent_layer(x, ih, bias, hh, nonlinearity="relu", aside=aside, **given)
+        else:
+            x, *_ = lstm_layer(x, ih, bias, hh, aside=aside, **given)
     return x
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("frames", "batch", "hidden"),
-    [(10, 1, 1152), (10, 3, 1152), (4, 16, 1152), (1, 1, 512), (20, 2, 264), (10, 64, 1152)],
+    ("frames", "batch", "hidden", "gates"),
+    [
+        (10, 1, 1152, 1),
+        (10, 3, 1152, 1),
+        (4, 16, 1152, 1),
+        (1, 1, 512, 1),
+        (20, 2, 264, 1),
+        (10, 64, 1152, 1),
+        (10, 1, 512, 4),
+        (10, 3, 512, 4),
+        (20, 2, 392, 4),
+        (4, 64, 512, 4),
+    ],
 )
-def test_kernels_that_overlap_give_the_same_bits(frames: int, batch: int, hidden: int) -> None:
-    layers = [weights(hidden, hidden, torch.bfloat16, CUDA) for _ in range(3)] * 4
+def test_kernels_that_overlap_give_the_same_bits(frames: int, batch: int, hidden: int, gates: int) -> None:
+    layers = [weights(hidden, hidden, torch.bfloat16, CUDA, gates) for _ in range(3)] * 4
     draw = torch.Generator(CUDA).manual_seed(3)
 
     def drawn(*shape: int) -> Tensor:
@@ -127,9 +156,24 @@ def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: di
     for ih, bias, hh in layers:
         z = project(x, ih, bias, None)
         torch.cuda.synchronize()
-        x, _ = persistent.forward(z, hh, given["h0"], given["lengths"], options)
+        if len(ih) == len(hh.t()):
+            x, _ = persistent.forward(z, hh, given["h0"], given["lengths"], options)
+        else:
+            states = given["h0"], None, given["lengths"]
+            x, *_ = gated_persistent.forward("lstm", z, hh, None, *states, save=False, early=True)
         torch.cuda.synchronize()
     return x
+
+
+@pytest.mark.gpu
+def test_an_lstm_layer_has_the_same_bits_in_any_batch() -> None:
+    ih, bias, hh = weights(512, 512, torch.bfloat16, CUDA, gates=4)
+    x = torch.randn(12, 130, 512, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1)).bfloat16()
+    whole = lstm_layer(x, ih, bias, hh)
+    for first, last in ((0, 1), (3, 6), (7, 23), (20, 84), (129, 130)):
+        for max_sms in (None, 16):
+            part = lstm_layer(x[:, first:last], ih, bias, hh, max_sms=max_sms)
+            assert_same_bits(part, [whole[0][:, first:last], *(state[first:last] for state in whole[1:])])
 
 
 def recorded(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from ds2_ops.recurrent import persistent, projection
+from ds2_ops.recurrent.gated import gemm
+from ds2_ops.recurrent.gated import persistent as gated_persistent
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Problem
 from support.chip import Faults, patch, small_chip
+from support.gated_cases import problem
 from support.op_cases import CPU, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, forward_loop, inputs
 
@@ -37,6 +40,21 @@ def recur(chip: Callable[..., None], shape: tuple[int, int, int], groups: int, f
     stock = forward_loop(x, weight_hh, h0, lengths, "tanh")
     for ours, exact, other in zip(found, true, stock, strict=True):
         assert relative_error(ours, exact) <= 2 * relative_error(other, exact)
+
+
+def recur_gates(chip: Callable[..., None], cell: str, shape: tuple[int, int, int], faults: Faults = ()) -> None:
+    """Do as `recur` with a cell with gates."""
+    facts = small_chip({8: 1})
+    chip(cluster_choices(Problem(*shape[1:], "bfloat16", cell, False), facts, facts.sms)[0], 1, faults)
+    (x, weight_hh, bias, h0, c0), _ = problem(cell, shape, CPU, torch.bfloat16)
+    assert x is not None and weight_hh is not None and h0 is not None
+    lengths = ragged_lengths(*shape[:2]).to(torch.int32)
+    found = gated_persistent.forward(cell, x, weight_hh, bias, h0, c0, lengths, save=False, early=True)[:3]
+    exact = (None if t is None else t.double() for t in (x, weight_hh, bias, h0, c0))
+    true = gemm.forward(cell, *exact, lengths, False)[:3]  # type: ignore[arg-type]
+    stock = gemm.forward(cell, x, weight_hh, bias, h0, c0, lengths, False)[:3]
+    for ours, right, other in zip(found, true, stock, strict=True):
+        assert not ours.numel() or relative_error(ours, right) <= 2 * relative_error(other, right)
 
 
 def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], faults: Faults = ()) -> None:
@@ -73,6 +91,12 @@ def test_a_recurrence_that_starts_early_waits(
     recur(chip, shape, groups)
 
 
+@pytest.mark.parametrize("shape", [(5, 2, 40), (4, 11, 33)], ids=str)
+@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
+def test_gates_that_start_early_wait(chip: Callable[..., None], cell: str, shape: tuple[int, int, int]) -> None:
+    recur_gates(chip, cell, shape)
+
+
 @pytest.mark.parametrize(
     "shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16), (10, 17, 16, 17), (2, 150, 264, 81)]
 )
@@ -99,6 +123,8 @@ MADE = "finisher(pass, smem);\n        cluster_barrier();\n"
 def test_a_recurrence_that_does_not_wait_is_found(chip: Callable[..., None], fault: tuple[str, str, str]) -> None:
     with pytest.raises(AssertionError):
         recur(chip, (3, 2, 40), 1, (fault,))
+    with pytest.raises(AssertionError):
+        recur_gates(chip, "lstm", (3, 2, 40), (fault,))
 
 
 def test_a_projection_that_reads_before_it_waits_is_found(chip: Callable[..., None]) -> None:
