@@ -61,14 +61,15 @@ def recurrent_layer(
     _check_projection(x, weight_ih, bias, "H")
     hidden = len(weight_ih)
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
-    early = _starts_early(x, weight_ih, nonlinearity, backend, max_sms)
+    check_like("weight_hh", weight_hh, x)
+    early = _starts_early(x, (weight_ih, bias, weight_hh), nonlinearity, backend, max_sms)
     z = _projected_aside(x, weight_ih, bias, begin, aside)
     if early:
         if h0 is not None:
             check_shape("h0", h0, (x.shape[1], hidden), "(B, H)")
             check_like("h0", h0, x)
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
-        return persistent.forward(z, weight_hh.contiguous(), contiguous(h0), _lengths_of(z, lengths), options)
+        return persistent.forward(z, weight_hh, contiguous(h0), _lengths_of(z, lengths), options)
     return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
 
 
@@ -105,11 +106,11 @@ def lstm_layer(
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
     """
     _check_projection(x, weight_ih, bias, "4 H")
-    early = _starts_early(x, weight_ih, "lstm", backend, max_sms)
+    early = _starts_early(x, (weight_ih, bias, weight_hh), "lstm", backend, max_sms)
     z = _projected_aside(x, weight_ih, bias, begin, aside)
     if early:
         check_tensors("lstm", z, weight_hh, None, h0, c0)
-        given = ("lstm", z, weight_hh.contiguous(), None, contiguous(h0), contiguous(c0), _lengths_of(z, lengths))
+        given = ("lstm", z, weight_hh, None, contiguous(h0), contiguous(c0), _lengths_of(z, lengths))
         return gated_persistent.forward(*given, save=False, max_sms=max_sms, early=True)[:3]
     return lstm(z, weight_hh, h0, c0, lengths, backend=backend, max_sms=max_sms)
 
@@ -146,7 +147,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, 
         (T, B, H).
     """
     hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
-    if hopper and projection.why_not(x, weight) is None:
+    if hopper and projection.why_not(x, weight, bias) is None:
         return projection.project(x, weight, bias, begin, beside=beside)
     z = functional.linear(x, weight, bias)
     return z if begin is None else z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
@@ -180,9 +181,15 @@ def why_not_beside(
     return reason
 
 
-def _starts_early(x: Tensor, weight_ih: Tensor, cell: str, backend: str, max_sms: int | None) -> bool:
-    """Whether the recurrence behind the projection of x (T, B, K) loads its weights while that one runs."""
-    if not x.is_cuda or projection.why_not(x, weight_ih) is not None:
+def _starts_early(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cell: str, backend: str, max_sms: int | None
+) -> bool:
+    """Whether the recurrence behind the projection of x (T, B, K) loads its weights while that one runs.
+
+    Those that are not contiguous are copied, and a copy is no older than what still runs.
+    """
+    weight_ih, bias, weight_hh = weights
+    if not (x.is_cuda and weight_hh.is_contiguous()) or projection.why_not(x, weight_ih, bias) is not None:
         return False
     pre_activations = x[..., :1].expand(-1, -1, len(weight_ih))
     if resolve(backend, pre_activations, cell, max_sms) != "persistent":

@@ -26,12 +26,12 @@ _PROJECTION = parameters(
 )
 
 
-def why_not(x: Tensor, weight: Tensor) -> str | None:
+def why_not(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     """Say why the kernel does not run this product; None if it does.
 
     Args:
         x: (T, B, K).
-        weight: (H, K).
+        weight: (H, K); bias: (H,).
     """
     rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -40,6 +40,8 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
         return f"x has {rows} rows, the kernel takes 1 to {MOST_ROWS}"
     if _pairs(width) > _MOST_PAIRS or width % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return f"rows of {width} numbers are too long, or do not start at multiples of 16 bytes"
+    if not (weight.is_contiguous() and bias.is_contiguous()):  # they are read before what would copy them has ended
+        return "weight or bias is not contiguous"
     return None
 
 
@@ -48,8 +50,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, be
 
     Args:
         x: (T, B, K) contiguous, bfloat16 or float16, on a CUDA device.
-        weight: (H, K) contiguous.
-        bias: (H,).
+        weight: (H, K) and bias: (H,), contiguous.
         begin: (B,) int32 first frames, or None for 0.
         beside: start in turn, in blocks of their own: clusters would wait for those of recurrences on other streams.
 

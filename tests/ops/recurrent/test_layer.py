@@ -9,7 +9,7 @@ from ds2_ops.jit.build import build
 from ds2_ops.recurrent import persistent
 from ds2_ops.recurrent.gated import persistent as gated_persistent
 from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
-from ds2_ops.recurrent.projection import MOST_ROWS, project, projection_launch
+from ds2_ops.recurrent.projection import MOST_ROWS, project, projection_launch, why_not
 from ds2_ops.recurrent.rnn import options_of
 from support.op_cases import CUDA, assert_same_bits, relative_error
 from torch import Tensor
@@ -56,6 +56,16 @@ def test_wrong_arguments_are_refused() -> None:
         recurrent_layer(x, ih, bias.double(), hh)
     with pytest.raises(ValueError, match="weight_hh has shape"):
         recurrent_layer(x, ih, bias, hh[:, :3])
+    with pytest.raises(TypeError, match=r"weight_hh is torch\.float64"):
+        recurrent_layer(x, ih, bias, hh.double())
+
+
+def test_the_projection_takes_weights_only_as_they_lie_in_rows() -> None:
+    ih, bias, _ = weights(32, 16, torch.bfloat16, torch.device("cpu"))
+    x = torch.zeros(4, 2, 16, dtype=torch.bfloat16)
+    assert why_not(x, ih, bias) is None
+    for wrong in ((ih.t().contiguous().t(), bias), (ih, torch.zeros(64, dtype=torch.bfloat16)[::2])):
+        assert why_not(x, *wrong) == "weight or bias is not contiguous"
 
 
 @pytest.mark.parametrize(
