@@ -24,17 +24,28 @@ def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
         cell: a name in ``cells.ALL``.
         max_sms: the most multiprocessors to use, or None.
     """
-    return _resolve(backend, x.shape, x.dtype, x.device, cell, max_sms, *ambient(x.dtype))
+    return _resolve(backend, x.shape, x.dtype, x.device, cell, max_sms, *_ambient(x.dtype))
 
 
-def ambient(dtype: torch.dtype) -> tuple[bool, str]:
+def _ambient(dtype: torch.dtype) -> tuple[bool, str]:
     """What a backend is chosen by that nobody gives: whether tensors may have tangents, and float32's precision."""
     dual = getattr(forward_ad, "_current_level", -1) >= 0
     return dual, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
 
 
+def settle(what: str, cell: str, x: Tensor, backend: str, max_sms: int | None) -> str:
+    """Do as `check_call`, then as `resolve`, once for all x of a shape, dtype and device; arguments as there."""
+    given = (what, cell, x.shape, x.dtype, x.device, backend, max_sms, *_ambient(x.dtype))
+    try:
+        return _settled(*given)
+    except TypeError:
+        if not any(isinstance(size, torch.SymInt) for size in x.shape):  # sizes that are traced have no hash
+            raise
+        return _settled.__wrapped__(*given)
+
+
 @functools.lru_cache(maxsize=1024)
-def settle(
+def _settled(
     what: str,
     cell: str,
     shape: Sequence[int],
@@ -45,12 +56,6 @@ def settle(
     dual: bool,
     float32_precision: str,
 ) -> str:
-    """Do as `check_call`, then as `resolve` for an x of this shape, dtype and device, once for all alike.
-
-    Args:
-        what, cell, backend, max_sms: as there.
-        dual, float32_precision: of `ambient`.
-    """
     check_call(what, cell, shape, dtype, backend, max_sms)
     return _resolve(backend, shape, dtype, device, cell, max_sms, dual, float32_precision)
 

@@ -22,7 +22,7 @@ from ds2_ops.checks import (
 )
 from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent import gemm, persistent
-from ds2_ops.recurrent.backends import BACKENDS, ambient, check_call, resolve, settle
+from ds2_ops.recurrent.backends import BACKENDS, check_call, resolve, settle
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
@@ -79,8 +79,7 @@ def recurrence(
     if compiling:
         check_call("nonlinearity", nonlinearity, x.shape, x.dtype, backend, max_sms)
     else:
-        facts = (x.shape, x.dtype, x.device)
-        chosen = settle("nonlinearity", nonlinearity, *facts, backend, max_sms, *ambient(x.dtype))
+        chosen = settle("nonlinearity", nonlinearity, x, backend, max_sms)
     if CELLS[nonlinearity].takes_clip and not 0.0 < clip < math.inf:
         raise ValueError(f"clip is {clip}, allowed is a positive finite number; for no bound use nonlinearity='relu'")
     frames, batch, hidden = x.shape

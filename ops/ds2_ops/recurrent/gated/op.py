@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ds2_ops.checks import check_like, check_shape, needs_grad, under_autocast
 from ds2_ops.lengths import check_lengths, lengths_on
-from ds2_ops.recurrent.backends import ambient, check_call, settle
+from ds2_ops.recurrent.backends import check_call, settle
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.gated.autograd import eager, forward, forward_on
 from ds2_ops.recurrent.gated.gemm import wide_dtype
@@ -116,7 +116,7 @@ def gated(
     if compiling:
         check_call("cell", cell, x.shape, x.dtype, backend, max_sms)
     else:
-        chosen = settle("cell", cell, x.shape, x.dtype, x.device, backend, max_sms, *ambient(x.dtype))
+        chosen = settle("cell", cell, x, backend, max_sms)
     check_tensors(cell, x, weight_hh, bias, h0, c0)
     if lengths is not None:
         check_lengths(lengths, x.shape[1])

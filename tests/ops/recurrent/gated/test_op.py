@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops import gru, lstm
-from ds2_ops.recurrent.cells import GATED
+from ds2_ops import gru, lstm, recurrence
+from ds2_ops.recurrent.cells import ALL, GATED
 from ds2_ops.recurrent.gated.autograd import backward_data, forward
 from ds2_ops.recurrent.gated.op import gated
 from support.gated_cases import NAMES, assert_as_good_as_stock, on_every_target, problem, rounding_floor, run
@@ -20,6 +20,7 @@ from support.op_cases import (
     ragged_lengths,
 )
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 SHAPES = [(1, 3, 16), (6, 1, 33), (5, 4, 64), (4, 19, 7)]  # T = 1, B = 1, odd sizes
@@ -163,6 +164,22 @@ def test_compiled_is_eager(cell: str) -> None:
     outputs = compiled(*leaves)[: len(cotangents)]
     gradients = torch.autograd.grad(outputs, [t for t in leaves if t is not None], cotangents)
     assert_same_bits([*outputs, *gradients], eager)
+
+
+@pytest.mark.parametrize("cell", [*GATED, "relu"])
+def test_sizes_may_be_symbols(cell: str) -> None:
+    rows = 8 * ALL[cell].gates
+    x, weight_hh = (
+        draw(i, *shape, device=CPU, dtype=torch.float32) for i, shape in enumerate(((5, 2, rows), (rows, 8)))
+    )
+
+    def op(x: Tensor, weight_hh: Tensor) -> Tensor:
+        if cell == "relu":
+            return recurrence(x, weight_hh, nonlinearity=cell)[0]
+        return gated(cell, x, weight_hh, None, None, None, None)[0]
+
+    traced = make_fx(op, tracing_mode="symbolic")(x, weight_hh)
+    assert_same_bits([traced(x, weight_hh)], [op(x, weight_hh)])
 
 
 def test_autocast_casts_all_but_c() -> None:
