@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -52,12 +52,17 @@ class Communicator:
         self.host = platform.node()
         self.whereabouts = Whereabouts()
 
-    def allgather(self, value: T) -> list[T]:
-        """Return every rank's small picklable value, in order of rank."""
+    def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
+        """Return every rank's small value, in order of rank.
+
+        Args:
+            value: of a kind that `ds2.system.messages` sends.
+            classes: the dataclasses that it may hold.
+        """
         return [value]
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's small picklable value."""
+    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
+        """Return rank 0's small value; arguments as `allgather`."""
         return value
 
     def broadcast_(self, tensor: Tensor) -> None:
@@ -95,9 +100,9 @@ class Communicator:
 
     def broadcast_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return rank 0's tensors by name, of any shape, on the CPU where not this rank's own; others' are ignored."""
-        shapes = self.broadcast({name: (value.shape, value.dtype) for name, value in tensors.items()})
+        shapes = self.broadcast({name: (tuple(value.shape), value.new_empty(0)) for name, value in tensors.items()})
         if self.rank != 0:
-            tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+            tensors = {name: torch.empty(shape, dtype=empty.dtype) for name, (shape, empty) in shapes.items()}
         tensors = {name: value.contiguous() for name, value in tensors.items()}
         for name in shapes:
             self.broadcast_(tensors[name])

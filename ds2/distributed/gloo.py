@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import torch
@@ -17,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
-from ds2.distributed.watchdog import Whereabouts
+from ds2.distributed.watchdog import Whereabouts, read_report, write_report
 from ds2.distributed.world import Exchange, Finished, World
 from ds2.system.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-T = TypeVar("T")
 _POLL_S = 0.01  # between looks for ranks that come to meet
 _NEVER = timedelta(days=365)  # Gloo's own limit: who waits too long is the watchdog's to say
 
@@ -45,18 +43,6 @@ class GlooWorld(World):
             self._blocking, self._scatter, self._gather = (dist.new_group(timeout=_NEVER) for _ in range(3))
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.locate()
-
-    def allgather(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.size
-        with _contact():
-            dist.all_gather_object(values, value, self._blocking)
-        return values
-
-    def broadcast(self, value: T) -> T:
-        values = [value]
-        with _contact():
-            dist.broadcast_object_list(values, 0, self._blocking)
-        return values[0]
 
     def broadcast_(self, octets: Tensor) -> None:
         with _contact():
@@ -94,10 +80,10 @@ class GlooWorld(World):
 
         return finished
 
-    def channel(self) -> _Heartbeats:
+    def channel(self) -> StoreChannel:
         name = self.broadcast(uuid4().hex)  # one after the other, as trainings of a sweep have them, are kept apart
         store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
-        return _Heartbeats(store, self.rank)
+        return StoreChannel(store, self.rank)
 
     def abort(self, status: int) -> None:
         _leave(status)
@@ -107,22 +93,25 @@ class GlooWorld(World):
             dist.destroy_process_group(group)
 
 
-class _Heartbeats:
-    """The watchdog's channel: a queue for each rank in torchrun's store, over a connection that nothing else uses."""
+class StoreChannel:
+    """The watchdog's channel: a queue for each rank in torchrun's store, over a connection that nothing else uses.
+
+    Whoever reaches the store's port can write into these queues, so messages are data, and others are ignored.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self.rank = store, rank
 
-    # A store that cannot be reached carries no messages, and who sends none is found to be silent.
+    # A store that cannot be reached carries no messages, and a rank that sends none is found to be silent.
     def send(self, value: Whereabouts | None, to: int) -> None:
         with suppress(RuntimeError):
-            self._store.queue_push(str(to), pickle.dumps((self.rank, value)))
+            self._store.queue_push(str(to), write_report(self.rank, value))
 
     def receive(self) -> tuple[int, Whereabouts | None] | None:
         with suppress(RuntimeError):
-            if self._store.queue_len(str(self.rank)):
-                message = pickle.loads(self._store.queue_pop(str(self.rank)))
-                return cast(tuple[int, Whereabouts | None], message)
+            while self._store.queue_len(str(self.rank)):
+                with suppress(UserError):
+                    return read_report(self._store.queue_pop(str(self.rank)))
         return None
 
     def abort(self, status: int) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, TypeVar, cast
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
-from ds2.distributed.watchdog import Whereabouts
+from ds2.distributed.watchdog import Whereabouts, read_report, write_report
 from ds2.distributed.world import Exchange, Finished, World
-
-T = TypeVar("T")
+from ds2.system.errors import UserError
 
 
 class MpiWorld(World):
@@ -32,12 +32,6 @@ class MpiWorld(World):
     def _open(self) -> MPI.Intracomm:
         self._opened.append(MPI.COMM_WORLD.Dup())
         return self._opened[-1]
-
-    def allgather(self, value: T) -> list[T]:
-        return cast(list[T], self._blocking.allgather(value))
-
-    def broadcast(self, value: T) -> T:
-        return cast(T, self._blocking.bcast(value))
 
     def broadcast_(self, octets: Tensor) -> None:
         self._blocking.Bcast(octets.numpy())
@@ -58,8 +52,8 @@ class MpiWorld(World):
         host, parts, kind, whole = _buffers(exchange)
         return cast(Finished, self._gather.Iallgatherv([parts[0], parts.shape[1], kind], [host, whole, kind]).Test)
 
-    def channel(self) -> _Heartbeats:
-        return _Heartbeats(self._open())
+    def channel(self) -> _MpiChannel:
+        return _MpiChannel(self._open())
 
     def abort(self, status: int) -> None:
         MPI.COMM_WORLD.Abort(status)
@@ -69,7 +63,7 @@ class MpiWorld(World):
             comm.Free()
 
 
-class _Heartbeats:
+class _MpiChannel:
     """The watchdog's channel: small messages on a communicator of their own, one under way to each rank at most."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -78,13 +72,16 @@ class _Heartbeats:
 
     def send(self, value: Whereabouts | None, to: int) -> None:
         if value is None or to not in self._sent or self._sent[to].Test():
-            self._sent[to] = self.comm.isend(value, to)
+            self._sent[to] = self.comm.Isend([bytearray(write_report(self.rank, value)), MPI.BYTE], to)
 
     def receive(self) -> tuple[int, Whereabouts | None] | None:
         status = MPI.Status()
-        if not self.comm.iprobe(status=status):
-            return None
-        return status.source, self.comm.recv(source=status.source)
+        while self.comm.Iprobe(status=status):
+            data = bytearray(status.Get_count(MPI.BYTE))
+            self.comm.Recv([data, MPI.BYTE], source=status.source)
+            with suppress(UserError):
+                return read_report(data)
+        return None
 
     def abort(self, status: int) -> None:
         MPI.COMM_WORLD.Abort(status)

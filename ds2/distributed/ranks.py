@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,13 +26,13 @@ class Ranks(Communicator):
         self.watchdog = Watchdog(world.channel(), world.hosts, self.whereabouts, timeout_s)
         self.watchdog.start()
 
-    def allgather(self, value: T) -> list[T]:
+    def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
         with self.whereabouts.wait_in("allgather"):
-            return self.carrier.allgather(value)
+            return self.carrier.allgather(value, classes)
 
-    def broadcast(self, value: T) -> T:
+    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
         with self.whereabouts.wait_in("broadcast"):
-            return self.carrier.broadcast(value)
+            return self.carrier.broadcast(value, classes)
 
     def broadcast_(self, tensor: Tensor) -> None:
         host = tensor.detach().cpu()

@@ -16,8 +16,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from ds2.system.messages import decode, encode
+from ds2.system.plain import FieldError, from_plain
 
 _STOP = 255  # no signal's number
 _SETTLE_S = 0.2
@@ -120,6 +123,24 @@ class Channel(Protocol):
         ...
 
 
+def write_report(rank: int, whereabouts: Whereabouts | None) -> bytes:
+    """A message of a channel: a rank's whereabouts, or None for its farewell."""
+    return encode([rank, None if whereabouts is None else asdict(whereabouts)])
+
+
+def read_report(data: bytes | bytearray) -> tuple[int, Whereabouts | None]:
+    """Read a message of a channel.
+
+    Raises:
+        MessageError, FieldError: it is none.
+    """
+    report = from_plain(list[Any], decode(data), "report")
+    if len(report) != 2:
+        raise FieldError("report", f"has {len(report)} entries, expected a rank and its whereabouts")
+    rank, fields = report
+    return from_plain(int, rank, "rank"), None if fields is None else from_plain(Whereabouts, fields, "whereabouts")
+
+
 class Watchdog(threading.Thread):
     """Reports this rank's whereabouts to rank 0, rank 0's to all, and ends the job where `judge` finds a reason.
 
@@ -185,7 +206,7 @@ class Watchdog(threading.Thread):
             rank, at = message
             if at is None:
                 self._gone.add(rank)
-            else:
+            elif rank in self.ranks:
                 self.ranks[rank].update(at, now_s)
 
     def _end(self, reason: str) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ds2.distributed.watchdog import Channel
+from ds2.system.messages import MessageError, decode, encode
 
 T = TypeVar("T")
+_LONGEST_MESSAGE = 1 << 31  # bytes
 Finished = Callable[[], bool]  # whether a transfer is over; it moves, at times, only while somebody asks
 
 
@@ -37,7 +39,7 @@ class World(ABC):
     """All ranks of a job, and plain transfers between them: what a member of the communicator builds upon.
 
     All ranks make the same calls in the same order: of `scatter`, of `gather` and of all others, each for itself, so
-    that three threads may call them. Objects travel pickled, from and to our own processes only.
+    that three threads may call them. Values travel as messages (`ds2.system.messages`), which run no code.
 
     Attributes:
         name: of what carries the transfers.
@@ -68,13 +70,35 @@ class World(ABC):
         chosen = self.allgather(str(torch.cuda.get_device_properties(device).uuid) if on_gpu else f"rank {self.rank}")
         return len(set(chosen)) < len(chosen)
 
-    @abstractmethod
-    def allgather(self, value: T) -> list[T]:
-        """Return every rank's small picklable value, in order of rank."""
+    def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
+        """Return every rank's small value, in order of rank.
 
-    @abstractmethod
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's small picklable value."""
+        Args:
+            value: of a kind that `ds2.system.messages` sends.
+            classes: the dataclasses that it may hold.
+
+        Raises:
+            MessageError: another rank sent something else.
+        """
+        data = _octets(encode(value))
+        lengths = torch.empty(self.size, 1, dtype=torch.int64)
+        self.allgather_(lengths, torch.tensor([len(data)]))
+        sizes = [_checked(length) for length in lengths[:, 0].tolist()]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        received = torch.empty(self.size, len(padded), dtype=torch.uint8)
+        self.allgather_(received, padded)
+        return [decode(row[:size].numpy().data, classes) for row, size in zip(received, sizes, strict=True)]
+
+    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
+        """Return rank 0's small value; arguments and errors as `allgather`."""
+        data = _octets(encode(value) if self.rank == 0 else b"\0")
+        length = torch.tensor([len(data)])
+        self.broadcast_(length.view(torch.uint8))
+        if self.rank != 0:
+            data = torch.empty(_checked(int(length)), dtype=torch.uint8)
+        self.broadcast_(data)
+        return cast(T, decode(data.numpy().data, classes))
 
     @abstractmethod
     def broadcast_(self, octets: Tensor) -> None:
@@ -107,6 +131,17 @@ class World(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of what was opened; all ranks call it together."""
+
+
+def _octets(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _checked(size: int) -> int:
+    """The length of a message that another rank announced."""
+    if not 0 < size <= _LONGEST_MESSAGE:
+        raise MessageError(f"another rank announced a message of {size} bytes; allowed are 1 to {_LONGEST_MESSAGE}")
+    return size
 
 
 def add_in_order(parts: Tensor) -> Tensor:

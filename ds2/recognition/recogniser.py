@@ -16,7 +16,7 @@ from ds2.data.batching import plan_epoch
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder
-from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis
+from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords
 from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
@@ -162,7 +162,8 @@ class Recogniser(Parts):
                 named = ", ".join(utterances[indices[row]].name for row in error.rows)
                 raise DecodeError(f"{named}: {error}" if named else str(error)) from error
             found.update(zip(indices, rows, strict=True))
-        found = {index: hypothesis for part in comm.allgather(found) for index, hypothesis in part.items()}
+        parts = comm.allgather(found, (Hypothesis, Word))
+        found = {index: hypothesis for part in parts for index, hypothesis in part.items()}
         return [found[index] for index in range(len(utterances))]
 
 

@@ -1,0 +1,156 @@
+"""Messages between processes as data: JSON for the values, raw bytes for arrays. Reading one never runs code.
+
+A message is the length of its JSON header (8 bytes, little-endian), the header, and the bytes of its arrays. In the
+header a list stands for a list, and an object with one key stands for what JSON lacks: `{"tuple": [...]}`,
+`{"tensor": [dtype, shape, offset]}` and so on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds2.system.errors import UserError
+from ds2.system.plain import parse_json
+
+_LENGTH = struct.Struct("<Q")
+_TENSOR_TYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    )
+}  # fmt: skip
+_ARRAY_KINDS = "biuf"  # of numpy: bool, integers, floats; never objects
+
+
+class MessageError(UserError):
+    """Bytes that are not a message; they come from another program, another version, or a stranger."""
+
+
+def encode(value: object) -> bytes:
+    """Return a value as bytes that `decode` reads.
+
+    Args:
+        value: None, bool, int, float, str, bytes, a tensor, a numpy array, a dataclass, or lists, tuples and dicts of
+            these.
+
+    Raises:
+        TypeError: the value holds something else.
+    """
+    buffers = bytearray()
+    header = json.dumps(_to_json(value, buffers)).encode()
+    return b"".join([_LENGTH.pack(len(header)), header, buffers])
+
+
+def decode(data: bytes | bytearray | memoryview, classes: Iterable[type] = ()) -> Any:
+    """Return the value of a message; tensors are on the CPU, arrays own their memory.
+
+    Args:
+        data: one message.
+        classes: the dataclasses that it may hold.
+
+    Raises:
+        MessageError: `data` is no message, its sizes do not fit, or it holds another class.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        whole = memoryview(data)[_LENGTH.size :]
+        if length > len(whole):
+            raise ValueError(f"a header of {length} bytes in a message of {len(data)}")
+        allowed = {kind.__name__: kind for kind in classes}
+        return _from_json(parse_json(bytes(whole[:length])), whole[length:], allowed)
+    except (struct.error, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise MessageError(
+            f"a message from another process cannot be read: {error}; run the same version of ds2 everywhere, "
+            "and let no stranger reach the network between them"
+        ) from error
+
+
+def _to_json(value: Any, buffers: bytearray) -> object:  # noqa: PLR0911  one a kind
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_to_json(entry, buffers) for entry in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_to_json(entry, buffers) for entry in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_to_json(key, buffers), _to_json(entry, buffers)] for key, entry in value.items()]}
+    if isinstance(value, bytes):
+        return {"bytes": _append(value, buffers)}
+    if isinstance(value, torch.Tensor):
+        name, octets = str(value.dtype).removeprefix("torch."), value.detach().cpu().contiguous().view(-1)
+        if name not in _TENSOR_TYPES:
+            raise TypeError(f"a tensor of {value.dtype} cannot be sent")
+        return {"tensor": [name, list(value.shape), *_append(octets.view(torch.uint8).numpy().tobytes(), buffers)]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
+        return {"array": [value.dtype.str, list(value.shape), *_append(value.tobytes(), buffers)]}
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: _to_json(getattr(value, f.name), buffers) for f in dataclasses.fields(value) if f.init}
+        return {"class": [type(value).__name__, fields]}
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+def _append(data: bytes, buffers: bytearray) -> list[int]:
+    """Add a buffer; returns where it begins and how long it is."""
+    offset = len(buffers)
+    buffers += data
+    return [offset, len(data)]
+
+
+def _from_json(entry: Any, buffers: memoryview, classes: dict[str, type]) -> Any:  # noqa: PLR0911
+    def read(inner: Any) -> Any:
+        return _from_json(inner, buffers, classes)
+
+    if isinstance(entry, list):
+        return [read(inner) for inner in entry]
+    if not isinstance(entry, dict):
+        return entry
+    [(tag, content)] = entry.items()
+    if tag == "tuple":
+        return tuple(read(inner) for inner in content)
+    if tag == "dict":
+        return {read(key): read(inner) for key, inner in content}
+    if tag == "bytes":
+        return bytes(_buffer(buffers, *content))
+    if tag == "class":
+        name, fields = content
+        return classes[name](**{key: read(inner) for key, inner in fields.items()})
+    return _ARRAYS[tag](buffers, *content)
+
+
+def _buffer(buffers: memoryview, offset: int, size: int) -> memoryview:
+    if not 0 <= offset <= offset + size <= len(buffers):
+        raise ValueError(f"bytes {offset} to {offset + size} of {len(buffers)}")
+    return buffers[offset : offset + size]
+
+
+def _tensor(buffers: memoryview, name: str, shape: list[int], offset: int, size: int) -> torch.Tensor:
+    dtype = _TENSOR_TYPES[name]
+    _check_size(shape, dtype.itemsize, size)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(_buffer(buffers, offset, size)), dtype=dtype).view(shape)
+
+
+def _array(buffers: memoryview, name: str, shape: list[int], offset: int, size: int) -> np.ndarray:
+    dtype = np.dtype(name)
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"an array of {name!r}")
+    _check_size(shape, dtype.itemsize, size)
+    return np.frombuffer(_buffer(buffers, offset, size), dtype).reshape(shape).copy()
+
+
+_ARRAYS: dict[str, Callable[..., Any]] = {"tensor": _tensor, "array": _array}
+
+
+def _check_size(shape: list[int], itemsize: int, size: int) -> None:
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * itemsize != size:
+        raise ValueError(f"an array of shape {shape} with {itemsize} bytes an element in {size} bytes")
