@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ds2_ops.recurrent.beside import Beside
+from ds2_ops.recurrent.deferred import DeferredGradients
 from torch import Tensor, nn
 
 
@@ -26,7 +26,9 @@ class Bucket:
     Parameters of `low` come first in it, so that one concatenation and one conversion serve all of them, both ways.
     """
 
-    def __init__(self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype, beside: Beside) -> None:
+    def __init__(
+        self, group: Sequence[Slot], low: Set[Tensor], dtype: torch.dtype, deferred: DeferredGradients
+    ) -> None:
         self.first = group[-1].module  # to be called: the order is reversed
         self.slots = sorted(group, key=lambda slot: slot.parameter not in low)
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
@@ -41,9 +43,10 @@ class Bucket:
             self._sources = copies + self.parameters[len(copies) :]
         sinks = {parameter: _Sink(self, part) for parameter, part in zip(self._low, self._parts, strict=False)}
         self._sinks = [sinks.get(parameter) for parameter in self.parameters]
-        self.beside = beside
+        self.deferred = deferred
         self._written: set[Tensor] = set()  # parts, by sinks, in the running backward pass
-        self._awaited = 0  # what was given to `beside` and is not launched yet
+        self._written_rows: set[tuple[Tensor, int]] = set()  # of these, from which row on
+        self._awaited = 0  # what was deferred and is not launched yet
         self.current = False  # whether the rounded copies are those of the present parameters
         self.placed = False  # in the running forward pass
         self.passes = 0  # backward passes of this step that have added to it
@@ -79,8 +82,9 @@ class Bucket:
         """Forget the gradients of the last step."""
         self.passes = self._awaited = 0
         self._written.clear()
+        self._written_rows.clear()
 
-    def add_product(self, part: Tensor, left: Tensor, right: Tensor) -> None:
+    def add_product(self, part: Tensor, left: Tensor, right: Tensor, rows: slice = slice(None)) -> None:
         """Add a product to the gradient of a parameter where that lies, in float32 on a GPU, ahead of `collect`.
 
         In a recording it is held back until the next recurrence runs.
@@ -89,8 +93,10 @@ class Bucket:
             part: (R, C), where the gradient lies.
             left: (R, N).
             right: (N, C).
+            rows: of the part that are meant; left has as many.
         """
-        fresh = self._take(part)
+        fresh = self._take(part, rows)
+        part = part[rows]
         if not left.is_cuda and left.dtype != part.dtype:
             product = left @ right
             part.copy_(product) if fresh else part.add_(product)
@@ -105,9 +111,10 @@ class Bucket:
 
         self._later(add)
 
-    def add(self, part: Tensor, make: Callable[[], Tensor]) -> None:
+    def add(self, part: Tensor, make: Callable[[], Tensor], rows: slice = slice(None)) -> None:
         """Add what `make` makes to the gradient of a parameter, ahead of `collect`, in a recording as `add_product`."""
-        fresh = self._take(part)
+        fresh = self._take(part, rows)
+        part = part[rows]
 
         def add() -> None:
             part.copy_(make()) if fresh else part.add_(make())
@@ -136,11 +143,14 @@ class Bucket:
 
         self._later(add)
         self._written.clear()
+        self._written_rows.clear()
         self.passes += 1
 
-    def _take(self, part: Tensor) -> bool:
-        """Note that a sink took a gradient; returns whether it is the first of this parameter and step."""
-        fresh = self.passes == 0 and part not in self._written
+    def _take(self, part: Tensor, rows: slice) -> bool:
+        """Note that a sink took a gradient; returns whether it is the first of these rows and this step."""
+        taken = (part, rows.start or 0)
+        fresh = self.passes == 0 and taken not in self._written_rows
+        self._written_rows.add(taken)
         self._written.add(part)
         return fresh
 
@@ -149,27 +159,32 @@ class Bucket:
             self._awaited -= 1
 
         self._awaited += 1
-        self.beside.later(add, done)
+        self.deferred.later(add, done)
 
 
 class _Sink:
     """Takes the gradient of a parameter's copy as products, made where the bucket keeps it."""
 
-    def __init__(self, bucket: Bucket, part: Tensor) -> None:
-        self._bucket, self._part = bucket, part
+    def __init__(self, bucket: Bucket, part: Tensor, rows: slice = slice(None)) -> None:
+        self._bucket, self._part, self._rows = bucket, part, rows
 
     @property
-    def beside(self) -> Beside:
+    def deferred(self) -> DeferredGradients:
         """What runs beside the recurrences of a backward pass."""
-        return self._bucket.beside
+        return self._bucket.deferred
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add left (R, N) times right (N, C) to the gradient (R, C)."""
-        self._bucket.add_product(self._part, left, right)
+        self._bucket.add_product(self._part, left, right, self._rows)
 
     def add(self, make: Callable[[], Tensor]) -> None:
         """Add a gradient like the parameter, which `make` makes when it suits."""
-        self._bucket.add(self._part, make)
+        self._bucket.add(self._part, make, self._rows)
+
+    def rows(self, start: int, stop: int) -> _Sink:
+        """The sink of these rows: whoever adds to some of them in a pass adds to all."""
+        first = self._rows.start or 0
+        return _Sink(self._bucket, self._part, slice(first + start, first + stop))
 
 
 _ALIGNED = 8  # elements: 16 bytes, which kernels and matrix products like, in 16-bit types

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from ds2_ops.recurrent.beside import Beside
+from ds2_ops.recurrent.deferred import DeferredGradients
 from torch import Tensor, nn
 
 from ds2.distributed.bucket import Bucket, Slot
@@ -66,9 +66,9 @@ class GradientReducer:
     ) -> None:
         self.comm, self.overlap = comm, overlap
         rounded: set[Tensor] = set(low)
-        self._beside = Beside(self._launch_whole)
+        self._deferred = DeferredGradients(self._launch_whole)
         groups = in_buckets(_slots(model), bucket_bytes)
-        self._buckets = [Bucket(group, rounded, dtype, self._beside) for group in groups]
+        self._buckets = [Bucket(group, rounded, dtype, self._deferred) for group in groups]
         self._copies = comm.copies(self.buckets) if self.overlaps else None
         self.copied = False
         for bucket in self._buckets:
@@ -101,7 +101,7 @@ class GradientReducer:
         """Forget the gradients of the last step."""
         self._armed = self._finished = False
         self._under_way = []
-        self._beside.begin()
+        self._deferred.begin()
         for bucket in self._buckets:
             bucket.begin()
 
@@ -165,7 +165,7 @@ class GradientReducer:
 
     def end_pass(self) -> None:
         """Launch what a backward pass, which has been launched, holds back still."""
-        self._beside.flush()
+        self._deferred.flush()
 
     def finish(self) -> list[tuple[Moment, Moment]]:
         """Launch what is left and wait for all, once a step.

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ds2_ops.recurrent.weights import Sink
+from ds2_ops.recurrent.deferred import GradientSink
 from torch import Tensor
 from torch.nn import functional
 
 
-def sink_of(weight: Tensor) -> Sink | None:
+def sink_of(weight: Tensor) -> GradientSink | None:
     """What takes the gradient of a weight (H, D) instead of autograd, an attribute of its copy in a pass; or None."""
     return getattr(weight, "sink", None)
 
@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: Sink) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: GradientSink) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sink = sink
         return functional.linear(x, weight)

@@ -81,7 +81,7 @@ class RecurrentLayer(nn.Module):
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
-            sink=sink_of(self.weight_hh),
+            weight_sink=sink_of(self.weight_hh),
         )
         return y, (h_n,)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ds2_ops.recurrent.beside import Beside
+from ds2_ops.recurrent.deferred import DeferredGradients
 
 
 class _Stream:
@@ -30,7 +30,7 @@ class _Event:
 
 
 def pretend_to_record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let `Beside` take what a CPU launches for parts of a recording.
+    """Let `DeferredGradients` take what a CPU launches for parts of a recording.
 
     Returns:
         What was asked of streams, which grows; launches may be added to it.
@@ -44,7 +44,7 @@ def pretend_to_record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         current.pop()
 
-    monkeypatch.setattr(Beside, "recording", lambda _: True)
+    monkeypatch.setattr(DeferredGradients, "recording", lambda _: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: _Stream(log, "side"))

@@ -5,6 +5,7 @@ options     what a recurrence is asked for beside its tensors
 reference   the equations, one frame after the other: what the others are checked by
 gemm        a loop of matrix products: the CPU path and the honest baseline
 plan        which persistent kernel runs a problem, and with which tile
+deferred    where gradients of weights go, and how their products wait for the next recurrence
 device      what a GPU of this machine can hold
 calibrate   the fastest of the planner's best, measured on this machine
 planned     the choice that runs

@@ -6,6 +6,7 @@ Shape letters: T frames, B batch, H hidden, G gates.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from ds2_ops.jit.launch import device_index
 from ds2_ops.lengths import check_lengths, lengths_on, turned
 from ds2_ops.recurrent.backends import BACKENDS, why_not_unasked
 from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops.recurrent.deferred import GradientSink
 from ds2_ops.recurrent.gated.op import gated
 from ds2_ops.recurrent.persistent import dtype_name, launch_pass, problem_of, why_not
 from ds2_ops.recurrent.plan.problem import Problem
 from ds2_ops.recurrent.planned import plan_for
 from ds2_ops.recurrent.rnn import options_of, recurrence
-from ds2_ops.recurrent.weights import frame_products
+from ds2_ops.recurrent.weights import add_frame_products, add_frame_sums, frame_products
 
 WAYS = 2
 
@@ -36,6 +38,8 @@ def bidirectional(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
+    weight_sink: Sequence[GradientSink] | None = None,
+    bias_sink: Sequence[GradientSink] | None = None,
 ) -> Tensor:
     """Run a cell over whole utterances in both directions, both at once where that pays.
 
@@ -53,6 +57,7 @@ def bidirectional(
         clip: of "clipped_relu".
         backend, max_sms: as in :func:`ds2_ops.recurrence`. "persistent" runs both directions in one launch, or one
             after the other.
+        weight_sink, bias_sink: as in :func:`ds2_ops.recurrence`, one for each direction.
 
     Returns:
         y (T, B, 2, H), 0 where t >= length: flattened, what torch.nn's bidirectional modules give.
@@ -80,9 +85,10 @@ def bidirectional(
         lengths = lengths_on(lengths, x.shape[0], x.device)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_hh, bias_hn))
         run = _Together.apply if save else forward
-        y: Tensor = run(x, weight_hh, bias_hn, lengths, cell, clip, max_sms, save)[0]
+        sinks = (weight_sink, bias_sink) if save else ()
+        y: Tensor = run(x, weight_hh, bias_hn, lengths, cell, clip, max_sms, save, *sinks)[0]
         return y
-    return _one_after_the_other(cell, x, weight_hh, bias_hn, lengths, clip, backend, max_sms)
+    return _one_after_the_other(cell, x, weight_hh, bias_hn, lengths, clip, backend, max_sms, weight_sink, bias_sink)
 
 
 def _together(cell: str, x: Tensor, hidden: int, backend: str, max_sms: int | None) -> bool:
@@ -114,13 +120,18 @@ def _one_after_the_other(
     clip: float,
     backend: str,
     max_sms: int | None,
+    weight_sink: Sequence[GradientSink] | None,
+    bias_sink: Sequence[GradientSink] | None,
 ) -> Tensor:
     def run(z: Tensor, way: int) -> Tensor:
+        options: dict[str, Any] = {"backend": backend, "max_sms": max_sms}
+        options["weight_sink"] = None if weight_sink is None else weight_sink[way]
         if cell in GATED:
             bias = None if bias_hn is None else bias_hn[way]
-            return gated(cell, z, weight_hh[way], bias, None, None, lengths, backend=backend, max_sms=max_sms)[0]
-        options = {"nonlinearity": cell, "clip": clip, "backend": backend, "max_sms": max_sms}
-        return recurrence(z, weight_hh[way], None, lengths, **options)[0]  # type: ignore[arg-type]
+            options["bias_sink"] = None if bias_sink is None else bias_sink[way]
+            return gated(cell, z, weight_hh[way], bias, None, None, lengths, **options)[0]
+        options |= {"nonlinearity": cell, "clip": clip}
+        return recurrence(z, weight_hh[way], None, lengths, **options)[0]
 
     backward = turned(run(turned(x[:, :, 1], lengths), 1), lengths)
     return torch.stack([run(x[:, :, 0], 0), backward], dim=2)
@@ -203,21 +214,33 @@ def backward_data(
     return grad_x, grad_last
 
 
-def _backward_weights(cell: str, grad_x: Tensor, grad_last: Tensor, y: Tensor) -> Tensor:
-    """dW of each direction: the frame before is the next one where time runs backwards, and 0 past the end."""
+def _factors(cell: str, grad_x: Tensor, grad_last: Tensor, y: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+    """What dW is the product of, by direction and part of its rows.
+
+    The frame before is the next one where time runs backwards, and 0 past the end.
+    """
     parts = [grad_x[..., : -y.shape[3]], grad_last] if ALL[cell].last_apart else [grad_x]
     before, after = slice(None, -1), slice(1, None)
     ways = ((0, after, before), (1, before, after))
-    return torch.stack(
-        [torch.cat([frame_products(g[at, :, way], y[previous, :, way]) for g in parts]) for way, at, previous in ways]
-    )
+    return [[(g[at, :, way], y[previous, :, way]) for g in parts] for way, at, previous in ways]
+
+
+def _add_backward_weights(sinks: Sequence[GradientSink], factors: list[list[tuple[Tensor, Tensor]]]) -> None:
+    for sink, parts in zip(sinks, factors, strict=True):
+        start = 0
+        for grad, previous in parts:
+            stop = start + grad.shape[2]
+            add_frame_products(sink.rows(start, stop), grad, previous)
+            start = stop
 
 
 class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor]:
+        *inputs, weight_sink, bias_sink = inputs  # type: ignore[assignment]
         _, weight_hh, bias_hn, lengths, *options, _ = inputs
         y, saved = forward(*inputs)
+        ctx.sinks = weight_sink, bias_sink
         ctx.options, ctx.has_bias = options, bias_hn is not None
         ctx.save_for_backward(y, saved, weight_hh, lengths)
         return (y,)
@@ -227,6 +250,19 @@ class _Together(torch.autograd.Function):
         refuse_second_derivative("bidirectional")
         y, saved, weight_hh, lengths = ctx.saved_tensors
         grad_x, grad_last = backward_data(grad_y, y, saved, weight_hh, lengths, *ctx.options)
-        grad_weight = _backward_weights(ctx.options[0], grad_x, grad_last, y) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_last.sum((0, 1)) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, *[None] * 5
+        weight_sink, bias_sink = ctx.sinks
+        grad_weight, grad_bias = None, None
+        if ctx.needs_input_grad[1]:
+            factors = _factors(ctx.options[0], grad_x, grad_last, y)
+            if weight_sink is not None:
+                _add_backward_weights(weight_sink, factors)
+            else:
+                ways = [torch.cat([frame_products(*part) for part in parts]) for parts in factors]
+                grad_weight = torch.stack(ways)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            if bias_sink is not None:
+                for way, sink in enumerate(bias_sink):
+                    add_frame_sums(sink, grad_last[:, :, way])
+            else:
+                grad_bias = grad_last.sum((0, 1))
+        return grad_x, grad_weight, grad_bias, *[None] * 7

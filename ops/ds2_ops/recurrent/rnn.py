@@ -24,9 +24,10 @@ from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent import gemm, persistent
 from ds2_ops.recurrent.backends import BACKENDS, check_call, resolve, settle
 from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.deferred import GradientSink
 from ds2_ops.recurrent.options import Options
 from ds2_ops.recurrent.reference import recurrence_reference
-from ds2_ops.recurrent.weights import Sink, Transpose, add_backward_weights, backward_weights
+from ds2_ops.recurrent.weights import Transpose, add_backward_weights, backward_weights
 
 NONLINEARITIES = tuple(CELLS)
 
@@ -41,7 +42,7 @@ def recurrence(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
-    sink: Sink | None = None,
+    weight_sink: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(x_t + W_hh h_(t-1)) over all frames, the recurrent weights staying on chip where the GPU allows it.
 
@@ -63,8 +64,8 @@ def recurrence(
             "cpu", or "auto": "cpu" on a CPU, else "persistent" if it can run and "gemm" if not, logged once. "auto"
             leaves TF32 products to those who allow them.
         max_sms: most streaming multiprocessors that the persistent kernels may occupy; all when None.
-        sink: takes the gradient of ``weight_hh`` in eager mode, as a product that it makes where it keeps it; autograd
-            then gets none.
+        weight_sink: takes the gradient of ``weight_hh`` in eager mode, as a product to be made where it is kept;
+            autograd then gets none.
 
     Returns:
         y (T, B, H), 0 where t >= length, and h_n (B, H), the state after each utterance's last frame (h0 for length 0).
@@ -99,7 +100,7 @@ def recurrence(
         return y, h_n
     options = options_of(nonlinearity, clip, max_sms, x.dtype)
     if needs_grad(x, weight_hh, h0):
-        return _eager(x, weight_hh, h0, lengths, chosen, options, sink)
+        return _eager(x, weight_hh, h0, lengths, chosen, options, weight_sink)
     return _forward_on(x, weight_hh, h0, lengths, chosen, options)
 
 
@@ -218,7 +219,7 @@ def _gradients(
     ctx: Any,
     grad_y: Tensor | None,
     grad_h_n: Tensor | None,
-    sink: Sink | None = None,
+    sink: GradientSink | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of x, weight_hh and h0, and None for each of `ctx.options` and lengths."""
     y, weight_hh, h0, lengths = ctx.saved_tensors
@@ -242,10 +243,10 @@ class _EagerRecurrence(torch.autograd.Function):
         output = _forward_on(*inputs[:-1])
         _save_for_backward(ctx, inputs[:-1], output)
         ctx.sink, ctx.transpose = sink, None
-        beside = None if sink is None else sink.beside
-        if beside is not None and chosen == "persistent" and beside.recording():
+        deferred = None if sink is None else sink.deferred
+        if deferred is not None and chosen == "persistent" and deferred.recording():
             ctx.transpose = Transpose(weight_hh.contiguous())
-            beside.expect(ctx.transpose)
+            deferred.expect_backward(ctx.transpose)
         return output
 
     @staticmethod
@@ -256,7 +257,7 @@ class _EagerRecurrence(torch.autograd.Function):
         run: Callable[..., tuple[Tensor, Tensor]] = functools.partial(_backward_data_on, weight_t=ctx.transpose.take())
 
         def backward_data(*inputs: Any) -> tuple[Tensor, Tensor]:
-            with ctx.sink.beside.around(ctx.transpose):
+            with ctx.sink.deferred.during_recurrence(ctx.transpose):
                 return run(*inputs)
 
         return *_gradients(backward_data, ctx, grad_y, grad_h_n, ctx.sink), None

@@ -4,14 +4,13 @@ Shape letters: T frames, B batch, H hidden.
 """
 
 import functools
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds2_ops.jit.launch import Launch, run
 from ds2_ops.jit.source import Source, names, parameters, translation_unit
-from ds2_ops.recurrent.beside import Beside, Work
+from ds2_ops.recurrent.deferred import GradientSink, Work
 
 _THREADS, _TILE = 256, 64
 _STORED = {2: "unsigned short", 4: "unsigned"}  # numbers by their bytes
@@ -64,27 +63,14 @@ class Transpose:
         self._matrix = matrix
         self._made: Tensor | None = None
 
-    def ahead(self) -> Work:
-        """Take its memory on the current stream; what is returned launches what makes it."""
+    def allocate(self) -> Work:
+        """Allocate its memory on the current stream; the function that is returned launches what fills it."""
         made = self._made = self._matrix.new_empty(self._matrix.shape[::-1])
         return lambda: transpose_into(made, self._matrix)
 
     def take(self) -> Tensor:
         """The transpose (C, R), made now unless it was made ahead."""
         return transposed(self._matrix) if self._made is None else self._made
-
-
-class Sink(Protocol):
-    """Where the gradient of a matrix is kept by whoever owns it, so that it need not be made first and moved then."""
-
-    @property
-    def beside(self) -> Beside:
-        """What the owner lets run beside the recurrences of a backward pass."""
-        ...
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left (R, N) times right (N, H) to the gradient (R, H)."""
-        ...
 
 
 def backward_weights(grad: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
@@ -101,10 +87,20 @@ def backward_weights(grad: Tensor, y: Tensor, h0: Tensor | None) -> Tensor:
     return frame_products(*_with_previous(grad, y, h0))
 
 
-def add_backward_weights(sink: Sink, grad: Tensor, y: Tensor, h0: Tensor | None) -> None:
-    """Give what `backward_weights` returns to a sink, as a product to be made; grad, y, h0 as there."""
-    grad, previous = _with_previous(grad, y, h0)
+def add_backward_weights(sink: GradientSink, grad: Tensor, y: Tensor, h0: Tensor | None) -> None:
+    """Add the product that `backward_weights` returns to a sink; grad, y, h0 as there."""
+    add_frame_products(sink, *_with_previous(grad, y, h0))
+
+
+def add_frame_products(sink: GradientSink, grad: Tensor, previous: Tensor) -> None:
+    """Add the product that `frame_products` returns to a sink; grad, previous as there."""
     sink.add_product(grad.flatten(0, 1).t(), previous.flatten(0, 1))
+
+
+def add_frame_sums(sink: GradientSink, grad: Tensor) -> None:
+    """Add the sum of grad (T, B, R) over all frames, in float32 where it is 16-bit, to a sink (R,)."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    sink.add(lambda: grad.sum((0, 1), dtype=dtype))
 
 
 def _with_previous(grad: Tensor, y: Tensor, h0: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ds2_ops.recurrent.beside import Beside
+from ds2_ops.recurrent.deferred import DeferredGradients
 from support.recording import pretend_to_record
 from torch import Tensor, nn
 
@@ -245,7 +245,7 @@ def test_products_of_further_passes_add_up_where_the_gradient_lies(device: str, 
     parameter = nn.Parameter(torch.zeros(rows, columns, device=device))
     module = nn.Module()
     module.weight = parameter
-    bucket = Bucket([Slot(module, "weight", parameter)], {parameter}, low, Beside())
+    bucket = Bucket([Slot(module, "weight", parameter)], {parameter}, low, DeferredGradients())
     bucket.flat.fill_(torch.nan)  # of a step before
     where = parameter.grad
     bucket.begin()

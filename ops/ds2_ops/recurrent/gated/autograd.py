@@ -3,6 +3,7 @@
 Shape letters: T frames, B batch, H hidden, G gates.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,17 @@ from ds2_ops.checks import contiguous, refuse_second_derivative
 from ds2_ops.lengths import lengths_on
 from ds2_ops.recurrent.backends import resolve
 from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.deferred import GradientSink
 from ds2_ops.recurrent.gated import gemm, persistent
 from ds2_ops.recurrent.gated.gemm import wide_dtype
-from ds2_ops.recurrent.weights import backward_weights, frame_products
+from ds2_ops.recurrent.weights import (
+    Transpose,
+    add_backward_weights,
+    add_frame_products,
+    add_frame_sums,
+    backward_weights,
+    frame_products,
+)
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -82,10 +91,11 @@ def _backward_data_on(
     cell: str,
     chosen: str,
     max_sms: int | None,
+    weight_t: Tensor | None = None,
 ) -> Outputs:
     grads = (grad_y.contiguous(), contiguous(grad_h_n), contiguous(grad_c_n))
     given = (cell, *grads, saved, weight_hh.contiguous(), lengths)
-    return persistent.backward_data(*given, max_sms) if chosen == "persistent" else gemm.backward_data(*given)
+    return persistent.backward_data(*given, max_sms, weight_t) if chosen == "persistent" else gemm.backward_data(*given)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -101,13 +111,15 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.mark_non_differentiable(output[3])
 
 
-def _gradients(
+def _gradients(  # noqa: PLR0912
     run: Callable[..., Outputs],
     ctx: Any,
     grad_y: Tensor | None,
     grad_h_n: Tensor | None,
     grad_c_n: Tensor | None,
     _grad_saved: Tensor | None = None,
+    weight_sink: GradientSink | None = None,
+    bias_sink: GradientSink | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of x, weight_hh, bias, h0 and c0, and None for lengths and each of `ctx.options`."""
     y, saved, weight_hh, h0, lengths = ctx.saved_tensors
@@ -119,7 +131,17 @@ def _gradients(
     if not row.last_apart and cell != "lstm":
         grad_last = grad_x[:, :, -hidden:]
     grad_weight, grad_bias = None, None
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[1] and weight_sink is not None:
+        if cell == "lstm":
+            add_backward_weights(weight_sink, grad_x, y, h0)
+        else:
+            add_backward_weights(weight_sink.rows(0, 2 * hidden), grad_x[:, :, : 2 * hidden], y, h0)
+            last_rows = weight_sink.rows(2 * hidden, 3 * hidden)
+            if cell == "gru_before":  # its product takes r h
+                add_frame_products(last_rows, grad_last, saved[:, :, 0] * saved[:, :, 4])
+            else:
+                add_backward_weights(last_rows, grad_last, y, h0)
+    elif ctx.needs_input_grad[1]:
         if cell == "lstm":
             grad_weight = backward_weights(grad_x, y, h0)
         else:
@@ -130,7 +152,10 @@ def _gradients(
                 last = backward_weights(grad_last, y, h0)
             grad_weight = torch.cat([gates, last])
     if ctx.has_bias and ctx.needs_input_grad[2]:
-        grad_bias = grad_last.sum((0, 1))
+        if bias_sink is not None:
+            add_frame_sums(bias_sink, grad_last)
+        else:
+            grad_bias = grad_last.sum((0, 1))
     return (
         grad_x,
         grad_weight,
@@ -146,14 +171,30 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *inputs, weight_sink, bias_sink = inputs  # type: ignore[assignment]
         output = forward_on(True, *inputs)
         _save_for_backward(ctx, inputs, output)
+        ctx.sinks, ctx.transpose = (weight_sink, bias_sink), None
+        deferred = None if weight_sink is None else weight_sink.deferred
+        if deferred is not None and inputs[7] == "persistent" and deferred.recording():
+            ctx.transpose = Transpose(inputs[1].contiguous())
+            deferred.expect_backward(ctx.transpose)
         return output[:3]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_y: Tensor | None, grad_h_n: Tensor | None, grad_c_n: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("this cell")
-        return _gradients(_backward_data_on, ctx, *grads)
+        if ctx.transpose is None:
+            return *_gradients(_backward_data_on, ctx, grad_y, grad_h_n, grad_c_n, None, *ctx.sinks), None, None
+        run: Callable[..., Outputs] = functools.partial(_backward_data_on, weight_t=ctx.transpose.take())
+
+        def backward_data(*inputs: Any) -> Outputs:
+            with ctx.sinks[0].deferred.during_recurrence(ctx.transpose):
+                return run(*inputs)
+
+        return *_gradients(backward_data, ctx, grad_y, grad_h_n, grad_c_n, None, *ctx.sinks), None, None
 
 
 eager: Callable[..., tuple[Tensor, Tensor, Tensor]] = _Eager.apply

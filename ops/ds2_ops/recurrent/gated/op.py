@@ -3,6 +3,8 @@
 Shape letters: T frames, B batch, H hidden, G gates.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ds2_ops.checks import check_like, check_shape, needs_grad, under_autocast
 from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent.backends import check_call, settle
 from ds2_ops.recurrent.cells import GATED
+from ds2_ops.recurrent.deferred import GradientSink
 from ds2_ops.recurrent.gated.autograd import eager, forward, forward_on
 from ds2_ops.recurrent.gated.gemm import wide_dtype
 from ds2_ops.recurrent.gated.reference import gated_reference
@@ -24,6 +27,7 @@ def lstm(
     *,
     backend: str = "auto",
     max_sms: int | None = None,
+    weight_sink: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run an LSTM over all frames, the recurrent weights staying on chip where the GPU allows it.
 
@@ -40,7 +44,7 @@ def lstm(
         weight_hh: (4 H, H), torch.nn's ``weight_hh_l0``. Same dtype and device as ``x``.
         h0: (B, H) state before frame 0, as ``x``; zeros when None.
         c0: (B, H) cell state before frame 0, float32 (float64 where ``x`` is); zeros when None.
-        lengths, backend, max_sms: as in :func:`ds2_ops.recurrence`.
+        lengths, backend, max_sms, weight_sink: as in :func:`ds2_ops.recurrence`.
 
     Returns:
         y (T, B, H), 0 where t >= length; h_n (B, H) and c_n (B, H), the states after each utterance's last frame, c_n
@@ -51,7 +55,8 @@ def lstm(
         TypeError: a dtype that is not allowed.
         RuntimeError: a backend asked for by name cannot run this, with the reason.
     """
-    return gated("lstm", x, weight_hh, None, h0, c0, lengths, backend=backend, max_sms=max_sms)
+    sinks: dict[str, Any] = {"weight_sink": weight_sink}
+    return gated("lstm", x, weight_hh, None, h0, c0, lengths, backend=backend, max_sms=max_sms, **sinks)
 
 
 def gru(
@@ -64,6 +69,8 @@ def gru(
     reset_after: bool = True,
     backend: str = "auto",
     max_sms: int | None = None,
+    weight_sink: GradientSink | None = None,
+    bias_sink: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a GRU over all frames, the recurrent weights staying on chip where the GPU allows it.
 
@@ -81,6 +88,7 @@ def gru(
         h0, lengths, backend, max_sms: as in :func:`lstm`.
         reset_after: whether the reset gate acts after the recurrent product. Before it the persistent kernels are
             for small layers: H up to 256 in 16-bit types, 96 in float32.
+        weight_sink, bias_sink: take the gradients of ``weight_hh`` and ``bias_hn``, as in :func:`ds2_ops.recurrence`.
 
     Returns:
         y (T, B, H), 0 where t >= length, and h_n (B, H), the state after each utterance's last frame.
@@ -89,7 +97,8 @@ def gru(
         ValueError, TypeError, RuntimeError: as :func:`lstm`.
     """
     cell = "gru_after" if reset_after else "gru_before"
-    return gated(cell, x, weight_hh, bias_hn, h0, None, lengths, backend=backend, max_sms=max_sms)[:2]
+    sinks: dict[str, Any] = {"weight_sink": weight_sink, "bias_sink": bias_sink}
+    return gated(cell, x, weight_hh, bias_hn, h0, None, lengths, backend=backend, max_sms=max_sms, **sinks)[:2]
 
 
 def gated(
@@ -103,6 +112,8 @@ def gated(
     *,
     backend: str = "auto",
     max_sms: int | None = None,
+    weight_sink: GradientSink | None = None,
+    bias_sink: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a cell of ``cells.GATED``: what :func:`lstm` and :func:`gru` are made of. Returns and raises as :func:`lstm`.
 
@@ -130,7 +141,7 @@ def gated(
     if compiling:
         y, h_n, c_n, _ = forward(x, weight_hh, bias, h0, c0, lengths, cell, backend, max_sms, save)
     elif save:
-        y, h_n, c_n = eager(x, weight_hh, bias, h0, c0, lengths, cell, chosen, max_sms)
+        y, h_n, c_n = eager(x, weight_hh, bias, h0, c0, lengths, cell, chosen, max_sms, weight_sink, bias_sink)
     else:
         y, h_n, c_n, _ = forward_on(False, x, weight_hh, bias, h0, c0, lengths, cell, chosen, max_sms)
     return y, h_n, c_n

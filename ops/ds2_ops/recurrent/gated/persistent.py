@@ -56,8 +56,9 @@ def backward_data(
     weight_hh: Tensor,
     lengths: Tensor | None,
     max_sms: int | None = None,
+    weight_t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the time loop backwards, as `gemm.backward_data`."""
+    """Run the time loop backwards, as `gemm.backward_data`; weight_t is the transpose of weight_hh, if it exists."""
     frames, batch, hidden = grad_y.shape
     row = GATED[cell]
     grad_x = grad_y.new_empty(frames, batch, row.gates * hidden)
@@ -68,7 +69,7 @@ def backward_data(
         f"{cell} backward_data",
         problem_of(batch, hidden, grad_y.dtype, cell, True),
         frames,
-        (grad_y, None, transposed(weight_hh), grad_h_n, lengths, grad_x, grad_h0),
+        (grad_y, None, transposed(weight_hh) if weight_t is None else weight_t, grad_h_n, lengths, grad_x, grad_h0),
         Options(cell, 0.0, max_sms),
         of_gates=(saved, None, grad_c_n, grad_c0, grad_last if row.last_apart else None),
     )

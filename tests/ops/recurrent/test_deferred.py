@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops.recurrent import gemm, persistent, rnn, weights
-from ds2_ops.recurrent.beside import Beside
+from ds2_ops.recurrent.deferred import DeferredGradients
 from ds2_ops.recurrent.rnn import recurrence
 from support.recording import pretend_to_record
 from torch import Tensor
@@ -21,7 +21,7 @@ class Layer:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def ahead(self) -> Callable[[], None]:
+    def allocate(self) -> Callable[[], None]:
         return lambda: self.log.append(f"transpose of {self.name}")
 
 
@@ -29,12 +29,12 @@ def test_what_is_held_back_runs_beside_a_recurrence_and_is_waited_for_before_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = pretend_to_record(monkeypatch)
-    beside = Beside(lambda: log.append("joined"))
+    beside = DeferredGradients(lambda: log.append("joined"))
     layers = [Layer(name, log) for name in "abcd"]
     for layer in layers:
-        beside.expect(layer)
+        beside.expect_backward(layer)
     for layer in (layers[2], layers[0]):  # nobody goes back through d; b is skipped
-        with beside.around(layer):
+        with beside.during_recurrence(layer):
             log.append(f"recurrence {layer.name}")
         beside.later(*(functools.partial(log.append, f"{what} of {layer.name}") for what in ("product", "done")))
         log.append(f"projection of {layer.name}")
@@ -65,11 +65,11 @@ def test_what_is_done_for_the_first_time_behind_a_pass_that_failed_is_not_told_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = pretend_to_record(monkeypatch)
-    beside = Beside(lambda: log.append("joined"))
+    beside = DeferredGradients(lambda: log.append("joined"))
     layer = Layer("a", log)
-    beside.expect(layer)
+    beside.expect_backward(layer)
     beside.later(lambda: log.append("product"), lambda: log.append("done"))
-    with beside.around(layer):
+    with beside.during_recurrence(layer):
         log.append("recurrence a")
     beside.begin()
     beside.flush()
@@ -78,7 +78,7 @@ def test_what_is_done_for_the_first_time_behind_a_pass_that_failed_is_not_told_o
 
 def test_launch_by_launch_nothing_is_held_back() -> None:
     done: list[int] = []
-    beside = Beside()
+    beside = DeferredGradients()
     beside.later(lambda: done.append(1), lambda: done.append(2))
     assert done == [1, 2] and not beside.recording()
 
@@ -86,14 +86,14 @@ def test_launch_by_launch_nothing_is_held_back() -> None:
 class Gradient:
     """A sink that keeps a gradient."""
 
-    def __init__(self, beside: Beside) -> None:
-        self.beside, self.value = beside, torch.zeros(0)
+    def __init__(self, beside: DeferredGradients) -> None:
+        self.deferred, self.value = beside, torch.zeros(0)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         def work() -> None:
             self.value = left @ right
 
-        self.beside.later(work)
+        self.deferred.later(work)
 
 
 def test_gradients_with_products_and_transposes_beside_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +116,13 @@ def test_gradients_with_products_and_transposes_beside_are_those_without(monkeyp
             monkeypatch.setattr(persistent, "backward_data", backward_data)
             monkeypatch.setattr(weights, "transpose_into", transpose)
         generator = torch.Generator().manual_seed(1)
-        held = Beside()
+        held = DeferredGradients()
         sinks = [Gradient(held) for _ in range(depth)]
         matrices = [(0.3 * torch.randn(hidden, hidden, generator=generator)).requires_grad_() for _ in sinks]
         x = torch.randn(frames, batch, hidden, generator=generator).requires_grad_()
         y = x
         for matrix, sink in zip(matrices, sinks, strict=True):
-            y = recurrence(y, matrix, sink=sink)[0]
+            y = recurrence(y, matrix, weight_sink=sink)[0]
         y.square().sum().backward()
         held.flush()
         results.append([x.grad, *(sink.value for sink in sinks)])

@@ -1,0 +1,151 @@
+"""Where gradients of weights go, and how their products wait until a recurrence leaves multiprocessors idle.
+
+A recurrence is bound by latency and uses only the clusters that its utterances need: at 4 of them 64 of an H200's 132
+multiprocessors. Gradients of weights are read after the backward pass only, and the transposed matrix that a recurrence
+loads is known before the pass begins: both are computed on a second stream while another recurrence runs.
+
+This happens only while a CUDA graph is recorded: launch by launch the host, which would have more to launch, sets the
+pace. The kernels and their bits are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+
+
+class GradientSink(Protocol):
+    """Where the owner of a parameter keeps its gradient; an op adds to it there, and autograd then gets none."""
+
+    @property
+    def deferred(self) -> DeferredGradients | None:
+        """What runs work of this backward pass beside its recurrences; None if nothing does."""
+        ...
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left (R, N) times right (N, C) to the gradient (R, C), in its own dtype on a GPU."""
+        ...
+
+    def add(self, make: Callable[[], Tensor]) -> None:
+        """Add the tensor that `make` returns, shaped like the gradient; `make` may be called later."""
+        ...
+
+    def rows(self, start: int, stop: int) -> GradientSink:
+        """The sink of these rows of the gradient. Whoever adds to some rows in a pass adds to all of them."""
+        ...
+
+
+class Prefetch(Protocol):
+    """What the backward pass of a recurrence will load."""
+
+    def allocate(self) -> Work:
+        """Allocate its memory on the current stream; the function that is returned launches what fills it."""
+        ...
+
+
+@dataclass
+class _Deferred:
+    work: Work
+    done: Work
+
+
+class DeferredGradients:
+    """Defers work that only the end of a backward pass needs until a recurrence runs, while a CUDA graph is recorded.
+
+    The main stream waits for it where the next recurrence begins: work that takes longer than the recurrence beside
+    which it started goes on beside what lies between the two. Deferred work keeps the tensors that it reads alive.
+
+    Args:
+        joined: called when the main stream waits for the work that was launched on the side stream.
+    """
+
+    def __init__(self, joined: Callable[[], None] = lambda: None) -> None:
+        self._joined = joined
+        self._deferred: list[_Deferred] = []
+        self._running: list[_Deferred] = []  # launched on the side stream; the main stream does not wait for it yet
+        self._expected: list[Prefetch] = []  # in the order of the forward pass
+        self._side: torch.cuda.Stream | None = None
+
+    def recording(self) -> bool:
+        """Whether launches become part of a CUDA graph."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Forget the recurrences of earlier passes without a backward pass, and the work that they left."""
+        self._expected.clear()
+        self._deferred.clear()
+        self._running.clear()
+
+    def later(self, work: Work, done: Work = lambda: None) -> None:
+        """Launch work on the current stream now, or, while recording, when the next recurrence runs.
+
+        Args:
+            work: launches it; reads only the results of what has been launched so far.
+            done: called once everything that is launched afterwards comes after the work.
+        """
+        if self.recording():
+            self._deferred.append(_Deferred(work, done))
+        else:
+            work()
+            done()
+
+    def flush(self) -> None:
+        """Launch all deferred work on the current stream, and let that stream wait for the side stream."""
+        self._join()
+        self._launch_deferred()
+        self._finish()
+
+    def expect_backward(self, prefetch: Prefetch) -> None:
+        """Announce, in the recorded forward pass of a recurrence, what its backward pass will load."""
+        self._expected.append(prefetch)
+
+    @contextmanager
+    def during_recurrence(self, own: Prefetch) -> Iterator[None]:
+        """Run deferred work beside the recurrence that the block launches, while recording.
+
+        Args:
+            own: what this recurrence announced in its forward pass. What the next recurrence of the backward pass
+                announced is computed beside this one too.
+        """
+        if own in self._expected:
+            del self._expected[self._expected.index(own) :]
+        if self._expected:
+            self._deferred.append(_Deferred(self._expected[-1].allocate(), lambda: None))
+        self._join()
+        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        before.record()
+        yield
+        if self._deferred:
+            if self._side is None:
+                self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._side.wait_event(before)
+            with torch.cuda.stream(self._side):
+                self._launch_deferred()
+
+    def _launch_deferred(self) -> None:
+        with torch.no_grad():
+            for deferred in self._deferred:
+                deferred.work()
+        self._running, self._deferred = self._deferred, []
+
+    def _join(self) -> None:
+        """Let the current stream wait for the side stream."""
+        if self._running:
+            assert self._side is not None
+            torch.cuda.current_stream().wait_stream(self._side)
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._running:
+            return
+        for deferred in self._running:
+            deferred.done()
+        self._running = []
+        self._joined()

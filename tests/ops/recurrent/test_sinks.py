@@ -1,0 +1,124 @@
+"""Gradients that go to sinks: the same as autograd's, of every cell, in one and two directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ds2_ops import bidirectional, gru, lstm, recurrence
+from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops.recurrent.deferred import DeferredGradients
+from support.op_cases import CPU, CUDA, assert_same_bits, draw, ragged_lengths, relative_error
+from support.sinks import like
+from torch import Tensor
+
+
+def call(cell: str, x: Tensor, weight_hh: Tensor, bias: Tensor | None, h0: Tensor | None, **options: Any) -> Tensor:
+    """y of a cell in one direction."""
+    if cell == "lstm":
+        return lstm(x, weight_hh, h0, **options)[0]
+    if cell in GATED:
+        return gru(x, weight_hh, bias, h0, reset_after=cell == "gru_after", **options)[0]
+    return recurrence(x, weight_hh, h0, nonlinearity=cell, **options)[0]
+
+
+def tensors(cell: str, device: torch.device, dtype: torch.dtype, ways: tuple[int, ...] = ()) -> list[Tensor | None]:
+    """x, weight_hh and bias_hn."""
+    gates, hidden = ALL[cell].gates, 8
+    x = draw(1, 5, 3, *ways, gates * hidden, device=device, dtype=dtype)
+    weight = draw(2, *ways, gates * hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5)
+    bias = draw(3, *ways, hidden, device=device, dtype=dtype) if cell.startswith("gru") else None
+    return [x, weight, bias]
+
+
+@pytest.mark.parametrize("cell", ALL)
+@pytest.mark.parametrize("with_h0", [False, True])
+def test_sinks_get_what_autograd_would(cell: str, with_h0: bool) -> None:
+    lengths = ragged_lengths(5, 3)
+    h0 = draw(4, 3, 8, device=CPU, dtype=torch.float32) if with_h0 else None
+    results = []
+    for with_sinks in (False, True):
+        x, weight, bias = (None if t is None else t.requires_grad_() for t in tensors(cell, CPU, torch.float32))
+        assert x is not None and weight is not None
+        sinks: dict[str, Any] = {"weight_sink": like(weight)} if with_sinks else {}
+        if with_sinks and bias is not None:
+            sinks["bias_sink"] = like(bias)
+        call(cell, x, weight, bias, h0, lengths=lengths, **sinks).sin().sum().backward()
+        if with_sinks:
+            assert weight.grad is None and (bias is None or bias.grad is None)
+            results.append([x.grad, *(sink.value for sink in sinks.values())])
+        else:
+            results.append([t.grad for t in (x, weight, bias) if t is not None])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("cell", ALL)
+def test_sinks_of_both_directions_get_what_autograd_would(cell: str) -> None:
+    lengths = ragged_lengths(5, 3)
+    results = []
+    for with_sinks in (False, True):
+        x, weight, bias = (None if t is None else t.requires_grad_() for t in tensors(cell, CPU, torch.float32, (2,)))
+        assert x is not None and weight is not None
+        sinks: dict[str, Any] = {"weight_sink": [like(way) for way in weight]} if with_sinks else {}
+        if with_sinks and bias is not None:
+            sinks["bias_sink"] = [like(way) for way in bias]
+        bidirectional(cell, x, weight, bias, lengths, **sinks).sin().sum().backward()
+        if with_sinks:
+            assert weight.grad is None
+            results.append([x.grad, *(torch.stack([sink.value for sink in pair]) for pair in sinks.values())])
+        else:
+            results.append([t.grad for t in (x, weight, bias) if t is not None])
+    assert_same_bits(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ways", [(), (2,)])
+@pytest.mark.parametrize("cell", ALL)
+def test_a_recorded_step_with_deferred_gradients_gives_those_of_an_eager_one(cell: str, ways: tuple[int, ...]) -> None:
+    """Two layers, so that the first one's recurrence runs beside products and the transpose of the second's."""
+    x, weight, bias = tensors(cell, CUDA, torch.bfloat16, ways)
+    assert x is not None and weight is not None
+    deferred = DeferredGradients()
+    places: list[list[Any]] = []
+    for t in (weight, bias):
+        if t is not None:
+            places.append([like(way.float(), deferred) for way in (t if ways else [t])])
+    leaves = [t.requires_grad_() for t in (x, weight, bias) if t is not None]
+
+    def step(*, with_sinks: bool) -> None:
+        sinks: dict[str, Any] = {}
+        if with_sinks:
+            for name, pair in zip(("weight_sink", "bias_sink"), places, strict=False):
+                for place in pair:
+                    place.value.zero_()
+                sinks[name] = pair if ways else pair[0]
+        deferred.begin()
+        inputs = x
+        for _ in range(2):
+            if ways:
+                y = bidirectional(cell, inputs, weight, bias, backend="persistent", **sinks)
+            else:
+                y = call(cell, inputs, weight, bias, None, backend="persistent", **sinks)
+            inputs = y.repeat_interleave(ALL[cell].gates, dim=-1)
+        y.sin().sum().backward()
+        deferred.flush()
+
+    step(with_sinks=False)
+    expected = [leaf.grad.clone() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(with_sinks=True)
+    torch.cuda.synchronize()
+    x.grad = None
+    with torch.cuda.graph(graph):
+        step(with_sinks=True)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits([x.grad], expected[:1])
+    values = [torch.stack([p.value for p in pair]) if ways else pair[0].value for pair in places]
+    for value, true in zip(values, expected[1:], strict=True):
+        assert relative_error(value, true) <= 2 * torch.finfo(torch.bfloat16).eps  # both round, the sink at its end

@@ -1,0 +1,36 @@
+"""A place for a gradient, as the owner of a parameter gives it to an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from ds2_ops.recurrent.deferred import DeferredGradients
+from torch import Tensor
+
+
+class KeptGradient:
+    """A sink whose gradient is `value`: zeros until something is added."""
+
+    def __init__(self, value: Tensor, deferred: DeferredGradients | None = None) -> None:
+        self.value, self.deferred = value, deferred
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        self.add(lambda: left @ right)
+
+    def add(self, make: Callable[[], Tensor]) -> None:
+        def work() -> None:
+            self.value.add_(make())
+
+        if self.deferred is None:
+            work()
+        else:
+            self.deferred.later(work)
+
+    def rows(self, start: int, stop: int) -> KeptGradient:
+        return KeptGradient(self.value[start:stop], self.deferred)
+
+
+def like(tensor: Tensor, deferred: DeferredGradients | None = None) -> KeptGradient:
+    """A sink for the gradient of a tensor."""
+    return KeptGradient(torch.zeros_like(tensor, requires_grad=False), deferred)
