@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -18,6 +19,7 @@ from ds2.text.lines import read_lines
 _LN10 = math.log(10.0)
 _ABSENT_LOG10 = -100.0  # what -inf becomes, and <unk> gets in a file without it
 _BLOCK_LINES = 1 << 12
+_COUNT = re.compile(r"[0-9]{1,18}")
 _UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
 
 
@@ -66,6 +68,11 @@ def read_arpa(path: Path) -> NGram:
     return _Reader(path).read()
 
 
+def _least_line_bytes(n: int) -> int:
+    """The shortest line of an n-gram: a digit, a space, n words of one letter with spaces between, a line end."""
+    return 2 * n + 2
+
+
 class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,15 +90,25 @@ class _Reader:
                 return stripped
         raise self._error(f"the file ends where {expected} should follow: it is cut off, copy it again")
 
+    def _check_size(self, n: int, count: int) -> None:
+        """Refuse a count that the file has no room for; the size of a packed file says nothing of its lines."""
+        size = self._path.stat().st_size
+        if self._path.suffix not in (".gz", ".xz") and count * _least_line_bytes(n) > size:
+            raise self._error(
+                f"the header promises {count} {n}-grams, which need {count * _least_line_bytes(n)} bytes or more, but "
+                f"the file has {size}: it is cut off or damaged, copy it again"
+            )
+
     def read(self) -> NGram:
         while self._next("\\data\\") != "\\data\\":
             pass
         counts: list[int] = []
         while (line := self._next("\\1-grams:")).startswith("ngram "):
             name, _, promised = line[len("ngram ") :].partition("=")
-            if name.strip() != str(len(counts) + 1) or not promised.strip().isdigit():
-                raise self._error(f"{line!r} is not 'ngram {len(counts) + 1}=COUNT'")
+            if name.strip() != str(len(counts) + 1) or not _COUNT.fullmatch(promised.strip()):
+                raise self._error(f"{line[:80]!r} is not 'ngram {len(counts) + 1}=COUNT' with a COUNT below 10^18")
             counts.append(int(promised))
+            self._check_size(len(counts), counts[-1])
         if not counts or 0 in counts:
             raise self._error(f"an order is empty: the header lists {counts} n-grams")
         levels: list[Level] = []
@@ -113,18 +130,20 @@ class _Reader:
     def _section(
         self, n: int, count: int, top: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]:
-        words = np.empty((count, n), np.int32)
-        values = np.zeros((2, count))
+        word_blocks, value_blocks = [], []  # of the lines read: a count of a damaged file reserves no memory
         for part in blocks(count, _BLOCK_LINES):
             numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
             self._check(numbered, n, part.stop - part.start, top)
             rows = [fields for _, fields in numbered]
             columns = list(zip_longest(*rows, fillvalue="0"))  # a back-off that is not written is 0
-            values[0, part] = [float(value) if value != "-inf" else _ABSENT_LOG10 for value in columns[0]]
-            if len(columns) == n + 2:
-                values[1, part] = list(map(float, columns[n + 1]))
-            for column, tokens in enumerate(columns[1 : n + 1]):
-                words[part, column] = [self._ids[_UNKNOWN_SPELLINGS.get(token, token)] for token in tokens]
+            log_probs = [float(value) if value != "-inf" else _ABSENT_LOG10 for value in columns[0]]
+            backoffs = list(map(float, columns[n + 1])) if len(columns) == n + 2 else [0.0] * len(rows)
+            value_blocks.append(np.array([log_probs, backoffs]))
+            ids = [
+                [self._ids[_UNKNOWN_SPELLINGS.get(token, token)] for token in column] for column in columns[1 : n + 1]
+            ]
+            word_blocks.append(np.array(ids, np.int32).T)
+        words, values = np.concatenate(word_blocks), np.concatenate(value_blocks, axis=1)
         if not (np.isfinite(values).all() and (values[0] <= 0).all()):
             raise self._error(f"the {n}-grams above hold a log-prob above 0 or a value that is not finite")
         return words, values[0] * _LN10, values[1] * _LN10

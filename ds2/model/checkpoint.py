@@ -19,6 +19,8 @@ from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, read_metadata, save
 from ds2.text.alphabet import Alphabet
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # types that weights may be stored in
+
 
 @dataclass
 class _Header:
@@ -82,7 +84,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     """Open a model file, or the best one of a run folder.
 
     Raises:
-        CheckpointError: no such file, not a ds2 model, damaged metadata, or weights that do not fit its own config.
+        CheckpointError: no such file, not a ds2 model, damaged metadata, or weights that do not fit its own
+            config, are not floats, or are NaN, infinite or otherwise impossible.
     """
     file = find_model(Path(path))
     kind = read_metadata(file).get("kind")  # before tensors: a language model's digest is not of their content
@@ -92,7 +95,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     try:
         stored = from_plain(_Header, metadata, "metadata")
         config, alphabet = config_from_dict(stored.config), Alphabet.from_dict(stored.alphabet)
-        _require_shapes(config, len(alphabet), tensors)
+        _check_tensors(config, len(alphabet), tensors)
         features = Features(config.features, config.data.sample_rate_hz)
         anywhere = replace(config.model, backend="auto")  # which one training asked for is no matter of the model's
         model = AcousticModel(anywhere, features.bins, len(alphabet), config.features.step_s)
@@ -103,11 +106,12 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     return LoadedModel(model.to(device).eval(), features.to(device).eval(), alphabet, config, metadata)
 
 
-def _require_shapes(config: Config, labels: int, tensors: Mapping[str, Tensor]) -> None:
-    """Compare a stored config with the tensors beside it before anything of the size that it names is made.
+def _check_tensors(config: Config, labels: int, tensors: Mapping[str, Tensor]) -> None:
+    """Compare the tensors of a file with its config, before anything of the size that the config names is allocated.
 
     Raises:
-        CheckpointError: the weights do not fit the config.
+        CheckpointError: a tensor is missing, is not expected, or has another shape, another type or values that no
+            training gives.
         ConfigError: the config cannot work.
     """
     layers = len(config.model.convs) + config.model.depth + config.model.row_convs
@@ -118,7 +122,28 @@ def _require_shapes(config: Config, labels: int, tensors: Mapping[str, Tensor]) 
         model = AcousticModel(config.model, features.bins, labels, config.features.step_s)
     expected = prefixed("model", model.state_dict()) | prefixed("features", features.state_dict())
     for name in sorted({*expected, *tensors}):
-        here = tuple(tensors[name].shape) if name in tensors else "missing"
-        wanted = tuple(expected[name].shape) if name in expected else "no such tensor"
-        if here != wanted:
-            raise CheckpointError(f"{name}: weights do not fit the config, the tensor is {here}, expected {wanted}")
+        shape = tuple(tensors[name].shape) if name in tensors else "missing"
+        expected_shape = tuple(expected[name].shape) if name in expected else "no such tensor"
+        if shape != expected_shape:
+            raise CheckpointError(
+                f"{name}: weights do not fit the config, the tensor is {shape}, expected {expected_shape}"
+            )
+    for name, tensor in tensors.items():
+        dtypes = _FLOATS if expected[name].is_floating_point() else (expected[name].dtype,)
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CheckpointError(f"{name}: is {str(tensor.dtype).removeprefix('torch.')}, expected {allowed}")
+        if problem := _bad_values(name, tensor):
+            raise CheckpointError(f"{name}: {problem}; take a checkpoint from before the training diverged")
+
+
+def _bad_values(name: str, tensor: Tensor) -> str:
+    """Why no training gives these values, or nothing."""
+    if not bool(torch.isfinite(tensor.float()).all()):  # float64 values beyond float32 would become infinite
+        return "holds NaN or infinite values"
+    least = float(tensor.min()) if tensor.numel() else 0.0
+    if name == "features.std" and least <= 0:
+        return f"holds a standard deviation of {least:g}, all must be above 0"
+    if name.endswith((".running_var", "_extra_state")) and least < 0:
+        return f"holds {least:g}, variances and counts must not be negative"
+    return ""

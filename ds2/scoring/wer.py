@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MOST_CELLS = 10**11  # of the table of one utterance: a minute or two
 _CELLS_KEPT = 10**8  # 25 MB
+_MASK_BYTES = 2**25  # of masks kept for tokens that come again
 Key = TypeVar("Key", str, int)
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper ends of the rows of the table by length; the last row is open
 
@@ -99,24 +100,27 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
             f"{name}: {len(reference)} and {len(hypothesis)} words or characters between those that are equal at its "
             f"ends take too long to align: the product may be {MOST_CELLS:.0e} at most; cut it into utterances"
         )
-    places: dict[Hashable, int] = {}
-    for i, token in enumerate(reference):
-        places[token] = places.get(token, 0) | 1 << i
+    masks = _masks(reference)
     full = (1 << len(reference)) - 1
     block = len(hypothesis) if cells <= _CELLS_KEPT else math.isqrt(len(hypothesis)) + 1
     firsts = range(0, len(hypothesis), block)
     kept = [(full, 0)]
     for first in firsts[:-1]:
-        kept.append(_columns(hypothesis[first : first + block], places, full, kept[-1])[-1])
+        kept.append(_columns(hypothesis[first : first + block], masks, full, kept[-1])[-1])
     edits = []
+    size = len(reference) // 8 + 1
     i, j = len(reference), len(hypothesis)
     for first in reversed(firsts):
-        columns = _columns(hypothesis[first : first + block], places, full, kept.pop())
+        columns = [
+            (rise.to_bytes(size, "little"), fall.to_bytes(size, "little"))  # a bit of an integer costs its whole length
+            for rise, fall in _columns(hypothesis[first : first + block], masks, full, kept.pop())
+        ]
         while i and j > first:
-            if columns[j - first][0] >> (i - 1) & 1:
+            byte, bit = divmod(i - 1, 8)
+            if columns[j - first][0][byte] >> bit & 1:
                 i -= 1
                 edits.append(DELETION)
-            elif columns[j - first - 1][1] >> (i - 1) & 1:
+            elif columns[j - first - 1][1][byte] >> bit & 1:
                 j -= 1
                 edits.append(INSERTION)
             else:
@@ -126,14 +130,34 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
     return "".join(reversed(edits))
 
 
+def _masks(reference: Sequence[Hashable]) -> Callable[[Hashable], int]:
+    """Return the function token -> integer whose bit i says that reference[i] is the token.
+
+    Time and memory are linear in the reference: positions are listed once, and masks are made when they are needed.
+    """
+    positions: dict[Hashable, list[int]] = {}
+    for i, token in enumerate(reference):
+        positions.setdefault(token, []).append(i)
+    size = len(reference) // 8 + 1
+
+    @lru_cache(maxsize=max(1, _MASK_BYTES // size))
+    def mask(token: Hashable) -> int:
+        bits = bytearray(size)
+        for i in positions.get(token, ()):
+            bits[i >> 3] |= 1 << (i & 7)
+        return int.from_bytes(bits, "little")
+
+    return mask
+
+
 def _columns(
-    tokens: Sequence[Hashable], places: dict[Hashable, int], full: int, column: tuple[int, int]
+    tokens: Sequence[Hashable], masks: Callable[[Hashable], int], full: int, column: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """A column of the table, as its rise and fall, and the one after each token."""
     rise, fall = column
     columns = [column]
     for token in tokens:
-        equal = places.get(token, 0)
+        equal = masks(token)
         diagonal_equal = (((equal & rise) + rise) ^ rise) | equal | fall
         across_rise = (fall | (full & ~(diagonal_equal | rise))) << 1 | 1
         across_fall = diagonal_equal & rise

@@ -110,6 +110,8 @@ def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
         raise ValueError(f"metadata: not JSON ({error}); {WAY_OUT}") from error
     if not isinstance(metadata, dict) or type(metadata.get("format")) is not int:
         raise ValueError(f"format: is missing or no whole number; {WAY_OUT}")
+    if metadata["format"] < 1:
+        raise ValueError(f"format: is {metadata['format']}, formats are numbered from 1; {WAY_OUT}")
     if metadata["format"] > newest:
         raise ValueError(f"format: is {metadata['format']}, this ds2 reads up to {newest}: install a newer ds2")
     metadata.pop("digest", None)

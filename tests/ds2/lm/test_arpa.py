@@ -117,6 +117,18 @@ def test_broken_files_are_named(old: str, new: str, match: str, tmp_path: Path) 
         read_arpa(write(tmp_path, SMALL.replace(old, new, 1)))
 
 
+@pytest.mark.parametrize("count", ["99999999999", "100", "9" * 5000, "\u00b2"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_count_that_the_file_cannot_hold_is_refused(count: str, packed: bool, tmp_path: Path) -> None:
+    text = SMALL.replace("ngram 1=5", f"ngram 1={count}")
+    path = write(tmp_path, text)
+    if packed:
+        path = tmp_path / "m.arpa.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(LanguageModelError, match=r"m\.arpa.*:\d+: .*(1=COUNT|the file has|1-grams promised)"):
+        load_ngram(path)
+
+
 def test_wrong_encodings_and_folders_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.arpa"
     path.write_bytes(SMALL.replace("b", "\u00e9").encode("latin-1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -126,6 +127,51 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(model_file: Path
     model_file.write_bytes(whole)
     rewrite(model_file, lambda _, tensors: tensors.update({"model.classifier.bias": torch.zeros(3)}))
     with pytest.raises(CheckpointError, match=r"model\.classifier\.bias: .* is \(3,\), expected \(5,\)"):
+        load_model(model_file)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_of_a_type_that_is_no_float_are_refused(model_file: Path, dtype: torch.dtype) -> None:
+    def cast(_: Any, tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.classifier.bias"] = tensors["model.classifier.bias"].to(dtype)
+
+    rewrite(model_file, cast)
+    with pytest.raises(CheckpointError, match=r"model\.classifier\.bias: is \w+, expected float32 or float16"):
+        load_model(model_file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_float_type_load(model_file: Path, dtype: torch.dtype) -> None:
+    rewrite(
+        model_file,
+        lambda _, tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items() if v.is_floating_point()}),
+    )
+    assert all(weight.dtype == torch.float32 for weight in load_model(model_file).model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "says"),
+    [
+        ("model.classifier.weight", math.inf, "NaN or infinite"),
+        ("model.classifier.weight", math.nan, "NaN or infinite"),
+        ("model.classifier.weight", 1e300, "NaN or infinite"),
+        ("features.mean", math.nan, "NaN or infinite"),
+        ("features.std", 0.0, "a standard deviation of 0, all must be above 0"),
+        ("features.std", -1.0, "a standard deviation of -1, all must be above 0"),
+        (".running_mean", math.nan, "NaN or infinite"),
+        (".running_var", -1.0, "-1, variances and counts must not be negative"),
+        ("_extra_state", -1, "-1, variances and counts must not be negative"),
+    ],
+)
+def test_values_that_no_training_gives_are_refused(model_file: Path, tensor: str, value: float, says: str) -> None:
+    def change(_: Any, tensors: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in tensors if name.endswith(tensor))
+        wide = tensors[name].double() if value == 1e300 else tensors[name].clone()
+        wide.view(-1)[-1:] = value
+        tensors[name] = wide
+
+    rewrite(model_file, change)
+    with pytest.raises(CheckpointError, match=rf"best\.safetensors: .*{tensor}: holds .*{says}"):
         load_model(model_file)
 
 

@@ -77,6 +77,23 @@ def test_of_a_large_table_few_columns_are_held() -> None:
     assert len(edits) - edits.count("I") == len(edits) - edits.count("D") == 20_000
 
 
+def test_memory_is_linear_in_the_words_of_a_reference() -> None:
+    words = [str(number) for number in range(30_000)]
+    tracemalloc.start()
+    try:
+        assert align(words, ["x"]) == "S" + "D" * 29_999
+        assert tracemalloc.get_traced_memory()[1] < 300 * len(words)  # a list of one position a word; no mask each
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_word_of_millions_of_letters_takes_time_linear_in_them() -> None:
+    letters = 1_000_000  # minutes, where each letter costs a pass over the whole word
+    report = corpus_report(["a" * letters + "b" * letters], ["abba"])
+    assert report.characters == ErrorCounts(correct=3, substitutions=1, deletions=2 * letters - 4, insertions=0)
+    assert corpus_report(["x y"], ["a" * letters]).characters == ErrorCounts(0, 3, 0, letters - 3)
+
+
 def test_an_utterance_that_would_take_hours_is_refused_by_name_unless_its_ends_are_equal() -> None:
     words = [str(number) for number in range(1_000_000)]
     other = ["x", *words[1:-1], "x"]

@@ -113,6 +113,8 @@ def test_a_file_of_before_digests_still_loads(tmp_path: Path) -> None:
         ("[" * 100_000, "metadata: not JSON"),
         ("[]", "format: is missing"),
         ('{"format": "1"}', "format: is missing or no whole number"),
+        ('{"format": 0}', "format: is 0, formats are numbered from 1"),
+        ('{"format": -5}', "format: is -5, formats are numbered from 1"),
         ('{"format": null}', "format: is missing or no whole number"),
     ],
 )
