@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 AN4 ?=
 
-.PHONY: demo test lint docs wheel clean
+.PHONY: demo test test-slow test-all test-gpu lint docs wheel clean
 
 # torch first and by its pinned version: a later request for any torch would fetch another build of several gigabytes.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -17,9 +17,21 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py $(if $(AN4),--an4 $(AN4))
 
-# A worker on each core takes the next test, or one that another worker has not come to.
+# A worker on each core; a worker that is done takes tests from the others.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -m 'not gpu' -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest $(PARALLEL)
+
+# Fuzzing, kills, long trainings and every tile of the kernels compiled.
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m 'slow and not gpu' $(PARALLEL)
+
+test-all: test test-slow
+
+# On a machine with a GPU, with its own Python and torch: needs pytest, pytest-xdist, hydra-core and soundfile besides.
+test-gpu:
+	PYTHONPATH=.:ops $(PYTHON) -m pytest -m gpu -n 14 --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo

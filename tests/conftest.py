@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
-from hypothesis import HealthCheck, settings
 from support.tiny import tiny_overrides_in
 
 from ds2.audio.features import Features
@@ -21,20 +21,31 @@ from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import save_model
 from ds2.text.alphabet import Alphabet
 
-# Examples that Hypothesis draws may take their time, on a busy machine all the more. They are the same on every run,
-# so that what fails fails again; others: DS2_FUZZ_SEED=7 python -m pytest --hypothesis-seed=7.
-settings.register_profile(
-    "unhurried",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize="DS2_FUZZ_SEED" not in os.environ,
-)
-settings.load_profile("unhurried")
+with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws examples
+    from hypothesis import HealthCheck, settings
+
+    # Examples have no deadline: the machine may be busy. They are the same on every run, so that a failure repeats;
+    # other examples: DS2_FUZZ_SEED=7 python -m pytest --hypothesis-seed=7.
+    settings.register_profile(
+        "no_deadline",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize="DS2_FUZZ_SEED" not in os.environ,
+    )
+    settings.load_profile("no_deadline")
 
 # Workers side by side, and the jobs they start, compute on one thread each: more only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only files with GPU tests: a GPU machine may lack what the others import."""
+    if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
+        return None
+    return True if collection_path.is_file() and "mark.gpu" not in collection_path.read_text("utf-8") else None
+
 
 RATE_HZ = 16000
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}
