@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
+from ds2.data.corpus_changes import describe_changes
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
@@ -60,6 +61,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     progress = trainer.progress
     if comm.rank == 0:
         save_config(config, run_dir / "config.yaml")
+        log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
     board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)

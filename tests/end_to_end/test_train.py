@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     names = {p.name for p in run_dir.iterdir()}
     assert names == {
         "lock", "best.safetensors", "last.safetensors", "epoch-0002.safetensors", "epoch-0003.safetensors",
-        "trainer.safetensors", "config.yaml", "log.jsonl", "tensorboard",
+        "trainer.safetensors", "config.yaml", "corpus.npy", "log.jsonl", "tensorboard",
     }  # fmt: skip
     loaded = load_model(run_dir / "last.safetensors")
     assert loaded.config.model == config.model and loaded.metadata["metrics"]["git_commit"]
@@ -56,6 +57,24 @@ def test_a_run_folder_holds_what_a_person_needs(tiny_config: MakeConfig) -> None
     assert {"loss", "learning_rate", "gradient_norm", "audio_s_per_s", "data_s", "forward_s", "backward_s"} <= set(
         first
     )
+
+
+def test_a_resume_says_what_changed_in_the_audio(
+    tiny_config: MakeConfig, tone_manifest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Path(shutil.copytree(tone_manifest.parent, tmp_path / "copy")) / tone_manifest.name
+    overrides = [f"data.train=[{copy}]", f"data.dev=[{copy}]"]
+    with caplog.at_level("INFO"):
+        for epochs in (1, 2, 3):
+            config = tiny_config(*overrides, f"train.epochs={epochs}")
+            train(config, Path(config.run_dir))
+            if epochs == 2:
+                for wav in copy.parent.glob("*.wav"):
+                    content = wav.read_bytes()
+                    wav.write_bytes(content[:44] + content[:43:-1])
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("corpus")]
+    assert len(lines) == 3
+    assert "unchanged" in lines[1] and "10 of 10 sampled recordings have other content" in lines[2]
 
 
 def test_short_epochs_may_go_by_without_a_save(

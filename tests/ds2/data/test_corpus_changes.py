@@ -1,0 +1,105 @@
+"""A resumed run says what changed in its corpus: also audio of the same length, also inside shards."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from ds2.data.corpus_changes import describe_changes
+from ds2.data.manifest import Utterance
+
+RATE = 16000
+
+
+@pytest.fixture
+def utterances(tmp_path: Path) -> list[Utterance]:
+    rng, made = np.random.default_rng(0), []
+    for number in range(5):
+        path = tmp_path / "corpus" / f"{number}.wav"
+        path.parent.mkdir(exist_ok=True)
+        soundfile.write(path, 0.1 * rng.standard_normal(RATE), RATE)
+        made.append(Utterance(path, 1.0, f"text {number}"))
+    return made
+
+
+def rewrite(path: Path, content: bytes, *, same_time: bool) -> None:
+    stat = path.stat()
+    path.write_bytes(content)
+    later = 0 if same_time else 10**9
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + later))
+
+
+def reverse(path: Path, *, same_time: bool) -> None:
+    content = path.read_bytes()
+    rewrite(path, content[:44] + content[:43:-1], same_time=same_time)
+
+
+def test_the_first_start_has_nothing_to_compare_with_and_the_second_finds_the_same(
+    tmp_path: Path, utterances: list[Utterance]
+) -> None:
+    record = tmp_path / "record.npy"
+    assert "no record of an earlier start" in describe_changes(record, utterances)
+    assert "unchanged (5 files and 5 sampled recordings compared)" in describe_changes(record, utterances)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (tmp_path / "corpus").rename(moved / "corpus")
+    there = [replace(u, audio_filepath=moved / "corpus" / u.audio_filepath.name) for u in utterances]
+    assert "unchanged" in describe_changes(record, there[::-1])
+    record.write_bytes(b"damaged")
+    assert "no record" in describe_changes(record, there)
+
+
+@pytest.mark.parametrize("same_time", [False, True])
+def test_audio_reversed_in_place_is_noticed(tmp_path: Path, utterances: list[Utterance], same_time: bool) -> None:
+    record = tmp_path / "record.npy"
+    describe_changes(record, utterances)
+    for u in utterances[:3]:
+        reverse(u.audio_filepath, same_time=same_time)
+    line = describe_changes(record, utterances)
+    assert "3 of 5 sampled recordings have other content" in line
+    assert ("3 files were modified at the same size" in line) != same_time
+    assert "unchanged" in describe_changes(record, utterances)  # since the start before
+
+
+def test_files_texts_and_sizes_are_counted(tmp_path: Path, utterances: list[Utterance]) -> None:
+    record = tmp_path / "record.npy"
+    describe_changes(record, utterances[:4])
+    rewrite(utterances[1].audio_filepath, b"RIFF", same_time=True)
+    line = describe_changes(record, utterances[1:])
+    assert "1 files are new" in line and "1 files are gone" in line and "1 files have another size" in line
+    assert "1 of 3 sampled recordings" in line and "texts changed (4 utterances before, 4 now)" in line
+    other = [*utterances[1:-1], replace(utterances[-1], text="corrected")]
+    assert describe_changes(record, other).count("changed") == 1
+
+
+def test_a_member_of_a_shard_that_was_exchanged_is_noticed(tmp_path: Path, utterances: list[Utterance]) -> None:
+    shard, record = tmp_path / "a.tar", tmp_path / "record.npy"
+
+    def pack() -> None:
+        with tarfile.open(shard, "w") as tar:
+            for u in utterances:
+                tar.add(u.audio_filepath, u.audio_filepath.name)
+
+    pack()
+    members = [replace(u, audio_filepath=shard / u.audio_filepath.name) for u in utterances]
+    describe_changes(record, members)
+    reverse(utterances[2].audio_filepath, same_time=True)
+    pack()
+    stat = shard.stat()
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    line = describe_changes(record, members)
+    assert "1 files were modified at the same size" in line and "1 of 5 sampled recordings have other content" in line
+
+
+def test_what_is_read_does_not_grow_with_the_corpus(tmp_path: Path, utterances: list[Utterance]) -> None:
+    many = [replace(utterances[0], audio_filepath=tmp_path / f"{n}.wav") for n in range(1000)]
+    for u in many:
+        u.audio_filepath.write_bytes(bytes(3 * RATE))
+    assert "no record" in describe_changes(tmp_path / "record.npy", many)
+    assert "1000 files and 256 sampled" in describe_changes(tmp_path / "record.npy", many)
