@@ -29,9 +29,8 @@ from ds2.audio.read import read_audio
 from ds2.commands.decode_options import resolve_options
 from ds2.config.device import resolve_device
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.live import Live
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import best, step
+from ds2.recognition.session import Live, decode_sessions, results
 from ds2.serve.server import calm
 
 RATE_HZ = 16000
@@ -104,7 +103,7 @@ def in_process(
             arrived.append(heapq.heappop(due))
         for arrived_s, n in arrived:
             sound = sounds[n % len(sounds)]
-            lives[n].accept(_next(sound, places[n], size))
+            lives[n].accept_waveform(_next(sound, places[n], size))
             places[n] = (places[n] + size) % len(sound)
             heapq.heappush(due, (arrived_s + chunk_s, n))
         batch = [lives[n] for _, n in arrived]
@@ -121,11 +120,11 @@ def _next(sound: NDArray[np.float32], at: int, size: int) -> NDArray[np.float32]
 
 
 def _hear(batch: Sequence[Live]) -> None:
-    while any(live.ready() for live in batch):
-        step(batch)
-    best(batch)
+    while any(live.is_ready() for live in batch):
+        decode_sessions(batch)
+    results(batch)
     for live in batch:
-        live.final.clear()
+        live.segments.clear()
 
 
 def plot(path: Path, rows: Sequence[tuple[int, Sequence[float]]], limit_ms: float, title: str) -> None:

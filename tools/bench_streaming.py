@@ -26,11 +26,11 @@ from ds2.decoding.methods import make_decoder
 from ds2.model.acoustic import AcousticModel
 from ds2.recognition.graphed import GraphedBlocks
 from ds2.recognition.hearing import Chunks, Hearing
-from ds2.recognition.parts import Parts
+from ds2.recognition.pipeline import Pipeline
 from ds2.text.alphabet import Alphabet
 
 
-def parts_of(overrides: Sequence[str], device: torch.device, precision: str) -> Parts:
+def parts_of(overrides: Sequence[str], device: torch.device, precision: str) -> Pipeline:
     """An untrained model with all that belongs to it."""
     config = compose_config([*overrides, "run_dir=none", "data.train=[none]", "data.dev=[none]"])
     torch.manual_seed(0)
@@ -38,10 +38,10 @@ def parts_of(overrides: Sequence[str], device: torch.device, precision: str) -> 
     alphabet = Alphabet.from_config(config.alphabet)
     model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s).to(device).eval()
     decoder = make_decoder(DecodeConfig(), alphabet, config.features.step_s * model.time_stride, device)
-    return Parts(model, features, alphabet, decoder, device, precision)
+    return Pipeline(model, features, alphabet, decoder, device, precision)
 
 
-def hear(hearing: Hearing, parts: Parts, streams: int, block_frames: int, rounds: int) -> tuple[float, float, float]:
+def hear(hearing: Hearing, parts: Pipeline, streams: int, block_frames: int, rounds: int) -> tuple[float, float, float]:
     """Median and p98 of a block of so many streams, and the median of taking their samples, in ms."""
     features, draw = parts.features, np.random.default_rng(0)
     begun = [hearing.start() for _ in range(streams)]

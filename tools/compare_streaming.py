@@ -21,7 +21,7 @@ from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import Session, best, step
+from ds2.recognition.session import Session, decode_sessions, results
 from ds2.scoring.wer import CORRECT, align
 
 MOST_AT_ONCE = 32
@@ -47,21 +47,21 @@ class Streams:
             for index in [index for index in self.here if self.draw.random() < 0.7]:
                 session, samples, at = self.here[index]
                 end = at + round(self.draw.uniform(0.01, 3.0) * session.sample_rate_hz)
-                session.accept(samples[at:end])  # type: ignore[index]
+                session.accept_waveform(samples[at:end])  # type: ignore[index]
                 self.here[index] = (session, samples, end)
-            ready = [index for index, (session, *_) in self.here.items() if session.ready()]
+            ready = [index for index, (session, *_) in self.here.items() if session.is_ready()]
             for _ in range(self.draw.randint(0, 3)):
-                step([self.here[index][0] for index in ready])
+                decode_sessions([self.here[index][0] for index in ready])
                 self._tell(ready)
             for index, (session, samples, at) in list(self.here.items()):
-                if at >= len(samples) and not session.ready():  # type: ignore[arg-type]
+                if at >= len(samples) and not session.is_ready():  # type: ignore[arg-type]
                     self.found[index] = session.finish()
                     self._changed(index, self.found[index])
                     del self.here[index]
 
     def _tell(self, ready: list[int]) -> None:
         self.batches, self.streams = self.batches + 1, self.streams + len(ready)
-        for index, hypothesis in zip(ready, best([self.here[index][0] for index in ready]), strict=True):
+        for index, hypothesis in zip(ready, results([self.here[index][0] for index in ready]), strict=True):
             self._changed(index, hypothesis)
 
     def _changed(self, index: int, hypothesis: Hypothesis) -> None:

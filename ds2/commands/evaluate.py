@@ -15,9 +15,8 @@ from ds2.data.splits import scored_utterances
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.evaluate import evaluate
+from ds2.recognition.evaluate import evaluate, robustness, robustness_table
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.robustness import robustness, table
 from ds2.scoring.report import format_report, kaldi_line
 from ds2.system.files import check_writable, write_text
 
@@ -60,7 +59,7 @@ def _robustness(
     for manifest in manifests:
         utterances = scored_utterances([str(manifest)], recogniser.alphabet)
         how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers}
-        text = table(list(robustness(recogniser, utterances, data, snrs_db, **how)))
+        text = robustness_table(list(robustness(recogniser, utterances, data, snrs_db, **how)))
         path = folder / manifest.stem / "robustness.md"
         write_text(path, f"{manifest}\n\n{text}")
         print(f"{manifest}\n\n{text}\nreport: {path}")

@@ -21,9 +21,8 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.live import Live
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import step
+from ds2.recognition.session import Live
 from ds2.system.stops import ENDING, Ends, handling
 from ds2.system.terminal import visible
 
@@ -48,12 +47,12 @@ def run(arguments: Sequence[str]) -> int:
             live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
             print("listening; Ctrl-C ends", file=sys.stderr, flush=True)
             for samples in ends.each(heard.get):
-                live.accept(samples)
-                while live.ready():
-                    step([live])
+                live.accept_waveform(samples)
+                while live.is_ready():
+                    live.decode()
                 show(live)
         while not heard.empty():  # spoken before the signal
-            live.accept(heard.get())
+            live.accept_waveform(heard.get())
         live.flush()
         show(live)
     return 0
@@ -68,14 +67,14 @@ class _Shown:
     def __call__(self, live: Live) -> None:
         if self.partials:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
-        while live.final:
-            segment = live.final.popleft()
+        while live.segments:
+            segment = live.segments.popleft()
             times = {"start_s": round(segment.start_s, 3), "end_s": round(segment.end_s, 3)}
             words = [word_record(word) for word in segment.hypothesis.words]
             record = times | {"text": segment.hypothesis.text, "words": words}
             print(json.dumps(record, ensure_ascii=False) if self.as_json else segment.hypothesis.text, flush=True)
         if self.partials:
-            print(f"\x1b[90m{visible(live.best().text)[-70:]}\x1b[0m", end="", file=sys.stderr, flush=True)
+            print(f"\x1b[90m{visible(live.result().text)[-70:]}\x1b[0m", end="", file=sys.stderr, flush=True)
 
 
 def _sounddevice() -> Any:

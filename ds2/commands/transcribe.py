@@ -24,9 +24,7 @@ from ds2.config.device import resolve_device
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import cues, srt, vtt
-from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import step
-from ds2.recognition.transcribe import Transcript
+from ds2.recognition.recogniser import Recogniser, Transcript
 from ds2.system.files import own_folder, write_text
 from ds2.system.stops import ENDING, Ends, Stopped, handling
 from ds2.system.terminal import visible
@@ -119,8 +117,8 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
     live = recogniser.live(sample_rate_hz=given.rate if name == _STDIN else None)
 
     def print_final() -> None:
-        while live.final:
-            segment = live.final.popleft()
+        while live.segments:
+            segment = live.segments.popleft()
             if given.format == "json":
                 record = {
                     "audio_filepath": name,
@@ -135,9 +133,9 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
     rate_hz, ends = recogniser.features.sample_rate_hz, Ends()
     with handling(ENDING if name == _STDIN else (), ends):
         for samples in _raw_samples(ends) if name == _STDIN else audio_blocks(name, rate_hz):
-            live.accept(samples)
-            while live.ready():
-                step([live])
+            live.accept_waveform(samples)
+            while live.is_ready():
+                live.decode()
                 print_final()
         live.flush()
         print_final()

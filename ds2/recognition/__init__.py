@@ -1,7 +1,6 @@
-"""Model, decoder and audio together.
+"""Model, features and decoder together.
 
-recogniser: the public interface, on parts. stream: a source heard chunk by chunk, by one of the ways
-of hearing; graphed: the one for batches of any streams. transcribe: files of any length.
-evaluate: manifests to reports. transcripts: word times of transcripts, and doubtful ones. tuning, settings: decoder
-settings of a model. live: segments that become final at pauses. captions: srt and vtt. robustness: WER in noise.
+recogniser: the public interface; batches, files. pipeline: what it is made of. session: sources that arrive while they
+are recognised. evaluate: WER reports. transcripts: word times of transcripts, and doubtful transcripts. settings,
+tuning: decoder settings of a model. captions: srt and vtt.
 """

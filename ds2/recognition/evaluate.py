@@ -1,4 +1,4 @@
-"""Model and manifests to WER reports; also how training judges its dev set."""
+"""WER reports of a model on manifests, clean or degraded on purpose; training judges its dev set with it too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ds2 import __version__
-from ds2.config.schema import ConfigError, DataConfig, DecodeConfig
+from ds2.config.schema import CODECS, AugmentConfig, ConfigError, DataConfig, DecodeConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
@@ -29,6 +29,8 @@ from ds2.text.alphabet import Alphabet
 from ds2.text.normalise import fold
 
 log = logging.getLogger(__name__)
+_DEGRADE_SEED = 1
+_COLOURS = {"white noise": 0.0, "pink noise": 1.0, "brown noise": 2.0}
 
 
 @dataclass(frozen=True)
@@ -147,3 +149,61 @@ def describe(options: DecodeConfig) -> str:
         weights = f"{options.lm}, alpha {options.alpha:g}, beta {options.beta:g}"
         parts.append(weights if options.lm else "no language model")
     return ", ".join(parts)
+
+
+def conditions(snrs_db: Sequence[float]) -> dict[str, AugmentConfig]:
+    """Degradations by name: none, noise of each kind at each ratio, rooms, each codec.
+
+    Args:
+        snrs_db: ratios of speech to noise, mean powers over the whole utterance.
+    """
+    degradations = {"clean": AugmentConfig()}
+    for snr in snrs_db:
+        noisy = AugmentConfig(noise_probability=1.0, noise_snr_db=[snr, snr])
+        for name, exponent in _COLOURS.items():
+            degradations[f"{name}, {snr:g} dB"] = replace(noisy, noise_colours=[exponent])
+        degradations[f"babble of 4, {snr:g} dB"] = replace(noisy, babble_share=1.0)
+    for low, high in ((0.2, 0.4), (0.6, 0.8)):
+        degradations[f"rooms, {low} to {high} s"] = AugmentConfig(room_probability=1.0, room_rt60_s=[low, high])
+    for codec in CODECS:
+        degradations[codec] = AugmentConfig(codec_probability=1.0, codecs=[codec])
+    return degradations
+
+
+def robustness(
+    recogniser: Recogniser,
+    utterances: Sequence[Utterance],
+    data: DataConfig,
+    snrs_db: Sequence[float],
+    *,
+    batch_audio_s: float | None = None,
+    workers: int = -1,
+) -> Iterator[tuple[str, Report]]:
+    """Yield the name of each of `conditions` and the report on the utterances degraded by it, the same on every run.
+
+    Args:
+        recogniser: the model and its decoder.
+        utterances: normalised or not, as `scored_utterances` gives them.
+        data: of the model's config: how audio is read.
+        snrs_db: as `conditions`.
+        batch_audio_s, workers: as `evaluate`.
+
+    Raises:
+        AudioError, DecodeError: as `evaluate`.
+    """
+    data = replace(data, workers=workers)
+    for name, augment in conditions(snrs_db).items():
+        loader = SpeechLoader(utterances, data, recogniser.device, augment=augment, seed=_DEGRADE_SEED)
+        hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s)
+        yield name, score(utterances, hypotheses, recogniser.alphabet)
+
+
+def robustness_table(reports: Sequence[tuple[str, Report]]) -> str:
+    """The reports as a Markdown table with WER ratios to the first, which is the clean one."""
+    lines = ["| condition | WER (95 %) | CER | beside clean |", "|---|---|---|---|"]
+    clean = reports[0][1].wer
+    for name, report in reports:
+        interval = f"{100 * report.interval.low:.2f} .. {100 * report.interval.high:.2f}"
+        ratio = f"{report.wer / clean:.2f}" if clean else "-"
+        lines.append(f"| {name} | {100 * report.wer:.2f} % ({interval}) | {100 * report.cer:.2f} % | {ratio} |")
+    return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds2.model.blocks import FOR_EVER, BlockModel, runs_waves, why_not
 from ds2.model.recurrent import why_torch
-from ds2.recognition.parts import Parts, Said
+from ds2.recognition.pipeline import Pipeline, Said
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of batches; one in between takes the next
 _PLACES = 64  # at first; doubled when they are taken
@@ -104,7 +104,7 @@ class GraphedBlocks:
         block_frames: feature frames.
     """
 
-    def __init__(self, parts: Parts, block_frames: int) -> None:
+    def __init__(self, parts: Pipeline, block_frames: int) -> None:
         self.features, self.device = parts.features, parts.device
         piece_frames = min(block_frames, _piece_frames(parts)) if runs_waves(parts.model, _dtype(parts)) else None
         self.model = BlockModel(parts.model, block_frames, _dtype(parts), piece_frames)
@@ -119,7 +119,7 @@ class GraphedBlocks:
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @staticmethod
-    def why_not(parts: Parts, block_frames: int) -> str | None:
+    def why_not(parts: Pipeline, block_frames: int) -> str | None:
         """Why blocks are not heard so; None if they are."""
         if reason := why_not(parts.model):
             return reason
@@ -131,12 +131,12 @@ class GraphedBlocks:
         return None
 
     @staticmethod
-    def most_frames(parts: Parts) -> int:
+    def most_frames(parts: Pipeline) -> int:
         """Feature frames of the longest block."""
         return _PIECES * _piece_frames(parts)
 
     @staticmethod
-    def file_frames(parts: Parts) -> int | None:
+    def file_frames(parts: Pipeline) -> int | None:
         """Feature frames of the blocks in which files are heard as streams are; None: better as they come.
 
         In bfloat16 weights with batch norm in them say other words than weights without. On a CPU the last block, which
@@ -291,9 +291,9 @@ class GraphedBlocks:
         return replay
 
 
-def _dtype(parts: Parts) -> torch.dtype:
+def _dtype(parts: Pipeline) -> torch.dtype:
     return torch.bfloat16 if parts.precision == "bf16" else torch.float32
 
 
-def _piece_frames(parts: Parts) -> int:
+def _piece_frames(parts: Pipeline) -> int:
     return _PIECE_FRAMES * parts.model.time_stride

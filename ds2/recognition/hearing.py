@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds2.model.stream_state import StreamState, join, split
 from ds2.recognition.graphed import GraphedBlocks
-from ds2.recognition.parts import Parts, Said
+from ds2.recognition.pipeline import Pipeline, Said
 
 
 class Hearing(Protocol):
@@ -52,7 +52,7 @@ class Hearing(Protocol):
         ...
 
 
-def hearing(parts: Parts, block_frames: int) -> Hearing:
+def hearing(parts: Pipeline, block_frames: int) -> Hearing:
     """The fastest way in which a model can hear on its device; one for all sessions with the same blocks."""
     found: Hearing | None = parts.hearings.get(block_frames)
     if found is None:
@@ -72,7 +72,7 @@ class Stream:
 class Chunks:
     """The model as it is: streams that carry alike share a batch."""
 
-    def __init__(self, parts: Parts, block_frames: int) -> None:
+    def __init__(self, parts: Pipeline, block_frames: int) -> None:
         self.parts = parts
         self.samples = parts.features.span(block_frames)
 
@@ -96,7 +96,7 @@ class Chunks:
 
         for (samples, _), found in groupby(sorted(range(len(streams)), key=alike), key=alike):
             rows = list(found)
-            with self.parts.running():
+            with self.parts.autocast():
                 if samples:
                     logits = self._next([streams[row] for row in rows], [blocks[row] for row in rows])
                 else:
@@ -105,7 +105,7 @@ class Chunks:
 
     def _next(self, streams: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Tensor:
         state = join([stream.state for stream in streams])
-        logits = self.parts.model.step(self.parts.heard(blocks), state)
+        logits = self.parts.model.step(self.parts.block_features(blocks), state)
         for stream, own in zip(streams, split(state), strict=True):
             stream.state = own
         return logits

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints, Live
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints, Live
 from ds2.serve.dispatch import Answers, Dispatch, Heard, Job
 from ds2.serve.limits import FullError, Limits
 from ds2.text.alphabet import Alphabet

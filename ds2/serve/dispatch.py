@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints, Live, Segment, conclude
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import best, step
+from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
 from ds2.serve import hot
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.metrics import Metrics
@@ -80,10 +79,10 @@ class Dispatch:
     def _rehearse(self) -> None:
         """Hear a second of nothing: what is built once, as a search's kernels are, no client waits for."""
         live = self.recogniser.live()
-        live.accept(np.zeros(live.sample_rate_hz, np.float32))
-        while live.ready():
-            step([live])
-        best([live])
+        live.accept_waveform(np.zeros(live.sample_rate_hz, np.float32))
+        while live.is_ready():
+            live.decode()
+        results([live])
         live.flush()
 
     def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Live:
@@ -139,7 +138,7 @@ class Dispatch:
                 batch = [job.live for job in waiting[: self.most_batch]]
                 if batch:
                     self.metrics.batch.observe(len(batch))
-                    step(batch)
+                    decode_sessions(batch)
             except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
                 log.exception("a batch of %d failed", len(waiting))
                 told = error if isinstance(error, UserError) else BrokenError()
@@ -149,9 +148,9 @@ class Dispatch:
     def _begun(self, job: Job) -> bool:
         try:
             if job.samples is None:
-                job.live.drain()
+                job.live.input_finished()
             else:
-                job.live.accept(job.samples)
+                job.live.accept_waveform(job.samples)
                 self.metrics.audio_s.inc(len(job.samples) / job.live.sample_rate_hz)
         except UserError as error:  # of this source alone: its client is told
             _tell([(job, error)])
@@ -164,11 +163,11 @@ class Dispatch:
 
     def _answered(self, waiting: list[Job]) -> list[Job]:
         """Answer those whose blocks are all heard; return the others."""
-        done = [job for job in waiting if not job.live.ready()]
+        done = [job for job in waiting if not job.live.is_ready()]
         if not done:
             return waiting
-        conclude([job.live for job in done if job.samples is None])
-        partial = best([job.live for job in done])
+        finish_segments([job.live for job in done if job.samples is None])
+        partial = results([job.live for job in done])
         answers = [(job, Heard(_taken(job.live), found.text)) for job, found in zip(done, partial, strict=True)]
         for _, heard in answers:  # told first, a client could be gone before its words are in the log
             for segment in heard.final:
@@ -178,13 +177,13 @@ class Dispatch:
         now_s = time.monotonic()
         for job, _ in answers:
             self.metrics.latency_s.observe(now_s - job.arrived_s)
-        return [job for job in waiting if job.live.ready()]
+        return [job for job in waiting if job.live.is_ready()]
 
 
 def _taken(live: Live) -> list[Segment]:
     """What is final since the last time."""
-    final = list(live.final)
-    live.final.clear()
+    final = list(live.segments)
+    live.segments.clear()
     return final
 
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from ds2.recognition.live import Live
+from ds2.recognition.session import Live
 from ds2.serve.dispatch import Answers, Dispatch, Job
 from ds2.serve.frames import Frames, frame
 from ds2.serve.limits import BrokenError

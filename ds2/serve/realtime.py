@@ -15,7 +15,7 @@ from typing import Any
 from starlette.websockets import WebSocket
 
 from ds2.decoding.lexicon import HotWords, LexiconError
-from ds2.recognition.live import NEVER, Endpoints
+from ds2.recognition.session import NEVER, Endpoints
 from ds2.serve.hot import given as phrases
 from ds2.serve.hot import prompt
 from ds2.serve.limits import LimitError

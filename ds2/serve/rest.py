@@ -21,7 +21,7 @@ from starlette.types import Message
 from ds2.audio.read import audio_blocks
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
-from ds2.recognition.live import NEVER, Endpoints, Segment
+from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.hot import given, prompt
 from ds2.serve.limits import BrokenError, FullError, LimitError, Limits

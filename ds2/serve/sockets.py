@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ds2.audio.stream import Pcm16
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints, Segment
+from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.dispatch import Heard
 from ds2.serve.limits import BrokenError, FullError, LimitError, Limits, OverError

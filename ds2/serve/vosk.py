@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket
 
 from ds2.audio.read import RATES_HZ
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints
+from ds2.recognition.session import Endpoints
 from ds2.serve.dispatch import Heard
 from ds2.serve.hot import given
 from ds2.serve.limits import LimitError

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.live import Endpoints
+from ds2.recognition.session import Endpoints
 from ds2.serve.address import joined
 from ds2.serve.batcher import Batcher, settle
 from ds2.serve.dispatch import Heard

@@ -23,7 +23,6 @@ from websockets.exceptions import ConnectionClosed
 from ds2.audio.stream import Pcm16
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import step
 
 RATE_HZ = 16000
 WAIT_S = 600  # a last resort: what is waited for comes by itself, on a busy machine late
@@ -131,9 +130,9 @@ def samples_of(data: bytes) -> NDArray[np.float32]:
 
 def alone(recogniser: Recogniser, data: bytes, rate_hz: int = RATE_HZ) -> Hypothesis:
     session = recogniser.session(sample_rate_hz=rate_hz)
-    session.accept(samples_of(data))
-    while session.ready():
-        step([session])
+    session.accept_waveform(samples_of(data))
+    while session.is_ready():
+        session.decode()
     return session.finish()
 
 

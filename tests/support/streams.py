@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.recognition.stream import Session, step
+from ds2.recognition.session import Session
 
 
 def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) -> Hypothesis:
@@ -16,8 +16,8 @@ def hear(session: Session, samples: NDArray[np.float32], draw: random.Random) ->
     start = 0
     while start < len(samples):
         end = start + round(draw.uniform(0.01, 3.0) * session.sample_rate_hz)
-        session.accept(samples[start:end])
+        session.accept_waveform(samples[start:end])
         start = end
-        while session.ready():
-            step([session])
+        while session.is_ready():
+            session.decode()
     return session.finish()

@@ -85,9 +85,9 @@ def test_what_is_spoken_is_printed(
     assert main(["listen", str(model), "--device", "cpu", "--format", "json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     live = Recogniser.load(model, device="cpu", decode=DecodeConfig()).live(sample_rate_hz=rates_hz[0])
-    live.accept(samples)
+    live.accept_waveform(samples)
     live.flush()
-    assert [record["text"] for record in found] == [segment.hypothesis.text for segment in live.final] != []
+    assert [record["text"] for record in found] == [segment.hypothesis.text for segment in live.segments] != []
 
 
 def test_what_is_missing_is_named(

@@ -19,7 +19,7 @@ from ds2.model.checkpoint import load_model
 from ds2.recognition.graphed import GraphedBlocks
 from ds2.recognition.hearing import Chunks
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import Session, step
+from ds2.recognition.session import Session, decode_sessions
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK_FRAMES = 20  # of features, in the default block
@@ -65,11 +65,11 @@ def test_samples_lie_where_they_are_read_until_they_are_heard(
             kept.index(id(block)) - 2 * session.stream.place if id(block) in kept else -1 for block in session.blocks
         ]
 
-    session.accept(samples[: 3 * step_samples + recogniser.features.window_samples])
+    session.accept_waveform(samples[: 3 * step_samples + recogniser.features.window_samples])
     assert rows() == [0, 1, -1]  # no third row: it is copied once it is heard
     taken = [block.copy() for block in session.blocks]
-    step([session])
-    session.accept(samples[len(taken[0]) + 2 * step_samples :][:step_samples])
+    session.decode()
+    session.accept_waveform(samples[len(taken[0]) + 2 * step_samples :][:step_samples])
     assert rows()[0] == 1 and (session.blocks[0] == taken[1]).all() and (session.blocks[1] == taken[2]).all()
 
 
@@ -94,9 +94,9 @@ def test_more_streams_than_places_come_and_go(
                 here[waiting.pop()] = recogniser.session()
         for index in here:
             end = at[index] + draw.randrange(8000)
-            here[index].accept(sources[index][at[index] : end])
+            here[index].accept_waveform(sources[index][at[index] : end])
             at[index] = end
-        step(list(here.values()))
+        decode_sessions(list(here.values()))
         for index in [index for index in here if at[index] >= len(sources[index])]:
             found[index] = here.pop(index).finish()
     assert [spoken(found[index]) for index in range(len(sources))] == alone
@@ -127,12 +127,12 @@ def test_bf16_blocks_are_as_near_as_the_model_as_it_is(
 ) -> None:
     model, samples = make_model(*overrides), read_audio(recording)
     parts = load(model, "cuda", GraphedBlocks, precision="bf16")
-    features = parts.heard([samples])
+    features = parts.block_features([samples])
     with torch.no_grad():
         exact = load_model(model, torch.device("cuda")).model.double()(
             features.double(), torch.tensor([features.shape[2]])
         )
-        with parts.running():
+        with parts.autocast():
             stock = parts.model(features, torch.tensor([features.shape[2]]))[0]
     block = BlockModel(parts.model, features.shape[2] // 2 * 2, torch.bfloat16)
     numbers = torch.zeros(1, dtype=torch.int64, device="cuda")

@@ -19,10 +19,18 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.graphed import GraphedBlocks
 from ds2.recognition.hearing import Chunks, Hearing
-from ds2.recognition.live import NEVER, Endpoints, Live, Segment, conclude
-from ds2.recognition.parts import Said
+from ds2.recognition.pipeline import Said
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import hear, quiet_at_end, step
+from ds2.recognition.session import (
+    NEVER,
+    Endpoints,
+    Live,
+    Segment,
+    decode_logits,
+    decode_sessions,
+    finish_segments,
+    quiet_at_end,
+)
 
 FRAME_S = 0.02  # of the tiny model
 BLOCK_FRAMES = 20  # of features, in the default block
@@ -42,12 +50,12 @@ def logits_of(text: str, alphabet: tuple[str, ...]) -> Tensor:
 
 
 def say(live: Live, text: str, cut: int = 10) -> list[Segment]:
-    logits = logits_of(text, live.parts.alphabet.symbols)
+    logits = logits_of(text, live.pipeline.alphabet.symbols)
     for start in range(0, len(logits), cut):
         piece = logits[start : start + cut]
-        hear([live], piece, [len(piece)])
-    found = list(live.final)
-    live.final.clear()
+        decode_logits([live], piece, [len(piece)])
+    found = list(live.segments)
+    live.segments.clear()
     return found
 
 
@@ -55,10 +63,10 @@ def test_a_pause_after_words_ends_a_segment_and_silence_alone_none(recogniser: R
     live = recogniser.live()
     assert say(live, "-" * 300) == []  # 6 s
     assert say(live, "ab-c" + "-" * 50) == []  # a second of silence
-    assert live.best().text == "abc"
+    assert live.result().text == "abc"
     [segment] = say(live, "-" * 20)
     assert segment.hypothesis.text == "abc"
-    assert live.best().text == ""
+    assert live.result().text == ""
     [word] = segment.hypothesis.words
     assert (word.start_s, word.end_s) == (pytest.approx(6.0), pytest.approx(6.08))
     assert segment.start_s <= 6.0 and segment.end_s >= 6.08 + 1.2
@@ -69,7 +77,7 @@ def test_each_session_has_its_own_rules(recogniser: Recogniser) -> None:
     text = "ab" + "-" * 300 + "ca" + "-" * 20
     assert [s.hypothesis.text for s in say(quick, text)] == ["ab", "ca"]
     assert say(never, text) == []
-    assert never.best().text == "abca"
+    assert never.result().text == "abca"
     with pytest.raises(ConfigError, match="after_speech_s=0"):
         Endpoints(after_speech_s=0.0)
 
@@ -86,21 +94,21 @@ def test_a_segment_that_is_too_long_ends_at_the_next_pause_or_at_last_without(re
 def test_flush_loses_nothing_and_times_go_on(recogniser: Recogniser, recording: Path) -> None:
     samples = read_audio(recording)
     wanted = recogniser.session()
-    wanted.accept(samples[:20_000])
+    wanted.accept_waveform(samples[:20_000])
     first = wanted.finish()
     live = recogniser.live(endpoints=NEVER)
     for part in (samples[:20_000], samples[:20_000]):
-        live.accept(part)
-        while live.ready():
-            step([live])
+        live.accept_waveform(part)
+        while live.is_ready():
+            live.decode()
         live.flush()
-    one, two = live.final
+    one, two = live.segments
     assert one.hypothesis == first
     assert two.hypothesis.text == first.text
     shifts = {round(b.start_s - a.start_s, 6) for a, b in zip(first.words, two.hypothesis.words, strict=True)}
     assert shifts == {1.25} and live.duration_s == 2.5
     live.flush()
-    assert len(live.final) == 2
+    assert len(live.segments) == 2
 
 
 @pytest.mark.parametrize("graphed", [True, False])
@@ -114,7 +122,7 @@ def test_sources_that_end_share_batches_with_those_that_go_on(
     together = [recogniser.live(endpoints=NEVER) for _ in range(5)]
     for lives in (alone, together):
         for number, live in enumerate(lives):
-            live.accept(samples[: 20_000 + 700 * number])
+            live.accept_waveform(samples[: 20_000 + 700 * number])
     for live in alone[:4]:
         live.flush()
     heard = blocks.step
@@ -125,36 +133,36 @@ def test_sources_that_end_share_batches_with_those_that_go_on(
 
     monkeypatch.setattr(blocks, "step", counted)
     for live in together[:4]:
-        live.drain()
+        live.input_finished()
     longest = max(len(live.blocks) for live in together)
-    while any(live.ready() for live in together):
-        step(together)
-    conclude(together[:4])
-    assert [[s.hypothesis.text for s in live.final] for live in together] == [
-        [s.hypothesis.text for s in live.final] for live in alone
+    while any(live.is_ready() for live in together):
+        decode_sessions(together)
+    finish_segments(together[:4])
+    assert [[s.hypothesis.text for s in live.segments] for live in together] == [
+        [s.hypothesis.text for s in live.segments] for live in alone
     ]
     assert sizes[0] == 5 and len(sizes) == longest
-    assert not together[4].final and all(live.final for live in together[:4])
+    assert not together[4].segments and all(live.segments for live in together[:4])
 
 
 @pytest.mark.parametrize("seed", range(1))
 def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Path, seed: int) -> None:
     samples, rules, draw = np.tile(read_audio(recording), 3), Endpoints(longest_s=0.5), random.Random(seed)
     wanted, live = recogniser.live(endpoints=rules), recogniser.live(endpoints=rules)
-    wanted.accept(samples)
+    wanted.accept_waveform(samples)
     start = 0
     while start < len(samples):
         end = start + draw.randint(160, 20_000)
-        live.accept(samples[start:end])
+        live.accept_waveform(samples[start:end])
         start = end
-        while live.ready():
-            step([live])
+        while live.is_ready():
+            live.decode()
     for session in (wanted, live):
-        while session.ready():
-            step([session])
+        while session.is_ready():
+            session.decode()
         session.flush()
-    assert len(live.final) > 1
-    assert live.final == wanted.final
+    assert len(live.segments) > 1
+    assert live.segments == wanted.segments
 
 
 def test_silence_is_counted_from_the_end_of_each_row() -> None:

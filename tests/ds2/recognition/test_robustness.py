@@ -9,7 +9,7 @@ import pytest
 
 from ds2.cli import main
 from ds2.config.schema import CODECS
-from ds2.recognition.robustness import conditions
+from ds2.recognition.evaluate import conditions
 
 MakeModel = Callable[..., Path]
 

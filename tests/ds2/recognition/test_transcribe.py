@@ -22,8 +22,7 @@ from ds2.decoding.greedy import greedy_decode
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model
-from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.transcribe import transcribe_file
+from ds2.recognition.recogniser import Recogniser, transcribe_file
 
 RATE_HZ = 16000
 

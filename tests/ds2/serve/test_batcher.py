@@ -13,8 +13,8 @@ from support.serving import RATE_HZ, samples_of, speech
 
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
-from ds2.recognition.live import Endpoints
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints
 from ds2.serve.batcher import Here
 from ds2.serve.limits import Limits
 
@@ -47,7 +47,7 @@ def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> Non
 def test_what_nobody_waited_for_is_told_at_the_end(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.live._NO_PAUSE_S", 0.0)
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
     here, samples = Here(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
 
     async def texts(*, leaves: bool) -> list[str]:

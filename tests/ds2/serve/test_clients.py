@@ -16,7 +16,7 @@ from support.serving import RATE_HZ, WAIT_S, Running, connect, samples_of, speec
 from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
-from ds2.recognition.live import Endpoints
+from ds2.recognition.session import Endpoints
 from ds2.serve.address import url
 
 REALTIME_HZ = 24000
@@ -132,7 +132,7 @@ def test_nothing_to_commit_and_no_json_are_errors_of_their_event(serve: Callable
 def test_a_server_without_word_times_answers_all_that_needs_none(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.live._NO_PAUSE_S", 0.0)  # the untrained model hears no silence
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model hears no silence
     monkeypatch.setattr("ds2.serve.realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5))
     running = serve(decode=DecodeConfig(method="beam", beam=8, times=False), idle_s=4.0)
     data, file = speech(2, 1.0, REALTIME_HZ), io.BytesIO()

@@ -16,7 +16,6 @@ from support.serving import RATE_HZ, Running, connect, samples_of, speech
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.stream import step
 
 DATA = speech(2, 1.5)
 OPEN = DecodeConfig(method="beam", beam=32, label_min_log_prob=-1e9, prune=1e9)  # nothing is cut but by the beam
@@ -24,9 +23,9 @@ OPEN = DecodeConfig(method="beam", beam=32, label_min_log_prob=-1e9, prune=1e9) 
 
 def wanted(running: Running, hot: HotWords | None) -> str:
     session = running.recogniser.session(hot_words=hot)
-    session.accept(samples_of(DATA))
-    while session.ready():
-        step([session])
+    session.accept_waveform(samples_of(DATA))
+    while session.is_ready():
+        session.decode()
     return session.finish().text
 
 

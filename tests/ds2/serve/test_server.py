@@ -39,8 +39,8 @@ from websockets.exceptions import ConnectionClosed
 from ds2.cli import main
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
-from ds2.recognition.live import Endpoints
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints
 from ds2.serve.batcher import Here
 from ds2.serve.dispatch import transcripts
 from ds2.serve.limits import Limits
@@ -107,9 +107,9 @@ def test_what_is_said_is_logged_only_if_asked_for(
 def test_a_vosk_client_says_when_segments_end(serve: Callable[..., Running]) -> None:
     running, data, rules = serve(), speech(2, 12.0), {"longest_s": 0.5}
     live = running.recogniser.live(sample_rate_hz=RATE_HZ, endpoints=Endpoints(**rules))
-    live.accept(samples_of(data))
+    live.accept_waveform(samples_of(data))
     live.flush()
-    wanted = [segment.hypothesis.text for segment in live.final]
+    wanted = [segment.hypothesis.text for segment in live.segments]
     assert len(wanted) > 1
     answers = asyncio.run(vosk(running.vosk, data, chunk=3200, config={"endpoints": rules}))
     assert [answer["text"] for answer in answers if answer.get("text")] == wanted

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ds2.decoding.lexicon import LexiconError
-from ds2.recognition.live import Endpoints
+from ds2.recognition.session import Endpoints
 from ds2.serve.dispatch import Heard
 from ds2.serve.frames import Frames, frame
 from ds2.serve.limits import BrokenError, FullError

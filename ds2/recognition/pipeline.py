@@ -1,4 +1,4 @@
-"""What recognition is made of, together on one device."""
+"""Features, model and decoder together on one device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ds2.text.alphabet import Alphabet
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A model, in evaluation mode, and a decoder on one device; `precision` is fp32 or bf16."""
+class Pipeline:
+    """A model in evaluation mode, its features and a decoder on one device; `precision` is fp32 or bf16."""
 
     model: AcousticModel
     features: Features
@@ -36,15 +36,15 @@ class Parts:
         return self.features.step_s * self.model.time_stride
 
     @cached_property
-    def pauses(self) -> Tensor:
+    def quiet_labels(self) -> Tensor:
         """(V,) bool on the device: labels that are no sound, the blank and white space."""
         return torch.tensor([not symbol.strip() for symbol in self.alphabet.symbols], device=self.device)
 
-    def running(self) -> torch.autocast:
-        """The context in which the model runs in this precision."""
+    def autocast(self) -> torch.autocast:
+        """The context in which the model computes in `precision`."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
-    def heard(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
+    def block_features(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
         """Features (B, F, T) on the device of the windows of samples (N,) each, all of one length."""
         waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
         windows = self.features.windows(waveforms.shape[1])

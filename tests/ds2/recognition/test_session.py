@@ -18,9 +18,8 @@ from ds2.decoding.hypothesis import Hypothesis
 from ds2.lm.arpa import read_arpa
 from ds2.lm.files import save_ngram
 from ds2.model.checkpoint import load_model
-from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.stream import BLOCK_S, Session, step
-from ds2.recognition.transcribe import transcribe_file
+from ds2.recognition.recogniser import Recogniser, transcribe_file
+from ds2.recognition.session import BLOCK_S, Session, decode_sessions
 
 RATE_HZ = 16000
 ARPA = """\\data\\
@@ -83,10 +82,10 @@ def test_sessions_that_join_and_leave_at_random_get_their_own_words(
             del waiting[0]
         for index in [index for index in here if draw.random() < 0.7]:
             end = at[index] + round(draw.uniform(0.01, 3.0) * RATE_HZ)
-            here[index].accept(sources[index][at[index] : end])
+            here[index].accept_waveform(sources[index][at[index] : end])
             at[index] = end
         for _ in range(draw.randint(0, 3)):
-            step(list(here.values()))
+            decode_sessions(list(here.values()))
         for index in [index for index in here if at[index] >= len(sources[index]) and draw.random() < 0.5]:
             found[index] = here.pop(index).finish()
     for index, wanted in enumerate(alone):
@@ -113,9 +112,9 @@ def test_another_rate_is_resampled_as_a_stream(
 
 def test_what_is_no_audio_is_refused_and_the_session_goes_on(recogniser: Recogniser, recording: Path) -> None:
     samples, session = read_audio(recording), recogniser.session()
-    session.accept(samples[:9000])
+    session.accept_waveform(samples[:9000])
     with pytest.raises(AudioError, match="NaN"):
-        session.accept(np.array([0.1, np.nan], np.float32))
+        session.accept_waveform(np.array([0.1, np.nan], np.float32))
     assert hear(session, samples[9000:], random.Random(0)) == hear(recogniser.session(), samples, random.Random(1))
     with pytest.raises(AudioError, match="12 Hz"):
         recogniser.session(sample_rate_hz=12)

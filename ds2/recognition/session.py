@@ -1,0 +1,336 @@
+"""Sources that are recognised while they arrive: sessions with one result, and live sessions that come in segments.
+
+The methods have the names of sherpa-onnx: `accept_waveform`, `is_ready`, `decode`, `result`, `is_endpoint`, `reset`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.audio.stream import Resampler, SampleBlocks
+from ds2.config.schema import ConfigError
+from ds2.decoding.decoder import Decoder
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.hearing import hearing
+from ds2.recognition.pipeline import Pipeline
+
+BLOCK_S = 0.2  # audio that the model takes at once: a result is late by this and by the model's lookahead
+PAUSE_S = 0.2  # a pause that ends a segment which is too long
+OVERTIME_S = 5.0  # a segment so much longer than `Endpoints.longest_s` ends without a pause
+
+
+class Session:
+    """One source and the state of its recognition; `decode_sessions` runs any number of them in one batch.
+
+    The model takes blocks of a fixed length, so its logits do not depend on how the samples were cut.
+
+    Args:
+        pipeline: with a unidirectional model.
+        block_s: audio that the model takes at once, seconds.
+        sample_rate_hz: of the samples, which are resampled to the model's rate; None: they have the model's rate.
+        decoder: another decoder than the pipeline's.
+        hot_words: words and phrases that are likelier in this source, with a bonus each (natural log; 10 is much;
+            None: decode.hot_word_bonus).
+
+    Raises:
+        LexiconError: hot words that the network cannot write, or a decoder that takes none.
+        ConfigError: a bidirectional model, which needs the end of a source first.
+        AudioError: a sample rate outside the allowed range.
+        ValueError: blocks of less than one output frame.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        block_s: float = BLOCK_S,
+        *,
+        sample_rate_hz: int | None = None,
+        decoder: Decoder | None = None,
+        hot_words: HotWords | None = None,
+    ) -> None:
+        self.pipeline, self.decoder, self.hot_words = pipeline, decoder or pipeline.decoder, hot_words
+        self.sample_rate_hz = sample_rate_hz or pipeline.features.sample_rate_hz
+        self._block_frames = pipeline.model.time_stride * round(block_s / pipeline.frame_s)
+        if self._block_frames < 1:
+            raise ValueError(f"block_s={block_s} is less than an output frame of {pipeline.frame_s:g} s")
+        self.decoding = self.decoder.start(1, hot_words)
+        self.blocks: deque[NDArray[np.float32]] = deque()  # samples that wait for the model
+        self.hearing = hearing(pipeline, self._block_frames)
+        self._start_stream()
+
+    def _start_stream(self) -> None:
+        """Start a new stream: resampler, blocks and the model's state."""
+        features = self.pipeline.features
+        self.stream = self.hearing.start()
+        self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
+        self._samples = SampleBlocks(features, self._block_frames, partial(self.hearing.room, self.stream))
+
+    @property
+    def duration_s(self) -> float:
+        """Audio accepted so far, seconds; of a source that is resampled, all of it only after `input_finished`."""
+        return self._samples.samples / self.pipeline.features.sample_rate_hz
+
+    def accept_waveform(self, samples: NDArray[np.float32]) -> None:
+        """Take the next samples (N,) in [-1, 1], any number; values outside are clipped.
+
+        Raises:
+            AudioError: NaN or infinite samples; none of them are taken.
+        """
+        self.blocks.extend(self._samples.accept(self._resampler.accept(samples)))
+
+    def is_ready(self) -> bool:
+        """Whether a block waits for `decode`."""
+        return bool(self.blocks)
+
+    def decode(self) -> None:
+        """Run model and decoder on the next block; `decode_sessions` does so for many sessions in one batch."""
+        decode_sessions([self])
+
+    def result(self) -> Hypothesis:
+        """The best hypothesis so far; see `Decoding.best` for what it lacks."""
+        return self.decoding.best()[0]
+
+    def is_endpoint(self) -> bool:
+        """Whether a segment has ended: never in a session that is one segment."""
+        return False
+
+    def reset(self) -> None:
+        """Start again as a new source; samples that were not decoded are dropped."""
+        self.decoding = self.decoder.start(1, self.hot_words)
+        self.blocks.clear()
+        self._start_stream()
+
+    def input_finished(self) -> None:
+        """Take no more samples; the blocks that wait then reach to the last frame, lookahead included."""
+        self.blocks.extend(self._samples.accept(self._resampler.finish()))
+        self.blocks.extend(self.hearing.last(self.stream, self._samples.finish(), len(self.blocks)))
+
+    def finish(self) -> Hypothesis:
+        """End the source, decode the rest, and return the best hypothesis of all of it.
+
+        Raises:
+            DecodeError: the model gives NaN or infinity.
+        """
+        self.input_finished()
+        while self.is_ready():
+            self.decode()
+        return final_results([self])[0]
+
+    def update_endpoint(self, frames: int, quiet: int) -> bool:
+        """Count output frames, of which the last `quiet` are quiet; return whether the segment ends after them."""
+        return False
+
+    def end_segment(self, hypothesis: Hypothesis) -> None:
+        """Take the final hypothesis of a segment for which `update_endpoint` returned True."""
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Rules that end a segment, in seconds; infinity turns a rule off.
+
+    A segment ends after `silence_s` of silence without words, after `after_speech_s` of silence behind words, and at
+    the next pause once it is `longest_s` long, or 5 s later without a pause. Rules are applied after every block.
+    """
+
+    silence_s: float = 2.4
+    after_speech_s: float = 1.2
+    longest_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"{field.name}={value} must be seconds above 0; inf turns the rule off")
+
+
+NEVER = Endpoints(math.inf, math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a source with its final hypothesis; word times count from the source's start."""
+
+    start_s: float
+    end_s: float
+    hypothesis: Hypothesis
+
+
+class Live(Session):
+    """A session without end: its segments become final one by one; `result` is that of the open segment.
+
+    At an endpoint the model's state goes on and the decoder starts again, its language model too. Where a segment ends
+    does not depend on how the samples were cut.
+
+    Args:
+        pipeline, block_s, sample_rate_hz, decoder, hot_words: as for `Session`.
+        endpoints: the rules that end a segment.
+
+    Attributes:
+        segments: final segments, oldest first; the user removes those that were read.
+
+    Raises:
+        ConfigError, AudioError, ValueError: as `Session`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        block_s: float = BLOCK_S,
+        *,
+        sample_rate_hz: int | None = None,
+        decoder: Decoder | None = None,
+        endpoints: Endpoints | None = None,
+        hot_words: HotWords | None = None,
+    ) -> None:
+        super().__init__(pipeline, block_s, sample_rate_hz=sample_rate_hz, decoder=decoder, hot_words=hot_words)
+        self.endpoints = endpoints or Endpoints()
+        self.segments: deque[Segment] = deque()
+        self._stream_start_s = 0.0  # where in the source the model's state was last reset
+        self._frames = self._segment_start = self._quiet = 0  # output frames: since then, of the segment, quiet at end
+        self._has_speech = False  # in the open segment
+
+    def is_endpoint(self) -> bool:
+        """Whether `segments` holds a segment."""
+        return bool(self.segments)
+
+    def update_endpoint(self, frames: int, quiet: int) -> bool:
+        """See `Session`: apply the rules."""
+        self._has_speech = self._has_speech or quiet < frames
+        self._quiet = quiet if quiet < frames else self._quiet + quiet
+        self._frames += frames
+        frame_s, rules = self.pipeline.frame_s, self.endpoints
+        pause_s, length_s = self._quiet * frame_s, (self._frames - self._segment_start) * frame_s
+        excess_s = length_s - rules.longest_s
+        return (
+            pause_s >= rules.silence_s
+            or (excess_s >= 0 and pause_s >= PAUSE_S)
+            or excess_s >= OVERTIME_S
+            or (pause_s >= rules.after_speech_s and self._has_speech)
+        )
+
+    def end_segment(self, hypothesis: Hypothesis) -> None:
+        """See `Session`: make the open segment final and open the next one."""
+        frame_s = self.pipeline.frame_s
+        start_s = self._stream_start_s + self._segment_start * frame_s
+        if hypothesis.text:
+            words = (replace(w, start_s=w.start_s + start_s, end_s=w.end_s + start_s) for w in hypothesis.words)
+            end_s = self._stream_start_s + self._frames * frame_s
+            self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
+        self.decoding = self.decoder.start(1, self.hot_words)
+        self._segment_start, self._quiet, self._has_speech = self._frames, 0, False
+
+    def flush(self) -> None:
+        """Make all accepted audio final now, to its last sample; the model's state starts again behind it."""
+        self.input_finished()
+        while self.is_ready():
+            self.decode()
+        finish_segments([self])
+
+    def reset(self) -> None:
+        """Drop the open segment and start again; times go on counting from the source's start."""
+        self.restart_stream()
+        self.decoding = self.decoder.start(1, self.hot_words)
+        self._quiet, self._has_speech = 0, False
+        self.blocks.clear()
+
+    def restart_stream(self) -> None:
+        """Reset the model's state: the next samples follow silence, but keep their times."""
+        self._stream_start_s = self.duration_s
+        self._frames = self._segment_start = 0
+        self._start_stream()
+
+    @property
+    def duration_s(self) -> float:
+        """Audio accepted so far, seconds."""
+        return self._stream_start_s + super().duration_s
+
+
+def decode_sessions(sessions: Sequence[Session]) -> None:
+    """Run the next block of each session that is ready; those of one pipeline and block length share a batch."""
+    groups: dict[int, list[Session]] = {}
+    for session in sessions:
+        if session.is_ready():
+            groups.setdefault(id(session.hearing), []).append(session)
+    for group in groups.values():
+        blocks = [session.blocks.popleft() for session in group]
+        for output in group[0].hearing.step([session.stream for session in group], blocks):
+            decode_logits([group[row] for row in output.rows], output.logits, output.lengths)
+
+
+@torch.inference_mode()
+def decode_logits(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) -> None:
+    """Decode the next frames of sessions of one pipeline; those with the same decoder share a batch.
+
+    A frame is quiet if its likeliest label is the blank or white space.
+
+    Args:
+        sessions: B sessions.
+        logits: (T', B, V).
+        lengths: frames of each session.
+    """
+    if not len(logits):
+        return
+    log_probs, frames = logits.float().log_softmax(2), torch.tensor(lengths)
+    rows_by_decoder: dict[int, list[int]] = {}
+    for row, session in enumerate(sessions):
+        rows_by_decoder.setdefault(id(session.decoder), []).append(row)
+    for rows in rows_by_decoder.values():
+        selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
+        sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], selected, frames[rows])
+    quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
+    quiet_frames = quiet_at_end(quiet, np.array(lengths)).tolist()
+    ended = [
+        s for s, length, last in zip(sessions, lengths, quiet_frames, strict=True) if s.update_endpoint(length, last)
+    ]
+    for session, hypothesis in zip(ended, final_results(ended), strict=True):
+        session.end_segment(hypothesis)
+
+
+def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count the quiet frames at the end of each column of (T', B), of which the first `lengths` (B,) are valid."""
+    loud = ~quiet & (np.arange(len(quiet))[:, None] < lengths)
+    padding = len(quiet) - lengths
+    counts: NDArray[np.int64] = np.where(loud.any(0), loud[::-1].argmax(0) - padding, lengths)
+    return counts
+
+
+def results(sessions: Sequence[Session]) -> list[Hypothesis]:
+    """`Session.result` of each session, in one batch."""
+    return _by_decoder(sessions, lambda decoder, decodings: [row[0] for row in decoder.best(decodings)])
+
+
+def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:
+    """The best hypothesis of each session, as if its source ended with what was decoded, in one batch."""
+    return _by_decoder(sessions, lambda decoder, decodings: [row[0][0] for row in decoder.finish(decodings)])
+
+
+def finish_segments(sessions: Sequence[Live]) -> None:
+    """Make the open segments final of live sessions after `input_finished` and all blocks; the sources may go on."""
+    for live, hypothesis in zip(sessions, final_results(sessions), strict=True):
+        live.end_segment(hypothesis)
+        live.restart_stream()
+
+
+def _by_decoder(
+    sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]]
+) -> list[Hypothesis]:
+    """Read a hypothesis of each session, those with the same decoder in one batch."""
+    groups: dict[int, list[Session]] = {}
+    for session in sessions:
+        groups.setdefault(id(session.decoder), []).append(session)
+    hypotheses: dict[int, Hypothesis] = {}
+    for group in groups.values():
+        decodings = [session.decoding for session in group]
+        hypotheses.update(zip(map(id, group), read(group[0].decoder, decodings), strict=True))
+    return [hypotheses[id(session)] for session in sessions]
