@@ -125,7 +125,7 @@ def test_server_vad_ends_items_at_pauses(serve: Callable[..., Running], monkeypa
 
 
 def _rules(after_speech_s: float) -> Any:
-    from ds2.recognition.live import Endpoints
+    from ds2.recognition.session import Endpoints
 
     assert after_speech_s == 0.3
     return Endpoints(after_speech_s=after_speech_s, longest_s=1.0)  # the untrained model hears no silence
