@@ -236,7 +236,7 @@ class DecodeConfig:
     rescore: str = ""  # recurrent model (`ds2 lm train`) that ranks what the search found anew; empty: none
     rescore_weight: float = number(0.5, 0, 1)  # its share of log p_lm; the n-gram model has the rest
     rescore_hypotheses: int = number(32, 1, 1_000_000)  # that are ranked
-    rescore_in_search: bool = False  # method beam: no list is ranked, the search itself counts both models, by the word
+    rescore_in_search: bool = False  # removed; read for one more version, with a warning
     threads: int = number(0, 0, 1024)  # of native and ctcdecode; 0: one a core
     times: bool = True  # word times and confidences, by aligning what was recognised
     confidence: list[float] = numbers([1.0, 0.0], -1e9, 1e9, lengths=(2,))  # calibration: slope, offset of the logit

@@ -21,7 +21,6 @@ from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.rescore import SecondPass, make_second_pass, recurrent_model, searched
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
-from ds2.lm.recurrent import RecurrentLM
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
@@ -37,7 +36,6 @@ class Parts:
     device: torch.device
     lm: NGram | None
     second: SecondPass | None
-    recurrent: RecurrentLM | None  # of a search that it takes part in
 
 
 Maker = Callable[[Parts], Decoder]
@@ -56,7 +54,7 @@ def _greedy(parts: Parts) -> Decoder:
 
 
 def _beam(parts: Parts) -> Decoder:
-    found = (parts.alphabet, parts.options, parts.lm, parts.frame_s, parts.device, parts.second, parts.recurrent)
+    found = (parts.alphabet, parts.options, parts.lm, parts.frame_s, parts.device, parts.second)
     return BeamDecoder(*found)
 
 
@@ -83,7 +81,7 @@ _WITH_LM = frozenset({"beam", "lm", "alpha", "beta", "unknown_score", "nbest", "
 _PRUNED = frozenset({"lexicon", "hot_words", "hot_word_bonus", "label_min_log_prob", "prune"})
 METHODS: dict[str, Method] = {
     "greedy": Method(_greedy, frozenset()),
-    "beam": Method(_beam, _WITH_LM | _PRUNED | {"rescore_in_search"}),
+    "beam": Method(_beam, _WITH_LM | _PRUNED),
     "native": Method(_on_cpu(_native), _WITH_LM | _PRUNED | {"threads"}),
     "ctcdecode": Method(_on_cpu(_ctcdecode), _WITH_LM | {"threads"}),
 }
@@ -94,7 +92,6 @@ _NEEDS = {  # what a setting is of no use without
     "unknown_score": ("lm",),
     "rescore_weight": ("rescore",),
     "rescore_hypotheses": ("rescore",),
-    "rescore_in_search": ("rescore",),
 }
 
 
@@ -136,15 +133,15 @@ def make_decoder(
     check_allowed(options, "decode")
     for name in ignored_options(options):
         others = ", ".join(key for key, method in METHODS.items() if name in method.options)
-        log.warning("decode.%s changes nothing under decode.method=%s; it counts for %s", name, options.method, others)
+        hint = f"it counts for {others}" if others else "no method has it any more"
+        log.warning("decode.%s changes nothing under decode.method=%s; %s", name, options.method, hint)
     row = METHODS[options.method]
     for name, needed in ({} if lm is not None else useless_options(options)).items():
         log.warning("decode.%s changes nothing without %s", name, " or ".join(f"decode.{other}" for other in needed))
     if lm is None and options.lm and "lm" in row.options:
         lm = load_ngram(Path(options.lm)).check()
     recurrent = recurrent_model(options, alphabet, device) if "rescore" in row.options else None
-    within = options.rescore_in_search and "rescore_in_search" in row.options
-    second = make_second_pass(options, alphabet, recurrent) if recurrent is not None and not within else None
-    parts = Parts(searched(options), alphabet, frame_s, device, lm, second, recurrent if within else None)
+    second = make_second_pass(options, alphabet, recurrent) if recurrent is not None else None
+    parts = Parts(searched(options), alphabet, frame_s, device, lm, second)
     decoder = row.make(parts)
     return decoder if tuple(options.confidence) == AS_IT_IS else CalibratedDecoder(decoder, options.confidence)

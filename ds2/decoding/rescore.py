@@ -21,7 +21,7 @@ SecondPass = Callable[[Rows], Rows]
 
 def searched(options: DecodeConfig) -> DecodeConfig:
     """The settings of the search: it gives all hypotheses that `make_second_pass` ranks."""
-    if not options.rescore or options.rescore_in_search:
+    if not options.rescore:
         return options
     return replace(options, nbest=max(options.nbest, options.rescore_hypotheses))
 

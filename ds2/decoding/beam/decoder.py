@@ -14,7 +14,6 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import with_times
 from ds2.decoding.beam.fusion import Fusion
-from ds2.decoding.beam.recurrent_fusion import RecurrentFusion
 from ds2.decoding.beam.search import BatchedBeamSearch, Found, Held, Labels
 from ds2.decoding.beam.torch_search import Beams
 from ds2.decoding.decoder import check_log_probs
@@ -23,7 +22,6 @@ from ds2.decoding.lexicon import ROOT, HotWords
 from ds2.decoding.rescore import SecondPass
 from ds2.decoding.timeline import Timeline, with_words
 from ds2.lm.ngram import NGram
-from ds2.lm.recurrent import RecurrentLM
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 _PIECE = 64  # frames that a CPU searches between two looks at what is certain; a GPU's are one CUDA graph
@@ -54,16 +52,10 @@ class BeamDecoder:
         frame_s: float,
         device: torch.device,
         second: SecondPass | None = None,
-        recurrent: RecurrentLM | None = None,
     ) -> None:
         self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
         self.second = second
-        fusion = (
-            Fusion(alphabet, options, lm, device)
-            if recurrent is None
-            else RecurrentFusion(alphabet, options, lm, device, recurrent)
-        )
-        self.beams = BatchedBeamSearch(fusion, options)
+        self.beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
         self.lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:

@@ -49,8 +49,6 @@ class Fusion:
     model reads a space together with the character after it, so a space at the end costs nothing.
     """
 
-    waits = False  # `read` waits for the device
-
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> None:
         if lm is not None:
             lm.check_alphabet(alphabet)
@@ -134,34 +132,7 @@ class Fusion:
         length = length.masked_fill(starts, 0) + self.spelling.counts[label]
         return torch.stack([state, node, length, words + done, home], -1), torch.stack([log_prob, hot], -1)
 
-    def memory(self, batch: int, beam: int) -> Tensor:
-        """What else is remembered of empty prefixes (B, K, M): nothing."""
-        return torch.zeros(batch, beam, 0, device=self.device)
-
-    def read(
-        self,
-        memory: Tensor,
-        before: Tensor,
-        floats: Tensor,
-        found: Extensions,
-        source: Tensor,
-        label: Tensor,
-        alive: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Memory and floats of K chosen prefixes, once what else is known of their new words counts.
-
-        Args:
-            memory: (B, K, M) of the prefixes that were extended.
-            before: (B, K, 5) their integers.
-            floats: (B, K, 2) of the chosen ones, as `take` gave them.
-            found, source, label: as of `take`.
-            alive: (B, K) which of the chosen ones count.
-        """
-        return memory, floats
-
-    def finish(
-        self, integers: Tensor, floats: Tensor, alive: Tensor, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self, integers: Tensor, floats: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """End every prefix: (B, K) language-model log-prob, bonus of words and hot words, and their weighted sum.
 
         Bound to a lexicon, prefixes that end inside a word are out, unless all that are `alive` (B, K) do.

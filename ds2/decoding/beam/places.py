@@ -128,8 +128,7 @@ class PlacedSearch:
         run = OpenRun(t.runs[at], t.there[at])
         integers = torch.cat([t.integers[at], homes], 2)
         names, spelled, counts = t.names[at][..., :3], t.spelled[at][..., :room], t.counts[at].long()
-        memory = self.search.fusion.memory(len(at), self.search.beam)
-        return Beams(t.blank[at], t.label[at], names, integers, t.floats[at], memory, spelled, counts, run)
+        return Beams(t.blank[at], t.label[at], names, integers, t.floats[at], spelled, counts, run)
 
     @torch.inference_mode()
     def only(self, parts: Sequence[Places], agrees: Tensor) -> list[list[int]]:

@@ -38,7 +38,7 @@ class BatchedBeamSearch:
 
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.fusion, self.options = fusion, options
-        self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" and not fusion.waits else None
+        self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" else None
         self.placed: PlacedSearch | None = None
 
     def search(self, log_probs: Tensor, lengths: Tensor) -> Found:
@@ -149,8 +149,7 @@ _ENTRY = 3  # of the names that the kernel gives
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.Found | Beams, nbest: int) -> tuple[Tensor, Tensor]:
     """Join prefixes that differ in a last space only: scores (B, N, 4) as in `Found` and slots (B, N) of the best."""
-    memory = end.memory if isinstance(end, Beams) else None
-    log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > NONE, memory)
+    log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > NONE)
     hashes, parents = end.names[..., HASH], end.names[..., PARENT]
     beam = hashes.shape[1]
     preferred = torch.arange(beam, device=hashes.device).expand_as(hashes)

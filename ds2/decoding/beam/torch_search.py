@@ -39,7 +39,6 @@ class Beams:
     names: Tensor  # (B, K, 3) int64: hash, hash without the last label, last label
     integers: Tensor  # (B, K, 5) int64 and
     floats: Tensor  # (B, K, 2) float64 of the fusion
-    memory: Tensor  # (B, K, M) of it too
     spelled: Tensor  # (B, K, L) int16 the labels that are not certain, 0 past the end
     counts: Tensor  # (B, K) int64 how many
     run: OpenRun
@@ -59,9 +58,7 @@ class Beams:
         spelled = torch.zeros(batch, beam, _ROOM, dtype=torch.int16, device=device)
         counts = torch.zeros(batch, beam, dtype=torch.int64, device=device)
         run = OpenRun.none(batch, labels, device)
-        return cls(
-            blank, label, names.repeat(batch, 1, 1), integers, floats, fusion.memory(batch, beam), spelled, counts, run
-        )
+        return cls(blank, label, names.repeat(batch, 1, 1), integers, floats, spelled, counts, run)
 
     @property
     def acoustic(self) -> Tensor:
@@ -142,7 +139,7 @@ def search(fusion: Fusion, beams: Beams, packed: Tensor, counts: Tensor, prune: 
     """
     most, least = int(counts.max()), int(counts.min())
     beams = beams.with_room(most)
-    if packed.is_cuda and most >= _WORTH_A_GRAPH and not fusion.waits:
+    if packed.is_cuda and most >= _WORTH_A_GRAPH:
         return _search_by_graph(fusion, beams, packed[:most], counts, prune)
     for time in range(most):
         later = step(fusion, beams, packed[time].double(), prune)
@@ -214,7 +211,6 @@ def keep(fusion: Fusion, beams: Beams, grown: Grown, prune: float) -> Beams:
     label = torch.where(is_longer, grown.longer.gather(1, (chosen - 2 * beam).clamp_(min=0)), stayed)
 
     integers, floats = fusion.take(beams.integers, beams.floats, worth, source, by)
-    memory, floats = fusion.read(beams.memory, beams.integers, floats, worth, source, by, alive & is_longer)
     hashes, parents, last = beams.names.gather(1, source[..., None].expand(-1, -1, 3)).unbind(-1)
     longer = ((hashes ^ (by + 1) * _PRIMES[0]) * _PRIMES[1]) ^ (hashes >> 29)
     names = [
@@ -228,7 +224,7 @@ def keep(fusion: Fusion, beams: Beams, grown: Grown, prune: float) -> Beams:
     spelled.scatter_(2, counts[..., None], by[..., None].short())  # past the end, where a blank changes nothing
     counts = (counts + is_longer).masked_fill_(~alive, 0)
     label.masked_fill_(~alive, NONE)
-    return Beams(blank, label, torch.stack(names, -1), integers, floats, memory, spelled, counts, beams.run)
+    return Beams(blank, label, torch.stack(names, -1), integers, floats, spelled, counts, beams.run)
 
 
 def _where(live: Tensor, later: Beams, before: Beams) -> Beams:

@@ -240,6 +240,7 @@ def test_the_table_holds_every_method_and_every_setting_counts_for_one() -> None
     (declared,) = (field for field in fields(DecodeConfig) if field.name == "method")
     assert set(METHODS) == set(declared.metadata["allowed"])
     settings = {field.name for field in fields(DecodeConfig)} - {"method", "confidence"}
+    settings -= {"rescore_in_search"}  # of an earlier version: named in a warning
     assert set().union(*(row.options for row in METHODS.values())) == settings
 
 

@@ -11,9 +11,8 @@ from support.decoding_cases import CHARACTERS, CPU, PIECES, WIDE, language_model
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.decoder import Decoder
-from ds2.decoding.hypothesis import EMPTY, DecodeError
+from ds2.decoding.hypothesis import EMPTY
 from ds2.decoding.methods import make_decoder
-from ds2.decoding.rescore import mixed
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, save_recurrent
 from ds2.recognition.tuning import DevSet, tune_rescoring
@@ -122,73 +121,3 @@ def test_a_gpu_ranks_by_its_own_scores(tmp_path: Path) -> None:
             if h.text in wanted:
                 assert h.score == pytest.approx(wanted[h.text], abs=7 * 8 * 20 / 8**0.5 * 2**-9 * options.alpha)
         assert len({h.text for h in on_gpu} & set(wanted)) > 0
-
-
-@pytest.mark.parametrize("labels", [CHARACTERS, LETTERS_AND_PIECES])
-@pytest.mark.parametrize("alphabet", [CHARACTERS, PIECES])
-def test_a_wide_search_by_both_models_finds_what_ranking_all_hypotheses_finds(
-    alphabet: Alphabet, labels: Alphabet, tmp_path: Path
-) -> None:
-    """Texts of known words; whatever is not pruned has the score of its mixture, in chunks too."""
-    file, model = recurrent(tmp_path, labels)
-    log_probs, lm = random_log_probs(6, 3, 4), language_model(tmp_path, "word")
-    wide = replace(WIDE, beam=900, nbest=900, prune=1e9, label_min_log_prob=-1e9)
-    plain = make_decoder(wide, alphabet, 0.02, CPU, lm).decode(log_probs, LENGTHS)
-    options = replace(wide, rescore=file, rescore_weight=0.6, rescore_in_search=True)
-    decoder = make_decoder(options, alphabet, 0.02, CPU, lm)
-    rows = decoder.decode(log_probs, LENGTHS)
-    decoding = decoder.start(3)
-    decoding.step(log_probs[:2], LENGTHS.clamp(max=2))
-    decoding.step(log_probs[2:], (LENGTHS - 2).clamp(min=0))
-    chunks, changed = decoding.finish(), 0
-    for row, pieces, searched in zip(rows, chunks, plain, strict=True):
-        known = [h for h in searched if all(word in lm.ids for word in h.text.split())]
-        scores = model.score([h.text for h in known])
-        wanted = {h.text: mixed(h, score, options).score for h, score in zip(known, scores, strict=True)}
-        found = {h.text: h.score for h in row}
-        assert len(wanted) > 1
-        assert {text: found[text] for text in wanted} == pytest.approx(wanted, abs=1e-4)  # sums of float32
-        assert {h.text: h.score for h in pieces} == pytest.approx(found, abs=1e-4)
-        assert all(h.score == pytest.approx(h.acoustic + options.alpha * h.lm + h.bonus) for h in row)
-        changed += row[0].text != searched[0].text
-    assert changed > 0
-
-
-def test_a_word_that_the_ngram_model_does_not_know_keeps_its_score(tmp_path: Path) -> None:
-    file, _ = recurrent(tmp_path)
-    log_probs, lm = random_log_probs(6, 3, 4), language_model(tmp_path, "word")
-    wide = replace(WIDE, beam=900, nbest=900, prune=1e9, label_min_log_prob=-1e9, rescore=file)
-    alone = replace(wide, rescore_in_search=True, rescore_weight=0.0)
-    none, some = (
-        make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, LENGTHS)
-        for options in (alone, replace(alone, rescore_weight=0.7))
-    )
-    words = [{h.text: h.lm for h in row if h.text and not {*h.text.split()} & {*lm.ids}} for row in none]
-    end = RecurrentLM.score(recurrent(tmp_path)[1], [""])[0]
-    ends = lm.score_batch(lm.start_states(1), torch.tensor([lm.ids["<unk>"]]))[1]
-    own = lm.score_batch(ends, torch.tensor([lm.ids["</s>"]]))[0].item()
-    for known, row in zip(words, some, strict=True):
-        for h in row:
-            if h.text in known and " " not in h.text:
-                assert h.lm == pytest.approx(known[h.text] + 0.7 * (end - own), abs=1e-4)
-    assert sum(map(len, words)) > 3
-
-
-def test_the_search_by_both_models_needs_an_ngram_model(tmp_path: Path) -> None:
-    file, _ = recurrent(tmp_path)
-    with pytest.raises(DecodeError, match=r"needs a language model of words: set decode\.lm"):
-        make_decoder(replace(WIDE, rescore=file, rescore_in_search=True), CHARACTERS, 0.02, CPU)
-
-
-@pytest.mark.gpu
-def test_a_gpu_searches_by_both_models(tmp_path: Path) -> None:
-    file, _ = recurrent(tmp_path)
-    wide = replace(WIDE, beam=900, nbest=900, prune=1e9, label_min_log_prob=-1e9)
-    options = replace(wide, rescore=file, rescore_weight=0.5, rescore_in_search=True)
-    gpu, lm, log_probs = torch.device("cuda"), language_model(tmp_path, "word"), random_log_probs(6, 3, 4)
-    here = make_decoder(options, CHARACTERS, 0.02, CPU, lm).decode(log_probs, LENGTHS)
-    there = make_decoder(options, CHARACTERS, 0.02, gpu, lm).decode(log_probs.to(gpu), LENGTHS)
-    for row, on_gpu in zip(here, there, strict=True):
-        # in bfloat16, to 2^-9: at most 7 labels, each by 8 outputs of at most 1 and weights of 20 / sqrt(8)
-        bound = options.alpha * 0.5 * 7 * 8 * 20 / 8**0.5 * 2**-8
-        assert {h.text: h.score for h in on_gpu} == pytest.approx({h.text: h.score for h in row}, abs=bound)
