@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import soundfile
@@ -17,7 +18,7 @@ import soxr
 from numpy.typing import NDArray
 
 from ds2.audio.container import what_is_missing
-from ds2.audio.foreign import FOREIGN_SUFFIXES, ForeignError, Source, looks_foreign, opened_foreign
+from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, is_for_ffmpeg
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system.errors import UserError
 
@@ -27,17 +28,19 @@ END_TOLERANCE_S = 0.1  # a segment may end so far past its file: manifests round
 RAW_SUFFIXES = (".raw", ".pcm")
 AUDIO_SUFFIXES = (
     ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64", *RAW_SUFFIXES,
-    *FOREIGN_SUFFIXES,
+    *FFMPEG_SUFFIXES,
 )  # fmt: skip
 """What files with audio are called; where one recording lies in several formats, the first of these is taken."""
-_COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FOREIGN_SUFFIXES)  # by name: opening them may decode them
+_COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FFMPEG_SUFFIXES)  # by name: opening them may decode them
 _CHEAP = {"WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW"}
 _LOSSLESS = {"PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}
 _BLOCK_FRAMES = 1 << 18
 RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
+_MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
-_UNKNOWN_FRAMES = 1 << 62
+
+_FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, by path and state
 
 
 class AudioError(UserError):
@@ -60,19 +63,22 @@ class AudioInfo:
 
 
 def audio_info(path: str | Path, sample_rate_hz: int = 16000) -> AudioInfo:
-    """Return what the header of an audio file says, without decoding it.
+    """Return what the header of an audio file says. Formats that only FFmpeg reads are decoded once for their length.
 
     Args:
         path: the file; see `read_audio` for the formats.
         sample_rate_hz: the rate of headerless `.raw` and `.pcm` files, ignored for others.
     Raises:
-        AudioError: the file is missing, empty, truncated (where the header tells) or not audio.
+        AudioError: the file is missing, empty, truncated (where the header tells), not audio, or had to be decoded for
+            its length and did not end within 48 hours of sound.
     """
-    with _opened(Path(path), sample_rate_hz) as file:
-        if file.frames >= _UNKNOWN_FRAMES:
+    path = Path(path)
+    with _opened(path, sample_rate_hz) as file:
+        frames = _count_frames(path, file) if isinstance(file, FFmpegAudio) else file.frames
+        if frames >= UNKNOWN_FRAMES:
             raise AudioError(f"{path}: its header does not state its length; write the file anew, e.g. as FLAC")
         return AudioInfo(
-            file.samplerate, file.channels, file.frames, file.frames / file.samplerate, f"{file.format}/{file.subtype}"
+            file.samplerate, file.channels, frames, frames / file.samplerate, f"{file.format}/{file.subtype}"
         )
 
 
@@ -142,6 +148,19 @@ def reads_cheaply(
         return cheap
 
 
+class Source(Protocol):
+    """An opened file: the part of soundfile.SoundFile that is used here, which FFmpegAudio has too."""
+
+    samplerate: int
+    channels: int
+    frames: int
+    format: str
+    subtype: str
+
+    def read(self, frames: int, *, dtype: str, always_2d: bool) -> NDArray[np.float32]:
+        """Return the next frames (N, channels), fewer at the end."""
+
+
 class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types
     """A file read in order: SoundFile seeks after every read where it can, which in MP3 loses or repeats samples."""
 
@@ -172,7 +191,7 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
             yield file
     except AudioError:
         raise
-    except ForeignError as error:
+    except FFmpegError as error:
         raise AudioError(f"{path}: {error}") from error
     except soundfile.LibsndfileError as error:
         raise AudioError(f"{path}: not readable as audio: {error.error_string or error}") from error
@@ -187,15 +206,28 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iter
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
-        place = Path(f"/proc/self/fd/{descriptor}") if member_of(path) else path
-        if path.suffix.lower() not in FOREIGN_SUFFIXES and not looks_foreign(place):
+        if not is_for_ffmpeg(path.suffix, descriptor):
             raise
-        with opened_foreign(place) as source:
+        with FFmpegAudio(descriptor) as source:
             yield source
         return
     with file:
         _check_length(file, path, descriptor)
         yield file
+
+
+def _count_frames(path: Path, file: FFmpegAudio) -> int:
+    """Return the frames of a file, which is decoded to its end in bounded memory, once while it does not change."""
+    status = (member[0] if (member := member_of(path)) else path).stat()
+    key = (path, status.st_ino, status.st_size, status.st_mtime_ns)
+    if key not in _FRAME_COUNTS:
+        frames, most = 0, int(_MAX_COUNTED_S * file.samplerate)
+        while frames <= most and len(block := file.read(_BLOCK_FRAMES)):
+            frames += len(block)
+        if frames > most:
+            raise AudioError(f"{path}: over {_MAX_COUNTED_S / 3600:g} hours of sound; cut it into shorter files")
+        _FRAME_COUNTS[key] = frames
+    return _FRAME_COUNTS[key]
 
 
 def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
@@ -229,7 +261,7 @@ def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | 
     rate_hz = file.samplerate
     first = round(offset_s * rate_hz)
     wanted = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
-    if file.frames < _UNKNOWN_FRAMES:
+    if file.frames < UNKNOWN_FRAMES:
         _check_segment(file, path, offset_s, duration_s)
     _skip(file, first)
     if file.channels > 1:
@@ -255,7 +287,7 @@ def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | 
     if not done:
         raise AudioError(f"{path}: no samples could be decoded at {offset_s:g} s")
     missing_s = (wanted - done) / rate_hz
-    if missing_s > END_TOLERANCE_S and (file.frames < _UNKNOWN_FRAMES or duration_s is not None):
+    if missing_s > END_TOLERANCE_S and (file.frames < UNKNOWN_FRAMES or duration_s is not None):
         raise AudioError(
             f"{path}: truncated: decoding ends at {(first + done) / rate_hz:.3f} s, {missing_s:.3f} s before the end "
             "that its header or manifest states"

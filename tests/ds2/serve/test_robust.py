@@ -9,14 +9,18 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+import soundfile
 from support.serving import RATE_HZ, WAIT_S, Running, alone, connect, speech, text_alone, until
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
@@ -264,3 +268,15 @@ def test_an_upload_whose_client_has_gone_is_heard_no_further(serve: Callable[...
         until(lambda: running.metric("ds2_sessions") == 1)
     until_empty(running)
     assert running.metric("ds2_audio_seconds_total") < 3000
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.m4a", "a.ts"])
+def test_an_upload_cannot_open_other_files_of_the_server(
+    serve: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # uploads are kept there
+    soundfile.write(tmp_path / "secret.wav", 0.1 * np.random.default_rng(0).standard_normal(RATE_HZ), RATE_HZ)
+    upload = b"ffconcat version 1.0\nfile 'secret.wav'\n"
+    with pytest.raises(openai.BadRequestError, match=rf"{name}: not readable as audio") as refused:
+        serve().client().audio.transcriptions.create(model="ds2", file=(name, upload))
+    assert "secret" not in str(refused.value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 
-from ds2.audio import foreign
 from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
 from ds2.data.corpora import ImporterError, import_csv
 from ds2.data.manifest import Utterance
@@ -136,9 +137,9 @@ def test_damaged_and_silent_containers_are_named(tmp_path: Path) -> None:
 
 def test_without_pyav_and_ffmpeg_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = encode(tmp_path / "x.m4a", "m4a")
-    monkeypatch.setattr(foreign, "_pyav", lambda: None)
+    monkeypatch.setitem(sys.modules, "av", None)  # an import of it fails
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(AudioError, match=r"x\.m4a: .*pip install av .*or put ffmpeg on the PATH"):
+    with pytest.raises(AudioError, match=r"x\.m4a: .*pip install av .*or put ffmpeg, 6\.0 or newer, on the PATH"):
         read_audio(path)
     (tmp_path / "list.tsv").write_text("path\tsentence\nx.m4a\tone\n")
     with pytest.raises(ImporterError, match="pip install av") as caught:
@@ -147,13 +148,15 @@ def test_without_pyav_and_ffmpeg_the_way_out_is_named(tmp_path: Path, monkeypatc
 
 
 FFMPEG = """#!{python}
-import json, sys
+import io, json, sys
 import numpy, soundfile
 json.dump(sys.argv[1:], open({log!r}, "w"))
-if open(sys.argv[sys.argv.index("-i") + 1], "rb").read(4) == b"bad!":
+if sys.stdin.buffer.read(4) == b"bad!":
     sys.exit(print("Invalid data found when processing input", file=sys.stderr) or 1)
 time_s = numpy.arange(int(44100 * {seconds})) / 44100
-soundfile.write(sys.argv[-1], 0.5 * numpy.sin(2 * numpy.pi * 440 * time_s), 44100)
+output = io.BytesIO()
+soundfile.write(output, 0.5 * numpy.sin(2 * numpy.pi * 440 * time_s), 44100, format="AU", subtype="FLOAT", endian="BIG")
+sys.stdout.buffer.write(output.getvalue())
 """
 
 
@@ -164,18 +167,20 @@ def only_ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir()
     program.write_text(FFMPEG.format(python=sys.executable, log=str(log), seconds=SECONDS))
     program.chmod(0o755)
-    monkeypatch.setattr(foreign, "_pyav", lambda: None)
+    monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setenv("PATH", str(program.parent))
     return log
 
 
-def test_ffmpeg_is_called_where_pyav_is_not_installed(tmp_path: Path, only_ffmpeg: Path) -> None:
+def test_ffmpeg_reads_its_standard_input_where_pyav_is_not_installed(tmp_path: Path, only_ffmpeg: Path) -> None:
     path = tmp_path / "-x.m4a"
     path.write_bytes(b"something")
     assert_is_the_tone(read_audio(path))
-    called = json.loads(only_ffmpeg.read_text())
-    assert called[called.index("-i") + 1] == str(path.resolve()) and "0:a:0" in called
-    assert not Path(called[-1]).exists()  # its copy is gone
+    arguments = json.loads(only_ffmpeg.read_text())
+    assert arguments[arguments.index("-i") + 1] == "fd:" and "0:a:0" in arguments
+    assert arguments[arguments.index("-protocol_whitelist") + 1] == "fd"
+    assert not any("x.m4a" in argument for argument in arguments)
+    assert audio_info(path).duration_s == SECONDS
 
 
 def test_what_ffmpeg_refuses_is_said_in_its_words(tmp_path: Path, only_ffmpeg: Path) -> None:
@@ -184,11 +189,94 @@ def test_what_ffmpeg_refuses_is_said_in_its_words(tmp_path: Path, only_ffmpeg: P
         read_audio(tmp_path / "x.webm")
 
 
+def test_the_program_ends_when_its_reader_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, started = tmp_path / "ffmpeg", tmp_path / "process"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, struct, sys\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
+        "sys.stdout.buffer.write(struct.pack('>4s5I', b'.snd', 24, 0xffffffff, 6, 16000, 1))\n"
+        "while True:\n    sys.stdout.buffer.write(bytes(1 << 16))\n"  # sound without an end
+    )
+    program.chmod(0o755)
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "x.m4a").write_bytes(b"something")
+    blocks = audio_blocks(tmp_path / "x.m4a")
+    assert len(next(blocks))
+    blocks.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def lists_of_other_files(folder: Path) -> list[Path]:
+    """Files that FFmpeg, asked to open them by path, answers with the sound of another file."""
+    sound = folder / "secret.wav"
+    soundfile.write(sound, tone(16000), 16000)
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{sound.resolve().as_uri()}\n#EXT-X-ENDLIST\n"
+    lists = {
+        "concat.mkv": f"ffconcat version 1.0\nfile '{sound.name}'\n",
+        "concat.m4a": f"ffconcat version 1.0\nfile '{sound}'\n",
+        "concat.mp4": f"ffconcat version 1.0\nfile 'file:{sound}'\n",
+        "playlist.ts": playlist,
+        "playlist.mp4": playlist,
+    }
+    for name, content in lists.items():
+        (folder / name).write_text(content)
+    return [folder / name for name in lists]
+
+
+def test_no_file_opens_another_one(tmp_path: Path) -> None:
+    with av.open(str(lists_of_other_files(tmp_path)[0])) as container:
+        assert sum(frame.samples for frame in container.decode(audio=0)) == 16000 * SECONDS  # an open door
+    for path in lists_of_other_files(tmp_path):
+        with pytest.raises(AudioError, match="not readable as audio") as caught:
+            read_audio(path)
+        with pytest.raises(AudioError, match="not readable as audio"):
+            audio_info(path)
+        assert "secret" not in str(caught.value)
+
+
+def test_the_refusal_does_not_tell_which_files_exist(tmp_path: Path) -> None:
+    messages = set()
+    for name in ("there.wav", "missing.wav"):
+        (tmp_path / "there.wav").write_bytes(b"RIFF")
+        (tmp_path / "x.mkv").write_text(f"ffconcat version 1.0\nfile '{name}'\n")
+        with pytest.raises(AudioError, match=r"its container is none of aac, .*never followed") as caught:
+            read_audio(tmp_path / "x.mkv")
+        messages.add(str(caught.value))
+    assert len(messages) == 1
+
+
+def test_a_long_file_is_decoded_only_as_far_as_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "silence.mka"
+    with av.open(str(path), "w", format="matroska") as output:
+        stream = output.add_stream("pcm_s16le", rate=8000)
+        stream.layout = "mono"
+        for second in range(3600):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 8000), np.int16), format="s16", layout="mono")
+            frame.sample_rate, frame.pts = 8000, 8000 * second
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])  # whoever decodes all of it meets the cut
+    blocks = audio_blocks(path, 8000)
+    first = next(blocks)
+    blocks.close()
+    assert 0 < len(first) < 60 * 8000
+    assert len(read_audio(path, 8000, offset_s=10.0, duration_s=5.0)) == 5 * 8000
+    with pytest.raises(AudioError, match=r"truncated: its header says 3600"):
+        audio_info(path)
+
+
 @pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="no ffmpeg on the PATH")
-def test_the_real_ffmpeg_reads_what_pyav_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_ffmpeg_reads_what_pyav_does_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = encode(tmp_path / "x.m4a", "m4a")
-    monkeypatch.setattr(foreign, "_pyav", lambda: None)
+    monkeypatch.setitem(sys.modules, "av", None)  # an import of it fails
     assert_is_the_tone(read_audio(path))
+    for path in lists_of_other_files(tmp_path):
+        with pytest.raises(AudioError, match=r"not readable as audio|ffmpeg cannot read it"):
+            read_audio(path)
 
 
 def test_utterances_of_foreign_files_are_found_missing_like_others(tmp_path: Path) -> None:

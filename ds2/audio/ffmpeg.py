@@ -1,0 +1,227 @@
+"""Containers that libsndfile does not read (m4a, webm, wma, videos), decoded by PyAV or else by the program ffmpeg.
+
+Some of FFmpeg's demuxers open the files that their input names, as concat lists and playlists do. Input may come from
+strangers. FFmpeg therefore reads an open file, with the demuxers in `DEMUXERS` only, and no protocol that could open
+another file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Generator
+from contextlib import closing
+from itertools import chain
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds2.system.errors import UserError
+
+FFMPEG_SUFFIXES = (
+    ".m4a", ".mp4", ".webm", ".aac", ".wma", ".mkv", ".mka", ".mov", ".avi", ".m4b", ".3gp", ".amr", ".ac3",
+    ".ts", ".wmv",
+)  # fmt: skip
+DEMUXERS = ("aac", "ac3", "amr", "asf", "avi", "eac3", "flac", "matroska", "mov", "mp3", "mpegts", "ogg", "wav")
+UNKNOWN_FRAMES = 1 << 62
+"""The number of frames of a file whose length is not known before its end."""
+_INSTALL = 'pip install av (the extra "media"), or put ffmpeg, 6.0 or newer, on the PATH'
+_SIGNATURES = (  # offset and bytes of MP4 and QuickTime, Matroska and WebM, ASF (wma), AMR
+    (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"), (0, b"#!AMR"),
+)  # fmt: skip
+_SIGNATURE_BYTES = 16
+_PADDING_S = 0.5  # sound may be so much shorter than its header says: encoders pad, decoders remove the padding
+_BUFFER_BYTES = 1 << 18
+_PROGRAM_BLOCK_BYTES = 1 << 20
+_MESSAGES_KEPT = 8
+_AU_HEADER = struct.Struct(">4s5I")  # ".snd", offset of the samples, their size, encoding, rate, channels
+
+
+class FFmpegError(UserError):
+    """A file that FFmpeg cannot read, or no FFmpeg at all; the message has the reason, not the file's name."""
+
+
+class _Format(NamedTuple):
+    sample_rate_hz: int
+    channels: int
+    name: str
+
+
+_Blocks = Generator[tuple[_Format, NDArray[np.float32]], None, None]  # blocks (N, channels), with the same format each
+
+
+def is_for_ffmpeg(suffix: str, descriptor: int) -> bool:
+    """Return whether a file's suffix or its first bytes belong to a container of this module."""
+    head = os.pread(descriptor, _SIGNATURE_BYTES, 0)
+    return suffix.lower() in FFMPEG_SUFFIXES or any(head[at:].startswith(mark) for at, mark in _SIGNATURES)
+
+
+class FFmpegAudio:
+    """The first audio stream of an open file, decoded from its start to its end as it is read; never sought in.
+
+    Containers keep times in their own units, often milliseconds, so a position reached by seeking is not exact. Headers
+    round the length or omit it, so `frames` is UNKNOWN_FRAMES.
+
+    Args:
+        descriptor: the file, open for reading; it stays open.
+
+    Raises:
+        FFmpegError: there is no FFmpeg; or the file is in another container, is damaged, or holds no sound. `read`
+            raises it too, at the end of a file that is shorter than its header says.
+    """
+
+    subtype = "FFmpeg"
+    frames = UNKNOWN_FRAMES
+
+    def __init__(self, descriptor: int) -> None:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        self._blocks = _decode(descriptor)
+        first = next(self._blocks, None)
+        if first is None:
+            raise FFmpegError("it holds no samples")
+        (self.samplerate, self.channels, self.format), self._pending = first
+
+    def __enter__(self) -> FFmpegAudio:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._blocks.close()
+
+    def read(self, frames: int, *, dtype: str = "float32", always_2d: bool = True) -> NDArray[np.float32]:
+        """Return the next frames (N, channels) float32, fewer at the end."""
+        blocks, available = [self._pending], len(self._pending)
+        while available < frames and (decoded := next(self._blocks, None)) is not None:
+            blocks.append(decoded[1])
+            available += len(decoded[1])
+        joined = np.concatenate(blocks)
+        self._pending = joined[frames:]
+        return joined[:frames]
+
+
+def _decode(descriptor: int) -> _Blocks:
+    package = _pyav()
+    if package is not None:
+        return _decode_with_pyav(package, descriptor)
+    if shutil.which("ffmpeg"):
+        return _decode_with_program(descriptor)
+    raise FFmpegError(f"libsndfile does not read this format: {_INSTALL}")
+
+
+def _pyav() -> Any:
+    try:
+        import av
+    except ImportError:
+        return None
+    return av
+
+
+def _decode_with_pyav(package: Any, descriptor: int) -> _Blocks:
+    options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none"}
+    try:
+        with closing(_NamelessFile(descriptor)) as file:
+            try:
+                container = package.open(file, options=options, metadata_errors="ignore", buffer_size=_BUFFER_BYTES)
+            except package.error.ArgumentError as error:
+                raise FFmpegError(_refused_container()) from error
+            with container:
+                yield from _decode_container(package, container)
+    except package.FFmpegError as error:
+        raise FFmpegError(f"not readable as audio: {error.strerror or error}") from error
+
+
+def _refused_container() -> str:
+    return (
+        f"not readable as audio: its container is none of {', '.join(DEMUXERS)}. Lists and playlists of other files "
+        "are never followed; convert other audio, e.g. to FLAC"
+    )
+
+
+class _NamelessFile:
+    """What PyAV reads a file through; it has no `name`, which FFmpeg would take for a path beside which others lie."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = open(os.dup(descriptor), "rb")  # noqa: SIM115 (`close` closes it)
+        self.read, self.seek, self.tell, self.close = (
+            self._file.read,
+            self._file.seek,
+            self._file.tell,
+            self._file.close,
+        )
+
+
+def _decode_container(package: Any, container: Any) -> _Blocks:
+    if not container.streams.audio:
+        raise FFmpegError("it holds no sound")
+    stream = container.streams.audio[0]
+    name = f"{container.format.name.split(',')[0].upper()}/{stream.codec_context.name}"
+    stated_s, frames, rate_hz, resampler = _stated_s(container), 0, 0, None
+    for frame in chain(container.decode(stream), (None,)):  # None flushes the resampler
+        if resampler is None:
+            if frame is None:
+                return
+            layout, rate_hz = frame.layout.name, frame.sample_rate
+            audio_format = _Format(rate_hz, len(frame.layout.channels), name)
+            resampler = package.AudioResampler(format="flt", layout=layout, rate=rate_hz)
+        for converted in resampler.resample(frame):
+            block = converted.to_ndarray().reshape(-1, audio_format.channels)
+            frames += len(block)
+            yield audio_format, block
+    if frames / rate_hz < stated_s - _PADDING_S:
+        raise FFmpegError(
+            f"truncated: its header says {stated_s:.3f} s, decoding ends at {frames / rate_hz:.3f} s. Copy it again; "
+            "if what is there is enough, convert that, e.g. to FLAC"
+        )
+
+
+def _stated_s(container: Any) -> float:
+    """Return the seconds of sound that a header states; 0 where it states those of the video, a guess, or nothing."""
+    stream = container.streams.audio[0]
+    if stream.duration and stream.time_base and container.format.name.startswith("mov"):
+        return float(stream.duration * stream.time_base)
+    only_stream = len(container.streams) == 1 and container.format.name.split(",")[0] in ("matroska", "asf")
+    return container.duration / 1e6 if only_stream and container.duration else 0.0
+
+
+def _decode_with_program(descriptor: int) -> _Blocks:
+    """Decode with the program: it reads the file as its standard input and writes float32 as an AU file."""
+    command = [
+        "ffmpeg", "-nostdin", "-v", "error", "-protocol_whitelist", "fd", "-format_whitelist", ",".join(DEMUXERS),
+        "-fd", "0", "-i", "fd:", "-map", "0:a:0", "-vn", "-c:a", "pcm_f32be", "-f", "au", "pipe:1",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdin=descriptor, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    messages: deque[bytes] = deque(maxlen=_MESSAGES_KEPT)
+    reader = threading.Thread(target=messages.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    try:
+        yield from _read_au(process.stdout)
+        status = process.wait()
+        reader.join()
+        if status:
+            lines = [line.decode(errors="replace").strip() for line in messages]
+            if any("not on whitelist" in line for line in lines):
+                raise FFmpegError(_refused_container())
+            raise FFmpegError(f"ffmpeg cannot read it: {lines[-1] if lines else f'it ended with status {status}'}")
+    finally:
+        process.kill()  # it may still be decoding when the caller needs no more
+        process.wait()
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _read_au(file: IO[bytes]) -> _Blocks:
+    header = file.read(_AU_HEADER.size)
+    if len(header) < _AU_HEADER.size:
+        return
+    _, offset, _, _, rate_hz, channels = _AU_HEADER.unpack(header)
+    file.read(offset - _AU_HEADER.size)
+    audio_format, frame_bytes = _Format(rate_hz, channels, "FFMPEG"), 4 * channels
+    while block := file.read(_PROGRAM_BLOCK_BYTES // frame_bytes * frame_bytes):
+        samples = np.frombuffer(block[: len(block) // frame_bytes * frame_bytes], ">f4").astype(np.float32)
+        yield audio_format, samples.reshape(-1, channels)
