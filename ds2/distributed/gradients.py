@@ -1,214 +1,419 @@
-"""Gradients on their way to all ranks while back-propagation goes on: buckets, launched as soon as they are full."""
+"""Gradients in buckets, each summed over ranks as soon as the backward pass has completed it.
+
+A parameter's `grad` is a part of its bucket's flat tensor.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
 from ds2_ops.recurrent.deferred import DeferredGradients
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds2.distributed.bucket import Bucket, Slot
 from ds2.distributed.communicator import Communicator, Moment, Pending
 
-Copies = Callable[[], tuple[Tensor, ...]]
-Collect = Callable[[Sequence[Tensor | None]], None]
-
-
-class _Copies(torch.autograd.Function):
-    """Copies of a bucket's parameters; backward runs once all their gradients are there, and hands them over."""
-
-    @staticmethod
-    def forward(ctx: Any, copies: Copies, collect: Collect, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.collect = collect
-        ctx.set_materialize_grads(False)
-        return copies()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.collect(gradients)
-        return (None,) * (2 + len(gradients))
+MakeCopies = Callable[[], tuple[Tensor, ...]]
+TakeGradients = Callable[[Sequence[Tensor | None]], None]
 
 
 class GradientReducer:
     """Gathers gradients in buckets and sums these over ranks while back-propagation goes on.
 
     (Persistent RNN paper, section 5.1.3.) Buckets follow the reverse order of the parameters, about the order in which
-    back-propagation finishes them, and are launched in that order on every rank. Within `passing`, modules compute with
-    copies of a bucket's parameters, made as the first of them is needed; so autograd itself knows when a bucket is
-    full, and rounding the weights, adding up and converting gradients take one launch a bucket instead of some a
-    parameter: at 4 utterances a GPU, launches are what a step waits for. A parameter's `grad` is a part of its bucket.
+    back-propagation reaches them, and are summed in that order on every rank. A forward pass computes with copies of
+    the parameters (`start_pass`), made bucket by bucket. So autograd itself knows when a bucket is complete, and
+    rounding the weights, adding up and converting gradients take one launch a bucket instead of several a parameter:
+    at 4 utterances a GPU, a step waits for launches.
+
+    The calls of a step: `start_step`; for each batch `start_pass`, a forward pass, a backward pass, `end_pass`; then
+    `finish_step`.
 
     Args:
-        model: whose modules are called in the order in which their parameters are defined.
+        parameters: of the model, about in the order in which its forward pass uses them; those that require no
+            gradient are left out.
         comm: the ranks; a single process has nothing to sum, the rest is the same.
         bucket_bytes: a bucket is closed once it holds so much.
-        overlap: launch during back-propagation; False waits for its end. Either way gives the same bits.
+        overlap: start sums during back-propagation; False waits for its end. Either way gives the same bits.
         low: parameters whose copies have `dtype`, as autocast would round them; gradients keep the parameter's type.
         dtype: see `low`.
 
     Attributes:
-        copied: whether sums that overlap are made by copies, of `can_copy`; the same bits again.
+        copied: whether sums that overlap are made by copies between GPUs, see `can_copy`; the same bits again.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Iterable[Tensor],
         comm: Communicator,
         bucket_bytes: int,
         *,
         overlap: bool,
-        low: Iterable[nn.Parameter] = (),
+        low: Iterable[Tensor] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.comm, self.overlap = comm, overlap
-        rounded: set[Tensor] = set(low)
-        self._deferred = DeferredGradients(self._launch_whole)
-        groups = in_buckets(_slots(model), bucket_bytes)
-        self._buckets = [Bucket(group, rounded, dtype, self._deferred) for group in groups]
-        self._copies = comm.copies(self.buckets) if self.overlaps else None
+        self._deferred = DeferredGradients(self._start_ready_sums)
+        groups = split_into_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
+        low = set(low)
+        self._buckets = [Bucket(group, low, dtype, self._deferred) for group in groups]
+        self._sums_by_copies = comm.copies(self.buckets) if self.overlaps else None
         self.copied = False
-        for bucket in self._buckets:
-            bucket.first.register_forward_pre_hook(functools.partial(self._enter, bucket))
-        self._passing = False
-        self._under_way: list[Pending] = []
-        self._armed = self._finished = False
+        self._pending: list[Pending] = []  # the sums that have started, in the order of the buckets
+        self._last_pass = self._finished = False
 
     @property
     def buckets(self) -> list[Tensor]:
-        """The gradients, (N,) a bucket; zeros between the parts."""
+        """The gradients, a flat tensor (N,) a bucket, with zeros between the parameters' parts."""
         return [bucket.flat for bucket in self._buckets]
 
     @property
     def rounded(self) -> dict[Tensor, Tensor]:
-        """Copies of parameters of `low`, by parameter, of its shape: who changes these then says `copies_are`."""
+        """The copies of the parameters of `low`, by parameter; whoever writes them calls `set_copies_current`."""
         return {parameter: copy for bucket in self._buckets for parameter, copy in bucket.rounded.items()}
 
-    def copies_are(self, *, current: bool) -> None:
-        """Say whether the rounded copies are those of the present parameters; else every pass makes them."""
+    def set_copies_current(self, current: bool) -> None:
+        """Say whether the rounded copies hold the present parameters; if not, every pass rounds them again."""
         for bucket in self._buckets:
             bucket.current = current
 
     @property
-    def current(self) -> bool:
-        """What was last said of the rounded copies."""
-        return all(bucket.current for bucket in self._buckets)
-
-    def begin(self) -> None:
-        """Forget the gradients of the last step."""
-        self._armed = self._finished = False
-        self._under_way = []
-        self._deferred.begin()
-        for bucket in self._buckets:
-            bucket.begin()
-
-    @property
     def overlaps(self) -> bool:
-        """Whether sums begin during the last backward pass of a step."""
+        """Whether sums start during the last backward pass of a step."""
         return self.overlap and self.comm.world > 1
 
     @property
     def can_copy(self) -> bool:
-        """Whether there is a choice of `copied`."""
-        return self._copies is not None
+        """Whether `copied` may be set."""
+        return self._sums_by_copies is not None
 
     @property
-    def fresh(self) -> bool:
-        """Whether no backward pass of this step has added gradients yet."""
-        return all(bucket.passes == 0 for bucket in self._buckets)
+    def variant(self) -> tuple[int, ...]:
+        """What the launches of the next pass depend on beside shapes: its place in the step, and the copies."""
+        first_of_step = all(bucket.passes == 0 for bucket in self._buckets)
+        return int(first_of_step), int(all(bucket.current for bucket in self._buckets))
 
-    def count_pass(self, *, finished: bool) -> None:
-        """Take notice of a backward pass that runs as a recording of an earlier one, which may hold `finish` too."""
-        self._finished = finished
+    def start_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self._last_pass = self._finished = False
+        self._pending = []
+        self._deferred.begin()
         for bucket in self._buckets:
-            bucket.passes += 1
+            bucket.start_step()
 
-    @contextmanager
-    def passing(self, *, last: bool) -> Iterator[None]:
-        """The block is a forward pass, the step's last one if `last`: its gradients are then final as they arrive."""
-        self._armed = self.overlaps and last
-        self._passing = True
-        try:
-            yield
-        finally:
-            self._passing = False
-            for bucket in self._buckets:
-                bucket.place(bucket.parameters)
-                bucket.placed = False
+    def start_pass(self, *, last: bool) -> PassWeights:
+        """Return the context of a forward pass: its weights, and the sinks of their gradients.
 
-    def _enter(self, bucket: Bucket, *_: Any) -> None:
-        if not self._passing or bucket.placed:
-            return
-        collect = functools.partial(self._collect, bucket)
-        bucket.place(_Copies.apply(bucket.copies, collect, *bucket.parameters))  # type: ignore[no-untyped-call]
-        bucket.placed = True
-
-    def _collect(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
-        bucket.collect(gradients)
-        self._launch_whole()
-
-    def _launch_whole(self) -> None:
-        while self._armed and len(self._under_way) < len(self._buckets):
-            if not self._buckets[len(self._under_way)].whole:
-                break
-            self._launch()
-
-    def _launch(self) -> None:
-        number = len(self._under_way)
-        if self._copies is not None and self.copied and self.overlap:
-            self._under_way.append(self._copies[number]())
-        else:
-            self._under_way.append(self.comm.start_sum(self._buckets[number].flat, beside=self.overlap))
+        Args:
+            last: whether it is the last pass of the step: its gradients are then final as they arrive.
+        """
+        self._last_pass = last
+        return PassWeights(self._buckets, self._collect)
 
     def end_pass(self) -> None:
-        """Launch what a backward pass, which has been launched, holds back still."""
+        """Launch the deferred work of a backward pass."""
         self._deferred.flush()
 
-    def finish(self) -> list[tuple[Moment, Moment]]:
-        """Launch what is left and wait for all, once a step.
+    @property
+    def steady(self) -> bool:
+        """Always true: `variant` says what passes differ in."""
+        return True
+
+    def advance(self) -> None:
+        """Count a pass that is replayed from a recording; a last pass with overlap was recorded with `finish_step`."""
+        for bucket in self._buckets:
+            bucket.advance()
+        self._finished = self._last_pass and self.overlaps
+
+    def finish_step(self) -> list[tuple[Moment, Moment]]:
+        """Start the sums that have not started, and wait for all.
 
         Returns:
-            When the sums went on, time that they share counted once; nothing where a recording held them.
+            When the sums began and ended, without the time that they share with the one before; nothing where a
+            recording contained them.
         """
         if self._finished:
             return []
-        self._armed, self._finished = False, True
+        self._last_pass, self._finished = False, True
         for bucket in self._buckets:
             if bucket.passes == 0:
                 bucket.flat.zero_()
-        while self.comm.world > 1 and len(self._under_way) < len(self._buckets):
-            self._launch()
+        while self.comm.world > 1 and len(self._pending) < len(self._buckets):
+            self._start_sum()
         spans: list[tuple[Moment, Moment]] = []
-        for pending in self._under_way:
+        for pending in self._pending:
             began, ended = pending.wait()
-            if spans and isinstance(began, float) and isinstance(last := spans[-1][1], float):
-                began = max(began, last)
+            if spans and isinstance(began, float) and isinstance(previous_end := spans[-1][1], float):
+                began = max(began, previous_end)
             spans.append((began, ended))
-        self._under_way = []
+        self._pending = []
         return spans
 
+    def _collect(self, bucket: Bucket, gradients: Sequence[Tensor | None]) -> None:
+        bucket.collect(gradients)
+        self._start_ready_sums()
 
-def _slots(model: nn.Module) -> list[Slot]:
-    """The parameters that are trained, in the order of their definition."""
-    return [
-        Slot(module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad
-    ]
+    def _start_ready_sums(self) -> None:
+        if not (self._last_pass and self.overlaps):
+            return
+        while len(self._pending) < len(self._buckets) and self._buckets[len(self._pending)].complete:
+            self._start_sum()
+
+    def _start_sum(self) -> None:
+        number = len(self._pending)
+        if self._sums_by_copies is not None and self.copied and self.overlap:
+            self._pending.append(self._sums_by_copies[number]())
+        else:
+            self._pending.append(self.comm.start_sum(self._buckets[number].flat, beside=self.overlap))
 
 
-def in_buckets(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
+class PassWeights:
+    """The weights of one forward pass, and the sinks of their gradients: a `ds2.model.pass_context.PassContext`.
+
+    Args:
+        buckets: of the parameters that are trained; a pass uses other parameters themselves.
+        collect: takes a bucket and the gradients of its copies once the backward pass has all of them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], collect: Callable[[Bucket, Sequence[Tensor | None]], None]) -> None:
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        self._collect = collect
+        self._copies: dict[Tensor, Tensor] = {}
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """Return the copy of a parameter; the first call for any parameter of a bucket copies all of the bucket.
+
+        The copies' place in autograd's order is that of their first use, so that the gradients of a bucket are
+        collected, and its sum starts, before back-propagation goes on to earlier layers.
+        """
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return parameter
+        if parameter not in self._copies:
+            take_gradients = functools.partial(self._collect, bucket)
+            copies = _Copies.apply(bucket.copies, take_gradients, *bucket.parameters)  # type: ignore[no-untyped-call]
+            self._copies.update(zip(bucket.parameters, copies, strict=True))
+        return self._copies[parameter]
+
+    def sink(self, parameter: Tensor) -> BucketSink | None:
+        """Return where the backward pass adds the gradient of a parameter of low precision; None for others."""
+        bucket = self._bucket_of.get(parameter)
+        return None if bucket is None else bucket.sinks.get(parameter)
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of a bucket's parameters; autograd runs the backward once it has all their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, make_copies: MakeCopies, take_gradients: TakeGradients, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.take_gradients = take_gradients
+        ctx.set_materialize_grads(False)
+        return make_copies()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.take_gradients(gradients)
+        return (None,) * (2 + len(gradients))
+
+
+class Bucket:
+    """The gradients of some parameters in one flat tensor, and the copies of these parameters for a pass.
+
+    Parameters of `low` come first, so that one concatenation and one conversion serve all of them, both ways.
+
+    Attributes:
+        flat: (N,) the gradients.
+        parameters: in the order of their parts of `flat`.
+        sinks: of the parameters of `low`.
+        current: whether the rounded copies hold the present parameters.
+        passes: backward passes of this step that have added to it.
+    """
+
+    def __init__(
+        self, group: Sequence[Tensor], low: Set[Tensor], dtype: torch.dtype, deferred: DeferredGradients
+    ) -> None:
+        self.parameters = sorted(group, key=lambda parameter: parameter not in low)
+        self.flat, self._parts = _flat_like(self.parameters, self.parameters[0].dtype)
+        for parameter, part in zip(self.parameters, self._parts, strict=True):
+            parameter.grad = part
+        self._low = [parameter for parameter in self.parameters if parameter in low]
+        self._rounded: Tensor | None = None
+        self._sources = self.parameters
+        if self._low:
+            self._rounded, rounded = _flat_like(self._low, dtype)
+            self._sources = rounded + self.parameters[len(rounded) :]
+        self.sinks = {
+            parameter: BucketSink(self, part) for parameter, part in zip(self._low, self._parts, strict=False)
+        }
+        self.deferred = deferred
+        self._written: set[Tensor] = set()  # parts that sinks have written in the running backward pass
+        self._written_rows: set[tuple[Tensor, int]] = set()  # and from which of their rows on
+        self._unfinished = 0  # additions that are deferred
+        self.current = False
+        self.passes = 0
+
+    @property
+    def rounded(self) -> dict[Tensor, Tensor]:
+        """The copies of parameters of `low`, by parameter and of its shape."""
+        return dict(zip(self._low, self._sources, strict=False))
+
+    def copies(self) -> tuple[Tensor, ...]:
+        """Return copies of `parameters`, those of `low` rounded."""
+        if self._rounded is not None and not self.current:
+            self._rounded.copy_(_concatenated(self._low))
+        return tuple(source.detach() for source in self._sources)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a backward pass of this step has added its gradients, none of which is deferred still."""
+        return self.passes > 0 and self._unfinished == 0
+
+    def start_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self.passes = self._unfinished = 0
+        self._forget_writes()
+
+    def advance(self) -> None:
+        """Count a backward pass."""
+        self.passes += 1
+
+    def collect(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients that autograd has for the copies, None where sinks took them or there are none."""
+        first: list[tuple[Tensor, Tensor]] = []
+        further: list[tuple[Tensor, Tensor]] = []
+        missing: list[Tensor] = []
+        for part, gradient in zip(self._parts, gradients, strict=True):
+            is_first = self.passes == 0 and part not in self._written
+            if gradient is not None:
+                (first if is_first else further).append((part, gradient))
+            elif is_first:
+                missing.append(part)
+
+        def add() -> None:
+            if missing:
+                torch._foreach_zero_(missing)
+            for group in _groups_of_one_kind(first):
+                torch._foreach_copy_([part for part, _ in group], [gradient for _, gradient in group])
+            if further:
+                converted = [gradient.to(part.dtype) for part, gradient in further]
+                torch._foreach_add_([part for part, _ in further], converted)
+
+        self.add_later(add)
+        self._forget_writes()
+        self.advance()
+
+    def is_first_write(self, part: Tensor, first_row: int) -> bool:
+        """Note that a sink writes rows of a part; returns whether these hold nothing of this step yet."""
+        rows = (part, first_row)
+        is_first = self.passes == 0 and rows not in self._written_rows
+        self._written_rows.add(rows)
+        self._written.add(part)
+        return is_first
+
+    def add_later(self, add: Callable[[], None]) -> None:
+        """Call `add`, which launches an addition: now, or, while a graph is recorded, when the next recurrence runs."""
+
+        def done() -> None:
+            self._unfinished -= 1
+
+        self._unfinished += 1
+        self.deferred.later(add, done)
+
+    def _forget_writes(self) -> None:
+        self._written.clear()
+        self._written_rows.clear()
+
+
+class BucketSink:
+    """Adds to the gradient of one parameter, or to rows of it, in the bucket: a `GradientSink` of ds2_ops.
+
+    Args:
+        bucket: of the parameter.
+        part: (R, ...) where the bucket holds its gradient.
+        rows: of these.
+    """
+
+    def __init__(self, bucket: Bucket, part: Tensor, rows: slice = slice(None)) -> None:
+        self._bucket, self._part, self._first_row = bucket, part, rows.start or 0
+        self._rows = part[rows]
+
+    @property
+    def deferred(self) -> DeferredGradients:
+        """What defers work of a backward pass."""
+        return self._bucket.deferred
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add left (R, N) times right (N, C) to the gradient (R, C); on a GPU the product is made in its dtype."""
+        is_first, rows = self._bucket.is_first_write(self._part, self._first_row), self._rows
+        if not left.is_cuda and left.dtype != rows.dtype:
+            product = left @ right
+            rows.copy_(product) if is_first else rows.add_(product)
+            return
+        options: dict[str, Any] = {} if left.dtype == rows.dtype else {"out_dtype": rows.dtype}
+
+        def add() -> None:
+            if is_first:
+                torch.mm(left, right, out=rows, **options)
+            else:
+                torch.addmm(rows, left, right, out=rows, **options)
+
+        self._bucket.add_later(add)
+
+    def add(self, make: Callable[[], Tensor]) -> None:
+        """Add the tensor that `make` returns, shaped like the gradient."""
+        is_first, rows = self._bucket.is_first_write(self._part, self._first_row), self._rows
+
+        def add() -> None:
+            rows.copy_(make()) if is_first else rows.add_(make())
+
+        self._bucket.add_later(add)
+
+    def rows(self, start: int, stop: int) -> BucketSink:
+        """Return the sink of these rows; whoever adds to some rows in a pass must add to all."""
+        return BucketSink(self._bucket, self._part, slice(self._first_row + start, self._first_row + stop))
+
+
+def split_into_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
     """Cut parameters, last first, into groups of one type that are closed once they hold `bucket_bytes`."""
-    groups: list[list[Slot]] = []
+    groups: list[list[Tensor]] = []
     filled = bucket_bytes
-    for slot in reversed(slots):
-        if filled >= bucket_bytes or groups[-1][0].parameter.dtype != slot.parameter.dtype:
+    for parameter in reversed(parameters):
+        if filled >= bucket_bytes or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             filled = 0
-        groups[-1].append(slot)
-        filled += slot.parameter.numel() * slot.parameter.element_size()
+        groups[-1].append(parameter)
+        filled += parameter.nbytes
     return groups
+
+
+_ALIGNED = 8  # elements, 16 bytes in 16-bit types: kernels and matrix products need or like such addresses
+
+
+def _flat_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Return a flat tensor of zeros, and its parts in the shapes of `tensors`, each aligned to 16 bytes."""
+    sizes = [tensor.numel() + -tensor.numel() % _ALIGNED for tensor in tensors]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device)
+    parts = torch.split(flat, sizes)
+    return flat, [part[: tensor.numel()].view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one after the other, laid out as `_flat_like` does."""
+    pieces = []
+    for tensor in tensors:
+        pieces.append(tensor.reshape(-1))
+        if gap := -tensor.numel() % _ALIGNED:
+            pieces.append(tensor.new_zeros(gap))
+    return torch.cat(pieces)
+
+
+def _groups_of_one_kind(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The (part, gradient) pairs by the gradients' type and contiguity: torch copies such a group in one launch."""
+    groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for part, gradient in pairs:
+        groups.setdefault((gradient.dtype, gradient.is_contiguous()), []).append((part, gradient))
+    return list(groups.values())

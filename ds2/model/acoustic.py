@@ -8,12 +8,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ds2.config.schema import ConfigError, ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.head import Head, classified
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import make_recurrent_layer, why_torch
 from ds2.model.stream_state import ModuleState, StreamState
@@ -43,14 +45,14 @@ class RecurrentModule(nn.Module):
         if residual and width_in != config.hidden:
             self.projection = nn.Linear(width_in, config.hidden, bias=False)
 
-    def forward(self, x: Tensor, ragged: Ragged) -> Tensor:
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Map (T, B, D) to (T, B, H), both 0 past each length."""
         y = x
         for layer in self.recurrent:
-            y, _ = layer(y, ragged)
+            y, _ = layer(y, ragged, context)
         for row_conv in self.row_convs:
-            y = row_conv(y, ragged)
-        return self.drop(y, ragged.keys) + self._skip(x) if self.residual else y
+            y = row_conv(y, ragged, context)
+        return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y
 
     def stream(self, x: Tensor, state: ModuleState, *, final: bool) -> Tensor:
         """Map the next (T, B, D) chunk to the frames whose future is known by now; update ``state`` in place."""
@@ -58,21 +60,20 @@ class RecurrentModule(nn.Module):
         if len(x):
             ragged = Ragged.of(torch.full((x.shape[1],), len(x)), len(x), x.device)
             for index, layer in enumerate(self.recurrent):
-                y, state.recurrent[index] = layer(y, ragged, state.recurrent[index])
+                y, state.recurrent[index] = layer(y, ragged, state=state.recurrent[index])
         else:
             y = x.new_zeros(0, x.shape[1], self.hidden)
         for index, row_conv in enumerate(cast(Iterable[RowConvolution], self.row_convs)):
             y, state.tails[index] = row_conv.stream(y, state.tails[index], final=final)
         if not self.residual:
             return y
-        skip = self._skip(x)
+        skip = self._skip(x, OWN_PARAMETERS)
         pending = skip if state.pending is None else torch.cat([state.pending, skip])
         state.pending = pending[len(y) :]
         return y + pending[: len(y)]
 
-    def _skip(self, x: Tensor) -> Tensor:
-        skip: Tensor = x if self.projection is None else self.projection(x)
-        return skip
+    def _skip(self, x: Tensor, context: PassContext) -> Tensor:
+        return x if self.projection is None else functional.linear(x, context.weight(self.projection.weight))
 
 
 class AcousticModel(nn.Module):
@@ -191,11 +192,17 @@ class AcousticModel(nn.Module):
         return logits, self.output_frames(lengths.long())
 
     def every_logits(
-        self, features: Tensor, lengths: Tensor, keys: Tensor | None = None, share: Tensor | None = None
+        self,
+        features: Tensor,
+        lengths: Tensor,
+        keys: Tensor | None = None,
+        share: Tensor | None = None,
+        context: PassContext = OWN_PARAMETERS,
     ) -> list[Tensor]:
         """The logits of the intermediate heads, in training only, in their order, then those of the model.
 
-        Arguments, shapes and errors as of :meth:`forward`; share: that of `UtteranceDropout.forward`.
+        Arguments, shapes and errors as of :meth:`forward`; share: that of `UtteranceDropout.forward`;
+        context: the weights to compute with, the parameters themselves by default.
         """
         lengths = self._checked_lengths(features, lengths)
         if features.shape[2] == 0:  # all of it shorter than one window
@@ -203,14 +210,14 @@ class AcousticModel(nn.Module):
         ragged = Ragged.of(lengths, features.shape[2], features.device, keys, share)
         x = torch.where(ragged.valid[:, None, None, :], features[:, None], 0.0)
         for conv in self.convs:
-            x, ragged = conv(x, ragged)
+            x, ragged = conv(x, ragged, context)
         x = time_major(x)
         every: list[Tensor] = []
         for number, module in enumerate(self.recurrent_modules, 1):
-            x = module(x, ragged)
+            x = module(x, ragged, context)
             if self.training and str(number) in self.heads:
-                every.append(classified(x, ragged.count, cast(Head, self.heads[str(number)])))
-        every.append(classified(x, ragged.count, self))
+                every.append(classified(x, ragged.count, cast(Head, self.heads[str(number)]), context))
+        every.append(classified(x, ragged.count, self, context))
         return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
 
     def start(self, streams: int = 1) -> StreamState:

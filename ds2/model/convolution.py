@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.product import adder_of
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
 from ds2.model.structure import frames_after
 
@@ -37,24 +37,25 @@ class MaskedConv(nn.Module):
         """F of the output."""
         return -(-bins // self.stride[0])
 
-    def forward(self, x: Tensor, ragged: Ragged) -> tuple[Tensor, Ragged]:
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Ragged]:
         """Convolve whole utterances.
 
         Args:
             x: (B, C, F, T), 0 past each length.
             ragged: lengths of ``x``.
+            context: of the pass.
 
         Returns:
             (B, C', F', T') and its lengths; 0 past each of them.
         """
-        z = self._convolve(x, self.kernel[1] // 2)
+        z = self._convolve(x, self.kernel[1] // 2, context)
         lengths = frames_after(ragged.lengths, self.stride[1])
         after = Ragged.of(lengths, z.shape[3], z.device, ragged.keys, ragged.share)
         if self.norm is not None and self.norm.fused(z):
-            return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip), after
+            return self.norm.clipped(z, after.lengths, after.count.times(z.shape[2]), self.clip, context), after
         valid = after.valid[:, None, None, :].to(z.dtype)
         if self.norm is not None:  # a convolution's edge spills past the end: out of the statistics with it
-            z = self.norm(z.mul_(valid), after.count.times(z.shape[2]))
+            z = self.norm(z.mul_(valid), after.count.times(z.shape[2]), context)
         return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
 
     def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
@@ -76,20 +77,21 @@ class MaskedConv(nn.Module):
         ready = max((held.shape[3] - kernel) // stride + 1, 0)
         if not ready:
             return x.new_zeros(x.shape[0], self.weight.shape[0], self.output_bins(x.shape[2]), 0), held
-        z = self._convolve(held, 0)
+        z = self._convolve(held, 0, OWN_PARAMETERS)
         if self.norm is not None:
             z = self.norm(z)
         return functional.hardtanh(z, 0.0, self.clip), held[..., ready * stride :]
 
-    def _convolve(self, x: Tensor, time_padding: int) -> Tensor:
-        weight: Tensor = self.weight
-        whole = self.bias is None and time_padding == self.kernel[1] // 2
+    def _convolve(self, x: Tensor, time_padding: int, context: PassContext) -> Tensor:
+        weight = context.weight(self.weight)
+        bias = None if self.bias is None else context.weight(self.bias)
+        whole = bias is None and time_padding == self.kernel[1] // 2
         if whole and why_not(x, weight, self.stride) is None:
             return convolve(x, weight, self.stride)
         if x.is_cuda:  # else cuDNN picks a gradient kernel that takes 28 ms at B 4 on an H200; so all of it takes 3
             x = x.contiguous(memory_format=torch.channels_last)
             weight = weight.contiguous(memory_format=torch.channels_last)
-        return functional.conv2d(x, weight, self.bias, self.stride, (self.kernel[0] // 2, time_padding))
+        return functional.conv2d(x, weight, bias, self.stride, (self.kernel[0] // 2, time_padding))
 
 
 class RowConvolution(nn.Module):
@@ -109,9 +111,10 @@ class RowConvolution(nn.Module):
         with torch.no_grad():
             self.weight[:, 0] = 1.0
 
-    def forward(self, x: Tensor, ragged: Ragged) -> Tensor:
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Map (T, B, H) to (T, B, H), 0 past each length."""
-        return lookahead(x, self.weight, ragged.lengths, sink=adder_of(self.weight))
+        sink = context.sink(self.weight)
+        return lookahead(x, context.weight(self.weight), ragged.lengths, sink=None if sink is None else sink.add)
 
     def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
         """Map the next (T, B, H) chunk to the frames whose future is known by now; also give the tail to carry."""

@@ -6,9 +6,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model.norm import Count, SequenceBatchNorm
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 
 
 class Classifier(Protocol):
@@ -27,9 +29,11 @@ class Head(nn.Module):
         self.classifier = nn.Linear(width, labels)
 
 
-def classified(x: Tensor, count: Count | None, head: Classifier) -> Tensor:
+def classified(x: Tensor, count: Count | None, head: Classifier, context: PassContext = OWN_PARAMETERS) -> Tensor:
     """(T, B, H) to logits (T, B, V) by the batch norm and the classifier of a head or of the whole model."""
     with torch.autocast(x.device.type, enabled=False):
-        x = x.to(head.classifier.weight.dtype)
-        logits: Tensor = head.classifier(x if head.norm is None else head.norm(x, count))
-        return logits
+        classifier = head.classifier
+        x = x.to(classifier.weight.dtype)
+        if head.norm is not None:
+            x = head.norm(x, count, context)
+        return functional.linear(x, context.weight(classifier.weight), context.weight(classifier.bias))

@@ -12,6 +12,8 @@ from ds2_ops.batch_norm.kernels import why_not
 from ds2_ops.batch_norm.op import Running, batch_norm
 from torch import Tensor, nn
 
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
+
 Sum = Callable[[Tensor], None]
 
 
@@ -106,34 +108,40 @@ class SequenceBatchNorm(nn.Module):
         self.batches = 0  # behind the running averages; on the host, where the weight of the next one is chosen
 
     @property
-    def settled(self) -> bool:
-        """Whether the next batch weighs in with the momentum, as all later ones will."""
+    def steady(self) -> bool:
+        """Whether the next batch enters the running averages with the momentum, as all later ones will."""
         return self.momentum >= 1.0 / (self.batches + 1)
 
-    def forward(self, x: Tensor, count: Count | int | None = None) -> Tensor:
+    def advance(self) -> None:
+        """Count a batch that enters the running averages."""
+        self.batches += 1
+
+    def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """Normalise.
 
         Args:
             x: any float dtype, channels on ``axis``, 0 at padding.
             count: valid positions of the N; unused in evaluation.
+            context: of the pass.
 
         Returns:
             The shape and dtype of ``x``.
         """
         flat = x if self.axis == 1 else x.flatten(0, -2)
+        weight, bias = context.weight(self.weight), context.weight(self.bias)
         if not self.training:
-            return _apply(flat, self.weight, self.bias, self.running_mean, self.running_var, self.eps).view_as(x)
+            return _apply(flat, weight, bias, self.running_mean, self.running_var, self.eps).view_as(x)
         if count is None:
             raise ValueError("batch norm in training needs the count of valid positions; in evaluation call .eval()")
         if isinstance(count, int):
             count = Count(torch.tensor(count, device=x.device), x.numel() // len(self.weight))
         if self.axis == -1 and self.fused(x):
-            return self._launched(x.contiguous(), count)
+            return self._launched(x.contiguous(), count, context)
         y: Tensor
         y, mean, var = _Normalise.apply(  # type: ignore[no-untyped-call]
-            flat, self.weight, self.bias, count, self.eps, self.reduce
+            flat, weight, bias, count, self.eps, self.reduce
         )
-        self.batches += 1
+        self.advance()
         with torch.no_grad():
             share = max(self.momentum, 1.0 / self.batches)
             torch._foreach_lerp_([self.running_mean, self.running_var], [mean, var], share)
@@ -143,7 +151,7 @@ class SequenceBatchNorm(nn.Module):
         """Whether training on x (..., C) runs on the kernels of `ds2_ops`; else on torch's, and always so on a CPU."""
         return self.training and x.is_cuda and why_not(x.dtype, len(self.weight), x.device) is None
 
-    def clipped(self, x: Tensor, lengths: Tensor, count: Count, clip: float) -> Tensor:
+    def clipped(self, x: Tensor, lengths: Tensor, count: Count, clip: float, context: PassContext) -> Tensor:
         """Normalise, then clip, in the same launches; where `fused` says so.
 
         Args:
@@ -151,20 +159,21 @@ class SequenceBatchNorm(nn.Module):
             lengths: (B,) int32, on the device.
             count: valid positions.
             clip: of clipped ReLU.
+            context: of the pass.
 
         Returns:
             (B, C, F, T), 0 past each length, its memory in the order (B, F, T, C).
         """
         rows = x.permute(0, 2, 3, 1).contiguous()
-        return self._launched(rows, count, lengths=lengths, clip=clip).permute(0, 3, 1, 2)
+        return self._launched(rows, count, context, lengths=lengths, clip=clip).permute(0, 3, 1, 2)
 
-    def _launched(self, rows: Tensor, count: Count, **options: Any) -> Tensor:
-        self.batches += 1
+    def _launched(self, rows: Tensor, count: Count, context: PassContext, **options: Any) -> Tensor:
+        self.advance()
         running = Running(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
         return batch_norm(
             rows,
-            self.weight,
-            self.bias,
+            context.weight(self.weight),
+            context.weight(self.bias),
             count.over_ranks(self.reduce),
             eps=self.eps,
             running=running,

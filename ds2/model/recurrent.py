@@ -17,7 +17,7 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.product import linear, sink_of
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear
 from ds2.model.ragged import Ragged
 
 State = tuple[Tensor, ...] | None
@@ -50,24 +50,27 @@ class RecurrentLayer(nn.Module):
         self.weight_hh = nn.Parameter(_recurrent_start(config))
         self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
 
-    def forward(self, x: Tensor, ragged: Ragged, state: State = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS, state: State = None
+    ) -> tuple[Tensor, State]:
         """Run the layer over whole utterances, or over the next chunk of streams.
 
         Args:
             x: (T, B, D), 0 past each length.
             ragged: lengths of ``x``, keys of its dropout.
+            context: of the pass.
             state: one (B, H) tensor, h before frame 0; zeros when None.
 
         Returns:
             (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
         """
         x = self.dropout(x, ragged.keys, ragged.share)
-        z = linear(x, self.weight_ih, self.bias)
+        z = linear(x, self.weight_ih, self.bias, context)
         if self.norm is not None:
-            z = self.norm(z, ragged.count)
+            z = self.norm(z, ragged.count, context)
         if self.weight_hh_reverse is not None:
             both = z[:, :, None].expand(-1, -1, 2, -1)
-            weights = torch.stack([self.weight_hh, self.weight_hh_reverse])
+            weights = torch.stack([context.weight(self.weight_hh), context.weight(self.weight_hh_reverse)])
             ways = bidirectional(
                 self.nonlinearity, both, weights, None, ragged.lengths, clip=self.clip, backend=self.backend
             )
@@ -75,13 +78,13 @@ class RecurrentLayer(nn.Module):
         h0 = None if state is None else state[0]
         y, h_n = recurrence(
             z,
-            self.weight_hh,
+            context.weight(self.weight_hh),
             h0,
             ragged.lengths,
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
-            weight_sink=sink_of(self.weight_hh),
+            weight_sink=context.sink(self.weight_hh),
         )
         return y, (h_n,)
 
@@ -104,23 +107,25 @@ class GatedRecurrentLayer(nn.Module):
         self.cell = make(width_in, config.hidden)
         self.cell_reverse = make(width_in, config.hidden) if config.bidirectional else None
 
-    def forward(self, x: Tensor, ragged: Ragged, state: State = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS, state: State = None
+    ) -> tuple[Tensor, State]:
         """See :meth:`RecurrentLayer.forward`."""
         if self.norm is not None:
-            x = self.norm(x, ragged.count)
+            x = self.norm(x, ragged.count, context)
         x = self.dropout(x, ragged.keys, ragged.share)
         if self.cell_reverse is None:
-            y, last = self.cell(x, state, ragged, self.backend)
+            y, last = self.cell(x, state, ragged, self.backend, context)
             return y, last
         cells = (self.cell, self.cell_reverse)
         if not self.cell.ours(x, self.backend):
-            y, _ = self.cell(x, None, ragged, self.backend)
-            flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend)
+            y, _ = self.cell(x, None, ragged, self.backend, context)
+            flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend, context)
             return y + turned(flipped, ragged.lengths), None
-        weight_ih = torch.cat([cell.weight_ih_l0 for cell in cells])
-        z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input() for cell in cells]))
-        weights = torch.stack([cell.weight_hh_l0 for cell in cells])
-        biases = None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn() for cell in cells])
+        weight_ih = torch.cat([context.weight(cell.weight_ih_l0) for cell in cells])
+        z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input(context) for cell in cells]))
+        weights = torch.stack([context.weight(cell.weight_hh_l0) for cell in cells])
+        biases = None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn(context) for cell in cells])
         both = z.view(*z.shape[:2], 2, -1)
         return bidirectional(self.cell.name, both, weights, biases, ragged.lengths, backend=self.backend).sum(2), None
 
@@ -138,19 +143,20 @@ class _Lstm(nn.LSTM):
         """Whether the operators of ds2_ops run it."""
         return _ours(self.name, self.hidden_size, x, backend)
 
-    def bias_of_input(self) -> Tensor:
+    def bias_of_input(self, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """(4 H,) to be added to the input's product."""
-        return self.bias_ih_l0 + self.bias_hh_l0
+        return context.weight(self.bias_ih_l0) + context.weight(self.bias_hh_l0)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: State, ragged: Ragged, backend: str
+        self, x: Tensor, state: State, ragged: Ragged, backend: str, context: PassContext
     ) -> tuple[Tensor, State]:
         if not self.ours(x, backend):
-            y, (h_n, c_n) = super().forward(x, None if state is None else (state[0][None], state[1][None]))
+            h0, c0 = (_zero_state(x, self.hidden_size),) * 2 if state is None else state
+            y, h_n, c_n = torch.lstm(x, (h0[None], c0[None]), *_torch_arguments(self, context))
             return _cut(y, ragged), (h_n[0], c_n[0])
-        z = functional.linear(x, self.weight_ih_l0, self.bias_of_input())
+        z = functional.linear(x, context.weight(self.weight_ih_l0), self.bias_of_input(context))
         h0, c0 = (None, None) if state is None else state
-        y, h_n, c_n = lstm(z, self.weight_hh_l0, h0, c0, ragged.lengths, backend=backend)
+        y, h_n, c_n = lstm(z, context.weight(self.weight_hh_l0), h0, c0, ragged.lengths, backend=backend)
         return y, (h_n, c_n)
 
 
@@ -167,23 +173,25 @@ class _Gru(nn.GRU):
         """Whether the operators of ds2_ops run it."""
         return _ours(self.name, self.hidden_size, x, backend)
 
-    def bias_of_input(self) -> Tensor:
+    def bias_of_input(self, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """(3 H,) to be added to the input's product."""
-        return self.bias_ih_l0 + functional.pad(self.bias_hh_l0[: 2 * self.hidden_size], (0, self.hidden_size))
+        gates = context.weight(self.bias_hh_l0)[: 2 * self.hidden_size]
+        return context.weight(self.bias_ih_l0) + functional.pad(gates, (0, self.hidden_size))
 
-    def bias_hn(self) -> Tensor:
+    def bias_hn(self, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """(H,) of the last gate's recurrent product."""
-        return self.bias_hh_l0[2 * self.hidden_size :]
+        return context.weight(self.bias_hh_l0)[2 * self.hidden_size :]
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: State, ragged: Ragged, backend: str
+        self, x: Tensor, state: State, ragged: Ragged, backend: str, context: PassContext
     ) -> tuple[Tensor, State]:
         if not self.ours(x, backend):
-            y, h_n = super().forward(x, None if state is None else state[0][None])
+            h0 = _zero_state(x, self.hidden_size) if state is None else state[0]
+            y, h_n = torch.gru(x, h0[None], *_torch_arguments(self, context))
             return _cut(y, ragged), (h_n[0],)
-        z = functional.linear(x, self.weight_ih_l0, self.bias_of_input())
+        z = functional.linear(x, context.weight(self.weight_ih_l0), self.bias_of_input(context))
         h0 = None if state is None else state[0]
-        y, h_n = gru(z, self.weight_hh_l0, self.bias_hn(), h0, ragged.lengths, backend=backend)
+        y, h_n = gru(z, context.weight(self.weight_hh_l0), self.bias_hn(context), h0, ragged.lengths, backend=backend)
         return y, (h_n,)
 
 
@@ -204,6 +212,20 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
     return why_not_unasked(dtype, torch.get_float32_matmul_precision()) or why_not(
         1, 1, hidden, dtype, device, cell, None
     )
+
+
+def _torch_arguments(
+    cell: nn.LSTM | nn.GRU, context: PassContext
+) -> tuple[list[Tensor], bool, int, float, bool, bool, bool]:
+    """What torch.lstm and torch.gru take behind input and state, for one layer in one direction."""
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    weights = [context.weight(getattr(cell, name)) for name in names]
+    has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
+    return weights, has_biases, layers, dropout, cell.training, bidirectional, batch_first
+
+
+def _zero_state(x: Tensor, hidden: int) -> Tensor:
+    return x.new_zeros(x.shape[1], hidden)
 
 
 def _cut(y: Tensor, ragged: Ragged) -> Tensor:

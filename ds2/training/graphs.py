@@ -10,14 +10,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
-from ds2.model.norm import SequenceBatchNorm
 from ds2.training.inputs import Inputs
 from ds2.training.passes import Passes
 
@@ -95,6 +94,23 @@ def _room() -> bool:
     return 2 * torch.cuda.max_memory_allocated() <= total
 
 
+@runtime_checkable
+class HostState(Protocol):
+    """An object whose passes change numbers on the host, which a recorded pass does not repeat by itself.
+
+    A module of the model that counts its passes gives these two and takes part in recordings.
+    """
+
+    @property
+    def steady(self) -> bool:
+        """Whether the next pass launches what all later ones of its shape will."""
+        ...
+
+    def advance(self) -> None:
+        """Count a pass that is replayed from a recording, as the pass itself would have."""
+        ...
+
+
 class _Recorded:
     """Both passes of a shape, with where they read and write."""
 
@@ -118,7 +134,7 @@ class GraphedPasses(Passes):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._norms = [m for m in self.model.modules() if isinstance(m, SequenceBatchNorm)]
+        self._counting = [part for part in (*self.model.modules(), self.gradients) if isinstance(part, HostState)]
         self._recorder = Recorder()
         self._seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._kept: OrderedDict[tuple[int, ...], _Recorded] = OrderedDict()
@@ -133,7 +149,7 @@ class GraphedPasses(Passes):
             self._count = int(utterances)
             self._utterances = self._utterances.to(inputs.waveforms.device).fill_(self._count)
         sums = last and self.gradients.overlaps
-        shape = (*inputs.shape, int(self.gradients.fresh), int(self.gradients.current))
+        shape = (*inputs.shape, *self.gradients.variant)
         key = (*shape, int(sums), int(self.gradients.copied))
         came_before = shape in self._seen
         self._seen[shape] = None
@@ -141,7 +157,7 @@ class GraphedPasses(Passes):
         if len(self._seen) > _REMEMBERED_SHAPES:
             self._seen.popitem(last=False)
         self._running, self.usual = None, False
-        if idle or not came_before or not all(norm.settled for norm in self._norms):
+        if idle or not came_before or not all(part.steady for part in self._counting):
             return super().forward(inputs, self._utterances, last=last, idle=idle)
         recorded = self._kept.get(key)
         if recorded is None and not _room():
@@ -151,9 +167,9 @@ class GraphedPasses(Passes):
         else:
             self.usual = True
             inputs.into(self._waveforms, self._numbers)
-            for norm in self._norms:
-                norm.batches += 1
-            self.gradients.count_pass(finished=sums)
+            self.gradients.start_pass(last=sums)
+            for part in self._counting:
+                part.advance()
         self._kept.move_to_end(key)
         self._running = recorded
         self.replays += 1
@@ -180,7 +196,7 @@ class GraphedPasses(Passes):
         with self._recorder.recording() as backward:
             super().backward()
             if sums:
-                self.gradients.finish()
+                self.gradients.finish_step()
         self._kept[key] = _Recorded(static, losses, (forward, backward))
         if len(self._kept) > MOST_GRAPHS:
             self._kept.popitem(last=False)

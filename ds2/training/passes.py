@@ -11,6 +11,7 @@ from ds2.audio.vocal_tract import warp
 from ds2.config.schema import TrainConfig
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import Inputs
 
@@ -44,7 +45,7 @@ class Passes:
         self._centres_hz = features.centres_hz.to(features.mean.device)
         self._objective: Tensor | None = None
 
-    def losses(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def losses(self, inputs: Inputs, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Tensor]:
         """The CTC losses (B,) in nats, means over views, 0 where no alignment exists; and what to make smaller (B,).
 
         These differ where the config adds to the CTC loss: with intermediate classifiers, (1 - w) times it and w times
@@ -58,7 +59,9 @@ class Passes:
         features = apply_masks(features, inputs.masks)
         frames = inputs.frames.repeat(inputs.views)
         with torch.autocast(features.device.type, torch.bfloat16, enabled=self.autocast):
-            *intermediate, logits = self.model.every_logits(features, frames, inputs.keys, inputs.dropout_share)
+            *intermediate, logits = self.model.every_logits(
+                features, frames, inputs.keys, inputs.dropout_share, context
+            )
         targets = (inputs.labels, inputs.label_lengths, inputs.feasible)
         given = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
 
@@ -83,8 +86,7 @@ class Passes:
             last: whether it is the last pass of its step.
             idle: whether the losses weigh nothing.
         """
-        with self.gradients.passing(last=last):
-            losses, objective = self.losses(inputs)
+        losses, objective = self.losses(inputs, self.gradients.start_pass(last=last))
         self._objective = objective.sum() * 0.0 if idle else objective.sum() / utterances
         return losses.detach()
 

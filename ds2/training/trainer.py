@@ -105,7 +105,7 @@ class Trainer:
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = GradientReducer(
-            self.model,
+            self.model.parameters(),
             self.comm,
             int(config.comm.bucket_mib * 2**20),
             overlap=config.comm.overlap,
@@ -176,10 +176,10 @@ class Trainer:
         """
         utterances = sum(map(len, group))
         self.overlap.begin()
-        self.gradients.begin()
+        self.gradients.start_step()
         seen, counts = self._passes(batches, group)
         with self.timer.phase("allreduce_exposed"):
-            for began, ended in self.gradients.finish():
+            for began, ended in self.gradients.finish_step():
                 self.timer.add("allreduce_total", began, ended)
         with self.timer.phase("optimizer"):
             told = [*counts, self._took_s, *news()]

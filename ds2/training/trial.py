@@ -60,7 +60,7 @@ class Trial:
         features = copy.deepcopy(features)
         low = model.low_precision_parameters() if autocast else ()
         self._gradients = GradientReducer(
-            model, Communicator(device), int(config.comm.bucket_mib * 2**20), overlap=False, low=low
+            model.parameters(), Communicator(device), int(config.comm.bucket_mib * 2**20), overlap=False, low=low
         )
         self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast)
         self._inputs = InputMaker(features, model, config, device, padded=padded)
@@ -88,11 +88,11 @@ class Trial:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
-            self._gradients.begin()
+            self._gradients.start_step()
             inputs = self._inputs(self._batch(indices), 1)
             self._passes.forward(inputs, len(indices), last=True, idle=False)
             self._passes.backward()
-            list(self._gradients.finish())
+            self._gradients.finish_step()
             torch.cuda.synchronize(self._device)
         except torch.OutOfMemoryError:
             return None

@@ -80,4 +80,4 @@ class Update:
         else:
             clip_gradients(self._gradients.buckets, norm, self._clip_norm)
             self._optimizer.step()
-        self._gradients.copies_are(current=self._fused is not None)
+        self._gradients.set_copies_current(self._fused is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,11 +11,10 @@ from ds2_ops.recurrent.deferred import DeferredGradients
 from support.recording import pretend_to_record
 from torch import Tensor, nn
 
-from ds2.distributed.bucket import Bucket, Slot
 from ds2.distributed.communicator import Communicator, Moment
-from ds2.distributed.gradients import GradientReducer, in_buckets
+from ds2.distributed.gradients import Bucket, GradientReducer, split_into_buckets
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.product import linear
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear
 from ds2.training.batch_norm import NormStatistics
 
 CPU = torch.device("cpu")
@@ -61,9 +59,25 @@ class Doubled:
         return self.began, self.began + 1.5
 
 
-def network() -> nn.Sequential:
+class Layer(nn.Linear):
+    """A linear layer that computes with the weights of a context."""
+
+    def forward(self, x: Tensor, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        return nn.functional.linear(x, context.weight(self.weight), context.weight(self.bias))
+
+
+class Network(nn.Sequential):
+    """Layers of one context."""
+
+    def forward(self, x: Tensor, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        for layer in self:
+            x = layer(x, context)
+        return x
+
+
+def network() -> Network:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2))
+    return Network(Layer(3, 4), Layer(4, 5), Layer(5, 2))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -71,21 +85,20 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def test_buckets_start_at_the_last_parameter_and_hold_one_type() -> None:
-    def slots(*tensors: Tensor) -> list[Slot]:
-        return [Slot(nn.Module(), "weight", nn.Parameter(tensor)) for tensor in tensors]
-
-    parameters = slots(*(torch.zeros(n) for n in (10, 1, 4, 2)))
-    assert [[len(s.parameter) for s in group] for group in in_buckets(parameters, 20)] == [[2, 4], [1, 10]]
-    double = slots(torch.zeros(2, dtype=torch.float64))
-    assert [len(group) for group in in_buckets([parameters[0], *double, parameters[1]], 10**6)] == [1, 1, 1]
-    assert in_buckets([], 10) == []
+    parameters = [torch.zeros(n) for n in (10, 1, 4, 2)]
+    assert [[len(p) for p in group] for group in split_into_buckets(parameters, 20)] == [[2, 4], [1, 10]]
+    double = torch.zeros(2, dtype=torch.float64)
+    assert [len(group) for group in split_into_buckets([parameters[0], double, parameters[1]], 10**6)] == [1, 1, 1]
+    assert split_into_buckets([], 10) == []
 
 
-def test_what_is_not_trained_has_no_place() -> None:
+def test_what_is_not_trained_is_in_no_bucket_and_computes_as_it_is() -> None:
     model = network()
     model[1].requires_grad_(False)
-    reducer = GradientReducer(model, Twins(), bucket_bytes=1, overlap=True)
-    assert sum(len(bucket.slots) for bucket in reducer._buckets) == 4
+    reducer = GradientReducer(model.parameters(), Twins(), bucket_bytes=1, overlap=True)
+    assert len(reducer.buckets) == 4
+    context = reducer.start_pass(last=True)
+    assert context.weight(model[1].weight) is model[1].weight and context.sink(model[1].weight) is None
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -93,15 +106,14 @@ def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(o
     plain, model, x = network(), network(), torch.randn(6, 3)
     plain(x).square().sum().backward()
     comm = Twins(overlap=overlap)
-    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=overlap)
+    reducer = GradientReducer(model.parameters(), comm, bucket_bytes=40, overlap=overlap)
     for _ in range(2):  # the second step starts from zero again
         comm.started.clear()
-        reducer.begin()
-        with reducer.passing(last=True):
-            loss = model(x).square().sum()
+        reducer.start_step()
+        loss = model(x, reducer.start_pass(last=True)).square().sum()
         with comm.backward():
             loss.backward()
-        reducer.finish()
+        reducer.finish_step()
         assert all(torch.equal(a, 2 * b) for a, b in zip(gradients(model), gradients(plain), strict=True))
         assert [n for n, _ in comm.started] == [flat.numel() for flat in reducer.buckets]
         assert [during for _, during in comm.started] == [overlap] * len(reducer.buckets)
@@ -111,50 +123,44 @@ def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(o
 def test_a_bucket_starts_before_earlier_layers_go_back() -> None:
     model, comm, order = network(), Twins(), list[str]()
     comm.start_sum = lambda tensor, beside: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
-    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
-    with reducer.passing(last=True):
-        x = torch.randn(2, 3, requires_grad=True)
-        y = model[1](model[0](x))
-        y.register_hook(lambda grad: order.append("earlier layers"))
-        loss = model[2](y).sum()
-    loss.backward()
+    reducer = GradientReducer(model.parameters(), comm, bucket_bytes=40, overlap=True)
+    context = reducer.start_pass(last=True)
+    x = torch.randn(2, 3, requires_grad=True)
+    y = model[1](model[0](x, context), context)
+    y.register_hook(lambda grad: order.append("earlier layers"))
+    model[2](y, context).sum().backward()
     assert order[0] == "sum" and order.count("sum") == len(reducer.buckets) > 1
 
 
 def test_time_that_sums_share_counts_once() -> None:
-    reducer = GradientReducer(network(), Twins(overlap=False), bucket_bytes=1, overlap=False)
-    seconds = sum(ended - began for began, ended in reducer.finish())
+    reducer = GradientReducer(network().parameters(), Twins(overlap=False), bucket_bytes=1, overlap=False)
+    seconds = sum(ended - began for began, ended in reducer.finish_step())
     assert seconds == pytest.approx(len(reducer.buckets) + 0.5)
 
 
 def test_only_the_last_pass_of_an_accumulated_step_starts_sums() -> None:
     model, comm, x = network(), Twins(), torch.randn(4, 3)
-    reducer = GradientReducer(model, comm, bucket_bytes=40, overlap=True)
-    reducer.begin()
-    with reducer.passing(last=False):
-        loss = model(x).sum()
-    loss.backward()
+    reducer = GradientReducer(model.parameters(), comm, bucket_bytes=40, overlap=True)
+    reducer.start_step()
+    model(x, reducer.start_pass(last=False)).sum().backward()
     assert comm.started == []
     once = gradients(model)
-    with reducer.passing(last=True):
-        loss = model(x).sum()
-    loss.backward()
+    model(x, reducer.start_pass(last=True)).sum().backward()
     assert len(comm.started) == len(reducer.buckets)
-    reducer.finish()
+    reducer.finish_step()
     assert all(torch.allclose(a, 4 * b) for a, b in zip(gradients(model), once, strict=True))
 
 
 def test_a_parameter_without_gradient_holds_back_no_rank() -> None:
     model, comm, x = network(), Twins(), torch.randn(4, 3)
-    reducer = GradientReducer(model, comm, bucket_bytes=1, overlap=True)
+    reducer = GradientReducer(model.parameters(), comm, bucket_bytes=1, overlap=True)
     for flat in reducer.buckets:
         flat.fill_(torch.nan)  # of a step before
-    reducer.begin()
-    with reducer.passing(last=True):
-        loss = model[1](model[0](x)).sum()  # the last layer is not used
-    loss.backward()
+    reducer.start_step()
+    context = reducer.start_pass(last=True)
+    model[1](model[0](x, context), context).sum().backward()  # the last layer is not used
     assert comm.started == []  # its buckets come first, on every rank
-    reducer.finish()
+    reducer.finish_step()
     assert len(comm.started) == len(reducer.buckets)
     assert all(bool((p.grad == 0).all()) for p in model[2].parameters() if p.grad is not None)
 
@@ -162,13 +168,14 @@ def test_a_parameter_without_gradient_holds_back_no_rank() -> None:
 def test_rounded_copies_give_what_autocast_gives() -> None:
     plain, model, x = network(), network(), torch.randn(6, 3)
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    reducer = GradientReducer(model, Communicator(CPU), 40, overlap=True, low=matrices)
+    reducer = GradientReducer(model.parameters(), Communicator(CPU), 40, overlap=True, low=matrices)
     results = []
-    for net, passing in ((plain, contextlib.nullcontext()), (model, reducer.passing(last=True))):
-        with passing, torch.autocast("cpu", torch.bfloat16):
-            results.append(net(x).float().square().sum())
+    contexts: tuple[PassContext, ...] = (OWN_PARAMETERS, reducer.start_pass(last=True))
+    for net, context in zip((plain, model), contexts, strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(net(x, context).float().square().sum())
         results[-1].backward()
-    reducer.finish()
+    reducer.finish_step()
     assert torch.equal(*results)
     assert all(p.dtype == torch.float32 and isinstance(p, nn.Parameter) for p in model.parameters())
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
@@ -184,8 +191,10 @@ class Product(nn.Module):
         self.unused = nn.Parameter(torch.ones(2, 2))
         self.plain = plain
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight) if self.plain else linear(x, self.weight, None)
+    def forward(self, x: Tensor, context: PassContext) -> Tensor:
+        if self.plain:
+            return nn.functional.linear(x, context.weight(self.weight))
+        return linear(x, self.weight, None, context)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -193,21 +202,20 @@ def test_sinks_take_the_gradients_that_autograd_would_bring(passes: int) -> None
     results = []
     for plain in (True, False):
         model = Product(plain=plain)
-        reducer = GradientReducer(model, Twins(), 10**6, overlap=True, low=list(model.parameters()))
+        reducer = GradientReducer(model.parameters(), Twins(), 10**6, overlap=True, low=list(model.parameters()))
         for _ in range(2):  # the second step starts from zero again
             for flat in reducer.buckets:
                 flat.fill_(torch.nan)
-            reducer.begin()
+            reducer.start_step()
             inputs = [
                 torch.randn(6, 3, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(passes)
             ]
             for number, x in enumerate(inputs):
-                with reducer.passing(last=number == passes - 1), torch.autocast("cpu", torch.bfloat16):
-                    loss = model(x).float().square().sum()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x, reducer.start_pass(last=number == passes - 1)).float().square().sum()
                 loss.backward()
-            reducer.finish()
+            reducer.finish_step()
         results.append([*gradients(model), *(x.grad for x in inputs if x.grad is not None)])
-        assert not hasattr(model.weight, "sink")
     assert len(results[0]) == 2 + passes
     assert all(map(torch.equal, *results)) and bool((results[0][1] == 0).all())
 
@@ -218,16 +226,16 @@ def test_buckets_travel_when_what_was_held_back_for_them_has_been_launched(monke
         if recorded:
             pretend_to_record(monkeypatch)
         model, comm = Product(plain=False), Twins()
-        reducer = GradientReducer(model, comm, 10**6, overlap=True, low=list(model.parameters()), dtype=torch.float32)
-        reducer.begin()
+        reducer = GradientReducer(
+            model.parameters(), comm, 10**6, overlap=True, low=list(model.parameters()), dtype=torch.float32
+        )
+        reducer.start_step()
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
-        with reducer.passing(last=True):
-            loss = model(x).square().sum()
-        loss.backward()
+        model(x, reducer.start_pass(last=True)).square().sum().backward()
         assert len(comm.started) == (0 if recorded else 1)
         reducer.end_pass()
         assert len(comm.started) == 1
-        reducer.finish()
+        reducer.finish_step()
         results.append(gradients(model))
     assert all(map(torch.equal, *results))
 
@@ -243,19 +251,16 @@ def test_buckets_travel_when_what_was_held_back_for_them_has_been_launched(monke
 def test_products_of_further_passes_add_up_where_the_gradient_lies(device: str, low: torch.dtype) -> None:
     rows, frames, columns = 64, 96, 40
     parameter = nn.Parameter(torch.zeros(rows, columns, device=device))
-    module = nn.Module()
-    module.weight = parameter
-    bucket = Bucket([Slot(module, "weight", parameter)], {parameter}, low, DeferredGradients())
+    bucket = Bucket([parameter], {parameter}, low, DeferredGradients())
     bucket.flat.fill_(torch.nan)  # of a step before
     where = parameter.grad
-    bucket.begin()
+    bucket.start_step()
     exact, size = torch.zeros(rows, columns, dtype=torch.float64), torch.zeros(rows, columns, dtype=torch.float64)
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         left = torch.randn(frames, rows, generator=generator).to(device, low).t()
         right = torch.randn(frames, columns, generator=generator).to(device, low)
-        bucket.place(bucket.copies())
-        module.weight.sink.add_product(left, right)
+        bucket.sinks[parameter].add_product(left, right)
         bucket.collect([None])
         exact += left.double().cpu() @ right.double().cpu()
         size += left.double().cpu().abs() @ right.double().cpu().abs()
@@ -265,22 +270,33 @@ def test_products_of_further_passes_add_up_where_the_gradient_lies(device: str, 
     assert bool(((where.double().cpu() - exact).abs() <= 4 * frames * unit * size).all())
 
 
-def test_parameters_are_back_after_a_pass_that_failed() -> None:
+def test_parameters_whose_first_use_is_out_of_order_get_their_gradients() -> None:
+    plain, model, x = network(), network(), torch.randn(6, 3)
+    reducer = GradientReducer(model.parameters(), Twins(), 10**6, overlap=True)
+    reducer.start_step()
+    context = reducer.start_pass(last=True)
+    for net, of in ((plain, OWN_PARAMETERS), (model, context)):
+        penalty = sum(of.weight(p).square().sum() for p in net[2].parameters())
+        (net(x, of).sum() + penalty).backward()
+    reducer.finish_step()
+    assert all(torch.equal(a, 2 * b) for a, b in zip(gradients(model), gradients(plain), strict=True))
+
+
+def test_a_pass_leaves_the_parameters_of_the_model_alone() -> None:
     model = network()
-    reducer = GradientReducer(model, Twins(), 40, overlap=True)
-    with pytest.raises(RuntimeError), reducer.passing(last=True):
-        model(torch.randn(2, 7))
-    assert all(isinstance(layer.weight, nn.Parameter) for layer in model)
+    before = list(model.parameters())
+    reducer = GradientReducer(model.parameters(), Twins(), 40, overlap=True, low=[model[0].weight])
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 7), reducer.start_pass(last=True))
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_single_process_sums_nothing() -> None:
     plain, model, x = network(), network(), torch.randn(6, 3)
     plain(x).sum().backward()
-    reducer = GradientReducer(model, Communicator(CPU), 40, overlap=True)
-    with reducer.passing(last=True):
-        loss = model(x).sum()
-    loss.backward()
-    reducer.finish()
+    reducer = GradientReducer(model.parameters(), Communicator(CPU), 40, overlap=True)
+    model(x, reducer.start_pass(last=True)).sum().backward()
+    reducer.finish_step()
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
 
 
