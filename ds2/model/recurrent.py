@@ -151,8 +151,8 @@ class _Lstm(nn.LSTM):
         self, x: Tensor, state: State, ragged: Ragged, backend: str, context: PassContext
     ) -> tuple[Tensor, State]:
         if not self.ours(x, backend):
-            h0, c0 = (_zero_state(x, self.hidden_size),) * 2 if state is None else state
-            y, h_n, c_n = torch.lstm(x, (h0[None], c0[None]), *_torch_arguments(self, context))
+            h, c = (_zero_state(x, self.hidden_size),) * 2 if state is None else state
+            y, h_n, c_n = torch.lstm(x, (h[None], c[None]), *_torch_arguments(self, context))
             return _cut(y, ragged), (h_n[0], c_n[0])
         z = functional.linear(x, context.weight(self.weight_ih_l0), self.bias_of_input(context))
         h0, c0 = (None, None) if state is None else state
@@ -186,8 +186,8 @@ class _Gru(nn.GRU):
         self, x: Tensor, state: State, ragged: Ragged, backend: str, context: PassContext
     ) -> tuple[Tensor, State]:
         if not self.ours(x, backend):
-            h0 = _zero_state(x, self.hidden_size) if state is None else state[0]
-            y, h_n = torch.gru(x, h0[None], *_torch_arguments(self, context))
+            h = _zero_state(x, self.hidden_size) if state is None else state[0]
+            y, h_n = torch.gru(x, h[None], *_torch_arguments(self, context))
             return _cut(y, ragged), (h_n[0],)
         z = functional.linear(x, context.weight(self.weight_ih_l0), self.bias_of_input(context))
         h0 = None if state is None else state[0]

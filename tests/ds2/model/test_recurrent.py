@@ -57,7 +57,7 @@ def test_a_layer_continues_from_its_state() -> None:
     for layer in (RecurrentLayer(4, config()), *gated):
         layer.double()
         head, state = layer(x[:3], first)
-        tail, _ = layer(x[3:], second, state)
+        tail, _ = layer(x[3:], second, state=state)
         torch.testing.assert_close(torch.cat([head, tail]), layer(x, whole)[0])
 
 
