@@ -29,6 +29,7 @@ class CalibratedDecoder:
 
     def __init__(self, decoder: Decoder, calibration: Sequence[float]) -> None:
         self.decoder, self.calibration = decoder, calibration
+        self.hot_characters = decoder.hot_characters
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode as the decoder does; see :class:`~ds2.decoding.decoder.Decoder`."""

@@ -50,6 +50,11 @@ class Decoding(Protocol):
 class Decoder(Protocol):
     """What recognises a batch."""
 
+    @property
+    def hot_characters(self) -> frozenset[str]:
+        """The characters that hot words of a session may have; none: this decoder takes no hot words."""
+        ...
+
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
         """Begin `rows` utterances whose frames come chunk by chunk.
 
@@ -132,6 +137,7 @@ class SearchDecoder:
         self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, second: SecondPass | None = None
     ) -> None:
         self.search, self.alphabet, self.frame_s, self.times, self.second = search, alphabet, frame_s, times, second
+        self.hot_characters = frozenset[str]()
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
         """Decode as :class:`Decoder` says; log-probs come to the CPU if they are elsewhere."""

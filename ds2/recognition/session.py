@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +20,16 @@ from torch import Tensor
 from ds2.audio.stream import Resampler, SampleBlocks
 from ds2.config.schema import ConfigError
 from ds2.decoding.decoder import Decoder
-from ds2.decoding.hypothesis import Hypothesis
+from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.hearing import hearing
 from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio that the model takes at once: a result is late by this and by the model's lookahead
 PAUSE_S = 0.2  # a pause that ends a segment which is too long
+Item = TypeVar("Item")
+Failed = Callable[[Any, Exception], None]  # called with a session of a batch and the reason why it failed
+_MOST_AT_ONCE = 256  # sessions in one call of the model
 OVERTIME_S = 5.0  # a segment so much longer than `Endpoints.longest_s` ends without a pause
 
 
@@ -256,20 +259,77 @@ class Live(Session):
         return self._stream_start_s + super().duration_s
 
 
-def decode_sessions(sessions: Sequence[Session]) -> None:
-    """Run the next block of each session that is ready; those of one pipeline and block length share a batch."""
+def raise_failure(session: Any, error: Exception) -> None:
+    """Raise the error of a session: what `decode_sessions` and the others do unless they get another handler."""
+    raise error
+
+
+def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure) -> None:
+    """Run the next block of each session that is ready; those of one pipeline and block length share a batch.
+
+    Args:
+        sessions: any.
+        failed: called with each session whose block raises, and with its error; the others of its batch go on as if
+            it had not been there.
+    """
     groups: dict[int, list[Session]] = {}
     for session in sessions:
         if session.is_ready():
             groups.setdefault(id(session.hearing), []).append(session)
+    failures: list[tuple[Session, Exception]] = []
     for group in groups.values():
-        blocks = [session.blocks.popleft() for session in group]
-        for output in group[0].hearing.step([session.stream for session in group], blocks):
-            decode_logits([group[row] for row in output.rows], output.logits, output.lengths)
+        blocks = [(session, session.blocks.popleft()) for session in group]
+        for first in range(0, len(blocks), _MOST_AT_ONCE):
+            _forward(blocks[first : first + _MOST_AT_ONCE], lambda session, error: failures.append((session, error)))
+    for session, error in failures:  # at the end, as `failed` may raise
+        failed(session, error)
+
+
+def run_contained(
+    items: Sequence[Item], run: Callable[[Sequence[Item]], None], failed: Callable[[Item, Exception], None]
+) -> None:
+    """Run a batch; if it raises, run its halves, down to the items that fail alone.
+
+    Args:
+        items: of the batch.
+        run: raises before it changes any of the items that it is called with.
+        failed: called with each item that fails alone, and with its error.
+    """
+    if not items:
+        return
+    try:
+        run(items)
+    except Exception as error:
+        if len(items) == 1:
+            failed(items[0], error)
+            return
+        middle = len(items) // 2
+        run_contained(items[:middle], run, failed)
+        run_contained(items[middle:], run, failed)
+
+
+def _forward(blocks: Sequence[tuple[Session, NDArray[np.float32]]], failed: Failed) -> None:
+    """Run model and decoder on one block of each session."""
+    decoded: set[int] = set()  # sessions that were decoded before a later part of their batch raised
+
+    def run(part: Sequence[tuple[Session, NDArray[np.float32]]]) -> None:
+        part = [item for item in part if id(item[0]) not in decoded]
+        if not part:
+            return
+        sessions = [session for session, _ in part]
+        outputs = sessions[0].hearing.step([session.stream for session in sessions], [block for _, block in part])
+        for output in outputs:
+            rows = [sessions[row] for row in output.rows]
+            decoded.update(map(id, rows))
+            decode_logits(rows, output.logits, output.lengths, failed)
+
+    run_contained(blocks, run, lambda item, error: failed(item[0], error))
 
 
 @torch.inference_mode()
-def decode_logits(sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int]) -> None:
+def decode_logits(
+    sessions: Sequence[Session], logits: Tensor, lengths: Sequence[int], failed: Failed = raise_failure
+) -> None:
     """Decode the next frames of sessions of one pipeline; those with the same decoder share a batch.
 
     A frame is quiet if its likeliest label is the blank or white space.
@@ -278,23 +338,40 @@ def decode_logits(sessions: Sequence[Session], logits: Tensor, lengths: Sequence
         sessions: B sessions.
         logits: (T', B, V).
         lengths: frames of each session.
+        failed: as for `decode_sessions`.
     """
     if not len(logits):
         return
     log_probs, frames = logits.float().log_softmax(2), torch.tensor(lengths)
+    broken: set[int] = set()
+
+    def fail(row: int, error: Exception) -> None:
+        broken.add(row)
+        failed(sessions[row], error)
+
+    def step(rows: Sequence[int]) -> None:
+        selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
+        sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], selected, frames[rows])
+
     rows_by_decoder: dict[int, list[int]] = {}
     for row, session in enumerate(sessions):
         rows_by_decoder.setdefault(id(session.decoder), []).append(row)
     for rows in rows_by_decoder.values():
-        selected = log_probs if len(rows) == len(sessions) else log_probs[:, rows]
-        sessions[rows[0]].decoder.step([sessions[row].decoding for row in rows], selected, frames[rows])
+        run_contained(rows, step, fail)
     quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
     quiet_frames = quiet_at_end(quiet, np.array(lengths)).tolist()
-    ended = [
-        s for s, length, last in zip(sessions, lengths, quiet_frames, strict=True) if s.update_endpoint(length, last)
-    ]
-    for session, hypothesis in zip(ended, final_results(ended), strict=True):
-        session.end_segment(hypothesis)
+    ended: list[Session] = []
+    for row, session in enumerate(sessions):
+        if row not in broken:
+            try:
+                if session.update_endpoint(lengths[row], quiet_frames[row]):
+                    ended.append(session)
+            except Exception as error:
+                failed(session, error)
+    hypotheses = _by_decoder(ended, _final, failed)
+    for session in ended:
+        if id(session) in hypotheses:
+            session.end_segment(hypotheses[id(session)])
 
 
 def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -305,32 +382,51 @@ def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArra
     return counts
 
 
-def results(sessions: Sequence[Session]) -> list[Hypothesis]:
-    """`Session.result` of each session, in one batch."""
-    return _by_decoder(sessions, lambda decoder, decodings: [row[0] for row in decoder.best(decodings)])
+def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list[Hypothesis]:
+    """`Session.result` of each session, in one batch; `failed` as for `decode_sessions`, whose result is empty."""
+    hypotheses = _by_decoder(sessions, _best, failed)
+    return [hypotheses.get(id(session), EMPTY) for session in sessions]
 
 
 def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:
     """The best hypothesis of each session, as if its source ended with what was decoded, in one batch."""
-    return _by_decoder(sessions, lambda decoder, decodings: [row[0][0] for row in decoder.finish(decodings)])
+    hypotheses = _by_decoder(sessions, _final, raise_failure)
+    return [hypotheses[id(session)] for session in sessions]
 
 
-def finish_segments(sessions: Sequence[Live]) -> None:
-    """Make the open segments final of live sessions after `input_finished` and all blocks; the sources may go on."""
-    for live, hypothesis in zip(sessions, final_results(sessions), strict=True):
-        live.end_segment(hypothesis)
-        live.restart_stream()
+def finish_segments(sessions: Sequence[Live], failed: Failed = raise_failure) -> None:
+    """Make the open segments final of live sessions after `input_finished` and all blocks; the sources may go on.
+
+    `failed`: as for `decode_sessions`.
+    """
+    hypotheses = _by_decoder(sessions, _final, failed)
+    for live in sessions:
+        if id(live) in hypotheses:
+            live.end_segment(hypotheses[id(live)])
+            live.restart_stream()
+
+
+def _best(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
+    return [row[0] for row in decoder.best(decodings)]
+
+
+def _final(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
+    return [row[0][0] for row in decoder.finish(decodings)]
 
 
 def _by_decoder(
-    sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]]
-) -> list[Hypothesis]:
-    """Read a hypothesis of each session, those with the same decoder in one batch."""
+    sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]], failed: Failed
+) -> dict[int, Hypothesis]:
+    """Read a hypothesis of each session by its id, those with the same decoder in one batch, but for those that fail."""
     groups: dict[int, list[Session]] = {}
     for session in sessions:
         groups.setdefault(id(session.decoder), []).append(session)
     hypotheses: dict[int, Hypothesis] = {}
-    for group in groups.values():
+
+    def run(group: Sequence[Session]) -> None:
         decodings = [session.decoding for session in group]
         hypotheses.update(zip(map(id, group), read(group[0].decoder, decodings), strict=True))
-    return [hypotheses[id(session)] for session in sessions]
+
+    for group in groups.values():
+        run_contained(group, run, failed)
+    return hypotheses

@@ -19,7 +19,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live
 from ds2.serve.dispatch import Answers, Dispatch, Heard, Job
 from ds2.serve.limits import FullError, Limits
-from ds2.text.alphabet import Alphabet
+from ds2.serve.phrases import PhraseReader
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +28,19 @@ class Batcher(ABC):
     """Where sources are heard.
 
     Args:
-        alphabet: of the network.
+        phrases: reads hot words.
         sample_rate_hz: of the model.
     """
 
-    def __init__(self, alphabet: Alphabet, sample_rate_hz: int) -> None:
-        self.alphabet, self.sample_rate_hz = alphabet, sample_rate_hz
+    def __init__(self, phrases: PhraseReader, sample_rate_hz: int) -> None:
+        self.phrases, self.sample_rate_hz = phrases, sample_rate_hz
         self.ending = False
 
     def end(self) -> None:
         """Let no source join any more; those that are open may go on to their end."""
         self.ending = True
 
-    def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Source:
+    async def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Source:
         """Let a source join.
 
         Raises:
@@ -51,10 +51,20 @@ class Batcher(ABC):
         """
         if self.ending:
             raise FullError("this server is ending: try again later")
-        return Source(self, self._join(sample_rate_hz, endpoints, hot_words), sample_rate_hz)
+        joining = asyncio.ensure_future(self._join(sample_rate_hz, endpoints, hot_words))
+        try:
+            return Source(self, await asyncio.shield(joining), sample_rate_hz)
+        except asyncio.CancelledError:
+            joining.add_done_callback(self._leave_again)
+            raise
+
+    def _leave_again(self, joining: asyncio.Future[Any]) -> None:
+        """Let a source go whose client went while it joined."""
+        if not joining.cancelled() and joining.exception() is None:
+            self.leave(joining.result())
 
     @abstractmethod
-    def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Any:
+    async def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Any:
         """As `open`: what the source is called here."""
 
     @abstractmethod
@@ -64,14 +74,6 @@ class Batcher(ABC):
     @abstractmethod
     def leave(self, called: Any) -> None:
         """Let a source go; twice does no harm."""
-
-    @abstractmethod
-    async def of_prompt(self, prompt: str) -> dict[str, float | None]:
-        """The phrases of a prompt: see `ds2.serve.hot`."""
-
-    @abstractmethod
-    async def check(self, hot_words: HotWords) -> None:
-        """Raise LexiconError for hot words that cannot be looked for."""
 
     @abstractmethod
     def refused(self, reason: str) -> None:
@@ -143,15 +145,18 @@ class Here(Batcher):
     """
 
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
-        super().__init__(recogniser.alphabet, recogniser.features.sample_rate_hz)
+        phrases = PhraseReader(recogniser.alphabet, recogniser.decoder.hot_characters)
+        super().__init__(phrases, recogniser.features.sample_rate_hz)
         self.dispatch = Dispatch(recogniser, limits)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._asker: _Loop | None = None
         self._thread = threading.Thread(target=self.dispatch.run, args=[self._arrived], name="recogniser", daemon=True)
         self._thread.start()
 
-    def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Live:
-        return self.dispatch.open(sample_rate_hz, endpoints, hot_words)
+    async def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Live:
+        if not hot_words:
+            return self.dispatch.open(sample_rate_hz, endpoints)
+        return await self.phrases.run(self.dispatch.open, sample_rate_hz, endpoints, hot_words)
 
     def hear(self, called: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[Heard]:
         """See `Batcher`."""
@@ -165,14 +170,6 @@ class Here(Batcher):
     def leave(self, called: Live) -> None:
         """See `Batcher`."""
         self.dispatch.leave(called)
-
-    async def of_prompt(self, prompt: str) -> dict[str, float | None]:
-        """See `Batcher`."""
-        return self.dispatch.of_prompt(prompt)
-
-    async def check(self, hot_words: HotWords) -> None:
-        """See `Batcher`."""
-        self.dispatch.check(hot_words)
 
     def refused(self, reason: str) -> None:
         """See `Batcher`."""

@@ -7,6 +7,7 @@ chunks before they take more from their clients, so a client that sends faster t
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
-from ds2.serve import hot
 from ds2.serve.limits import BrokenError, FullError, Limits
 from ds2.serve.metrics import Metrics
 from ds2.system.errors import UserError
@@ -75,6 +75,7 @@ class Dispatch:
         recogniser.session().hearing.prepare(limits.sessions)  # a model that cannot stream is refused here
         self._rehearse()
         self._open: set[Live] = set()
+        self._lock = threading.Lock()  # sources with hot words join in a thread of their own
 
     def _rehearse(self) -> None:
         """Hear a second of nothing: what is built once, as a search's kernels are, no client waits for."""
@@ -93,25 +94,23 @@ class Dispatch:
             AudioError: a rate that is no audio's.
             LexiconError: hot words that cannot be looked for.
         """
+        self._check_place()
+        live = self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+        with self._lock:
+            self._check_place()
+            self._open.add(live)
+            self.metrics.sessions.set(len(self._open))
+        return live
+
+    def _check_place(self) -> None:
         if len(self._open) >= self.most_sources:
             raise FullError(f"all {self.most_sources} sessions of this server are taken: try again later")
-        live = self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
-        self._open.add(live)
-        self.metrics.sessions.set(len(self._open))
-        return live
 
     def leave(self, live: Live) -> None:
         """Let a source go; twice does no harm."""
-        self._open.discard(live)
-        self.metrics.sessions.set(len(self._open))
-
-    def of_prompt(self, prompt: str) -> dict[str, float | None]:
-        """The phrases of a prompt: see `ds2.serve.hot`."""
-        return hot.of_prompt(prompt, self.recogniser.alphabet, self.recogniser.decoder)
-
-    def check(self, hot_words: HotWords) -> None:
-        """Raise LexiconError for hot words that cannot be looked for."""
-        self.recogniser.decoder.start(1, hot_words)
+        with self._lock:
+            self._open.discard(live)
+            self.metrics.sessions.set(len(self._open))
 
     def refused(self, reason: str) -> None:
         """Count a refusal."""
@@ -133,17 +132,17 @@ class Dispatch:
             jobs = arrived(not waiting)
             ending = ending or None in jobs
             waiting += [job for job in jobs if job is not None and self._begun(job)]
+            failures = _Failures()
             try:
-                waiting = self._answered(waiting)
+                waiting = self._answered(waiting, failures)
                 batch = [job.live for job in waiting[: self.most_batch]]
                 if batch:
                     self.metrics.batch.observe(len(batch))
-                    decode_sessions(batch)
-            except Exception as error:  # of the model: whoever was in the batch must know, the thread must live
-                log.exception("a batch of %d failed", len(waiting))
-                told = error if isinstance(error, UserError) else BrokenError()
-                _tell([(job, told) for job in waiting])
-                waiting = []
+                    decode_sessions(batch, failures)
+            except Exception as error:  # of no single source: whoever waits must know, the thread must live
+                for job in waiting:
+                    failures(job.live, error)
+            waiting = failures.told_among(waiting)
 
     def _begun(self, job: Job) -> bool:
         try:
@@ -161,14 +160,18 @@ class Dispatch:
             return False
         return True
 
-    def _answered(self, waiting: list[Job]) -> list[Job]:
+    def _answered(self, waiting: list[Job], failures: _Failures) -> list[Job]:
         """Answer those whose blocks are all heard; return the others."""
-        done = [job for job in waiting if not job.live.is_ready()]
+        done = {id(job.live): job for job in waiting if not job.live.is_ready()}
         if not done:
             return waiting
-        finish_segments([job.live for job in done if job.samples is None])
-        partial = results([job.live for job in done])
-        answers = [(job, Heard(_taken(job.live), found.text)) for job, found in zip(done, partial, strict=True)]
+        finish_segments([job.live for job in done.values() if job.samples is None], failures)
+        partial = results([job.live for job in done.values()], failures)
+        answers = [
+            (job, Heard(_taken(job.live), found.text))
+            for job, found in zip(done.values(), partial, strict=True)
+            if job.live not in failures
+        ]
         for _, heard in answers:  # told first, a client could be gone before its words are in the log
             for segment in heard.final:
                 transcripts.info("%s", segment.hypothesis.text)
@@ -177,7 +180,37 @@ class Dispatch:
         now_s = time.monotonic()
         for job, _ in answers:
             self.metrics.latency_s.observe(now_s - job.arrived_s)
-        return [job for job in waiting if job.live.is_ready()]
+        answered = {id(job) for job, _ in answers}
+        return [job for job in waiting if id(job) not in answered]
+
+
+class _Failures:
+    """Sources that failed in a batch, each with its error."""
+
+    def __init__(self) -> None:
+        self._errors: dict[int, Exception] = {}
+
+    def __call__(self, live: Live, error: Exception) -> None:
+        """Take note of one."""
+        self._errors.setdefault(id(live), error)
+
+    def __contains__(self, live: Live) -> bool:
+        return id(live) in self._errors
+
+    def told_among(self, waiting: list[Job]) -> list[Job]:
+        """Answer the jobs of sources that failed with their errors; return the others."""
+        failed = [job for job in waiting if job.live in self]
+        if not failed:
+            return waiting
+        first = self._errors[id(failed[0].live)]
+        log.error("%d of %d sources failed in a batch", len(failed), len(waiting), exc_info=first)
+        answers: list[tuple[Job, Heard | Exception]] = []
+        for job in failed:
+            job.live.blocks.clear()
+            error = self._errors[id(job.live)]
+            answers.append((job, error if isinstance(error, UserError) else BrokenError()))
+        _tell(answers)
+        return [job for job in waiting if job.live not in self]
 
 
 def _taken(live: Live) -> list[Segment]:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
+from ds2.config.allowed import Range
 from ds2.system.errors import UserError
+
+TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
+_SHOWN = 60  # characters of a value in a message
 
 KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's subprotocols, as OpenAI has it
 
@@ -33,6 +37,23 @@ class BrokenError(UserError):
 
     def __init__(self, message: str = "this server failed to hear: its log says why") -> None:
         super().__init__(message)
+
+
+def check_number(value: object, field: str, allowed: Range) -> float:
+    """Return a number that a client sent: the one rule for all protocols.
+
+    Args:
+        value: as JSON gives it.
+        field: as the client calls it.
+        allowed: a finite range.
+
+    Raises:
+        LimitError: no number (true and false are none), NaN, infinity, or one outside the range, of any size.
+    """
+    if isinstance(value, bool) or value not in allowed:
+        raise LimitError(f"{field}={repr(value)[:_SHOWN]} is not allowed: give {allowed}", 400, BAD_DATA)
+    assert isinstance(value, int | float)
+    return float(value)
 
 
 @dataclass(frozen=True)

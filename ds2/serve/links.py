@@ -9,7 +9,9 @@ import logging
 import select
 import selectors
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ds2.recognition.session import Live
@@ -19,6 +21,7 @@ from ds2.serve.limits import BrokenError
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
+_LATER = object()  # an answer that another thread gives
 _PIECE = 1 << 20  # bytes read at a time
 _STUCK_S = 10.0  # a worker that takes nothing for so long is given up
 
@@ -32,6 +35,10 @@ class Link:
         self.begun = False  # whether the worker has
         self._frames = Frames()
         self._lives: dict[int, Live | UserError] = {}  # by the worker's number of it; or why it could not join
+        self._lock = threading.Lock()  # for sources that join in the thread of hot words
+        self._sending = threading.Lock()
+        self._joining: set[int] = set()
+        self._planting = ThreadPoolExecutor(1, "hot words")
 
     def read(self) -> list[Job] | None:
         """What is asked since the last time, that the device must answer; None at the end of the worker."""
@@ -56,7 +63,7 @@ class Link:
                     continue
                 if isinstance(found, Job):
                     jobs.append(found)
-                elif call:
+                elif call and found is not _LATER:
                     answers.append((call, found))
         self._send(answers)
         return jobs
@@ -68,7 +75,7 @@ class Link:
     def close(self) -> None:
         """Let all of the worker's sources go."""
         self.end.close()
-        for number in list(self._lives):
+        for number in [*self._lives, *self._joining]:
             self._leave(0, number)
 
     def _begun(self, call: int) -> None:
@@ -80,6 +87,28 @@ class Link:
         except UserError as error:
             self._lives[number] = error
 
+    def _open_hot(self, call: int, number: int, *given: Any) -> object:
+        self._joining.add(number)
+        self._planting.submit(self._plant, call, number, *given)
+        return _LATER
+
+    def _plant(self, call: int, number: int, *given: Any) -> None:
+        """Let a source with hot words join, which takes as long as they are."""
+        answer: Any = None
+        try:
+            live = self.dispatch.open(*given)
+            with self._lock:
+                if number in self._joining:
+                    self._joining.remove(number)
+                    self._lives[number] = live
+                else:  # its client has gone meanwhile
+                    self.dispatch.leave(live)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                log.exception("a source with hot words could not join")
+            answer = error
+        self._send([(call, answer)])
+
     def _hear(self, call: int, number: int, arrived_s: float, samples: Any) -> Job:
         live = self._lives[number]
         if isinstance(live, UserError):
@@ -87,15 +116,11 @@ class Link:
         return Job(live, samples, self, call, arrived_s)
 
     def _leave(self, call: int, number: int) -> None:
-        live = self._lives.pop(number, None)
+        with self._lock:
+            self._joining.discard(number)
+            live = self._lives.pop(number, None)
         if isinstance(live, Live):
             self.dispatch.leave(live)
-
-    def _prompt(self, call: int, prompt: str) -> dict[str, float | None]:
-        return self.dispatch.of_prompt(prompt)
-
-    def _check(self, call: int, hot_words: dict[str, float | None]) -> None:
-        self.dispatch.check(hot_words)
 
     def _refused(self, call: int, reason: str) -> None:
         self.dispatch.refused(reason)
@@ -104,8 +129,11 @@ class Link:
         return self.dispatch.counted()
 
     def _send(self, answers: list[tuple[int, Any]]) -> None:
-        if not answers or self.end.fileno() < 0:
-            return
+        with self._sending:
+            if answers and self.end.fileno() >= 0:
+                self._write(answers)
+
+    def _write(self, answers: list[tuple[int, Any]]) -> None:
         left = memoryview(frame([(call, _plain(answer)) for call, answer in answers]))
         while left:
             try:

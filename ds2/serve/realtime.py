@@ -14,22 +14,21 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
+from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.recognition.session import NEVER, Endpoints
-from ds2.serve.hot import given as phrases
-from ds2.serve.hot import prompt
-from ds2.serve.limits import LimitError
-from ds2.serve.sockets import BAD_DATA, Client, json_object
+from ds2.serve.limits import BAD_DATA, LimitError, OverError, check_number
+from ds2.serve.sockets import Client, json_object
 
 RATE_HZ = 24000
-_SILENCE_MS = 500  # the protocol's default
-_MOST_SILENCE_MS = 3_600_000
+_DEFAULT_SILENCE_MS = 500  # of the protocol
+_SILENCE_MS = Range(0, 3_600_000, above=True)
 
 
 class Realtime(Client):
     """One connection."""
 
-    silence_ms: float | None = _SILENCE_MS  # of turn detection; None: there is none
+    silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: there is none
     last_item: str | None = None
     item: str | None = None  # that is being spoken, once something of it was heard
     told_s = 0.0  # audio of the items before, since the buffer was cleared
@@ -47,9 +46,11 @@ class Realtime(Client):
         while (message := await self.next(socket)) is not None:
             event: dict[str, Any] = {}
             try:
-                event = _read(message.get("text") or "")
+                event = json_object(message.get("text") or "")
                 await self._answer(socket, event)
-            except _EventError as error:
+            except OverError:
+                raise
+            except (LimitError, LexiconError) as error:  # of this event; a server that fails is another matter
                 await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
 
     async def _answer(self, socket: WebSocket, event: dict[str, Any]) -> None:
@@ -145,31 +146,19 @@ class Realtime(Client):
         if given["turn_detection"] is None:
             return None
         detection = _inner(given, "turn_detection")
-        silence_ms = detection.get("silence_duration_ms", _SILENCE_MS)
-        if (
-            detection.get("type") != "server_vad"
-            or not isinstance(silence_ms, int | float)
-            or isinstance(silence_ms, bool)
-            or not 0 < silence_ms <= _MOST_SILENCE_MS
-        ):
-            raise _EventError(
-                "turn_detection is null, or of type server_vad with silence_duration_ms above 0, at most "
-                f"{_MOST_SILENCE_MS}"
-            )
-        return silence_ms
+        if detection.get("type") != "server_vad":
+            raise _EventError("turn_detection is null, or of type server_vad")
+        silence_ms = detection.get("silence_duration_ms", _DEFAULT_SILENCE_MS)
+        return check_number(silence_ms, "turn_detection.silence_duration_ms", _SILENCE_MS)
 
     async def _expected(self, hints: dict[str, Any]) -> HotWords | None:
         """Those of transcription.prompt and keywords, or of hot_words, which is ours: phrases and weights."""
-        found = self.hot_words
+        hot_words, phrases = self.hot_words, self.batcher.phrases
         if hints.get("prompt") or hints.get("keywords"):
-            found = await self.batcher.of_prompt(prompt(hints.get("prompt"), hints.get("keywords")))
+            hot_words = await phrases.prompt(hints.get("prompt"), hints.get("keywords"))
         if hints.get("hot_words"):
-            try:
-                found = phrases(hints["hot_words"], "transcription.hot_words", self.batcher.alphabet)
-                await self.batcher.check(found)
-            except (LimitError, LexiconError) as error:  # of what was given; a server that failed is another matter
-                raise _EventError(str(error)) from error
-        return found
+            hot_words = await phrases.table(hints["hot_words"], "transcription.hot_words")
+        return hot_words
 
 
 class _EventError(LimitError):
@@ -177,13 +166,6 @@ class _EventError(LimitError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 400, BAD_DATA)
-
-
-def _read(text: str) -> dict[str, Any]:
-    try:
-        return json_object(text)
-    except LimitError as error:
-        raise _EventError(str(error)) from error
 
 
 def _inner(outer: dict[str, Any], name: str) -> dict[str, Any]:

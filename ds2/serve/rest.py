@@ -23,7 +23,6 @@ from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
-from ds2.serve.hot import given, prompt
 from ds2.serve.limits import BrokenError, FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
@@ -76,9 +75,10 @@ class Transcriptions:
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
             grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
-            hot_words = await self.batcher.of_prompt(prompt(form.get("prompt"), form.getlist("keywords[]")))
+            phrases = self.batcher.phrases
+            hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
             if form.get("hot_words"):  # ours: phrases and what each is worth
-                hot_words = given(form.get("hot_words"), "hot_words", self.batcher.alphabet)
+                hot_words = await phrases.table(form.get("hot_words"), "hot_words")
             suffix = Path(upload.filename or "").suffix
             suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
             copy = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (_segments closes it)
@@ -87,7 +87,7 @@ class Transcriptions:
                     copy.write(piece)
                 copy.flush()
                 rules = Endpoints() if stream else NEVER
-                source = self.batcher.open(self.batcher.sample_rate_hz, rules, hot_words)
+                source = await self.batcher.open(self.batcher.sample_rate_hz, rules, hot_words)
             except BaseException:
                 copy.close()
                 raise

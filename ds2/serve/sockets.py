@@ -14,10 +14,9 @@ from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import Endpoints, Segment
 from ds2.serve.batcher import Batcher, Source
 from ds2.serve.dispatch import Heard
-from ds2.serve.limits import BrokenError, FullError, LimitError, Limits, OverError
+from ds2.serve.limits import BAD_DATA, BROKEN, RESTART, TRY_LATER, BrokenError, FullError, LimitError, Limits, OverError
 from ds2.system.errors import UserError
 
-TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes
 _REASON_BYTES = 100  # of a close; the protocol allows 123
 _REFUSAL_S = 2.0
 _PIECE_S = 2  # of audio heard at once
@@ -75,7 +74,7 @@ class Client:
         taken_s = self.source.accepted_s if self.source is not None else 0.0
         self.limits.check_duration(taken_s + len(data) // 2 / rate_hz)
         if self.source is None:
-            self.source = self.batcher.open(rate_hz, endpoints, hot_words)
+            self.source = await self.batcher.open(rate_hz, endpoints, hot_words)
         samples, final = self._samples.accept(data), list[Segment]()
         while len(samples) > rate_hz * _PIECE_S:  # nobody waits while a long message is resampled
             final += (await self.source.accept(samples[: rate_hz * _PIECE_S])).final

@@ -16,14 +16,16 @@ from typing import Any
 from starlette.websockets import WebSocket
 
 from ds2.audio.read import RATES_HZ
+from ds2.config.allowed import Range
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.session import Endpoints
 from ds2.serve.dispatch import Heard
-from ds2.serve.hot import given
-from ds2.serve.limits import LimitError
-from ds2.serve.sockets import BAD_DATA, Client, json_object
+from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.sockets import Client, json_object
 
 _DEFAULT_RATE_HZ = 8000
+_RATE_HZ = Range(*RATES_HZ)
+_SECONDS = Range(0, 1e9, above=True)
 _ANYTHING_ELSE = "[unk]"  # in a phrase_list
 
 
@@ -47,7 +49,7 @@ class Vosk(Client):
                 continue
             command = json_object(message.get("text") or "")
             if "config" in command:
-                self._configure(command["config"])
+                await self._configure(command["config"])
             if command.get("reset") or command.get("eof"):
                 await self.last(socket)
             if command.get("eof"):
@@ -59,7 +61,7 @@ class Vosk(Client):
         last = await self.source.flush() if self.source is not None else Heard([], "")
         await self.send(socket, self._result(last))
 
-    def _configure(self, config: Any) -> None:
+    async def _configure(self, config: Any) -> None:
         if not isinstance(config, dict):
             raise LimitError("config is an object", 400, BAD_DATA)
         if config.get("max_alternatives"):
@@ -67,14 +69,11 @@ class Vosk(Client):
         before = self.rate_hz, self.hot_words, self.endpoints
         for key in ("phrase_list", "hot_words"):
             if config.get(key):
-                self.hot_words = given(_sayable(config[key]), f"config.{key}", self.batcher.alphabet)
+                self.hot_words = await self.batcher.phrases.table(_without_unknown(config[key]), f"config.{key}")
         if "endpoints" in config:
             self.endpoints = _endpoints(config["endpoints"])
-        rate_hz = config.get("sample_rate", self.rate_hz)
-        low, high = RATES_HZ
-        if not isinstance(rate_hz, int | float) or isinstance(rate_hz, bool) or not low <= rate_hz <= high:
-            raise LimitError(f"config.sample_rate={rate_hz!r} is no number from {low} to {high}", 400, BAD_DATA)
-        self.rate_hz, self.words = int(rate_hz), bool(config.get("words", self.words))
+        self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
+        self.words = bool(config.get("words", self.words))
         if self.source is not None and (self.rate_hz, self.hot_words, self.endpoints) != before:
             raise LimitError("config may change nothing but words after the first audio", 400, BAD_DATA)
 
@@ -93,17 +92,13 @@ class Vosk(Client):
         return found | ({"result": result} if self.words and result else {})
 
 
-def _sayable(phrases: Any) -> Any:
+def _without_unknown(phrases: Any) -> Any:
     return [phrase for phrase in phrases if phrase != _ANYTHING_ELSE] if isinstance(phrases, list) else phrases
 
 
 def _endpoints(given: Any) -> Endpoints:
     """Rules as a client gives them; what it leaves out stays as it is."""
     allowed = [field.name for field in fields(Endpoints)]
-    good = isinstance(given, dict) and all(
-        key in allowed and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        for key, value in given.items()
-    )
-    if not good:
+    if not isinstance(given, dict) or not set(given) <= set(allowed):
         raise LimitError(f"config.endpoints is an object of seconds above 0, of {allowed}", 400, BAD_DATA)
-    return Endpoints(**given)
+    return Endpoints(**{key: check_number(value, f"config.endpoints.{key}", _SECONDS) for key, value in given.items()})

@@ -22,6 +22,7 @@ from ds2.serve.dispatch import Heard
 from ds2.serve.frames import Frames, frame
 from ds2.serve.limits import BrokenError, Limits
 from ds2.serve.links import Failed
+from ds2.serve.phrases import PhraseReader
 from ds2.serve.server import make_server
 from ds2.text.alphabet import Alphabet
 
@@ -33,12 +34,14 @@ class There(Batcher, asyncio.Protocol):
 
     Args:
         end: of the pair of sockets.
-        alphabet, sample_rate_hz: as of `Batcher`.
+        phrases, sample_rate_hz: as of `Batcher`.
         lost: is called when the other process has gone.
     """
 
-    def __init__(self, end: socket.socket, alphabet: Alphabet, sample_rate_hz: int, lost: Callable[[], None]) -> None:
-        super().__init__(alphabet, sample_rate_hz)
+    def __init__(
+        self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int, lost: Callable[[], None]
+    ) -> None:
+        super().__init__(phrases, sample_rate_hz)
         self._end, self._lost = end, lost
         self._numbers, self._frames = itertools.count(1), Frames()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -72,9 +75,12 @@ class There(Batcher, asyncio.Protocol):
         self._waiting.clear()
         self._lost()
 
-    def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> int:
+    async def _join(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> int:
         number = next(self._numbers)
-        self._tell(0, "open", number, sample_rate_hz, endpoints, hot_words)
+        if hot_words:
+            await self._ask("open_hot", number, sample_rate_hz, endpoints, hot_words)
+        else:
+            self._tell(0, "open", number, sample_rate_hz, endpoints)
         return number
 
     def hear(self, called: int, samples: NDArray[np.float32] | None) -> asyncio.Future[Heard]:
@@ -84,15 +90,6 @@ class There(Batcher, asyncio.Protocol):
     def leave(self, called: int) -> None:
         """See `Batcher`."""
         self._tell(0, "leave", called)
-
-    async def of_prompt(self, prompt: str) -> dict[str, float | None]:
-        """See `Batcher`."""
-        found: dict[str, float | None] = await self._ask("prompt", prompt) if prompt else {}
-        return found
-
-    async def check(self, hot_words: HotWords) -> None:
-        """See `Batcher`."""
-        await self._ask("check", hot_words)
 
     def refused(self, reason: str) -> None:
         """See `Batcher`."""
@@ -129,9 +126,17 @@ class There(Batcher, asyncio.Protocol):
             self._transport.write(frame(asked))
 
 
-def work(end: socket.socket, address: tuple[str, int], alphabet: Alphabet, sample_rate_hz: int, limits: Limits) -> None:
+def work(
+    end: socket.socket,
+    address: tuple[str, int],
+    alphabet: Alphabet,
+    hot_characters: frozenset[str],
+    sample_rate_hz: int,
+    limits: Limits,
+) -> None:
     """Serve on an address that others share, until SIGTERM or until the recogniser has gone."""
     os.setpgrp()  # Ctrl-C is for the first process, which ends the others in order
-    batcher = There(end, alphabet, sample_rate_hz, lambda: setattr(server, "should_exit", True))
+    phrases = PhraseReader(alphabet, hot_characters)
+    batcher = There(end, phrases, sample_rate_hz, lambda: setattr(server, "should_exit", True))
     server = make_server(batcher, limits, *address)
     server.run(sockets=[joined(*address)])

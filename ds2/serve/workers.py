@@ -43,7 +43,8 @@ class Workers:
         self.limits, self.ending = limits, False
         self.address = address
         self.dispatch = Dispatch(recogniser, limits)
-        self._facts = (recogniser.alphabet, recogniser.features.sample_rate_hz)
+        hot_characters = recogniser.decoder.hot_characters
+        self._facts = (recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz)
         self._processes: dict[Link, BaseProcess] = {}
         self._links = Links(self.dispatch, self._gone)
         for _ in range(count):

@@ -55,7 +55,9 @@ class BeamDecoder:
     ) -> None:
         self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
         self.second = second
-        self.beams = BatchedBeamSearch(Fusion(alphabet, options, lm, device), options)
+        fusion = Fusion(alphabet, options, lm, device)
+        self.beams = BatchedBeamSearch(fusion, options)
+        self.hot_characters = frozenset(fusion.forest.codes)
         self.lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:

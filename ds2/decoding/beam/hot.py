@@ -136,6 +136,19 @@ def _with_spare(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])])
 
 
+def _suffix(
+    prefix: tuple[str, ...], suffixes: Mapping[tuple[str, ...], tuple[str, ...]], roots: Mapping[tuple[str, ...], int]
+) -> tuple[str, ...]:
+    """The longest end of a prefix, shorter than itself, that has a root: found by those of shorter prefixes, as the
+    failure links of Aho and Corasick are, so all together take as long as the phrases are."""
+    before = prefix[:-1]
+    while before:
+        before = suffixes[before]
+        if (suffix := (*before, prefix[-1])) in roots:
+            return suffix
+    return ()
+
+
 class _Grafts:
     """The nodes of one session, numbered -1, -2, ... until they have their place."""
 
@@ -151,22 +164,26 @@ class _Grafts:
         totals = {phrase: sum(map(len, phrase)) for phrase in phrases}
         roots: dict[tuple[str, ...], int] = {(): self._copy(ROOT)}
         ends: dict[tuple[str, ...], int] = {}
+        suffixes: dict[tuple[str, ...], tuple[str, ...]] = {}  # of a root's words, the longest that have a root too
         for length in range(max(map(len, phrases), default=0)):
-            here = sorted({phrase[:length] for phrase in phrases if len(phrase) > length})
-            for prefix in here if length else []:
-                suffix = next(prefix[cut:] for cut in range(1, length + 1) if prefix[cut:] in roots)
+            with_prefix: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+            for phrase in phrases:
+                if len(phrase) > length:
+                    with_prefix.setdefault(phrase[:length], []).append(phrase)
+            for prefix in sorted(with_prefix) if length else []:
+                suffix = suffixes[prefix] = _suffix(prefix, suffixes, roots)
                 roots[prefix] = self._copy(roots[suffix])
                 self.follow[~ends[prefix]] = roots[prefix]
-            for prefix in here:
+            for prefix in sorted(with_prefix):
                 mine: set[int] = set()
-                for phrase, bonus in phrases.items():
-                    if phrase[:length] == prefix and len(phrase) > length:
-                        done = sum(map(len, prefix))
-                        self._promise(roots[prefix], bonus * done / totals[phrase])
-                        node = self._insert(roots[prefix], mine, phrase[length], done, totals[phrase], bonus)
-                        ends[phrase[: length + 1]] = node
-                        if len(phrase) == length + 1:
-                            self.hot[~node] = bonus + (self.hot[~node] if length else 0.0)
+                done = sum(map(len, prefix))
+                for phrase in with_prefix[prefix]:
+                    bonus = phrases[phrase]
+                    self._promise(roots[prefix], bonus * done / totals[phrase])
+                    node = self._insert(roots[prefix], mine, phrase[length], done, totals[phrase], bonus)
+                    ends[phrase[: length + 1]] = node
+                    if len(phrase) == length + 1:
+                        self.hot[~node] = bonus + (self.hot[~node] if length else 0.0)
 
     def _insert(self, root: int, mine: set[int], word: str, done: int, total: int, bonus: float) -> int:
         """Make the way of a word from a root its own, with its share of a bonus; return its last node."""

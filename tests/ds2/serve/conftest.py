@@ -25,9 +25,11 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     """Start servers of the tiny model with given limits; each ends with the test."""
     started: list[tuple[Any, threading.Thread]] = []
 
-    def start(method: str = "greedy", decode: DecodeConfig | None = None, **limits: Any) -> Running:
+    def start(
+        method: str = "greedy", decode: DecodeConfig | None = None, kind: type[Recogniser] = Recogniser, **limits: Any
+    ) -> Running:
         options = decode or DecodeConfig(method=method, beam=8)
-        recogniser = Recogniser.of(load_model(make_model()), options, torch.device("cpu"))
+        recogniser = kind.of(load_model(make_model()), options, torch.device("cpu"))
         server = make_server(Here(recogniser, Limits(**limits)), Limits(**limits), "127.0.0.1", 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

@@ -30,7 +30,7 @@ def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> Non
         here = Here(recogniser_of(make_model()), Limits(batch=batch))
 
         async def talk() -> bytes:
-            sources = [here.open(RATE_HZ, RULES) for _ in range(6)]
+            sources = [await here.open(RATE_HZ, RULES) for _ in range(6)]
             for _ in range(3):
                 await asyncio.gather(*(source.accept(samples_of(speech(3, 0.4))) for source in sources))
             return await here.counted()
@@ -51,7 +51,7 @@ def test_what_nobody_waited_for_is_told_at_the_end(
     here, samples = Here(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
 
     async def texts(*, leaves: bool) -> list[str]:
-        source = here.open(RATE_HZ, RULES)
+        source = await here.open(RATE_HZ, RULES)
         heard = asyncio.create_task(source.accept(samples))
         final = []
         if leaves:

@@ -106,3 +106,13 @@ def test_a_decoder_that_looks_for_none_says_so(serve: Callable[..., Running]) ->
     running = serve("greedy")
     assert "decode.method=beam" in asyncio.run(vosk(running, {"hot_words": {"cab": 3.0}}))
     assert asyncio.run(vosk(running, {})) == wanted(running, None)
+
+
+def test_a_prompt_of_too_many_phrases_is_refused_before_any_work(serve: Callable[..., Running]) -> None:
+    running = serve(decode=OPEN)
+    create = running.client().audio.transcriptions.create
+    with pytest.raises(openai.BadRequestError, match="20000 at most"):
+        create(model="ds2", file=("talk.raw", DATA), prompt="ab, c " * 150_000)
+    with pytest.raises(openai.BadRequestError, match="1000 at most"):
+        create(model="ds2", file=("talk.raw", DATA), keywords=["cab"] * 900 + ["b, a, c"] * 90)
+    assert "1001 phrases: 1000 at most" in asyncio.run(vosk(running, {"phrase_list": ["a"] * 1001}))

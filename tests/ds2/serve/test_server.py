@@ -164,20 +164,20 @@ BAD_MESSAGES = {
     "no json": ("hello", "JSON"),
     "no object": ("[1]", "objects"),
     "config": ('{"config": 3}', "config is an object"),
-    "rate": ('{"config": {"sample_rate": "fast"}}', "no number"),
+    "rate": ('{"config": {"sample_rate": "fast"}}', "is not allowed: give numbers from 1000 to 768000"),
     "alternatives": ('{"config": {"max_alternatives": 3}}', "max_alternatives"),
     "phrases": ('{"config": {"phrase_list": 7}}', "list of phrases"),
-    "weights": ('{"config": {"hot_words": {"one": "much"}}}', "object of phrases and weights"),
+    "weights": ('{"config": {"hot_words": {"one": "much"}}}', "weight of 'one'='much' is not allowed"),
     "rate that is no number": ('{"config": {"sample_rate": NaN}}', "NaN"),
-    "infinite rate": ('{"config": {"sample_rate": 1e999}}', "no number from"),
+    "infinite rate": ('{"config": {"sample_rate": 1e999}}', "sample_rate=inf is not allowed"),
     "nested without end": ("[" * 100_000, "JSON"),
     "wide characters, which a close reason holds few of": (
         '{"config": {"sample_rate": "' + "日" * 200 + '"}}',
         "日",
     ),
     "hot words nested without end": ('{"config": {"hot_words": "' + "[" * 100_000 + '"}}', "config.hot_words is"),
-    "infinite weight": ('{"config": {"hot_words": {"ab": 1e999}}}', "weights up to 1e+06"),
-    "endpoints": ('{"config": {"endpoints": {"after_speech_s": 0}}}', "seconds above 0"),
+    "infinite weight": ('{"config": {"hot_words": {"ab": 1e999}}}', "weight of 'ab'=inf is not allowed"),
+    "endpoints": ('{"config": {"endpoints": {"after_speech_s": 0}}}', "after_speech_s=0 is not allowed"),
     "unknown endpoints": ('{"config": {"endpoints": {"after": 1}}}', "after_speech_s"),
     "endpoints that are none": ('{"config": {"endpoints": 3}}', "config.endpoints is an object"),
     "half a surrogate pair": (r'{"config": {"sample_rate": "\ud800"}}', "ud800"),
@@ -219,7 +219,9 @@ def test_limits_are_told(serve: Callable[..., Running]) -> None:
     rate = '{"config": {"sample_rate": 16000}}'
     assert asyncio.run(closes(b"\0" * 20_000)) == ("", 1009)
     assert asyncio.run(closes(running=impatient)) == ("nothing came for 2 s", 1013)
-    assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith("config.sample_rate=1 is no")
+    assert asyncio.run(closes('{"config": {"sample_rate": 1}}', b"\0" * 10))[0].startswith(
+        "config.sample_rate=1 is not allowed"
+    )
     reason, code = asyncio.run(closes(rate, *[speech(1, 0.25)] * 5))
     assert (reason, code) == ("a session takes 1 s of audio at most: begin a new one", 1008)
 

@@ -15,6 +15,7 @@ from ds2.serve.dispatch import Heard
 from ds2.serve.frames import Frames, frame
 from ds2.serve.limits import BrokenError, FullError
 from ds2.serve.links import Failed
+from ds2.serve.phrases import PhraseReader
 from ds2.serve.worker import There
 from ds2.text.alphabet import Alphabet
 
@@ -35,13 +36,14 @@ class Foreign:
 def test_any_loop_will_do_and_errors_keep_their_class() -> None:
     lost = list[bool]()
     ours, theirs = socket.socketpair()
-    there = There(theirs, Alphabet(("", "a", "b")), 16000, lambda: lost.append(True))
+    phrases = PhraseReader(Alphabet(("", "a", "b")), frozenset("ab"))
+    there = There(theirs, phrases, 16000, lambda: lost.append(True))
 
     async def talk() -> list[Any]:
         await there.begin()
         transport, foreign = there._transport, Foreign()
         there.connection_made(foreign)  # type: ignore[arg-type]
-        sources = [there.open(16000, Endpoints()) for _ in range(3)]
+        sources = [await there.open(16000, Endpoints()) for _ in range(3)]
         asked = [asyncio.ensure_future(source.accept(np.zeros(10, np.float32))) for source in sources]
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -1,0 +1,151 @@
+"""Hot words as clients send them: a table of phrases and weights, a list, or a prompt; read in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from ds2.config.allowed import Range
+from ds2.decoding.beam.hot import MOST_CHARACTERS as MOST_PHRASE_CHARACTERS
+from ds2.decoding.beam.hot import MOST_PHRASES
+from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.serve.limits import BAD_DATA, FullError, LimitError, check_number
+from ds2.system.plain import parse_json
+from ds2.text.alphabet import Alphabet
+
+MOST_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the client sends them
+MOST_WAITING = 256  # requests whose phrases wait to be read
+_JSON_CHARACTERS = 8 * MOST_CHARACTERS  # a character may take six as an escape
+_WEIGHT = Range(-1e6, 1e6)  # as decode.hot_word_bonus may be
+_PROMPT_WORDS = 5  # of a phrase in a prompt; what is longer is a sentence, which is no phrase to look for
+_SEPARATORS = re.compile(r"[,;.:!?\n]+")
+_T = TypeVar("_T")
+
+
+class PhraseReader:
+    """Reads phrases as the network writes them, in a thread of its own: the event loop answers others meanwhile.
+
+    Args:
+        alphabet: of the network, whose rules for transcripts (case, digits) are those for phrases.
+        characters: that phrases may have; none: the decoder takes no hot words.
+    """
+
+    def __init__(self, alphabet: Alphabet, characters: frozenset[str]) -> None:
+        self.alphabet, self.characters = alphabet, characters
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1, "phrases")
+
+    async def run(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run work that takes as long as what a client sent, in the thread.
+
+        Raises:
+            FullError: too many wait for it.
+        """
+        if self._waiting >= MOST_WAITING:
+            raise FullError("too many sessions with hot words begin at once: try again later")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        finally:
+            self._waiting -= 1
+
+    async def table(self, value: Any, field: str) -> dict[str, float | None]:
+        """Return phrases and weights.
+
+        Args:
+            value: {phrase: weight}, or [phrase, ...], of which each is worth decode.hot_word_bonus; or JSON of these.
+            field: as the client calls it.
+
+        Raises:
+            LimitError: anything else, too many phrases, or too long ones.
+            LexiconError: phrases that the network cannot write, or a decoder that takes none.
+        """
+        return await self.run(self._table, _checked(value, field), field) if value else {}
+
+    async def prompt(self, text: Any, keywords: Any) -> dict[str, float | None]:
+        """Return the phrases of a prompt and a list of keywords, which are parted by commas and the like.
+
+        They are hints: what the network cannot write of them is dropped. Each is worth decode.hot_word_bonus.
+
+        Raises:
+            LimitError: a prompt that is too long, or of too many phrases.
+        """
+        keywords = keywords if isinstance(keywords, list) else []
+        parts = [text or "", *keywords]
+        if not any(parts):
+            return {}
+        _check_size(parts, "prompt")
+        return await self.run(self._prompt, parts)
+
+    def _table(self, value: Any, field: str) -> dict[str, float | None]:
+        if isinstance(value, str):
+            try:
+                value = _checked(parse_json(value), field)
+            except ValueError:
+                raise _no_table(field) from None
+        weights: Mapping[str, Any] = value if isinstance(value, Mapping) else dict.fromkeys(value)
+        hot_words: dict[str, float | None] = {}
+        for phrase, weight in weights.items():
+            shown = f"{field}: the weight of {phrase[:20]!r}"
+            number = None if isinstance(value, list) else check_number(weight, shown, _WEIGHT)
+            hot_words[self._written(phrase)] = number
+        self._check_characters(hot_words)
+        return hot_words
+
+    def _prompt(self, parts: Sequence[str]) -> dict[str, float | None]:
+        phrases = _SEPARATORS.split(", ".join(parts))
+        if len(phrases) > MOST_PHRASES:
+            raise LimitError(f"prompt has {len(phrases)} phrases: {MOST_PHRASES} at most", 400, BAD_DATA)
+        hot_words: dict[str, float | None] = {}
+        for phrase in map(self._written, phrases):
+            words = phrase.split()
+            if 1 <= len(words) <= _PROMPT_WORDS and self.characters >= set("".join(words)):
+                hot_words[phrase] = None
+        _check_size(hot_words, "prompt, as the network writes it,")
+        return hot_words
+
+    def _written(self, phrase: str) -> str:
+        return " ".join(self.alphabet.normalise(phrase)[0].split())
+
+    def _check_characters(self, hot_words: HotWords) -> None:
+        _check_size(hot_words, "what the network writes of the phrases")
+        if hot_words and not self.characters:
+            raise LexiconError("hot words: decode.method=beam alone takes those of a session")
+        bad = [phrase for phrase in hot_words if not phrase or not self.characters >= set(phrase.replace(" ", ""))]
+        if bad:
+            allowed = "".join(sorted(self.characters))
+            raise LexiconError(
+                f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}"
+            )
+        long = [phrase[:20] for phrase in hot_words if len(phrase) > MOST_PHRASE_CHARACTERS]
+        if long:
+            raise LexiconError(f"hot phrases {long[:5]}...: {MOST_PHRASE_CHARACTERS} characters at most")
+
+
+def _checked(value: Any, field: str) -> Any:
+    """A list or object of phrases, or JSON, whose size is allowed; in a time that does not grow with longer ones."""
+    if isinstance(value, str):
+        if len(value) > _JSON_CHARACTERS:
+            raise LimitError(f"{field} has {len(value)} characters: {_JSON_CHARACTERS} at most", 400, BAD_DATA)
+        return value
+    if not isinstance(value, list | Mapping):
+        raise _no_table(field)
+    _check_size(value, field)
+    return value
+
+
+def _check_size(phrases: Sequence[Any] | Mapping[Any, Any], field: str) -> None:
+    if len(phrases) > MOST_PHRASES:
+        raise LimitError(f"{field} has {len(phrases)} phrases: {MOST_PHRASES} at most", 400, BAD_DATA)
+    if not all(isinstance(phrase, str) for phrase in phrases):
+        raise LimitError(f"{field} holds what is no text: phrases are texts", 400, BAD_DATA)
+    characters = sum(map(len, phrases))
+    if characters > MOST_CHARACTERS:
+        raise LimitError(f"{field} has {characters} characters: {MOST_CHARACTERS} at most", 400, BAD_DATA)
+
+
+def _no_table(field: str) -> LimitError:
+    return LimitError(f"{field} is a list of phrases, or an object of phrases and weights ({_WEIGHT})", 400, BAD_DATA)
