@@ -417,7 +417,7 @@ def _final(decoder: Decoder, decodings: Sequence[Any]) -> list[Hypothesis]:
 def _by_decoder(
     sessions: Sequence[Session], read: Callable[[Decoder, Sequence[Any]], list[Hypothesis]], failed: Failed
 ) -> dict[int, Hypothesis]:
-    """Read a hypothesis of each session by its id, those with the same decoder in one batch, but for those that fail."""
+    """Return the hypothesis of each session that does not fail, by id; those with the same decoder share a batch."""
     groups: dict[int, list[Session]] = {}
     for session in sessions:
         groups.setdefault(id(session.decoder), []).append(session)

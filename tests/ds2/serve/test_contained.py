@@ -18,8 +18,8 @@ from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
-from ds2.recognition.session import Endpoints, Live
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints, Live
 from ds2.serve.address import keep, share
 from ds2.serve.limits import Limits
 from ds2.serve.workers import Workers
