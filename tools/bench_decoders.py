@@ -39,7 +39,7 @@ from ds2.decoding.external.adapter import thread_count
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.methods import make_decoder
-from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.arpa import arpa_file
 from ds2.lm.files import load_ngram
 from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.recognition.evaluate import recognition_loader

@@ -15,8 +15,8 @@ from fuzz_targets import WORDS_OF_LM, Target, digest, speech
 
 from ds2.data.corpora import import_corpus
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
-from ds2.lm.recurrent_state import Position, StateFile
-from ds2.system.optimizer_state import optimizer_tensors
+from ds2.lm.recurrent_training import Position, StateFile
+from ds2.system.tensor_file import optimizer_tensors
 from ds2.text.alphabet import Alphabet
 
 

@@ -19,8 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ds2
 from ds2.config.check import check
-from ds2.config.convert import FREE_FORM, config_from_dict, explain, to_config
-from ds2.config.inherit import Inheritance, inherit
+from ds2.config.convert import FREE_FORM, Inheritance, config_from_dict, explain, inherit, to_config
 from ds2.config.schema import Config, ConfigError
 from ds2.text.pieces import read_pieces
 

@@ -19,8 +19,7 @@ from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
-from ds2.lm.perplexity import perplexity
-from ds2.lm.sentences import SentenceReader, cut
+from ds2.lm.sentences import SentenceReader, cut, perplexity
 from ds2.system.files import check_writable
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces

@@ -15,8 +15,7 @@ from ds2.config.allowed import KEY, UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
-from ds2.lm.recurrent_state import StateFile
-from ds2.lm.recurrent_training import Passed, Settings, Text, train
+from ds2.lm.recurrent_training import Passed, Settings, StateFile, Text, train
 from ds2.lm.sentences import SentenceReader
 from ds2.system.files import check_writable
 from ds2.system.machine import git_commit

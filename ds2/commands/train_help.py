@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds2.commands.compose import config_dir
-from ds2.config.document import documented_keys
+from ds2.config.convert import documented_keys
 from ds2.config.schema import ConfigError
 
 _HEAD = """\

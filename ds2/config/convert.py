@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import inspect
+import io
+import tokenize
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from ds2.config import schema
+from ds2.config.allowed import KEY
 from ds2.config.check import check
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.system.files import write_text
 from ds2.system.plain import FieldError, UnknownField, from_plain
 
@@ -138,3 +145,128 @@ def _unknown(key: str) -> NoReturn:
     raise ConfigError(
         f"unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "`ds2 train --help` lists all")
     )
+
+
+_SECTIONS = ("model", "features", "alphabet")
+_OF_THE_RUN = ("model.backend",)  # what the machine can do, not what the model is
+_LABELS = ("symbols", "pieces", "pieces_file")
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What came of two configurations: sentences for the log, each empty where there is nothing to say."""
+
+    replaced: str  # values of a recipe or a default that gave way to the model's
+    differing: str  # values that were given and are not the model's
+
+
+def inherit(config: Config, stored: Config, given: Collection[str]) -> Inheritance:
+    """Give `config` the architecture, features, sample rate and alphabet of another run, but for what was given.
+
+    What a recipe says of model and features gives way: it is meant for training from nothing. What it says of the
+    alphabet is of the language and stays, as do values given on the command line.
+
+    Args:
+        config: changed in place.
+        stored: of the model that this run starts from.
+        given: keys and groups of the command line, such as `model`, `model.depth`, `alphabet.symbols`.
+    """
+    replaced, differing = [], []
+    for section in _SECTIONS:
+        for name in (field.name for field in fields(getattr(config, section))):
+            key = f"{section}.{name}"
+            if key in _OF_THE_RUN:
+                continue
+            mine, theirs = getattr(getattr(config, section), name), getattr(getattr(stored, section), name)
+            if mine == theirs:
+                continue
+            if _explicit(config, section, name, given):
+                if name != "pieces_file":
+                    differing.append(f"{key}={_short(mine)} (there {_short(theirs)})")
+            else:
+                setattr(getattr(config, section), name, theirs)
+                replaced.append(f"{key}={_short(theirs)} (not {_short(mine)})")
+    rate_hz, theirs_hz = config.data.sample_rate_hz, stored.data.sample_rate_hz
+    if rate_hz != theirs_hz:
+        if "data.sample_rate_hz" in given:
+            differing.append(f"data.sample_rate_hz={rate_hz} (there {theirs_hz})")
+        else:
+            config.data.sample_rate_hz = theirs_hz
+            replaced.append(f"data.sample_rate_hz={theirs_hz} (not {rate_hz})")
+    return Inheritance(", ".join(replaced), ", ".join(differing))
+
+
+def _explicit(config: Config, section: str, name: str, given: Collection[str]) -> bool:
+    names = _LABELS if section == "alphabet" and name in _LABELS else (name,)
+    if section in given or any(f"{section}.{one}" in given for one in names):
+        return True
+    default = AlphabetConfig()
+    return section == "alphabet" and any(getattr(config.alphabet, one) != getattr(default, one) for one in names)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its dotted name, its default as it would be written, its choices and the comment beside it."""
+
+    name: str
+    default: str
+    comment: str
+
+
+def documented_keys() -> list[tuple[str, str, list[Key]]]:
+    """Return the sections of the configuration, each as (name, docstring, keys), in the order of the schema."""
+    comments = _comments()
+    sections: list[tuple[str, str, list[Key]]] = [("", "", [])]
+    for field, kind in _fields(Config):
+        if is_dataclass(kind):
+            keys = [_key(f"{field.name}.", kind, inner, comments) for inner, _ in _fields(kind)]
+            sections.append((field.name, (kind.__doc__ or "").splitlines()[0], keys))
+        else:
+            sections[0][2].append(_key("", Config, field, comments))
+    return sections
+
+
+def _key(prefix: str, owner: Any, field: Field[Any], comments: dict[tuple[str, str], str]) -> Key:
+    value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
+    if value == MISSING:
+        shown = "..."
+    elif isinstance(value, bool):
+        shown = str(value).lower()
+    elif isinstance(value, list) and value and is_dataclass(value[0]):
+        shown = f"[{len(value)} of them]"
+    else:
+        shown = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
+    allowed, comment = field.metadata.get(KEY), comments.get((owner.__name__, field.name), "")
+    if isinstance(allowed, tuple):
+        comment = ": ".join(filter(None, (" | ".join(allowed), comment)))
+    return Key(prefix + field.name, shown, comment)
+
+
+def _fields(owner: Any) -> Iterator[tuple[Field[Any], Any]]:
+    hints = get_type_hints(owner)
+    for field in fields(owner):
+        yield field, hints[field.name]
+
+
+def _comments() -> dict[tuple[str, str], str]:
+    """Map (class, field) of the schema to the comment behind the field."""
+    source = inspect.getsource(schema)
+    by_line = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    return {
+        (owner.name, node.target.id): by_line[line]
+        for owner in ast.parse(source).body
+        if isinstance(owner, ast.ClassDef)
+        for node in owner.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if line in by_line
+    }

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.lm.levels import blocks
-from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError
+from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError, blocks
 from ds2.system.files import own_folder
 
 Ints = NDArray[np.int64]
@@ -164,7 +163,7 @@ def _count_order(
         scratch.append_pairs([_summed(np.sort(packed(part)[0]))], (np.int64, np.int64))
         for part in blocks(len(words), chunk)
     ]
-    keys, counts = runs[0] if len(runs) == 1 else scratch.append_pairs(_merged(runs, chunk), (np.int64, np.int64))
+    keys, counts = runs[0] if len(runs) == 1 else scratch.append_pairs(merge_runs(runs, chunk), (np.int64, np.int64))
     suffix = scratch.zeros(len(keys))
 
     def located() -> Iterator[Ints]:
@@ -189,7 +188,7 @@ def _summed(keys: Ints, counts: Ints | None = None) -> tuple[Ints, Ints]:
     return keys[first], np.add.reduceat(counts, first)
 
 
-def _merged(runs: list[list[Ints]], chunk: int) -> Iterator[tuple[Ints, Ints]]:
+def merge_runs(runs: list[list[Ints]], chunk: int) -> Iterator[tuple[Ints, Ints]]:
     """Merge sorted runs of (keys, counts) block by block: each round takes what no unread key can precede."""
     block = max(1, chunk // len(runs))
     at = [0] * len(runs)

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.lm.counts import START_ID, UNKNOWN_ID, Counted, Ints, Scratch, count_ngrams
-from ds2.lm.levels import Level, blocks, link
-from ds2.lm.ngram import LanguageModelError, NGram
+from ds2.lm.ngram import LanguageModelError, Level, NGram, blocks, link
 
 Floats = NDArray[np.float64]
 MAX_ORDER = 20

@@ -19,7 +19,7 @@ from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MOST_CELLS = 10**11  # of the table of one utterance: a minute or two
-_CELLS_KEPT = 10**8  # 25 MB
+KEPT_CELLS = 10**8  # 25 MB
 _MASK_BYTES = 2**25  # of masks kept for tokens that come again
 Key = TypeVar("Key", str, int)
 _LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper ends of the rows of the table by length; the last row is open
@@ -102,7 +102,7 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
         )
     masks = _masks(reference)
     full = (1 << len(reference)) - 1
-    block = len(hypothesis) if cells <= _CELLS_KEPT else math.isqrt(len(hypothesis)) + 1
+    block = len(hypothesis) if cells <= KEPT_CELLS else math.isqrt(len(hypothesis)) + 1
     firsts = range(0, len(hypothesis), block)
     kept = [(full, 0)]
     for first in firsts[:-1]:

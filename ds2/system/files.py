@@ -63,7 +63,7 @@ def own_folder(parent: Path, name: str) -> Iterator[Path]:
         OSError: `parent` is not there or not writable.
     """
     sweep(parent, name)
-    folder = parent / f".{name}.{_host()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
+    folder = parent / f".{name}.{host_id()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
     folder.mkdir(mode=0o700)
     try:
         with (folder / f"{_LOCK}.new").open("w") as lock:
@@ -92,7 +92,7 @@ def sweep(parent: Path, name: str | None = None) -> None:
 
 
 def _dead(left: Path, writer: re.Match[str]) -> bool:
-    if writer["host"] == _host():
+    if writer["host"] == host_id():
         try:
             os.kill(int(writer["process"]), 0)
         except ProcessLookupError:
@@ -106,7 +106,7 @@ def _dead(left: Path, writer: re.Match[str]) -> bool:
     return time.time() - newest > _STALE_S
 
 
-def _host() -> str:
+def host_id() -> str:
     """This host and, where containers share its name, the space in which process numbers count."""
     space = ""
     with suppress(OSError):

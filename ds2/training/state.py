@@ -15,9 +15,17 @@ from ds2.config.convert import config_to_dict
 from ds2.config.schema import Config, ConfigError
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
-from ds2.system.optimizer_state import optimizer_tensors, restore_optimizer
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, save
+from ds2.system.tensor_file import (
+    WAY_OUT,
+    CheckpointError,
+    load,
+    optimizer_tensors,
+    part,
+    prefixed,
+    restore_optimizer,
+    save,
+)
 from ds2.training.averaging import WeightAverage
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.external.adapter import Rescorer, find_package, packed_rows, thread_count
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import Spelling, build_trie
-from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.arpa import arpa_file
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.external.adapter import Rescorer, find_package, thread_count
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
-from ds2.lm.arpa_cache import arpa_file
+from ds2.lm.arpa import arpa_file
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ds2.cli import COMMANDS, main
-from ds2.config.document import documented_keys
+from ds2.config.convert import documented_keys
 from ds2.config.schema import Config, TrainConfig
 
 

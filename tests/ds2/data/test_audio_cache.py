@@ -255,7 +255,7 @@ def test_leftovers_of_killed_builds_are_removed(tmp_path: Path, utterances: list
     folder.mkdir(parents=True)
     with subprocess.Popen(["sleep", "3600"]) as live, subprocess.Popen(["true"]) as dead:
         dead.wait()
-        names = [f".a.{files._host()}.{process.pid}.{'0' * 16}.partial" for process in (live, dead)]
+        names = [f".a.{files.host_id()}.{process.pid}.{'0' * 16}.partial" for process in (live, dead)]
         for name in names:
             (folder / name).mkdir()
             (folder / name / "a").write_bytes(b"12")

@@ -24,9 +24,8 @@ from ds2.lm import ngram as language_model
 from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import estimate
-from ds2.lm.levels import link, unlink
-from ds2.lm.ngram import LanguageModelError, NGram
-from ds2.lm.perplexity import perplexity
+from ds2.lm.ngram import LanguageModelError, NGram, link, unlink
+from ds2.lm.sentences import perplexity
 from ds2.system.tensor_file import make_header, read_header
 from ds2.text.alphabet import Alphabet
 
@@ -66,7 +65,7 @@ def test_queries_agree(model: NGram, tmp_path: Path, monkeypatch: pytest.MonkeyP
         tokens = [model.vocabulary[word] for word in words]
         dense = model.score_all(states)
         with monkeypatch.context() as patch:
-            patch.setattr(language_model, "_DENSE_LIMIT_BYTES", 0)
+            patch.setattr(language_model, "DENSE_LIMIT_BYTES", 0)
             searched = model.score_all(states)
         torch.testing.assert_close(dense[0], searched[0])
         assert torch.equal(dense[1], searched[1])

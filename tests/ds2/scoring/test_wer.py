@@ -60,7 +60,7 @@ def test_a_large_table_of_which_few_columns_are_kept_gives_the_same_alignment(
     reference: list[str], hypothesis: list[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wer, "_CELLS_KEPT", 0)
+        patch.setattr(wer, "KEPT_CELLS", 0)
         in_parts = align(reference, hypothesis)
     assert in_parts == align(reference, hypothesis)
 

@@ -54,8 +54,8 @@ def left_by(folder: Path, name: str, host: str, process: int) -> Path:
 
 def test_what_killed_writers_left_goes_and_what_live_ones_write_stays(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "3600"]) as other:
-        live = left_by(tmp_path, "a", files._host(), other.pid)
-        other_name = left_by(tmp_path, "b", files._host(), other.pid)
+        live = left_by(tmp_path, "a", files.host_id(), other.pid)
+        other_name = left_by(tmp_path, "b", files.host_id(), other.pid)
         write_text(tmp_path / "a", "new")
         assert live.exists()
         other.kill()
@@ -71,7 +71,7 @@ def test_of_another_host_only_what_lost_its_lock_goes_and_not_within_an_hour(
 ) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom ds2.system import files\n"
-        "files._host = lambda: 'elsewhere-1'\n"
+        "files.host_id = lambda: 'elsewhere-1'\n"
         "with files.own_folder(Path(sys.argv[1]), 'a') as folder:\n"
         "    (folder / 'a').write_text('half')\n    print(folder, flush=True)\n    time.sleep(3600)"
     )

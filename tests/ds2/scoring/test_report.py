@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds2.scoring.html import html_page
-from ds2.scoring.report import summary
+from ds2.scoring.report import html_page, summary
 from ds2.scoring.wer import Report, corpus_report
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element reference in the WebDriver standard

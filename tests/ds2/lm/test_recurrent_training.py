@@ -16,8 +16,7 @@ from torch import Tensor
 from ds2.cli import main
 from ds2.commands.lm import run
 from ds2.lm.recurrent import RecurrentLM, Shape
-from ds2.lm.recurrent_state import Position, StateFile
-from ds2.lm.recurrent_training import Passed, Settings, Text, train
+from ds2.lm.recurrent_training import Passed, Position, Settings, StateFile, Text, train
 from ds2.system.tensor_file import CheckpointError, load, save
 from ds2.text.alphabet import Alphabet
 
