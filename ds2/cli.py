@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from ds2 import __version__
-from ds2.system.stops import ending_at_once
+from ds2.system.signals import default_signals
 from ds2.system.terminal import VisibleFormatter, safe_output
 
 _USAGE = """\
@@ -87,11 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[terminal])
-    with ending_at_once():
+    with default_signals():
         report_errors = import_module("ds2.commands.common").report_errors
 
     def run() -> int:
-        with ending_at_once():
+        with default_signals():
             command = import_module(f"ds2.commands.{name}")
         status: int = command.run(rest)
         return status

@@ -12,7 +12,7 @@ from pathlib import Path
 from reproduce_log import so_far
 
 from ds2 import cli
-from ds2.system.stops import end_with_parent
+from ds2.system.signals import die_with_parent
 
 _LINES_OF_AN_ERROR = 3
 _SAVING_S = 12  # that a run has to save when the time is up, and anything else to end
@@ -71,5 +71,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()  # a run must not outlive the table
+    die_with_parent()  # a run must not outlive the table
     sys.exit(cli.main())

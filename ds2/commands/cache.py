@@ -12,7 +12,7 @@ from ds2_ops.jit.build import cache_dir as kernel_dir
 
 from ds2.commands.common import Parser, with_search_path
 from ds2.commands.compose import compose_config
-from ds2.system.files import cache_dir, sweep
+from ds2.system.files import cache_dir, remove_stale
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         files = kind.files()
         if kind.name in given.clear or "all" in given.clear:
             freed = sum(_remove(path) for path in files)
-            sweep(kind.folder)
+            remove_stale(kind.folder)
             print(f"{kind.name:<8} {freed / 1e6:10.1f} MB removed, {len(files)} files of {kind.folder}")
             continue
         stats = [path.stat() for path in files]

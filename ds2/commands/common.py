@@ -16,7 +16,7 @@ from ds2.config.allowed import Range
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.system.errors import UserError
-from ds2.system.stops import Stopped, end_children, stoppable
+from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
 USER_ERROR = 2
@@ -155,12 +155,12 @@ def report_errors(action: Callable[[], int]) -> int:
     Whatever else is raised keeps its traceback.
     """
     try:
-        with stoppable():
+        with raise_on_sigterm():
             status = action()
             sys.stdout.flush()
             return status
     except Stopped as stopped:
-        end_children()
+        kill_workers()
         print(f"ds2: stopped by {stopped}", file=sys.stderr)
         return stopped.status
     except BrokenPipeError:  # the reader of our output has seen enough: `ds2 ... | head`

@@ -16,7 +16,7 @@ from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prep
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
 from ds2.data.splits import ensure_manifests
 from ds2.system.files import check_writable, write_text
-from ds2.system.stops import ending_at_once
+from ds2.system.signals import default_signals
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import learn_pieces
 
@@ -96,7 +96,7 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
-    with ending_at_once():
+    with default_signals():
         import torch  # here: the other commands need not wait for it
 
         from ds2.audio.features import Features

@@ -20,7 +20,7 @@ from ds2.data.split import TOGETHER, split
 from ds2.data.statistics import Conditions, draw, keep, statistics
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet, describe
-from ds2.text.unfit import settings
+from ds2.text.unknown_characters import settings
 
 _BASE_SYMBOLS = " '"
 

@@ -23,7 +23,7 @@ from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live
-from ds2.system.stops import ENDING, Ends, handling
+from ds2.system.signals import STOP_SIGNALS, StopHandler, handle_signals
 from ds2.system.terminal import visible
 
 _CHUNK_S = 0.1
@@ -41,12 +41,12 @@ def run(arguments: Sequence[str]) -> int:
     loaded = load_model(file, device)
     recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
     hot_words = dict.fromkeys(given.hot)
-    show, ends = _Shown(given.format == "json"), Ends()
-    with handling(ENDING, ends):
+    show, ends = _Shown(given.format == "json"), StopHandler()
+    with handle_signals(STOP_SIGNALS, ends):
         with _microphone(sounds, given.input, recogniser.features.sample_rate_hz) as (rate_hz, heard):
             live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
             print("listening; Ctrl-C ends", file=sys.stderr, flush=True)
-            for samples in ends.each(heard.get):
+            for samples in ends.until_stopped(heard.get):
                 live.accept_waveform(samples)
                 while live.is_ready():
                     live.decode()

@@ -19,7 +19,7 @@ from ds2.lm.recurrent_training import Passed, Settings, StateFile, Text, train
 from ds2.lm.sentences import SentenceReader
 from ds2.system.files import check_writable
 from ds2.system.machine import git_commit
-from ds2.system.stops import Stopped
+from ds2.system.signals import Stopped
 from ds2.text.alphabet import Alphabet
 from ds2.training.interrupts import Interrupts
 

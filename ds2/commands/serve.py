@@ -19,7 +19,7 @@ from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
-from ds2.system.stops import ENDING, handling
+from ds2.system.signals import STOP_SIGNALS, handle_signals
 
 _OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
 
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     else:
         server = make_server(Here(make(), limits), limits, given.host, port)
         open_up(kept)
-        with handling(ENDING, server.handle_exit):  # uvicorn has its own later, and raises then what came once more
+        with handle_signals(STOP_SIGNALS, server.handle_exit):  # uvicorn installs its own later
             print(said, flush=True)  # whoever reads it is answered
             server.run(sockets=[kept])
     return 0

@@ -26,7 +26,7 @@ from ds2.commands.compose import (
 from ds2.commands.sweep import Job, finish, folder_name
 from ds2.commands.train_help import help_text, options_and_overrides
 from ds2.distributed.launcher import launched
-from ds2.system.stops import ending_at_once
+from ds2.system.signals import default_signals
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _train(composed: DictConfig) -> int:
         log.info("as in %s: %s", config.checkpoint.init_from, inheritance.replaced)
     if inheritance.differing:
         log.warning("unlike %s, as you set it: %s", config.checkpoint.init_from, inheritance.differing)
-    with ending_at_once():
+    with default_signals():
         from ds2.training.loop import train  # here: a mistake in the settings is told before torch is there
 
     return train(config, Path(config.run_dir))

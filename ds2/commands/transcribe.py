@@ -25,8 +25,8 @@ from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript
-from ds2.system.files import own_folder, write_text
-from ds2.system.stops import ENDING, Ends, Stopped, handling
+from ds2.system.files import temporary_folder, write_text
+from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals
 from ds2.system.terminal import visible
 
 _STDIN = "-"
@@ -55,7 +55,7 @@ def _readable(name: str) -> Iterator[Path]:
     if name != _STDIN:
         yield Path(name)
         return
-    with own_folder(Path(tempfile.gettempdir()), "ds2-stdin") as folder:
+    with temporary_folder(Path(tempfile.gettempdir()), "ds2-stdin") as folder:
         copy = folder / "stdin.audio"
         with copy.open("wb") as out:
             shutil.copyfileobj(sys.stdin.buffer, out)
@@ -130,8 +130,8 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
                 text = segment.hypothesis.text
                 print(text if alone else f"{name}\t{text}", flush=True)
 
-    rate_hz, ends = recogniser.features.sample_rate_hz, Ends()
-    with handling(ENDING if name == _STDIN else (), ends):
+    rate_hz, ends = recogniser.features.sample_rate_hz, StopHandler()
+    with handle_signals(STOP_SIGNALS if name == _STDIN else (), ends):
         for samples in _raw_samples(ends) if name == _STDIN else audio_blocks(name, rate_hz):
             live.accept_waveform(samples)
             while live.is_ready():
@@ -143,10 +143,10 @@ def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace
         raise Stopped(ends.number)
 
 
-def _raw_samples(ends: Ends) -> Iterator[NDArray[np.float32]]:
+def _raw_samples(ends: StopHandler) -> Iterator[NDArray[np.float32]]:
     """Headerless 16-bit little-endian mono samples of standard input, as they come, until its end or a signal."""
     samples, source = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer)
-    for chunk in ends.each(source.read1):
+    for chunk in ends.until_stopped(source.read1):
         if not chunk:
             return
         yield samples.accept(chunk)

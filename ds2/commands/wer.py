@@ -15,7 +15,7 @@ from pathlib import Path
 from ds2.commands.common import Parser
 from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
 from ds2.scoring.statistics import ScoringError, paired_test
-from ds2.scoring.texts import Line, match, read_texts, some
+from ds2.scoring.texts import Line, first_names, match, read_texts
 from ds2.scoring.wer import corpus_report
 from ds2.text.normalise import fold
 
@@ -36,7 +36,7 @@ def _speakers(path: Path, names: list[str]) -> list[str]:
     speakers = {key: line.text.strip() for key, line in read_texts(path, ids=True, hypotheses=False).items()}
     absent = [name for name in names if name not in speakers]
     if absent:
-        raise ScoringError(f"{path}: no speaker for {len(absent)} utterances: {some(absent)}")
+        raise ScoringError(f"{path}: no speaker for {len(absent)} utterances: {first_names(absent)}")
     return [speakers[name] for name in names]
 
 
@@ -52,7 +52,7 @@ def _score(given: argparse.Namespace) -> None:
             _warn_of_ids(references, hypotheses)
         found, absent = match(references, hypotheses, path, missing=given.missing)
         if absent:
-            print(f"{path}: {len(absent)} missing hypotheses count as empty: {some(absent)}", file=sys.stderr)
+            print(f"{path}: {len(absent)} missing hypotheses count as empty: {first_names(absent)}", file=sys.stderr)
         prepare = str.lower if given.lower else str
         reports.append(
             corpus_report(

@@ -21,7 +21,7 @@ from ds2.data import cache_file
 from ds2.data.cache_build import SUFFIX, decode, find_cheap, summary, write_cheap, write_files
 from ds2.data.cache_file import CacheError, CacheFile, cache_bytes
 from ds2.data.manifest import Utterance
-from ds2.system.files import sweep
+from ds2.system.files import remove_stale
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def _extend(
     if errors:
         raise AudioError(summary(errors, total))
     folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
+    remove_stale(folder)
     if cheap:
         write_cheap(folder, [key for key in missing if key in cheap])
     costly = {key: utterance for key, utterance in missing.items() if key not in cheap}

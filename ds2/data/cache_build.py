@@ -18,7 +18,7 @@ from tqdm import tqdm
 from ds2.audio.read import AudioError, read_audio, reads_cheaply
 from ds2.data.cache_file import CacheWriter
 from ds2.data.manifest import Utterance
-from ds2.system.files import whole_file
+from ds2.system.files import atomic_file
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def write_files(folder: Path, utterances: Mapping[bytes, Utterance], sample_rate
     log.info("decoding %d utterances, %.2f h, into the audio cache %s", len(utterances), hours, folder)
     with tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None) as progress:
         for keys in _parts(utterances, sample_rate_hz):
-            with suppress(AudioError), whole_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
+            with suppress(AudioError), atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
                 errors += _fill(writer, keys, utterances, sample_rate_hz, progress)
                 if not len(writer):
                     raise errors[-1]  # a file that holds nothing is not published
@@ -129,7 +129,7 @@ def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[
 
 def write_cheap(folder: Path, keys: Sequence[bytes]) -> None:
     """Note that these keys are of utterances that need no cache: their headers are not looked at again."""
-    with whole_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
+    with atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
         for key in keys:
             writer.add(key, np.zeros(0, np.int16))
 

@@ -20,9 +20,9 @@ from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
 from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
-from ds2.system.stops import worker_processes
+from ds2.system.signals import worker_processes
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
-from ds2.text.unfit import count_unfit, help_text
+from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ def check(
     shared = Counter(u.audio_filepath for _, u in listed)
     findings: list[Finding] = []
     for (split, u), measured in zip(listed, probes, strict=True):
-        whole_file = shared[u.audio_filepath] == 1 and not u.offset_s
-        problems = _audio_problems(u, measured, data.sample_rate_hz, whole_file)
+        atomic_file = shared[u.audio_filepath] == 1 and not u.offset_s
+        problems = _audio_problems(u, measured, data.sample_rate_hz, atomic_file)
         problems += transcript_problems(
             u, data, alphabet, output_frames, speeds=paces(augment) if split == "train" else None
         )
@@ -131,7 +131,7 @@ def check(
     findings += _duplicates(listed, probes)
     findings += _pace_outliers(listed)
     hours = sum(u.duration_s for _, u in listed) / 3600
-    unfit = help_text(count_unfit((u.text for _, u in listed), alphabet), alphabet)
+    unfit = propose_alphabet(count_unknown((u.text for _, u in listed), alphabet), alphabet)
     return CheckReport(len(listed), hours, findings, _notes(splits, alphabet), unfit)
 
 
@@ -197,7 +197,7 @@ def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Pro
             return probes
 
 
-def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, whole_file: bool) -> list[tuple[str, str, str]]:
+def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, atomic_file: bool) -> list[tuple[str, str, str]]:
     if measured.error:
         return [("error", measured.kind, measured.error)]
     problems = []
@@ -210,7 +210,7 @@ def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, whole_file: b
         problems.append(("warning", "low_rate", reason))
     elif measured.rate_hz > wanted_hz:
         problems.append(("warning", "rate", f"{measured.rate_hz} Hz, resampled to {wanted_hz} Hz at each reading"))
-    if whole_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
+    if atomic_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
         reason = f"the manifest says {u.duration_s:.3f} s, the file lasts {measured.file_s:.3f} s; the rest is not used"
         problems.append(("warning", "duration", reason))
     return problems

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.data.manifest import Utterance
-from ds2.system.files import whole_file
+from ds2.system.files import atomic_file
 
 _SAMPLED = 256  # files or members of shards
 _BLOCK_BYTES, _BLOCKS = 16384, 4  # read of each
@@ -41,7 +41,7 @@ def describe_changes(path: Path, utterances: Sequence[Utterance]) -> str:
     """
     now = _record(utterances)
     before = _read(path)
-    with whole_file(path) as partial, partial.open("wb") as file:
+    with atomic_file(path) as partial, partial.open("wb") as file:
         np.save(file, now, allow_pickle=False)
     if before is None:
         return "corpus: no record of an earlier start to compare with"

@@ -23,7 +23,7 @@ from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.machine import usable_cores
-from ds2.system.stops import become_worker, end_children
+from ds2.system.signals import init_worker, kill_workers
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 log = logging.getLogger(__name__)
@@ -245,8 +245,8 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-atexit.register(end_children)
+atexit.register(kill_workers)
 
 
 def _start_worker(worker: int) -> None:
-    become_worker()
+    init_worker()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.system.errors import UserError
-from ds2.system.files import whole_file
+from ds2.system.files import atomic_file
 from ds2.system.plain import parse_json
 
 
@@ -89,7 +89,7 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     """
     path = Path(path)
     folder = path.parent.resolve()
-    with whole_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+    with atomic_file(path) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
         for utterance in utterances:
             file.write(json.dumps(_to_record(utterance, folder), ensure_ascii=False) + "\n")
 

@@ -25,7 +25,7 @@ from ds2.audio.shard import Member, Shard, ShardError, write_index
 from ds2.data.audio_cache import content_keys
 from ds2.data.cache_build import decode, summary
 from ds2.data.manifest import Utterance, write_manifest
-from ds2.system.files import whole_file
+from ds2.system.files import atomic_file
 from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _write(
 
     members, failed, step = dict[int, Member](), list[AudioError](), _AT_ONCE * usable_cores()
     with (
-        whole_file(path) as partial,
+        atomic_file(path) as partial,
         partial.open("wb") as file,
         tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):

@@ -13,7 +13,7 @@ from ds2.data.corpora import prepare
 from ds2.data.manifest import Utterance, read_manifests
 from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
-from ds2.text.unfit import count_unfit, help_text
+from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 log = logging.getLogger(__name__)
 _NAMED_AT_MOST = 20
@@ -60,7 +60,7 @@ def training_utterances(
     found = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=paces(augment))) for u in utterances]
     refused = [(u, text) for u, problems in found for severity, _, text in problems if severity == "error"]
     kept = [u for u, problems in found if not any(severity == "error" for severity, _, _ in problems)]
-    unfit = count_unfit((u.text for u in utterances), alphabet)
+    unfit = count_unknown((u.text for u in utterances), alphabet)
     if alphabet.unknown == "drop" and unfit:
         log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
     if refused:
@@ -70,7 +70,7 @@ def training_utterances(
             raise CorpusError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
                 "Mend the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
-                + (f"\n\n{help_text(unfit, alphabet)}" if alphabet.unknown == "stop" and unfit else "")
+                + (f"\n\n{propose_alphabet(unfit, alphabet)}" if alphabet.unknown == "stop" and unfit else "")
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
     if not kept:
@@ -84,7 +84,7 @@ def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utte
     They are reported once here, never dropped, so that a WER is comparable between systems.
     """
     utterances = read_manifests([Path(p) for p in manifests])
-    unknown = count_unfit((u.text for u in utterances), alphabet)
+    unknown = count_unknown((u.text for u in utterances), alphabet)
     if unknown:
         log.warning(
             "references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common())

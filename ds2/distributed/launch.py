@@ -24,7 +24,7 @@ from ds2.distributed.ordered import OrderedCommunicator
 from ds2.distributed.world import World
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
-from ds2.system.stops import Stopped
+from ds2.system.signals import Stopped
 from ds2.system.terminal import visible
 
 log = logging.getLogger(__name__)

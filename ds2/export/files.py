@@ -16,7 +16,7 @@ from ds2 import __version__
 from ds2.export import sherpa
 from ds2.export.model import STATES, Exported, ExportError, TorchModel
 from ds2.model.checkpoint import LoadedModel
-from ds2.system.files import whole_file, write_text
+from ds2.system.files import atomic_file, write_text
 
 DESCRIPTION = "ds2"  # the entry of a file's metadata that holds the description, JSON
 TOKENS = "tokens.txt"
@@ -131,7 +131,7 @@ def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
     try:
         if beside.exists() and beside.read_text(encoding="utf-8", errors="replace") != content:
             raise ExportError(f"{beside} is of another model: choose another folder with --out, or remove it")
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             yield partial
         write_text(beside, content)
     except OSError as error:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.lm.ngram import END, SPACE, START, TENSORS, UNKNOWN, LanguageModelError, Level, NGram, blocks, link, unlink
-from ds2.system.files import cache_dir, own_folder, sweep, whole_file
+from ds2.system.files import atomic_file, cache_dir, remove_stale, temporary_folder
 from ds2.text.lines import read_lines
 
 _LN10 = math.log(10.0)
@@ -35,7 +35,7 @@ def write_arpa(model: NGram, path: Path) -> None:
         LanguageModelError: the folder is not writable or the disk is full.
     """
     try:
-        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as out:
+        with atomic_file(path) as partial, partial.open("w", encoding="utf-8") as out:
             _write(model, out)
     except OSError as error:
         raise LanguageModelError(f"{path} could not be written: {error}") from error
@@ -243,7 +243,7 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
     else:
         yield kept
         return
-    with own_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
+    with temporary_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
         write_arpa(lm, folder / "model.arpa")
         yield folder / "model.arpa"
 
@@ -277,7 +277,7 @@ def _content_key(lm: NGram) -> str:
 
 def _drop_least_recent(newest: Path) -> None:
     """Remove what was not used for longest, and what killed processes left, until the folder is within its limit."""
-    sweep(newest.parent)
+    remove_stale(newest.parent)
     others = []
     for path in newest.parent.iterdir():
         with suppress(OSError):  # another process removed it meanwhile

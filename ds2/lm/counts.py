@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError, blocks
-from ds2.system.files import own_folder
+from ds2.system.files import temporary_folder
 
 Ints = NDArray[np.int64]
 UNKNOWN_ID, START_ID, END_ID = 0, 1, 2
@@ -34,7 +34,7 @@ class Scratch:
     def __init__(self, folder: Path | None) -> None:
         self._open = ExitStack()
         try:
-            self._folder = self._open.enter_context(own_folder(folder or Path(tempfile.gettempdir()), "ds2-lm"))
+            self._folder = self._open.enter_context(temporary_folder(folder or Path(tempfile.gettempdir()), "ds2-lm"))
         except OSError as error:
             raise LanguageModelError(
                 f"no temporary folder in {folder}: {error}; choose another with --temp-dir"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds2.lm.arpa import read_arpa
 from ds2.lm.ngram import TENSORS, UNITS, LanguageModelError, NGram
-from ds2.system.files import whole_file
+from ds2.system.files import atomic_file
 from ds2.system.plain import from_plain
 from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_header, read_header
 from ds2.text.alphabet import Alphabet, AlphabetError
@@ -40,7 +40,7 @@ def save_ngram(model: NGram, path: Path) -> None:
         "alphabet": None if model.alphabet is None else dict(model.alphabet),
     }
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             save_file(tensors, partial, metadata=make_header(metadata, tensors, content=False))
     except (OSError, SafetensorError) as error:
         needed_mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20

@@ -21,7 +21,15 @@ from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
 from ds2.lm.recurrent import BOUNDARY, RecurrentLM, gather
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import CheckpointError, load, optimizer_tensors, part, prefixed, restore_optimizer, save
+from ds2.system.tensor_file import (
+    CheckpointError,
+    load,
+    optimizer_tensors,
+    restore_optimizer,
+    save,
+    with_prefix,
+    without_prefix,
+)
 from ds2.text.alphabet import Alphabet
 
 _CLIP_NORM = 1.0
@@ -279,7 +287,7 @@ class StateFile:
             CheckpointError: it cannot be written.
         """
         tensors = {
-            **prefixed("model", model.state_dict()), **prefixed("optimizer", optimizer_tensors(optimizer)),
+            **with_prefix("model", model.state_dict()), **with_prefix("optimizer", optimizer_tensors(optimizer)),
         }  # fmt: skip
         save(self.path, tensors, {"kind": _KIND, "position": asdict(position), "made_of": self._made_of})
         self._saved = time.monotonic()
@@ -309,8 +317,8 @@ class StateFile:
             raise CheckpointError(f"a training with other {', '.join(other)} was stopped there: go on with the same")
         if min(stored.position.epoch - 1, stored.position.batch, stored.position.step) < 0:
             raise CheckpointError(f"metadata.position: counts from before the start, {stored.position}")
-        model.load_state_dict(part("model", tensors))
-        momenta, weights = part("optimizer", tensors), list(model.parameters())
+        model.load_state_dict(without_prefix("model", tensors))
+        momenta, weights = without_prefix("optimizer", tensors), list(model.parameters())
         wanted = {f"{n}.{name}": w.shape for n, w in enumerate(weights) for name in ("exp_avg", "exp_avg_sq")}
         wanted |= {f"{n}.step": torch.Size() for n in range(len(weights))}
         if {name: value.shape for name, value in momenta.items()} != wanted:

@@ -16,7 +16,7 @@ from ds2.config.schema import Config
 from ds2.model.acoustic import AcousticModel
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain
-from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, part, prefixed, read_metadata, save
+from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save, with_prefix, without_prefix
 from ds2.text.alphabet import Alphabet
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # types that weights may be stored in
@@ -58,7 +58,7 @@ def save_model(
     path: Path, model: AcousticModel, features: Features, alphabet: Alphabet, config: Config, metrics: Mapping[str, Any]
 ) -> None:
     """Write one self-contained model file: weights, feature statistics, alphabet, resolved config and metrics."""
-    tensors = prefixed("model", model.state_dict()) | prefixed("features", features.state_dict())
+    tensors = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
     metadata = {
         "kind": "model",
         "config": config_to_dict(config),
@@ -101,8 +101,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
         model = AcousticModel(anywhere, features.bins, len(alphabet), config.features.step_s)
     except (FieldError, UserError) as error:
         raise CheckpointError(f"{file}: {error}; {WAY_OUT}") from error
-    model.load_state_dict(part("model", tensors))
-    features.load_state_dict(part("features", tensors))
+    model.load_state_dict(without_prefix("model", tensors))
+    features.load_state_dict(without_prefix("features", tensors))
     return LoadedModel(model.to(device).eval(), features.to(device).eval(), alphabet, config, metadata)
 
 
@@ -120,7 +120,7 @@ def _check_tensors(config: Config, labels: int, tensors: Mapping[str, Tensor]) -
     with torch.device("meta"):
         features = Features(config.features, config.data.sample_rate_hz)
         model = AcousticModel(config.model, features.bins, labels, config.features.step_s)
-    expected = prefixed("model", model.state_dict()) | prefixed("features", features.state_dict())
+    expected = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
     for name in sorted({*expected, *tensors}):
         shape = tuple(tensors[name].shape) if name in tensors else "missing"
         expected_shape = tuple(expected[name].shape) if name in expected else "no such tensor"

@@ -99,15 +99,15 @@ def match(
     absent = [references[key].name for key in references if key not in hypotheses]
     extra = [hypotheses[key].name for key in hypotheses if key not in references]
     if extra:
-        raise ScoringError(f"{path}: {len(extra)} hypotheses have no reference: {some(extra)}")
+        raise ScoringError(f"{path}: {len(extra)} hypotheses have no reference: {first_names(extra)}")
     if absent and missing == "stop":
         raise ScoringError(
-            f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {some(absent)}; "
+            f"{path}: {len(absent)} of {len(references)} references have no hypothesis: {first_names(absent)}; "
             "--missing empty counts their words as deleted"
         )
     return [hypotheses[key].text if key in hypotheses else "" for key in references], absent
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Return the first names of a list, for a message."""
     return ", ".join(names[:_NAMED_AT_MOST]) + (", ..." if len(names) > _NAMED_AT_MOST else "")

@@ -26,8 +26,8 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.serve.limits import Limits
 from ds2.serve.workers import END_S, Workers
 from ds2.system.errors import UserError
-from ds2.system.files import own_folder
-from ds2.system.stops import ENDING, handling
+from ds2.system.files import temporary_folder
+from ds2.system.signals import STOP_SIGNALS, handle_signals
 
 log = logging.getLogger(__name__)
 SESSIONS = 1000  # in real time that one keeps up with
@@ -53,7 +53,7 @@ class Recognisers:
         share = replace(limits, sessions=-(-limits.sessions // count))
         self._given, self.ending = (make, share, address, workers), False
         self._open = ExitStack()
-        counted = self._open.enter_context(own_folder(Path(tempfile.gettempdir()), "ds2-serve"))
+        counted = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(counted)  # where all count, so that each can tell the sum
         self._processes: list[BaseProcess] = []
         try:
@@ -66,7 +66,7 @@ class Recognisers:
 
     def run(self) -> None:
         """Wait until SIGINT or SIGTERM, and then until all sessions were told their last words."""
-        with handling(ENDING, self._signalled):
+        with handle_signals(STOP_SIGNALS, self._signalled):
             try:
                 while self._processes:
                     gone = wait([process.sentinel for process in self._processes])

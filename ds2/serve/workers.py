@@ -19,7 +19,7 @@ from ds2.serve.limits import Limits
 from ds2.serve.links import Link, Links
 from ds2.serve.server import calm
 from ds2.serve.worker import work
-from ds2.system.stops import ENDING, handling
+from ds2.system.signals import STOP_SIGNALS, handle_signals
 
 log = logging.getLogger(__name__)
 SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
@@ -55,7 +55,7 @@ class Workers:
 
     def run(self) -> None:
         """Hear until SIGINT or SIGTERM, and then until all sessions were told their last words."""
-        with handling(ENDING, self._signalled):
+        with handle_signals(STOP_SIGNALS, self._signalled):
             try:
                 with calm():
                     self.dispatch.run(self._arrived)

@@ -1,8 +1,7 @@
-"""The ground, which knows nothing of speech.
+"""The lowest layer, which knows nothing of speech.
 
-errors: the base of all errors that a user can mend. files: files written whole, the cache folder. tensor_file:
-tensors with a JSON header in one file. optimizer_state: an optimizer as such tensors. machine: cores, the commit that
-runs. plain: plain containers to dataclasses, the check at the door of every format. messages: values between processes
-as data that runs no code. stops: signals that end a process.
-terminal: what files say, without commands to a terminal.
+errors: the base class of errors that a user can fix. files: atomic writes, temporary folders, the cache folder.
+tensor_file: checkpoint files. machine: cores, memory, the git commit. plain: JSON values to dataclasses, with checks.
+messages: values between processes as data that runs no code. signals: stop signals and worker processes. terminal: safe
+terminal output.
 """

@@ -1,9 +1,9 @@
-"""The one base of all errors that a user can mend."""
+"""The base class of all errors that a user can fix."""
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: the message says what was given, what is allowed and the way out.
+    """An error that the user can fix: the message says what was given, what is allowed and what to do.
 
-    Every error class of ds2 derives from it. A command prints its message and exits with status 2; whatever else is
-    raised is a fault of ds2 and keeps its traceback.
+    Every error class of ds2 derives from it. A command prints the message and exits with status 2. Any other exception
+    is a bug of ds2 and keeps its traceback.
     """

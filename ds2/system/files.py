@@ -1,6 +1,6 @@
-"""Files that readers, and those who come after a crash or a power cut, find whole.
+"""Atomic writes: after a crash or a power cut a file is the old version or the complete new one.
 
-They are written in a folder of their own beside their place, made durable, and renamed into it.
+A file is written in a temporary folder beside its final path, flushed to the disk and renamed.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from pathlib import Path
 
 from ds2.system.errors import UserError
 
-_STALE_S = 3600.0  # before, nothing of another host goes: its locks may not be seen here
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
-_LOCK = ".writer"  # in a writer's folder, locked as long as it lives
+_STALE_S = 3600.0  # folders of other hosts stay this long: their locks may not be visible here
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<process>\d+)\.[0-9a-f]{16}\.partial")
+_LOCK = ".writer"  # a file in each temporary folder, locked while its process lives
 
 
 class UnwritableError(UserError):
-    """A file that has no place where it is to be written; the message names it and the system's reason."""
+    """A file cannot be written; the message names the file and the reason of the system."""
 
 
 def check_writable(*paths: Path) -> None:
-    """Find out before long work, rather than after it, that its results cannot be written; nothing is left behind.
+    """Check before a long computation that its results can be written. Creates no files.
 
     Raises:
-        UnwritableError: a path is a folder, or the folder that it is to lie in cannot be written or made.
+        UnwritableError: a path is a folder, or its parent folder cannot be created or written.
     """
     for path in paths:
         try:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            there = next(folder for folder in path.absolute().parents if folder.exists())
-            with tempfile.TemporaryFile(dir=there) as probe:
+            parent = next(folder for folder in path.absolute().parents if folder.exists())
+            with tempfile.TemporaryFile(dir=parent) as probe:
                 probe.write(b"ds2")
         except OSError as error:
-            raise UnwritableError(f"{path} could not be written: {error.strerror}; give another place") from error
+            raise UnwritableError(f"{path} could not be written: {error.strerror}; choose another path") from error
 
 
 def cache_dir() -> Path:
-    """Folder of kept files: $DS2_CACHE_DIR, else ds2 under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the cache folder: $DS2_CACHE_DIR, else ds2 under $XDG_CACHE_HOME or ~/.cache."""
     if chosen := os.environ.get("DS2_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds2"
 
 
 @contextmanager
-def own_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Give a folder in `parent` for the block, which is removed with all in it; also what dead writers of `name` left.
+def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Create a folder in `parent` for the block and delete it afterwards, with those that killed processes left.
 
-    Its name says whose it is: `.NAME.HOST.PROCESS.HEX.partial`.
+    Its name says which process owns it: `.NAME.HOST.PROCESS.HEX.partial`.
 
     Raises:
-        OSError: `parent` is not there or not writable.
+        OSError: `parent` does not exist or is not writable.
     """
-    sweep(parent, name)
+    remove_stale(parent, name)
     folder = parent / f".{name}.{host_id()}.{os.getpid()}.{secrets.token_hex(8)}.partial"
     folder.mkdir(mode=0o700)
     try:
         with (folder / f"{_LOCK}.new").open("w") as lock:
-            with suppress(OSError):  # where files cannot be locked, other hosts take the writer for alive
+            with suppress(OSError):  # without file locks other hosts assume that the writer is alive
                 fcntl.lockf(lock, fcntl.LOCK_EX)
                 os.replace(lock.name, folder / _LOCK)
             yield folder
@@ -75,39 +75,38 @@ def own_folder(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sweep(parent: Path, name: str | None = None) -> None:
-    """Remove what killed writers of `name` (None: of any) left in `parent`, and nothing of a live one.
+def remove_stale(parent: Path, name: str | None = None) -> None:
+    """Delete the temporary folders in `parent` whose process was killed, those of `name` only unless it is None.
 
-    A writer of this host is dead when its process is gone; one of another host when the system has given up its lock,
-    and an hour has passed since it last wrote: neither a clock that jumps nor a file system whose locks end at the host
-    is enough to take a live one's.
+    A process of this host is dead if its process id is free. A process of another host is dead if its lock is free and
+    its last write is an hour old: both, because clocks jump and some file systems do not share locks between hosts.
     """
     with suppress(OSError):
-        for left in list(parent.iterdir()):
-            found = _LEFT.fullmatch(left.name)
-            if found and name in (None, found["name"]):
+        for folder in list(parent.iterdir()):
+            writer = _TEMPORARY.fullmatch(folder.name)
+            if writer and name in (None, writer["name"]):
                 with suppress(OSError):
-                    if _dead(left, found):
-                        shutil.rmtree(left)
+                    if _is_dead(folder, writer):
+                        shutil.rmtree(folder)
 
 
-def _dead(left: Path, writer: re.Match[str]) -> bool:
+def _is_dead(folder: Path, writer: re.Match[str]) -> bool:
     if writer["host"] == host_id():
         try:
             os.kill(int(writer["process"]), 0)
         except ProcessLookupError:
             return True
         except PermissionError:
-            return False  # somebody else's, alive
+            return False  # a live process of another user
         return False
-    with (left / _LOCK).open("r+") as lock:
+    with (folder / _LOCK).open("r+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    newest: float = max(path.lstat().st_mtime for path in (left, *left.iterdir()))
+    newest: float = max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
     return time.time() - newest > _STALE_S
 
 
 def host_id() -> str:
-    """This host and, where containers share its name, the space in which process numbers count."""
+    """Return the host name and the namespace of its process ids, which tells containers of one host name apart."""
     space = ""
     with suppress(OSError):
         space = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
@@ -115,22 +114,21 @@ def host_id() -> str:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path to write a file at, which takes the place of `path` when the block ends; an error leaves none.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; at the end of the block rename it to `path`, after an error delete it.
 
-    Any number of processes, on any hosts, may write one file at once: the last to end wins. The file, and then its
-    name, are on the disk when this returns: after a power cut `path` is the old file or the whole new one, and once
-    this has returned it is the new one.
+    Several processes, also on several hosts, may write the same file at once: the last one wins. The content and the
+    name are flushed to the disk before this returns.
 
     Raises:
         OSError: the folder is not writable or the disk is full.
     """
     _make_folder(path.parent)
     try:
-        with own_folder(path.parent, path.name) as folder:
+        with temporary_folder(path.parent, path.name) as folder:
             partial = folder / path.name
             partial.touch(exist_ok=False)
-            mode = partial.stat().st_mode  # as the umask has it: safetensors puts a file of its own mode here
+            mode = partial.stat().st_mode  # of the umask; safetensors replaces the file by one of another mode
             yield partial
             with partial.open("rb+") as written:
                 os.fsync(written.fileno())
@@ -138,19 +136,19 @@ def whole_file(path: Path) -> Iterator[Path]:
             partial.replace(path)
             _sync_folder(path.parent)
     except OSError as error:
-        if error.filename is None:  # as a write to a full disk has it
+        if error.filename is None:  # a write to a full disk names no file
             error.filename = str(path)
         raise
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a UTF-8 file that is either the old one or the whole new one."""
-    with whole_file(path) as partial:
+    """Write a UTF-8 file atomically."""
+    with atomic_file(path) as partial:
         partial.write_text(content, encoding="utf-8", newline="\n")
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each of which is on the disk with its name."""
+    """Create a folder and its parents, and flush each name to the disk."""
     if folder.is_dir():
         return
     if folder.parent != folder:
@@ -160,7 +158,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; some network file systems, which do so by themselves, refuse."""
+    """Flush the names in a folder to the disk; some network file systems do so themselves and refuse this."""
     with suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""What this machine and this tree are: cores that may be used, memory, the commit that runs."""
+"""Facts about the machine and the source tree: cores, memory, open files, git commit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def allow_files(count: int) -> int:
-    """Let this process, and those it begins, open so many files and sockets if it may; return how many it may open."""
+    """Raise the limit of open files and sockets to `count` as far as the hard limit permits; return the new limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -26,13 +26,13 @@ def allow_files(count: int) -> int:
 
 
 def memory_bytes() -> int:
-    """Return the main memory of this machine."""
+    """Return the size of the main memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache
 def git_commit() -> str:
-    """The commit of the source tree that runs, `-dirty` appended where it has changes, or 'unknown' outside git."""
+    """Return the commit of the source tree, with `-dirty` if it has changes, or 'unknown' outside a git repository."""
     folder = Path(__file__).resolve().parent
     try:
         commit = subprocess.run(

@@ -1,4 +1,4 @@
-"""Plain containers, as JSON and YAML give them, to dataclasses: the check at the door of every format with a header."""
+"""JSON and YAML values to dataclasses, with checks of types and field names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 from ds2.system.errors import UserError
 
 T = TypeVar("T")
-_NAMES = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
+_NAMES = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 _SHOWN = 60
 
 
 class FieldError(UserError, ValueError):
-    """A value of a file that does not fit; the message is `field: what is wrong`."""
+    """A value of a file has the wrong type; the message is `field: what is wrong`."""
 
     def __init__(self, field: str, what: str) -> None:
         super().__init__(f"{field}: {what}")
@@ -24,28 +24,29 @@ class FieldError(UserError, ValueError):
 
 
 class UnknownField(FieldError):
-    """A field that the format does not have."""
+    """A field that does not exist."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Read JSON; raises ValueError for whatever is none, also for what is nested deeper than can be read."""
+    """Parse JSON; raises ValueError for text that is not JSON or is nested too deep to be parsed."""
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"it is nested too deep ({error})") from error
+        raise ValueError(f"nested too deep ({error})") from error
 
 
 def from_plain(kind: type[T], value: object, field: str) -> T:
-    """Build a value of `kind` from plain containers; values are data, nothing in them is interpreted.
+    """Build a value of `kind` from plain containers. Strings are data: no interpolation takes place.
 
     Args:
         kind: a dataclass, str, bool, int, float (whole numbers too), list[...], tuple[..., ...], dict[str, ...], an
             optional one of these, or Any.
-        value: what a file holds.
-        field: its name, which names of inner ones are appended to with dots.
+        value: lists, dicts with strings as keys, strings and numbers.
+        field: name for messages; names of nested fields are appended with dots.
 
     Raises:
-        FieldError: another type, a missing field or, as UnknownField, one too many; it names the innermost field.
+        FieldError: a wrong type or a missing field.
+        UnknownField: a field that the dataclass does not have.
     """
     return cast(T, _build(kind, value, field))
 
@@ -76,31 +77,31 @@ def _container(kind: Any, value: object, field: str) -> object:
 
 
 def _dataclass(kind: type, value: object, field: str) -> object:
-    given, hints = _mapping(value, field), typing.get_type_hints(kind)
+    values, hints = _mapping(value, field), typing.get_type_hints(kind)
     entries = [entry for entry in dataclasses.fields(kind) if entry.init]
-    for key in given:
+    for key in values:
         if key not in {entry.name for entry in entries}:
             raise UnknownField(f"{field}.{key}", "no such field")
-    made = {}
+    arguments = {}
     for entry in entries:
         place = f"{field}.{entry.name}"
-        if entry.name in given:
-            made[entry.name] = _build(hints[entry.name], given[entry.name], place)
+        if entry.name in values:
+            arguments[entry.name] = _build(hints[entry.name], values[entry.name], place)
         elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
             raise FieldError(place, "is missing")
-    return kind(**made)
+    return kind(**arguments)
 
 
 def _mapping(value: object, field: str) -> dict[str, object]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise _wrong(field, value, "a mapping with texts as keys")
+        raise _wrong(field, value, "a mapping with strings as keys")
     return value
 
 
 def _wrong(field: str, value: object, expected: str) -> FieldError:
     try:
         shown = repr(value)
-    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+    except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
         shown = f"a {type(value).__name__}"
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return FieldError(field, f"is {shown}, expected {expected}")

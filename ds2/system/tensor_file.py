@@ -1,7 +1,7 @@
-"""Tensors with a JSON header in one safetensors file, which is the old one or the whole new one, and says if damaged.
+"""Checkpoint files: tensors and JSON metadata in one safetensors file, written atomically, checked by a digest.
 
-The header holds a digest of everything else: SHA-256 over the metadata and, by name, each tensor's type, shape and own
-SHA-256 (or, for a file that is mapped rather than read, its type and shape alone).
+The digest in the header is SHA-256 over the metadata and, in order of names, each tensor's type, shape and SHA-256. In
+files that are memory-mapped the tensors' contents are not part of it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ds2.system.errors import UserError
-from ds2.system.files import whole_file
+from ds2.system.files import atomic_file
 from ds2.system.machine import usable_cores
 from ds2.system.plain import parse_json
 
 FORMAT_VERSION = 2  # 1 had no digest
-WAY_OUT = "the file is damaged or of another program: copy it again"
-_JSON_KEY = "ds2"  # one entry alone: safetensors writes several in any order, and equal files would differ
+WAY_OUT = "the file is damaged or was written by another program: copy it again"
+_JSON_KEY = "ds2"  # a single entry: safetensors writes several in any order, and equal files would differ
 _DIGEST = re.compile(r'\{"digest": "([0-9a-f]{64})", ')
 
 
 class CheckpointError(UserError):
-    """A file that cannot be written or is not a ds2 checkpoint; the message names the file and the way out."""
+    """A file cannot be written or is not a ds2 checkpoint; the message names the file and what to do."""
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, the old or the whole new one.
+    """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, atomically.
 
     Raises:
-        CheckpointError: the folder is not writable or the disk is full; an older file at `path` is left as it was.
+        CheckpointError: the folder is not writable or the disk is full; an older file at `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     try:
-        with whole_file(path) as partial:
+        with atomic_file(path) as partial:
             save_file(contiguous, partial, metadata=make_header({"format": FORMAT_VERSION, **metadata}, contiguous))
     except (OSError, SafetensorError) as error:
         free = shutil.disk_usage(path.parent).free
@@ -59,7 +59,7 @@ def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tens
     """Read a file that `save` wrote: its tensors on `device` and its metadata.
 
     Raises:
-        CheckpointError: no such file, a truncated, damaged or foreign file, or one of a newer format.
+        CheckpointError: the file is missing, truncated, damaged, of another program or of a newer format.
     """
     return _read(path, str(device), tensors=True)
 
@@ -73,43 +73,43 @@ def _read(path: Path, device: str, *, tensors: bool) -> tuple[dict[str, Tensor],
     if not path.is_file():
         raise CheckpointError(f"there is no checkpoint {path}")
     try:
-        path.open("rb").close()  # safetensors takes whatever cannot be opened for missing
+        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     try:
         with safe_open(str(path), framework="pt", device="cpu") as opened:
             header = opened.metadata() or {}
             metadata = read_header(header, FORMAT_VERSION)
-            found = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (no dict)
+            loaded = {name: opened.get_tensor(name) for name in opened.keys()} if tensors else {}  # noqa: SIM118 (no dict)
         if tensors and has_digest(header):
-            check_digest(header, found)
+            check_digest(header, loaded)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return {name: tensor.to(device) for name, tensor in found.items()}, metadata
+    return {name: tensor.to(device) for name, tensor in loaded.items()}, metadata
 
 
 def make_header(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], *, content: bool = True) -> dict[str, str]:
-    """The header of a file: metadata as JSON, first of it the digest, over the tensors' `content` or shapes alone."""
+    """Return a header: metadata as JSON, the digest first; without `content` it covers shapes only."""
     text = json.dumps(metadata)
     return {_JSON_KEY: f'{{"digest": "{_digest(text, tensors, content=content)}", {text[1:]}'}
 
 
 def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
-    """The metadata of a header.
+    """Return the metadata of a header.
 
     Raises:
-        ValueError: the header is not of ds2, is damaged, or of a format above `newest`.
+        ValueError: the header was not written by ds2, is damaged, or its format is not 1 to `newest`.
     """
     if _JSON_KEY not in header:
         raise ValueError(f"was not written by ds2: its header has no {_JSON_KEY!r} entry")
     try:
         metadata = parse_json(header[_JSON_KEY])
     except ValueError as error:
-        raise ValueError(f"metadata: not JSON ({error}); {WAY_OUT}") from error
+        raise ValueError(f"metadata: is not JSON ({error}); {WAY_OUT}") from error
     if not isinstance(metadata, dict) or type(metadata.get("format")) is not int:
-        raise ValueError(f"format: is missing or no whole number; {WAY_OUT}")
+        raise ValueError(f"format: is missing or not a whole number; {WAY_OUT}")
     if metadata["format"] < 1:
         raise ValueError(f"format: is {metadata['format']}, formats are numbered from 1; {WAY_OUT}")
     if metadata["format"] > newest:
@@ -119,22 +119,22 @@ def read_header(header: Mapping[str, str], newest: int) -> dict[str, Any]:
 
 
 def has_digest(header: Mapping[str, str]) -> bool:
-    """Whether a header holds a digest, or must: only files of format 1 may be without."""
+    """Whether a header has a digest, or must have one: only files of format 1 may lack it."""
     return _DIGEST.match(header[_JSON_KEY]) is not None or parse_json(header[_JSON_KEY])["format"] >= 2
 
 
 def check_digest(header: Mapping[str, str], tensors: Mapping[str, Tensor], *, content: bool = True) -> None:
-    """Raise ValueError unless metadata and tensors are those that the header's digest was made of."""
+    """Raise ValueError unless the digest of the header is that of its metadata and these tensors."""
     stored = header[_JSON_KEY]
-    noted = _DIGEST.match(stored)
-    if noted is None or noted[1] != _digest(f"{{{stored[noted.end() :]}", tensors, content=content):
-        raise ValueError("digest: tensors or metadata are not those that were written; the file was damaged since: "
-                         "copy it again, or take another checkpoint")  # fmt: skip
+    digest = _DIGEST.match(stored)
+    if digest is None or digest[1] != _digest(f"{{{stored[digest.end() :]}", tensors, content=content):
+        raise ValueError("digest: the file was damaged after it was written: copy it again, or use another "
+                         "checkpoint")  # fmt: skip
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor], *, content: bool) -> str:
     names = sorted(tensors)
-    with ThreadPoolExecutor(usable_cores()) as threads:  # hashing leaves the interpreter lock
+    with ThreadPoolExecutor(usable_cores()) as threads:  # hashing releases the interpreter lock
         parts = list(threads.map(_content_digest, (tensors[name] for name in names))) if content else [""] * len(names)
     listed = [[name, str(tensors[name].dtype), list(tensors[name].shape), part]
               for name, part in zip(names, parts, strict=True)]  # fmt: skip
@@ -146,18 +146,18 @@ def _content_digest(tensor: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under names that start with `prefix` and a dot: the part of a file that they are."""
+def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with `prefix` and a dot before each name."""
     return {f"{prefix}.{name}": value for name, value in tensors.items()}
 
 
-def part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `prefixed`: the tensors of one part, under their own names."""
+def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names start with `prefix` and a dot, without them: the inverse of `with_prefix`."""
     return {name[len(prefix) + 1 :]: value for name, value in tensors.items() if name.startswith(prefix + ".")}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Momenta of the parameters' shapes and () step counts, by parameter number; rates come from the config."""
+    """Return momenta and step counts of an optimizer as tensors named INDEX.NAME."""
     state = optimizer.state_dict()["state"]
     return {
         f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
@@ -165,7 +165,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`, shapes and all, onto an optimizer made from the same model and config."""
+    """Load what `optimizer_tensors` returned into an optimizer of the same model and config."""
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         index, name = key.split(".", 1)

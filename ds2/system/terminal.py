@@ -1,4 +1,4 @@
-"""What files say, on a terminal: characters that would command it are shown instead, whatever a path or text holds."""
+"""Safe terminal output: control characters in texts of files are escaped, not executed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, cast
 
-_JOINERS = "\u200c\u200d"  # of letters, in Persian, Hindi and others: part of the text
+_JOINERS = "\u200c\u200d"  # join letters in Persian, Hindi and others: part of the text
 
 
 def visible(text: str) -> str:
-    """Return the text with every character that moves, colours or reorders what is shown as its escape: \\x1b.
-
-    Line ends, tabs and joiners of letters stay.
-    """
+    """Return the text with control and reordering characters escaped, such as \\x1b; line ends and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c in "\n\t" + _JOINERS or not _commands(c) else _escape(c) for c in text)
+    return "".join(c if c in "\n\t" + _JOINERS or not _is_control(c) else _escape(c) for c in text)
 
 
-def _commands(character: str) -> bool:
+def _is_control(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
@@ -32,7 +29,7 @@ def _escape(character: str) -> str:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Log lines of which no part commands the terminal."""
+    """A log formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
@@ -59,17 +56,17 @@ class _VisibleStream(io.TextIOBase):
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Print in the block without harm: a terminal gets `visible` text, and no encoding fails on a character.
+    """Make `print` safe in the block: a terminal gets `visible` text, and characters without encoding are escaped.
 
-    Pipes and files get texts as they are, but for what their encoding lacks, which is escaped.
+    Pipes and files get the text unchanged, except for characters that their encoding lacks.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    former = sys.stdout
-    if former.isatty():
-        sys.stdout = cast(TextIO, _VisibleStream(former))
+    stdout = sys.stdout
+    if stdout.isatty():
+        sys.stdout = cast(TextIO, _VisibleStream(stdout))
     try:
         yield
     finally:
-        sys.stdout = former
+        sys.stdout = stdout

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from ds2.distributed.communicator import Communicator
-from ds2.system.stops import Stopped
+from ds2.system.signals import Stopped
 
 log = logging.getLogger(__name__)
 

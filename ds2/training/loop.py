@@ -13,7 +13,7 @@ from ds2.data.corpus_changes import describe_changes
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
-from ds2.system.stops import Stopped, end_children
+from ds2.system.signals import Stopped, kill_workers
 from ds2.training.interrupts import Interrupts
 from ds2.training.lost_device import lost_device_is_told
 from ds2.training.metrics import RunLog, Window, progress_bar
@@ -50,7 +50,7 @@ def train(config: Config, run_dir: Path) -> int:
         ):
             return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
-        end_children()
+        kill_workers()
         log.warning("stopped by %s; what was saved stays, the same command goes on from there", stopped)
         return stopped.status
 

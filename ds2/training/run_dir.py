@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ds2.distributed.communicator import Communicator
-from ds2.system.files import sweep
+from ds2.system.files import remove_stale
 from ds2.system.tensor_file import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {comm.host}")
         file.flush()
-        sweep(run_dir)
+        remove_stale(run_dir)
         try:
             yield
         except BaseException:

@@ -21,10 +21,10 @@ from ds2.system.tensor_file import (
     CheckpointError,
     load,
     optimizer_tensors,
-    part,
-    prefixed,
     restore_optimizer,
     save,
+    with_prefix,
+    without_prefix,
 )
 from ds2.training.averaging import WeightAverage
 
@@ -169,7 +169,7 @@ def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts,
             f"{path} was trained with other {', '.join(fixed)}: resume with the same values, give another run_dir, "
             "or start from its weights with checkpoint.init_from"
         )
-    parts = {key: part(key, tensors) for key in PARTS}
+    parts = {key: without_prefix(key, tensors) for key in PARTS}
     misfit = _misfit(parts, fresh, then) if progress.step else ""
     if misfit:
         raise CheckpointError(f"{path}: {misfit}; {WAY_OUT}")
@@ -199,7 +199,7 @@ def _misfit(parts: Parts, fresh: TrainState, then: Config) -> str:
 
 
 def _named(parts: Parts) -> dict[str, Tensor]:
-    return {name: value for key, values in parts.items() for name, value in prefixed(key, values).items()}
+    return {name: value for key, values in parts.items() for name, value in with_prefix(key, values).items()}
 
 
 def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

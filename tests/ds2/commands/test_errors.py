@@ -20,7 +20,7 @@ from ds2.commands import data
 from ds2.lm.sentences import SentenceReader
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.errors import UserError
-from ds2.system.stops import Stopped
+from ds2.system.signals import Stopped
 
 
 def exception_classes() -> Iterator[type[BaseException]]:

@@ -209,7 +209,7 @@ def test_damaged_metadata_of_a_binary_are_named(tmp_path: Path) -> None:
         ({"state_starts": [0, 1, 2**62]}, "metadata.state_starts"),
         ({"alphabet": {"case": "lower"}}, "metadata.alphabet.unknown: is missing"),
         ({"alphabet": 7}, "metadata.alphabet: is 7"),
-        ({"format": "x"}, "format: is missing or no whole number"),
+        ({"format": "x"}, "format: is missing or not a whole number"),
         ({"format": 99}, "install a newer ds2"),
     ):
         save_file(tensors, path, make_header(metadata | change, tensors, content=False))

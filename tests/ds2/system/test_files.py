@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from ds2.system import files
-from ds2.system.files import sweep, whole_file, write_text
+from ds2.system.files import atomic_file, remove_stale, write_text
 from ds2.system.tensor_file import save
 
 
 def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "file.txt"
     write_text(path, "old\n")
-    with pytest.raises(RuntimeError, match="on purpose"), whole_file(path) as partial:
+    with pytest.raises(RuntimeError, match="on purpose"), atomic_file(path) as partial:
         partial.write_text("half")
         assert path.read_text() == "old\n"
         raise RuntimeError("on purpose")
@@ -29,7 +29,7 @@ def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 def test_two_writers_at_once_and_the_last_wins(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
-    with whole_file(path) as outer:
+    with atomic_file(path) as outer:
         outer.write_text("first begun, last done")
         write_text(path, "last begun, first done")
         assert path.read_text() == "last begun, first done"
@@ -39,7 +39,7 @@ def test_two_writers_at_once_and_the_last_wins(tmp_path: Path) -> None:
 
 def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    with whole_file(tmp_path / "whole") as partial:
+    with atomic_file(tmp_path / "whole") as partial:
         (tmp_path / "private").touch(mode=0o600)
         (tmp_path / "private").replace(partial)
     assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -62,7 +62,7 @@ def test_what_killed_writers_left_goes_and_what_live_ones_write_stays(tmp_path: 
     write_text(tmp_path / "a", "newer")
     assert not live.exists() and other_name.exists()
     (tmp_path / "mine.partially").touch()
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["a", "mine.partially"]
 
 
@@ -72,7 +72,7 @@ def test_of_another_host_only_what_lost_its_lock_goes_and_not_within_an_hour(
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom ds2.system import files\n"
         "files.host_id = lambda: 'elsewhere-1'\n"
-        "with files.own_folder(Path(sys.argv[1]), 'a') as folder:\n"
+        "with files.temporary_folder(Path(sys.argv[1]), 'a') as folder:\n"
         "    (folder / 'a').write_text('half')\n    print(folder, flush=True)\n    time.sleep(3600)"
     )
     unlocked = left_by(tmp_path, "a", "elsewhere-1", 1)  # of a writer whose file system has no locks
@@ -81,14 +81,14 @@ def test_of_another_host_only_what_lost_its_lock_goes_and_not_within_an_hour(
         left = Path(other.stdout.readline().strip())
         assert left.parent == tmp_path
         monkeypatch.setattr(files.time, "time", lambda: 4e9)  # a clock that jumped
-        sweep(tmp_path)
+        remove_stale(tmp_path)
         assert (left / "a").read_text() == "half"
         monkeypatch.undo()
         other.kill()
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert (left / "a").exists()
     monkeypatch.setattr(files.time, "time", lambda: 4e9)
-    sweep(tmp_path)
+    remove_stale(tmp_path)
     assert not left.exists() and unlocked.exists()
 
 
@@ -108,7 +108,7 @@ def test_a_writer_killed_at_any_moment_leaves_nothing_for_long(tmp_path: Path) -
 
 
 def test_an_error_without_a_file_gets_its_name(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"No space left on device: '.*file\.txt'"), whole_file(tmp_path / "file.txt"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*file\.txt'"), atomic_file(tmp_path / "file.txt"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

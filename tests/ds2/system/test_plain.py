@@ -35,7 +35,7 @@ def test_values_come_out_typed() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"name": 7}, "top.name: is 7, expected a text"),
+        ({"name": 7}, "top.name: is 7, expected a string"),
         ({"on": 1}, "top.on: is 1, expected true or false"),
         ({"inner": []}, r"top.inner: is \[\], expected a mapping"),
         ({"inner": {}}, "top.inner.sizes: is missing"),
@@ -44,7 +44,7 @@ def test_values_come_out_typed() -> None:
         ({"inner": {"sizes": [10**6000]}}, r"top.inner.sizes\[0\]: is a int, expected a whole number"),
         ({"inner": {"sizes": 1}}, "top.inner.sizes: is 1, expected a list"),
         ({"inner": {"sizes": [], "scale": "1"}}, "top.inner.scale: is '1', expected a number"),
-        ({"names": {"a": None}}, "top.names.a: is None, expected a text"),
+        ({"names": {"a": None}}, "top.names.a: is None, expected a string"),
         ({"perhaps": {"a": 1.5}}, "top.perhaps.a: is 1.5, expected a whole number"),
         ({"other": 1}, "top.other: no such field"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ds2.config.schema import AlphabetConfig
 from ds2.text.alphabet import Alphabet
-from ds2.text.unfit import count_unfit, help_text
+from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 
 def proposal(text: str) -> Alphabet:
@@ -21,17 +21,17 @@ def proposal(text: str) -> Alphabet:
 def test_the_table_counts_and_the_block_makes_room() -> None:
     texts = ["Grüße, Ärger!", "schöne Grüße"]
     plain = Alphabet.from_config(AlphabetConfig())
-    unfit = count_unfit(texts, plain)
-    shown = help_text(unfit, plain)
+    unfit = count_unknown(texts, plain)
+    shown = propose_alphabet(unfit, plain)
     assert "       2  ü  U+00FC LATIN SMALL LETTER U WITH DIAERESIS" in shown
     assert shown.index("U+00DF") < shown.index("U+00E4")  # by count
     better = proposal(shown)
-    assert not count_unfit(texts, better) and better.punctuation == "drop" and better.numbers == ""
+    assert not count_unknown(texts, better) and better.punctuation == "drop" and better.numbers == ""
 
 
 def test_digits_ask_for_a_language_and_turkish_for_its_locale() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
-    shown = help_text(count_unfit(["3 İnek, ılık"], plain), plain)
+    shown = propose_alphabet(count_unknown(["3 İnek, ılık"], plain), plain)
     assert "numbers: tr  # digits to words: your language" in shown and "alphabet.locale=tr" in shown
     assert proposal(shown).normalise("İNEK ILIK")[0] == "inek ılık"
 
@@ -49,16 +49,16 @@ def test_digits_ask_for_a_language_and_turkish_for_its_locale() -> None:
 )
 def test_the_proposed_number_words_are_of_the_script(text: str, language: str) -> None:
     plain = Alphabet.from_config(AlphabetConfig())
-    shown = help_text(count_unfit([text], plain), plain)
+    shown = propose_alphabet(count_unknown([text], plain), plain)
     assert f"numbers: {language}  # digits to words: your language" in shown
     proposal(shown).normalise(text)  # num2words knows it
 
 
 def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
-    shown = help_text(count_unfit(["我有３只猫。", "2只"], plain), plain)
+    shown = propose_alphabet(count_unknown(["我有３只猫。", "2只"], plain), plain)
     assert "numbers:" not in shown
-    assert not count_unfit(["我有３只猫。", "2只"], proposal(shown))
+    assert not count_unknown(["我有３只猫。", "2只"], proposal(shown))
     assert proposal(shown).normalise("我有３只猫。")[0].strip() == "我有3只猫"
 
 
@@ -67,10 +67,10 @@ def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
 @given(st.lists(st.text("aZéßıİ72٣２²½Ⅳ㈠한カ我ёאａＢﬁſ…«»,'’- ", max_size=12), min_size=1, max_size=3))
 def test_in_the_proposed_alphabet_whatever_was_found_fits(texts: list[str]) -> None:
     plain = Alphabet.from_config(AlphabetConfig())
-    if unfit := count_unfit(texts, plain):
-        better = proposal(help_text(unfit, plain))
-        assert not count_unfit(texts, better)
+    if unfit := count_unknown(texts, plain):
+        better = proposal(propose_alphabet(unfit, plain))
+        assert not count_unknown(texts, better)
 
 
 def test_nothing_unfit_says_nothing() -> None:
-    assert help_text({}, Alphabet.from_config(AlphabetConfig())) == ""
+    assert propose_alphabet({}, Alphabet.from_config(AlphabetConfig())) == ""

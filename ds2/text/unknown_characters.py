@@ -25,12 +25,12 @@ _SCRIPTS = {
 _CHINESE = "CJK"  # without kana: num2words knows no Chinese
 
 
-def count_unfit(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
+def count_unknown(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
     """Count the characters of transcripts that the alphabet cannot write, after its normaliser."""
     return sum((alphabet.normalise(text)[1] for text in texts), Counter())
 
 
-def help_text(unfit: Mapping[str, int], alphabet: Alphabet) -> str:
+def propose_alphabet(unfit: Mapping[str, int], alphabet: Alphabet) -> str:
     """Return a table of characters that do not fit, with their counts, and an `alphabet:` block in which they would.
 
     Letters and marks join the symbols, digits become words, all else is dropped: a proposal, to be read before it is

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.system.stops import ENDING, Ends, Stopped, handling, worker_processes
+from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals, worker_processes
 
 
 def wait(folder: Path, number: int) -> None:
@@ -37,7 +37,7 @@ def test_what_ends_a_block_ends_its_workers(tmp_path: Path, reason: BaseExceptio
 
 def test_an_interrupt_of_the_group_is_the_parents(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys, time\nfrom ds2.system.stops import worker_processes\n"
+        "import os, signal, sys, time\nfrom ds2.system.signals import worker_processes\n"
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore it
         "    with worker_processes(1) as pool:\n        pool.submit(time.sleep, 0).result()\n"
@@ -52,10 +52,10 @@ def test_an_interrupt_of_the_group_is_the_parents(tmp_path: Path) -> None:
 
 
 def test_a_live_source_ends_at_a_signal_and_what_is_done_with_it_is_not_broken_off() -> None:
-    ends, given = Ends(), iter(range(9))
-    with handling(ENDING, ends):
+    ends, given = StopHandler(), iter(range(9))
+    with handle_signals(STOP_SIGNALS, ends):
         found = []
-        for number in ends.each(lambda: next(given)):
+        for number in ends.until_stopped(lambda: next(given)):
             if number == 2:
                 signal.raise_signal(signal.SIGTERM)
             found.append(number)

@@ -1,0 +1,149 @@
+"""Stop signals: SIGINT and SIGTERM become exceptions or flags, and worker processes end with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+_PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Item = TypeVar("Item")
+
+
+class Stopped(BaseException):
+    """A signal asked this process to stop. Not an `Exception`, so that no error handler catches it by accident.
+
+    Attributes:
+        number: the number of the signal.
+        status: the exit status of a process that this signal stopped, 128 + number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number, self.status = number, 128 + number
+
+
+class StopHandler:
+    """A signal handler for loops over a live source.
+
+    The first signal ends `until_stopped`: at once while it waits for the source, otherwise before the next wait, so
+    that an item is processed completely. A second signal raises `Stopped` anywhere.
+
+    Attributes:
+        number: the number of the signal received; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number, self._waiting = 0, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        repeated, self.number = self.number, number
+        if repeated or self._waiting:
+            raise Stopped(number)
+
+    def until_stopped(self, get: Callable[[], Item]) -> Iterator[Item]:
+        """Yield the results of `get` until a signal arrives."""
+        while True:
+            try:
+                try:
+                    self._waiting = True
+                    if self.number:
+                        return
+                    item = get()
+                finally:
+                    self._waiting = False
+            except Stopped:
+                return
+            yield item
+
+
+@contextmanager
+def handle_signals(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object] | signal.Handlers
+) -> Iterator[None]:
+    """Install a handler for these signals during the block. Outside the main thread it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            signal.signal(number, former)
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise `Stopped` at the first SIGTERM in the block; ignore later ones, which launchers send too."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise Stopped(number)
+
+    with handle_signals([signal.SIGTERM], stop):
+        yield
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process at once during the block, which loads libraries and has nothing to close.
+
+    Python handles signals between bytecodes only: while it loads a library of 100 MB, Ctrl-C would wait for seconds
+    and then print a traceback. Signals that the launcher set to be ignored stay ignored.
+    """
+    numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    with handle_signals(numbers, signal.SIG_DFL):
+        yield
+
+
+def kill_workers() -> None:
+    """Kill the daemon processes of this process: they ignore stop signals and may be blocked in a read."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report their end as an error
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+@contextmanager
+def worker_processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Start a pool of `count` spawned processes, which an exception in the block kills at once."""
+    from concurrent.futures import ProcessPoolExecutor  # most commands start no workers
+
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=init_worker)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        raise
+    pool.shutdown()
+
+
+def init_worker() -> None:
+    """Ignore stop signals in a worker process, whose parent handles them, and end the worker when the parent ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # the parent died before prctl
+            os.kill(os.getpid(), signal.SIGKILL)
