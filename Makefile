@@ -36,9 +36,9 @@ test-gpu:
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
 
-# The API reference, from the docstrings, to build/api/index.html.
+# Guide, design, results and the API reference, from the docstrings, to build/site/index.html. A link that leads nowhere is an error.
 docs: $(VENV)/installed
-	PYTHONPATH=.:ops $(BIN)/python tools/api_reference.py build/api
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(VENV)/installed
 	$(BIN)/python -m build --wheel --outdir dist .

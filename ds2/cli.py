@@ -63,7 +63,7 @@ COMMANDS = (
 )
 """Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
 _USER_ERROR = 2
-_SPINS = "1000"  # of a waiting OpenMP thread before it sleeps, not 300,000: recipes/an4/RESULTS.md, "Busy cores"
+_SPINS = "1000"  # of a waiting OpenMP thread before it sleeps, not 300,000: docs/results/accuracy.md
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

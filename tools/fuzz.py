@@ -1,7 +1,7 @@
 """Damage every kind of input of ds2 by seed and count what becomes of it.
 
     python tools/fuzz.py                                a few cases a reader: less than a minute
-    python tools/fuzz.py --cases 2000 --seed 7          longer; the table is what recipes/reliability.md shows
+    python tools/fuzz.py --cases 2000 --seed 7          longer; the table is what docs/results/reliability.md shows
     python tools/fuzz.py --only 'model file' --case 31  one case again, with its traceback
 
 Each case damages one file and reads it in a process of its own kind. Outcomes that are right: `named`, an error that a

@@ -1,7 +1,7 @@
 """Kill ds2 with -9 at random moments, start it again, and compare what it ends with to the unbroken run, bit for bit.
 
     python tools/kill_chains.py --kills 4                   four kills of each work: some minutes
-    python tools/kill_chains.py --kills 40 --only train     the table is what recipes/reliability.md shows
+    python tools/kill_chains.py --kills 40 --only train     the table is what docs/results/reliability.md shows
 
 A chain starts one command again after each kill, until it ends by itself. On two ranks half of the kills take the whole
 job, half one rank: then the others must end by themselves within a minute. A fault is a chain that ends otherwise than

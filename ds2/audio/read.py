@@ -136,7 +136,7 @@ def reads_cheaply(
 ) -> bool:
     """Whether `read_audio` of a segment takes little longer than its samples do from a cache: lossless, at that rate.
 
-    Raises AudioError as `read_audio`, where the header tells. What others cost: recipes/data.md.
+    Raises AudioError as `read_audio`, where the header tells. What others cost: docs/results/training_speed.md.
     """
     path = Path(path)
     if path.suffix.lower() in _COSTLY_SUFFIXES:

@@ -58,7 +58,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="ds2 export",
         description="one file that needs no ds2: what it hears, gives and carries from chunk to chunk stands in "
-        "recipes/export.md",
+        "docs/guide/export.md",
     )
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("--to", required=True, choices=["onnx", "torch"])

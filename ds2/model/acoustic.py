@@ -276,7 +276,7 @@ class AcousticModel(nn.Module):
     def _scale_branches(self) -> None:
         """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
 
-        So the stream of many modules keeps its size, and the gradient too (measured: recipes/initialisation.md).
+        So the stream of many modules keeps its size, and the gradient too (measured: docs/design/network.md).
         """
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         norms = [module.recurrent[-1].norm for module in modules if module.residual]

@@ -30,7 +30,7 @@ class RecurrentLayer(nn.Module):
     Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
 
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
-    frames back and the state stays far below the clip (tried beside others: recipes/initialisation.md). With
+    frames back and the state stays far below the clip (tried beside others: docs/design/network.md). With
     ``config.start`` plain it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
 
     Args:

@@ -21,7 +21,7 @@ from ds2.training.metrics import RunLog
 
 log = logging.getLogger(__name__)
 
-_STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (recipes/an4/RESULTS.md)
+_STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (docs/results/depth.md)
 _STUCK_CER = 0.75  # who writes blanks, or the same few letters, has more
 
 

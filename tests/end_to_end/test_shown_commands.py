@@ -20,9 +20,12 @@ from ds2.commands.common import with_search_path
 from ds2.commands.compose import compose_config, first_of_sweep
 from ds2.commands.train_help import options_and_overrides
 
-PAGES = [page for folder in (ROOT, ROOT / "ds2", ROOT / "ops") for page in sorted(folder.glob("*.md"))]
-PAGES += [page for folder in ("ops/notes", "recipes") for page in sorted((ROOT / folder).rglob("*.md"))]
+LOG = ROOT / "docs" / "log"  # history: its commands and paths are those of their commits
+PAGES = [page for folder in (".", "ds2", "ops", "docs") for page in sorted((ROOT / folder).glob("*.md"))]
+PAGES += [page for folder in ("guide", "design", "results") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
+PAGES += sorted((ROOT / "recipes").rglob("*.md"))
 HISTORY = ROOT / "CHANGELOG.md"
+MOST_BYTES = 200_000  # of all pages together, the log left out
 COMMAND = re.compile(rf"(?<![\w./-])ds2 (?:{'|'.join(COMMANDS)})\b|ds2\.cli (?:{'|'.join(COMMANDS)})\b|tools/\w+\.py")
 BLOCK = re.compile(r"^```\w*\n[\s\S]*?^```$|(?:^ {4}.*\n)+", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
@@ -107,14 +110,38 @@ def parsers_that_only_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
+def test_every_page_is_known() -> None:
+    skipped = {".venv", "build", "dist", "node_modules"}
+    found = {page for page in ROOT.rglob("*.md") if not skipped & set(page.relative_to(ROOT).parts)}
+    found = {page for page in found if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)}
+    assert {page for page in found if LOG not in page.parents} == set(PAGES)
+
+
+def test_pages_are_short_enough_to_be_read() -> None:
+    assert sum(page.stat().st_size for page in PAGES) <= MOST_BYTES
+    assert (ROOT / "README.md").stat().st_size <= 8_000
+
+
+def missing_links(page: Path, text: str) -> list[str]:
+    linked = [name for name in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in name]
+    return [name for name in linked if not (page.parent / name).exists()]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY], ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    linked = [name for name in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in name]
-    missing = [name for name in linked if not (page.parent / name).exists()]
-    named = re.findall(r"(?<![\w/.-])(?:tests|tools|ds2|recipes|conf)/[\w/.-]*\w\.(?:py|md|yaml|png)\b", text)
-    missing += [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "ops", page.parent))]
-    assert not [name for name in missing if "NAME" not in name]
+    missing = missing_links(page, text)
+    kinds = "py|md|yaml|png|json|sh|sbatch|cuh|cu|h"
+    named = re.findall(rf"(?<![\w/.-])(?:tests|tools|ds2|ops|csrc|recipes|conf|docs)/[\w/.-]*\w\.(?:{kinds})\b", text)
+    bases = (ROOT, ROOT / "ops", ROOT / "ops" / "ds2_ops", page.parent)
+    missing += [name for name in named if not any((base / name).exists() for base in bases)]
+    assert not [name for name in missing if "NAME" not in name and "TITLE" not in name]
+
+
+def test_links_of_the_log_lead_somewhere() -> None:
+    pages = sorted(LOG.rglob("*.md"))
+    assert len(pages) > 20
+    assert not {page.name: missing for page in pages if (missing := missing_links(page, page.read_text("utf-8")))}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY and any(shown(page))], ids=lambda p: p.name)

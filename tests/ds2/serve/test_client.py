@@ -1,4 +1,4 @@
-"""The client of recipes/live.md, as it is written there."""
+"""The client of docs/guide/live.md, as it is written there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from support.serving import RATE_HZ, WAIT_S, Running, samples_of, speech, text_a
 def test_the_client_in_the_recipe(serve: Callable[..., Running], tmp_path: Path) -> None:
     running, data = serve(), speech(2, 1.5)
     soundfile.write(tmp_path / "talk.wav", samples_of(data), RATE_HZ, subtype="PCM_16")
-    recipe = (ROOT / "recipes/live.md").read_text(encoding="utf-8")
-    client = recipe.split("```python\n")[1].split("```")[0]
+    page = (ROOT / "docs/guide/live.md").read_text(encoding="utf-8")
+    client = page.split("```python\n")[1].split("```")[0]
     command = [sys.executable, "-c", client, str(tmp_path / "talk.wav"), running.vosk]
     told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.splitlines()
     assert len(told) == 9

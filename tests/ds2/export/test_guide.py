@@ -1,4 +1,4 @@
-"""What recipes/export.md shows for plain ONNX runs as it is written there, to the last letter."""
+"""What docs/guide/export.md shows for plain ONNX runs as it is written there, to the last letter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def test_plain_onnx_as_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shown = re.search(r"\n\n(    import json\n(?:    .*\n)+)", (ROOT / "recipes/export.md").read_text(encoding="utf-8"))
+    shown = re.search(
+        r"\n\n(    import json\n(?:    .*\n)+)", (ROOT / "docs/guide/export.md").read_text(encoding="utf-8")
+    )
     assert shown
     export_onnx(load_model(tone_run), tmp_path / "model.onnx", for_sherpa=False)
     ours = Recogniser.load(tone_run, device="cpu", decode=DecodeConfig())
