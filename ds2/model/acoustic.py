@@ -148,15 +148,16 @@ class AcousticModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def low_precision_parameters(self) -> list[nn.Parameter]:
-        """What autocast rounds: kernels and matrices, but for the classifier's and those of torch's fused layers."""
-        classifiers = [head.classifier for head in cast(Iterable[Head], self.heads.values())]
-        apart = [
-            self.classifier,
-            *classifiers,
-            *(module for module in self.modules() if isinstance(module, nn.RNNBase)),
-        ]
-        kept = {parameter for module in apart for parameter in module.parameters()}
-        return [p for p in self.parameters() if p.ndim >= 2 and p not in kept]
+        """What bf16 autocast rounds and ds2 may round once a step: kernels and matrices.
+
+        The classifiers' stay as they are, since logits are computed in float32, and so do those of recurrent layers
+        that run on torch's kernels, which round them themselves.
+        """
+        excluded: list[nn.Module] = [self.classifier, self.heads]
+        if self.why_torch("bf16") is not None:
+            excluded += [module for module in self.modules() if isinstance(module, nn.RNNBase)]
+        own = {parameter for module in excluded for parameter in module.parameters()}
+        return [p for p in self.parameters() if p.ndim >= 2 and p not in own]
 
     def why_torch(self, precision: str) -> str | None:
         """Why recurrent layers run through torch's kernels, which a CUDA graph cannot hold; None if they do not."""

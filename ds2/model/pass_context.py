@@ -5,6 +5,7 @@ A context is handed down beside `Ragged` through the model's forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,35 +41,45 @@ class OwnParameters:
 OWN_PARAMETERS = OwnParameters()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, context: PassContext) -> Tensor:
-    """Return x W^T + b, as `torch.nn.functional.linear`; without a bias the gradient of W goes to its sink.
+def sinks_of(parameters: Sequence[Tensor], context: PassContext) -> list[GradientSink] | None:
+    """The sinks of parameters that one operation takes together; None unless all of them have one."""
+    sinks = [sink for parameter in parameters if (sink := context.sink(parameter)) is not None]
+    return sinks if len(sinks) == len(parameters) else None
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, context: PassContext) -> Tensor:
+    """Return x W^T + b, as `torch.nn.functional.linear`; the gradients of weights go to their sinks.
 
     Args:
         x: (..., D).
-        weight: (H, D), a parameter.
-        bias: (H,), a parameter, or None.
+        weights: (H, D) each, parameters; W has the rows of one after the other.
+        bias: as many numbers as W has rows, or None; not a parameter, but what the context has for it.
         context: of the pass.
 
     Returns:
-        (..., H)
+        (..., rows of W)
     """
-    sink = context.sink(weight)
-    copy = context.weight(weight)
-    if sink is None or bias is not None:
-        return functional.linear(x, copy, None if bias is None else context.weight(bias))
-    y: Tensor = _Linear.apply(x.to(copy.dtype), copy, sink)  # type: ignore[no-untyped-call]
+    copies = [context.weight(weight) for weight in weights]
+    weight = copies[0] if len(copies) == 1 else torch.cat(copies)
+    sinks = sinks_of(weights, context)
+    if sinks is None:
+        return functional.linear(x, weight, bias)
+    y: Tensor = _Linear.apply(x.to(weight.dtype), weight, bias, sinks)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: GradientSink) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sinks: Sequence[GradientSink]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink
-        return functional.linear(x, weight)
+        ctx.sinks, ctx.bias_dtype = sinks, None if bias is None else bias.dtype
+        return functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.sink.add_product(grad.flatten(0, -2).t(), x.flatten(0, -2))
-        return grad @ weight, None, None
+        rows = grad.flatten(0, -2).t()
+        for sink, part in zip(ctx.sinks, rows.chunk(len(ctx.sinks)), strict=True):
+            sink.add_product(part, x.flatten(0, -2))
+        grad_bias = None if ctx.bias_dtype is None else rows.sum(1).to(ctx.bias_dtype)
+        return grad @ weight, None, grad_bias, None

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
-from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear
+from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.ragged import Ragged
 
 State = tuple[Tensor, ...] | None
@@ -65,14 +65,22 @@ class RecurrentLayer(nn.Module):
             (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
         """
         x = self.dropout(x, ragged.keys, ragged.share)
-        z = linear(x, self.weight_ih, self.bias, context)
+        bias = None if self.bias is None else context.weight(self.bias)
+        z = linear(x, [self.weight_ih], bias, context)
         if self.norm is not None:
             z = self.norm(z, ragged.count, context)
         if self.weight_hh_reverse is not None:
             both = z[:, :, None].expand(-1, -1, 2, -1)
-            weights = torch.stack([context.weight(self.weight_hh), context.weight(self.weight_hh_reverse)])
+            parameters = [self.weight_hh, self.weight_hh_reverse]
             ways = bidirectional(
-                self.nonlinearity, both, weights, None, ragged.lengths, clip=self.clip, backend=self.backend
+                self.nonlinearity,
+                both,
+                torch.stack([context.weight(parameter) for parameter in parameters]),
+                None,
+                ragged.lengths,
+                clip=self.clip,
+                backend=self.backend,
+                weight_sink=sinks_of(parameters, context),
             )
             return ways.sum(2), None
         h0 = None if state is None else state[0]
@@ -122,12 +130,19 @@ class GatedRecurrentLayer(nn.Module):
             y, _ = self.cell(x, None, ragged, self.backend, context)
             flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend, context)
             return y + turned(flipped, ragged.lengths), None
-        weight_ih = torch.cat([context.weight(cell.weight_ih_l0) for cell in cells])
-        z = functional.linear(x, weight_ih, torch.cat([cell.bias_of_input(context) for cell in cells]))
-        weights = torch.stack([context.weight(cell.weight_hh_l0) for cell in cells])
-        biases = None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn(context) for cell in cells])
-        both = z.view(*z.shape[:2], 2, -1)
-        return bidirectional(self.cell.name, both, weights, biases, ragged.lengths, backend=self.backend).sum(2), None
+        bias = torch.cat([cell.bias_of_input(context) for cell in cells])
+        z = linear(x, [cell.weight_ih_l0 for cell in cells], bias, context)
+        parameters = [cell.weight_hh_l0 for cell in cells]
+        ways = bidirectional(
+            self.cell.name,
+            z.view(*z.shape[:2], 2, -1),
+            torch.stack([context.weight(parameter) for parameter in parameters]),
+            None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn(context) for cell in cells]),
+            ragged.lengths,
+            backend=self.backend,
+            weight_sink=sinks_of(parameters, context),
+        )
+        return ways.sum(2), None
 
 
 class _Lstm(nn.LSTM):
@@ -154,9 +169,10 @@ class _Lstm(nn.LSTM):
             h, c = (_zero_state(x, self.hidden_size),) * 2 if state is None else state
             y, h_n, c_n = torch.lstm(x, (h[None], c[None]), *_torch_arguments(self, context))
             return _cut(y, ragged), (h_n[0], c_n[0])
-        z = functional.linear(x, context.weight(self.weight_ih_l0), self.bias_of_input(context))
+        z = linear(x, [self.weight_ih_l0], self.bias_of_input(context), context)
         h0, c0 = (None, None) if state is None else state
-        y, h_n, c_n = lstm(z, context.weight(self.weight_hh_l0), h0, c0, ragged.lengths, backend=backend)
+        weight, sink = context.weight(self.weight_hh_l0), context.sink(self.weight_hh_l0)
+        y, h_n, c_n = lstm(z, weight, h0, c0, ragged.lengths, backend=backend, weight_sink=sink)
         return y, (h_n, c_n)
 
 
@@ -189,9 +205,10 @@ class _Gru(nn.GRU):
             h = _zero_state(x, self.hidden_size) if state is None else state[0]
             y, h_n = torch.gru(x, h[None], *_torch_arguments(self, context))
             return _cut(y, ragged), (h_n[0],)
-        z = functional.linear(x, context.weight(self.weight_ih_l0), self.bias_of_input(context))
+        z = linear(x, [self.weight_ih_l0], self.bias_of_input(context), context)
         h0 = None if state is None else state[0]
-        y, h_n = gru(z, context.weight(self.weight_hh_l0), self.bias_hn(context), h0, ragged.lengths, backend=backend)
+        weight, sink = context.weight(self.weight_hh_l0), context.sink(self.weight_hh_l0)
+        y, h_n = gru(z, weight, self.bias_hn(context), h0, ragged.lengths, backend=backend, weight_sink=sink)
         return y, (h_n,)
 
 

@@ -194,7 +194,7 @@ class Product(nn.Module):
     def forward(self, x: Tensor, context: PassContext) -> Tensor:
         if self.plain:
             return nn.functional.linear(x, context.weight(self.weight))
-        return linear(x, self.weight, None, context)
+        return linear(x, [self.weight], None, context)
 
 
 @pytest.mark.parametrize("passes", [1, 3])

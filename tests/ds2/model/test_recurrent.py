@@ -5,7 +5,9 @@ import torch
 from support.layer_cases import config, padded, ragged, utterances
 from torch import nn
 
-from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.gradients import GradientReducer
+from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer, make_recurrent_layer
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -44,6 +46,33 @@ def test_gated_layer_is_that_of_torch_within_each_length(cell: str, bidirectiona
             expected = expected + peers[1](whole.flip(0))[0].flip(0)
         torch.testing.assert_close(own, expected)
     assert not y[~ragged().valid.t()].any()
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, bidirectional: bool) -> None:
+    layer = make_recurrent_layer(4, config(cell=cell, bidirectional=bidirectional, backend="gemm"))
+    matrices = [parameter for parameter in layer.parameters() if parameter.ndim == 2]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    x = padded(4).float()
+    results = []
+    for sinks in (False, True):
+        reducer = GradientReducer(
+            layer.parameters(), Communicator(x.device), 10**6, overlap=False, low=matrices if sinks else ()
+        )
+        reducer.start_step()
+        context = reducer.start_pass(last=True)
+        assert all((context.sink(parameter) is not None) == sinks for parameter in matrices)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, _ = layer(x, ragged(), context)
+        y.float().square().sum().backward()
+        if sinks:
+            assert all(bool(parameter.grad.any()) for parameter in matrices)  # type: ignore[union-attr]
+        reducer.finish_step()
+        results.append([parameter.grad.clone() for parameter in layer.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *results))
 
 
 def test_a_layer_continues_from_its_state() -> None:
