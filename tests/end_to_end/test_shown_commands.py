@@ -131,9 +131,10 @@ def missing_links(page: Path, text: str) -> list[str]:
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = missing_links(page, text)
-    kinds = "py|md|yaml|png|json|sh|sbatch|cuh|cu|h"
+    kinds = "py|md|yaml|png|json|tsv|sh|sbatch|cuh|h"
     named = re.findall(rf"(?<![\w/.-])(?:tests|tools|ds2|ops|csrc|recipes|conf|docs)/[\w/.-]*\w\.(?:{kinds})\b", text)
-    bases = (ROOT, ROOT / "ops", ROOT / "ops" / "ds2_ops", page.parent)
+    named += re.findall(r"`([\w-]+/[\w/.-]*\w\.(?:py|cuh))`", text)  # of the maps, relative to their package
+    bases = (ROOT, ROOT / "ds2", ROOT / "ops", ROOT / "ops" / "ds2_ops", page.parent)
     missing += [name for name in named if not any((base / name).exists() for base in bases)]
     assert not [name for name in missing if "NAME" not in name and "TITLE" not in name]
 
