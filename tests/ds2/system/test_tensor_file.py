@@ -109,8 +109,8 @@ def test_a_file_of_before_digests_still_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "metadata: not JSON"),
-        ("[" * 100_000, "metadata: not JSON"),
+        ("{", "metadata: is not JSON"),
+        ("[" * 100_000, "metadata: is not JSON"),
         ("[]", "format: is missing"),
         ('{"format": "1"}', "format: is missing or not a whole number"),
         ('{"format": 0}', "format: is 0, formats are numbered from 1"),
