@@ -69,7 +69,7 @@ def row(model: str, manifest: Path, steps: int, overrides: list[str]) -> str:
     config = compose_config(
         [
             f"model={model}", "batching=auto", f"data.train=[{manifest}]", f"data.work_dir={manifest.parent}",
-            "optim.learning_rate=1e-6", "train.max_skipped_steps=100000", "features.statistics_utterances=4",
+            "optim.learning_rate=1e-6", "train.max_skipped_steps=100000",
             f"run_dir={manifest.parent / 'run'}", *overrides,
         ]
     )  # fmt: skip

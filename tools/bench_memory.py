@@ -50,7 +50,7 @@ def peak_bytes(kind: str, depth: int, batch: int, args: argparse.Namespace, fold
     overrides = [
         f"model.depth={depth}", f"model.skip={args.skip}", "optim=sgd", "optim.learning_rate=1e-6",
         f"batching.utterances={batch}", f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}",
-        "data.workers=0", f"data.max_duration_s={args.duration + 1}", "features.statistics_utterances=4",
+        "data.workers=0", f"data.max_duration_s={args.duration + 1}",
         "train.max_skipped_steps=100", f"train.graphs={args.graphs}", "model.row_convs=0", f"run_dir={folder / 'run'}",
         *args.overrides,
     ]  # fmt: skip

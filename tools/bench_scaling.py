@@ -61,7 +61,7 @@ def measure(
             write_corpus(corpus, batch, args.duration, args.characters)
     overrides = [
         f"model={args.model}", f"batching.utterances={batch}", f"data.train=[{corpus / 'noise.jsonl'}]", "optim=sgd",
-        "optim.learning_rate=1e-6", f"data.work_dir={corpus}", "data.workers=0", "features.statistics_utterances=4",
+        "optim.learning_rate=1e-6", f"data.work_dir={corpus}", "data.workers=0",
         "train.max_skipped_steps=100000", f"comm.overlap={overlap}", f"comm.batch_norm={norm}",
         f"model.backend={backend}", f"comm.bucket_mib={args.bucket_mib}", f"run_dir={folder / 'run'}", *args.overrides,
     ]  # fmt: skip

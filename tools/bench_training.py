@@ -103,7 +103,7 @@ def opened(
         f"model={model}", f"model.backend={args.backend}", "optim=sgd", "optim.learning_rate=1e-6",
         f"batching.utterances={batch}",
         f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}", "data.workers=0", f"device={args.device}",
-        f"train.precision={args.precision}", f"train.graphs={graphs}", "features.statistics_utterances=4",
+        f"train.precision={args.precision}", f"train.graphs={graphs}",
         "train.max_skipped_steps=100000",
         f"run_dir={folder / 'run'}", *args.overrides,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a setting may be, said where it is declared: one of a few names, or numbers of a range."""
+"""Declarations of settings: the numbers or names that each allows, and settings without effect."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-KEY = "allowed"  # of a field's metadata
+KEY = "allowed"  # entry of a field's metadata: a Range or a tuple of names
+REMOVED = "removed"  # entry of a field's metadata: what is done instead
 UNLIMITED = math.inf
-COUNT = 10**12  # more than anything is ever counted to
+COUNT = 10**12  # a limit above all counts
 SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both among them unless `above` or `below` says otherwise; never NaN.
+    """Numbers from `low` to `high`, both included unless `above` or `below` is set; never NaN.
 
-    Infinity is allowed where it is an end of the range: there it means that there is no limit.
+    If `high` is infinity, infinity is allowed and means no limit.
     """
 
     low: float
     high: float
     above: bool = False  # low itself is not allowed
     below: bool = False  # high itself is not allowed
-    lengths: tuple[int, ...] = ()  # of a list of them; none: any
-    way_out: str = ""  # what else does what a value outside would mean
+    lengths: tuple[int, ...] = ()  # allowed lengths of a list; empty: any
+    way_out: str = ""  # the setting to use instead of a value outside
 
     def __contains__(self, value: object) -> bool:
         if not isinstance(value, int | float):
             return False
-        enough = self.low < value if self.above else self.low <= value
-        return enough and (value < self.high if self.below else value <= self.high)
+        above_low = self.low < value if self.above else self.low <= value
+        return above_low and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
-        many = f"{' or '.join(map(str, self.lengths))} " if self.lengths else ""
+        count = f"{' or '.join(map(str, self.lengths))} " if self.lengths else ""
         low = f"above {self.low:.15g}" if self.above else f"from {self.low:.15g}"
         way_out = f"; {self.way_out}" if self.way_out else ""
-        return f"{many}numbers {low} to {'below ' if self.below else ''}{self.high:.15g}{way_out}"
+        return f"{count}numbers {low} to {'below ' if self.below else ''}{self.high:.15g}{way_out}"
 
 
 def number(default: float, low: float, high: float, *, above: bool = False, below: bool = False) -> Any:
@@ -53,10 +54,20 @@ def numbers(
 
 
 def numbers_by_name(low: float, high: float, *, above: bool = False, way_out: str = "") -> Any:
-    """A setting that is a mapping of the user's names to numbers of one range, empty at first."""
+    """A setting that maps names chosen by the user to numbers of one range; empty by default."""
     return field(default_factory=dict, metadata={KEY: Range(low, high, above, way_out=way_out)})
 
 
 def choice(default: str, *others: str) -> Any:
     """A setting that is one of a few names."""
     return field(default=default, metadata={KEY: (default, *others)})
+
+
+def removed(default: Any, instead: str) -> Any:
+    """A setting of an earlier version: it is still read, and a value other than the default is warned of.
+
+    Args:
+        default: the constant that is used now.
+        instead: what is done instead, for the warning.
+    """
+    return field(default=default, metadata={REMOVED: instead})

@@ -1,35 +1,50 @@
-"""What a configuration must hold beyond its types: named values, ranges, and settings that fit together."""
+"""Checks of a configuration beyond types: names, ranges, and settings that do not work together."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
-from ds2.config.allowed import KEY, Range
+from ds2.config.allowed import KEY, REMOVED, Range
 from ds2.config.schema import CODECS, Config, ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def check_allowed(section: Any, key: str = "") -> None:
-    """Check every setting of a dataclass, and of those inside it, against what its declaration allows.
+    """Check every setting of a dataclass, nested ones included, against its declaration.
+
+    A setting that was removed and has a value other than its default is warned of, once a process.
 
     Args:
         section: an instance of a class of `ds2.config.schema`.
         key: its name in messages, such as "model".
+
     Raises:
-        ConfigError: the first value that is not allowed; names its key and what is.
+        ConfigError: a value that is not allowed; the message names its key and the allowed values.
     """
-    for name, value, allowed in _settings(section, f"{key}." if key else ""):
-        if isinstance(allowed, tuple):
+    for name, value, declared in _settings(section, f"{key}." if key else ""):
+        allowed = declared.metadata.get(KEY)
+        if REMOVED in declared.metadata and value != declared.default:
+            _warn_once(f"{name}={value} has no effect since this setting was removed: {declared.metadata[REMOVED]}")
+        elif isinstance(allowed, tuple):
             _require(value in allowed, f"{name}={value!r} is not one of {', '.join(allowed)}")
         elif isinstance(allowed, Range):
-            given = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            fits = not allowed.lengths or len(given) in allowed.lengths
-            _require(fits and all(number in allowed for number in given), f"{name}={value}: allowed are {allowed}")
+            numbers = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            fits = not allowed.lengths or len(numbers) in allowed.lengths
+            _require(fits and all(number in allowed for number in numbers), f"{name}={value}: allowed are {allowed}")
 
 
-def _settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, value, what is allowed or None) of a dataclass's settings and of those of dataclasses within."""
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
+
+
+def _settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield (key, value, declaration) of the settings of a dataclass and of the dataclasses inside it."""
     for declared in fields(section):
         value, key = getattr(section, declared.name), f"{prefix}{declared.name}"
         if is_dataclass(value):
@@ -38,7 +53,7 @@ def _settings(section: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
             for index, entry in enumerate(value):
                 yield from _settings(entry, f"{key}[{index}].")
         else:
-            yield key, value, declared.metadata.get(KEY)
+            yield key, value, declared
 
 
 def _require(ok: bool, message: str) -> None:
@@ -47,13 +62,13 @@ def _require(ok: bool, message: str) -> None:
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` for values and combinations that compose but cannot work."""
+    """Raise ConfigError for values and combinations that cannot work."""
     check_allowed(config)
     batching, augment, features = config.batching, config.augment, config.features
     _require(
         batching.auto or (batching.utterances > 0) != (batching.audio_s > 0),
         f"set one of batching.utterances={batching.utterances} and batching.audio_s={batching.audio_s} above 0 "
-        "and the other to 0: batches hold either a fixed count or a budget of audio",
+        "and the other to 0: a batch has either a fixed count or a fixed amount of audio",
     )
     pairs = {
         "gain_db": augment.gain_db,
@@ -70,7 +85,7 @@ def check(config: Config) -> None:
     probabilities = (augment.noise_probability, augment.room_probability, augment.codec_probability)
     _require(
         augment.noisy_epochs == 0 or max(probabilities) > 0,
-        f"augment.noisy_epochs={augment.noisy_epochs} ends noise, rooms and codecs, and there are none: set "
+        f"augment.noisy_epochs={augment.noisy_epochs} ends noise, rooms and codecs, but there are none: set "
         "augment.noise_probability, augment.room_probability or augment.codec_probability above 0",
     )
     unknown = [codec for codec in augment.codecs if codec not in CODECS]
@@ -79,7 +94,7 @@ def check(config: Config) -> None:
         _require(bool(values), f"{key} is empty: name at least one, or set the probability to 0")
     _require(
         features.step_s <= features.window_s,
-        f"features.step_s={features.step_s} above features.window_s={features.window_s} would skip audio",
+        f"features.step_s={features.step_s} above features.window_s={features.window_s} would skip audio: lower it",
     )
     _require(
         config.data.min_duration_s < config.data.max_duration_s,
@@ -88,18 +103,18 @@ def check(config: Config) -> None:
     )
     _require(
         config.optim.schedule != "timed_cosine" or config.train.max_minutes > 0,
-        "optim.schedule=timed_cosine falls to zero when train.max_minutes are up: set them above 0, or take cosine",
+        "optim.schedule=timed_cosine ends at train.max_minutes, which is 0: set it above 0, or use cosine",
     )
     _require(
         config.train.consistency == 0 or config.augment.time_masks + config.augment.frequency_masks > 0,
-        f"train.consistency={config.train.consistency} compares two views of an utterance that differ in their masks: "
+        f"train.consistency={config.train.consistency} compares two differently masked views of an utterance: "
         "set augment.time_masks or augment.frequency_masks above 0",
     )
     symbols = config.alphabet.symbols
-    _require(len(symbols) > 0, "alphabet.symbols is empty: list every character that transcripts may hold")
+    _require(len(symbols) > 0, "alphabet.symbols is empty: list the characters of the transcripts")
     repeated = sorted({s for s in symbols if symbols.count(s) > 1})
     _require(not repeated, f"alphabet.symbols lists {repeated} more than once")
     _require(
         config.model.bidirectional is False or config.model.max_lookahead_ms == 0,
-        "model.bidirectional=true sees the whole utterance: set model.max_lookahead_ms=0 to say that this is meant",
+        "model.bidirectional=true needs the whole utterance: set model.max_lookahead_ms=0 to allow it",
     )

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ds2.config import schema
-from ds2.config.allowed import KEY
+from ds2.config.allowed import KEY, REMOVED
 from ds2.config.check import check
 from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.system.files import write_text
@@ -224,7 +224,8 @@ def documented_keys() -> list[tuple[str, str, list[Key]]]:
     sections: list[tuple[str, str, list[Key]]] = [("", "", [])]
     for field, kind in _fields(Config):
         if is_dataclass(kind):
-            keys = [_key(f"{field.name}.", kind, inner, comments) for inner, _ in _fields(kind)]
+            settings = (inner for inner, _ in _fields(kind) if REMOVED not in inner.metadata)
+            keys = [_key(f"{field.name}.", kind, inner, comments) for inner in settings]
             sections.append((field.name, (kind.__doc__ or "").splitlines()[0], keys))
         else:
             sections[0][2].append(_key("", Config, field, comments))
@@ -254,19 +255,22 @@ def _fields(owner: Any) -> Iterator[tuple[Field[Any], Any]]:
 
 
 def _comments() -> dict[tuple[str, str], str]:
-    """Map (class, field) of the schema to the comment behind the field."""
+    """Map (class, field) of the schema to its comment: on the same line, else on the lines above."""
     source = inspect.getsource(schema)
+    code = source.splitlines()
     by_line = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    return {
-        (owner.name, node.target.id): by_line[line]
-        for owner in ast.parse(source).body
-        if isinstance(owner, ast.ClassDef)
-        for node in owner.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        if line in by_line
-    }
+    comments = {}
+    for owner in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        for node in owner.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                lines = [line for line in range(node.lineno, (node.end_lineno or node.lineno) + 1) if line in by_line]
+                above = node.lineno - 1
+                while not lines and code[above - 1].lstrip().startswith("#"):
+                    above -= 1
+                lines = lines or list(range(above + 1, node.lineno))
+                comments[owner.name, node.target.id] = " ".join(by_line[line] for line in lines)
+    return comments

@@ -1,4 +1,4 @@
-"""Every configuration of ds2 as typed dataclasses: the only schema."""
+"""All settings as typed dataclasses. `ds2 train --help` shows the comment of each setting."""
 
 from __future__ import annotations
 
@@ -6,102 +6,101 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name
+from ds2.config.allowed import COUNT, SEED, UNLIMITED, choice, number, numbers, numbers_by_name, removed
 from ds2.system.errors import UserError
 
 CODECS = ("mulaw", "alaw", "gsm", "adpcm", "mp3")
 
 
 class ConfigError(UserError):
-    """A configuration that composes but cannot work; the message names the key, what is allowed and the way out."""
+    """A configuration that cannot work; the message names the setting, what is allowed and what to do."""
 
 
 @dataclass
 class DataConfig:
     """Where utterances come from and how they are read."""
 
-    train: list[str] = field(default_factory=list)  # manifests (JSON lines)
-    dev: list[str] = field(default_factory=list)
-    test: list[str] = field(default_factory=list)
-    corpus: str = ""  # folder of the corpus as published; a recipe's prepare step reads it
-    prepare: str = ""  # importer run by `ds2 data prepare` and, where manifests are missing, by `ds2 train`
-    work_dir: str = "corpora"  # prepared manifests and audio caches are written here
-    sample_rate_hz: int = number(16000, 1000, 768_000)
-    min_duration_s: float = number(0.1, 0, 604_800)
-    max_duration_s: float = number(40.0, 0, UNLIMITED, above=True)
-    on_bad_utterance: str = choice("stop", "skip")  # what training does with utterances that `ds2 data check` refuses
-    # decoded audio kept as 16-bit samples with checksums; auto: but for what is cheap to read, lossless at this rate
+    train: list[str] = field(default_factory=list)  # manifests (JSON lines) of the training set
+    dev: list[str] = field(default_factory=list)  # manifests of the development set, which selects the best model
+    test: list[str] = field(default_factory=list)  # manifests that `ds2 evaluate` scores if none are named
+    corpus: str = ""  # folder of the corpus as published, read by data.prepare
+    prepare: str = ""  # importer that `ds2 data prepare` runs, and `ds2 train` where manifests are missing
+    work_dir: str = "corpora"  # folder for prepared manifests and audio caches
+    sample_rate_hz: int = number(16000, 1000, 768_000)  # audio of other rates is resampled to it
+    min_duration_s: float = number(0.1, 0, 604_800)  # shorter utterances are bad utterances
+    max_duration_s: float = number(40.0, 0, UNLIMITED, above=True)  # longer utterances are bad utterances
+    on_bad_utterance: str = choice("stop", "skip")  # what training does with utterances that `ds2 data check` rejects
+    # Decoded audio in 16 bits with checksums. auto: only of files that are slow to decode or must be resampled.
     cache: str = choice("auto", "disk", "none")
-    cache_gb: float = number(50.0, 0, UNLIMITED)  # the most that work_dir/audio_cache may hold; 0: no limit
-    workers: int = number(
-        -1, -1, 256
-    )  # loader processes, of train and dev each; -1: on a GPU one a core, at most 8; on a CPU 0: none
+    cache_gb: float = number(50.0, 0, UNLIMITED)  # size limit of work_dir/audio_cache; 0: no limit
+    # Loader processes, for train and dev each. -1: on a GPU one a core, at most 8, on a CPU none.
+    workers: int = number(-1, -1, 256)
 
 
 @dataclass
 class AlphabetConfig:
     """The labels of the network and how a transcript becomes labels."""
 
-    symbols: str = " 'abcdefghijklmnopqrstuvwxyz"  # label 0 is the CTC blank, these follow
-    case: str = choice("lower", "upper", "keep")
-    replace: dict[str, str] = field(default_factory=dict)  # applied first, longest key first
-    unknown: str = choice("stop", "drop")  # a character outside the alphabet; drop is counted and logged
-    pieces: list[str] = field(default_factory=list)  # byte-pair pieces of the symbols, as merged: then the labels
-    pieces_file: str = ""  # where `pieces` are read from, unless given: what `ds2 data pieces` wrote
-    locale: str = ""  # code of a language: tr and az have dotted and dotless i; others: case as everywhere
-    unicode: str = choice("NFC", "NFKC")  # the latter makes full-width letters, ligatures and the like plain ones
-    numbers: str = ""  # a language (en, de, tr, pt_BR): digits become its words, by num2words; empty: digits stay
-    punctuation: str = choice("keep", "drop")  # drop: what is neither letter nor digit and no symbol becomes a space
+    symbols: str = " 'abcdefghijklmnopqrstuvwxyz"  # characters that the network writes; label 0 is the CTC blank
+    case: str = choice("lower", "upper", "keep")  # case of transcripts
+    replace: dict[str, str] = field(default_factory=dict)  # replacements in transcripts, longest key first: {&: and}
+    unknown: str = choice("stop", "drop")  # what to do with characters outside the alphabet; drop counts and logs them
+    pieces: list[str] = field(default_factory=list)  # byte-pair pieces in merge order, labels instead of the symbols
+    pieces_file: str = ""  # file that `ds2 data pieces` wrote; its content becomes alphabet.pieces
+    locale: str = ""  # language code for upper and lower case: tr and az have a dotted and a dotless i
+    unicode: str = choice("NFC", "NFKC")  # NFKC also replaces full-width letters, ligatures and the like
+    numbers: str = ""  # language code (en, de, tr, pt_BR) in which digits become words, by num2words; empty: unchanged
+    punctuation: str = choice("keep", "drop")  # drop: characters that are no letter, digit or symbol become spaces
 
 
 @dataclass
 class FeaturesConfig:
     """Waveform to normalised log spectrogram."""
 
-    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank", "nemo_fbank")  # the last two: see `ds2 export`
-    window_s: float = number(0.02, 0, 1, above=True)
-    step_s: float = number(0.01, 0, 1, above=True)
-    mels: int = number(80, 1, 10_000)  # of all but log_spectrogram
-    normalise: str = choice("corpus", "none")  # per-bin mean and deviation of the training set, stored with the model
-    statistics_utterances: int = number(1000, 1, COUNT)  # utterances drawn by seed to estimate them
+    kind: str = choice("log_spectrogram", "log_mel", "kaldi_fbank", "nemo_fbank")  # kaldi, nemo: as those toolkits do
+    window_s: float = number(0.02, 0, 1, above=True)  # length of a window
+    step_s: float = number(0.01, 0, 1, above=True)  # from one window to the next
+    mels: int = number(80, 1, 10_000)  # mel bands, of every kind but log_spectrogram
+    normalise: str = choice("corpus", "none")  # corpus: mean and deviation of each bin over the training set
+    statistics_utterances: int = removed(1000, "1000 utterances are drawn for the feature statistics")
 
 
 @dataclass
 class AugmentConfig:
-    """Seeded augmentation of training utterances; every draw depends on (seed, epoch, utterance) only."""
+    """Random changes of training utterances. Every draw depends on (train.seed, epoch, utterance) only."""
 
-    speed: list[float] = numbers([], 0.25, 4)  # factors drawn evenly, e.g. [0.9, 1.0, 1.1]
-    tempo: list[float] = numbers([], 0.5, 2)  # the same at the pitch of the speaker, besides `speed`
-    gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # [low, high]
-    noise_probability: float = number(0.0, 0, 1)  # the papers add noise to 40 % of utterances
-    noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # [low, high]
+    speed: list[float] = numbers([], 0.25, 4)  # factors, one is drawn: [0.9, 1.0, 1.1]; changes the pitch too
+    tempo: list[float] = numbers([], 0.5, 2)  # factors, one is drawn; keeps the pitch
+    gain_db: list[float] = numbers([], -100, 100, lengths=(0, 2))  # range of the gain: [low, high]
+    noise_probability: float = number(0.0, 0, 1)  # share of utterances with noise; Deep Speech 2: 0.4
+    noise_snr_db: list[float] = numbers([10.0, 30.0], -100, 200, lengths=(0, 2))  # signal-to-noise ratio: [low, high]
     noise: list[str] = field(default_factory=list)  # manifests of noise recordings; empty: generated noise
-    noise_colours: list[float] = numbers([1.0], -2, 4)  # of generated noise, drawn evenly: 0 white, 1 pink, 2 brown
-    babble_share: float = number(0.0, 0, 1)  # how often noise is that of other utterances' voices instead
-    babble_voices: int = number(4, 1, 100)
-    room_probability: float = number(0.0, 0, 1)  # generated rooms
-    room_rt60_s: list[float] = numbers([0.1, 0.6], 0.01, 10, lengths=(2,))  # [low, high], until echoes fell by 60 dB
-    codec_probability: float = number(0.0, 0, 1)
-    codecs: list[str] = field(default_factory=lambda: list(CODECS))  # drawn evenly
-    noisy_epochs: int = number(0, 0, COUNT)  # noise, rooms and codecs in so many epochs, then none; 0: in all
-    vtlp: list[float] = numbers([], 0.5, 2, lengths=(0, 2))  # [low, high], factors of frequencies, drawn evenly
-    frequency_masks: int = number(0, 0, 1000)  # SpecAugment
-    frequency_width: int = number(27, 0, 100_000)  # bins
-    time_masks: int = number(0, 0, 1000)
-    time_width_s: float = number(0.4, 0, 3600)
-    time_fraction: float = number(0.2, 0, 1)  # of the utterance, most that one mask may cover
+    noise_colours: list[float] = numbers([1.0], -2, 4)  # of generated noise, one is drawn: 0 white, 1 pink, 2 brown
+    babble_share: float = number(0.0, 0, 1)  # share of the noise that is speech of other training utterances
+    babble_voices: int = removed(4, "babble is made of 4 utterances")
+    room_probability: float = number(0.0, 0, 1)  # share of utterances with the echo of a generated room
+    room_rt60_s: list[float] = numbers([0.1, 0.6], 0.01, 10, lengths=(2,))  # decay time of rooms by 60 dB: [low, high]
+    codec_probability: float = number(0.0, 0, 1)  # share of utterances that go through a codec
+    codecs: list[str] = field(default_factory=lambda: list(CODECS))  # codecs, one is drawn
+    noisy_epochs: int = number(0, 0, COUNT)  # noise, rooms and codecs in the first epochs only; 0: in all epochs
+    vtlp: list[float] = numbers([], 0.5, 2, lengths=(0, 2))  # vocal tract length perturbation: [low, high] factor
+    frequency_masks: int = number(0, 0, 1000)  # SpecAugment: masks over frequency
+    frequency_width: int = number(27, 0, 100_000)  # SpecAugment: greatest width of a mask, in bins
+    time_masks: int = number(0, 0, 1000)  # SpecAugment: masks over time
+    time_width_s: float = number(0.4, 0, 3600)  # SpecAugment: greatest width of a mask
+    time_fraction: float = number(0.2, 0, 1)  # SpecAugment: greatest share of an utterance under one mask
 
 
 @dataclass
 class BatchingConfig:
     """How utterances become batches."""
 
-    utterances: int = number(32, 0, COUNT)  # a fixed count, over all ranks together; 0: use audio_s
-    audio_s: float = number(0.0, 0, COUNT)  # budget of padded audio a batch, over all ranks together; 0: use utterances
-    auto: bool = False  # `batching=auto`: the largest audio_s that fits the GPU, by trial; the two above rest then
-    sortagrad: bool = True  # epoch one in order of duration
-    buckets: int = number(10, 1, COUNT)  # duration buckets shuffled from epoch two on
-    longest_first: bool = False  # the longest batch opens every epoch, so that out-of-memory shows at once
+    utterances: int = number(32, 0, COUNT)  # utterances in a batch, over all ranks; 0: batching.audio_s decides
+    audio_s: float = number(0.0, 0, COUNT)  # padded audio in a batch, over all ranks; 0: batching.utterances decides
+    auto: bool = False  # find the largest batching.audio_s that fits the GPU; use batching=auto
+    sortagrad: bool = True  # the first epoch in order of duration (SortaGrad)
+    buckets: int = removed(10, "later epochs are shuffled in 10 buckets of similar duration")
+    longest_first: bool = False  # start every epoch with the longest batch, which shows at once if memory suffices
 
 
 @dataclass
@@ -115,136 +114,130 @@ class ConvConfig:
 
 @dataclass
 class ModelConfig:
-    """The paper's Figure 7 and its relatives."""
+    """The network: convolutions, recurrent layers with residual skips, row convolutions (Diamos et al. 2016)."""
 
-    convs: list[ConvConfig] = field(
+    convs: list[ConvConfig] = field(  # 2-D convolutions over the features: [{kernel:[F,T],stride:[F,T],channels:N}]
         default_factory=lambda: [ConvConfig(), ConvConfig(kernel=[21, 11], stride=[2, 1], channels=32)]
     )
-    cell: str = choice("rnn", "lstm", "gru")
-    nonlinearity: str = choice("clipped_relu", "relu", "tanh")  # rnn only
-    clip: float = number(20.0, 0, 1e9, above=True)  # of clipped ReLU, in the convolutions too
-    hidden: int = number(1152, 1, 1_000_000)
+    cell: str = choice("rnn", "lstm", "gru")  # of the recurrent layers
+    nonlinearity: str = choice("clipped_relu", "relu", "tanh")  # of the cell rnn
+    clip: float = number(20.0, 0, 1e9, above=True)  # upper limit of the clipped ReLU, in the convolutions too
+    hidden: int = number(1152, 1, 1_000_000)  # units of each recurrent layer
     depth: int = number(8, 1, 1000)  # recurrent layers
-    skip: int = number(4, 0, 1000)  # recurrent layers a residual skip spans; 0: no residuals
-    skip_first: str = choice("none", "projection")  # skip over the first module, whose input has another width
-    row_convs: int = number(10, 0, 10_000)  # row convolutions in the whole stack, spread evenly over the modules
-    row_conv_context: int = number(3, 0, 10_000)  # future frames each of them sees (tau)
-    bidirectional: bool = False
-    batch_norm: bool = True  # of the input projections and convolutions
-    batch_norm_momentum: float = number(0.1, 0, 1)
-    dropout: float = number(0.0, 0, 1, below=True)  # on the input of each recurrent layer
-    # how recurrent layers and residual branches start; plain: as torch.nn and at 1, damped: 0.5 I and at 1 / sqrt(M),
-    # even: as torch.nn and at 1 / sqrt(M)
-    start: str = choice("damped", "even", "plain")  # of the cell rnn
-    stochastic_depth: float = number(0.0, 0, 1, below=True)  # how often training leaves the last residual branch out
-    intermediate: list[int] = numbers([], 1, 1000)  # modules behind which training has a classifier of its own
-    max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # a config above it is refused; 0: unlimited (bidirectional)
-    backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of ds2_ops
+    skip: int = number(4, 0, 1000)  # recurrent layers that one residual skip spans; 0: no skips
+    skip_first: str = choice("none", "projection")  # skip over the first residual module, whose input is wider
+    row_convs: int = number(10, 0, 10_000)  # row convolutions, spread evenly over the residual modules
+    row_conv_context: int = number(3, 0, 10_000)  # future frames that each row convolution reads (tau)
+    bidirectional: bool = False  # recurrent layers in both directions
+    batch_norm: bool = True  # batch normalisation of input projections and convolutions
+    batch_norm_momentum: float = number(0.1, 0, 1)  # of the running statistics
+    dropout: float = number(0.0, 0, 1, below=True)  # of the inputs of recurrent layers
+    # Initial recurrent weights and scale of residual branches, for the cell rnn and M branches. plain: as torch.nn,
+    # scale 1. damped: half the identity, scale 1 / sqrt(M). even: as torch.nn, scale 1 / sqrt(M).
+    start: str = choice("damped", "even", "plain")
+    stochastic_depth: float = number(0.0, 0, 1, below=True)  # how often training skips the last residual branch
+    intermediate: list[int] = numbers([], 1, 1000)  # residual modules after which training has an extra CTC loss
+    max_lookahead_ms: float = number(800.0, 0, UNLIMITED)  # upper limit of the lookahead; 0: no limit (bidirectional)
+    backend: str = choice("auto", "persistent", "gemm", "cpu", "reference")  # of the ds2_ops kernels
 
 
 @dataclass
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: str = choice("sgd", "adamw")  # sgd: Nesterov's
-    learning_rate: float = number(3e-4, 0, 1e6, above=True)
-    momentum: float = number(0.99, 0, 1, below=True)  # sgd
-    betas: list[float] = numbers([0.9, 0.98], 0, 1, below=True, lengths=(2,))  # adamw
-    weight_decay: float = number(0.0, 0, 1e6)
-    # anneal: divided by `anneal` each epoch; cosine: to zero at the last epoch; timed_cosine: also when
-    # train.max_minutes are up, whichever comes first, by the clock: no two runs are the same
+    name: str = choice("sgd", "adamw")  # sgd: with Nesterov momentum
+    learning_rate: float = number(3e-4, 0, 1e6, above=True)  # at the start, after the warm-up
+    momentum: float = number(0.99, 0, 1, below=True)  # of sgd
+    betas: list[float] = numbers([0.9, 0.98], 0, 1, below=True, lengths=(2,))  # of adamw
+    weight_decay: float = number(0.0, 0, 1e6)  # strength of the weight decay
+    # anneal: divide the rate by optim.anneal after each epoch. cosine: to zero at the last epoch. timed_cosine: to zero
+    # at the last epoch or after train.max_minutes, whichever comes first; depends on the clock.
     schedule: str = choice("anneal", "cosine", "timed_cosine", "constant")
-    anneal: float = number(1.2, 0, 1e6, above=True)
-    warmup_steps: int = number(0, 0, COUNT)
-    clip_norm: float = number(400.0, 0, UNLIMITED)  # 0: off
-    layer_rates: dict[str, float] = numbers_by_name(  # factors by start of a weight's name: {convs: 0.1}
-        0, 1e6, above=True, way_out="train.freeze=[NAME] lets weights stay as they are"
+    anneal: float = number(1.2, 0, 1e6, above=True)  # divisor of optim.schedule=anneal
+    warmup_steps: int = number(0, 0, COUNT)  # steps in which the rate rises from zero
+    clip_norm: float = number(400.0, 0, UNLIMITED)  # greatest norm of the gradient; 0: no clipping
+    layer_rates: dict[str, float] = numbers_by_name(  # factors of the rate, by start of a weight's name: {convs: 0.1}
+        0, 1e6, above=True, way_out="train.freeze=[NAME] keeps weights unchanged"
     )
 
 
 @dataclass
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
-    epochs: int = number(20, 1, COUNT)
-    max_minutes: float = number(0.0, 0, UNLIMITED)  # of steps; preparation and evaluations do not count; 0: no limit
-    max_steps: int = number(0, 0, COUNT)  # stop cleanly after this many optimizer steps; 0: no limit
-    precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on CUDA, else fp32
-    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: on the GPUs of one host
-    calibrate: int = number(0, 0, 1000)  # recurrent kernels' tiles to time before the first step; 0: the planner's word
-    consistency: float = number(0.0, 0, 1e6)  # weight of the divergence of two augmented views (CR-CTC); 0: one view
-    intermediate_weight: float = number(0.3, 0, 1)  # of the loss at model.intermediate, the last one's is 1 less it
-    noise_scale: bool = False  # log the gradient noise scale: about the largest batch that pays, in utterances
-    accumulate: int = number(1, 1, COUNT)  # batches a step
-    average_decay: float = number(0.0, 0, 1, below=True)  # of a moving average of the weights, kept as best; 0: off
-    dropout_rise_epochs: int = number(0, 0, COUNT)  # model.dropout rises from 0 in so many; 0: whole at once
-    early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev WER; 0: off
-    max_skipped_steps: int = number(20, 0, COUNT)  # non-finite losses or gradients before training stops
-    evaluate_every_epochs: int = number(1, 1, COUNT)
-    evaluate_from_epoch: int = number(1, 1, COUNT)
-    log_every_steps: int = number(10, 1, COUNT)
-    metric: str = choice("wer", "cer")  # which of them, on the dev set, makes a model the best one
-    freeze: list[str] = field(default_factory=list)  # weights that stay, by the start of their names: [convs]
-    seed: int = number(1, 0, SEED)
+    epochs: int = number(20, 1, COUNT)  # passes over the training set
+    max_minutes: float = number(0.0, 0, UNLIMITED)  # stop after this time of steps, evaluations excluded; 0: no limit
+    max_steps: int = number(0, 0, COUNT)  # stop after this many optimizer steps; 0: no limit
+    precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on a GPU, fp32 on a CPU
+    graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: where all ranks are GPUs of one host
+    calibrate: int = number(0, 0, 1000)  # kernel tiles to time before the first step; 0: use the planner's choice
+    consistency: float = number(0.0, 0, 1e6)  # CR-CTC: weight of the loss between two augmented views; 0: one view
+    intermediate_weight: float = number(0.3, 0, 1)  # weight of the losses of model.intermediate; the rest is the last's
+    noise_scale: bool = False  # log the gradient noise scale, an estimate of the largest useful batch
+    accumulate: int = number(1, 1, COUNT)  # batches in one optimizer step
+    average_decay: float = number(0.0, 0, 1, below=True)  # moving average of the weights, saved as best model; 0: off
+    dropout_rise_epochs: int = number(0, 0, COUNT)  # epochs in which model.dropout rises from 0; 0: constant
+    early_stop_epochs: int = number(0, 0, COUNT)  # stop after this many epochs without a better dev score; 0: off
+    max_skipped_steps: int = number(20, 0, COUNT)  # steps with non-finite loss or gradient before training stops
+    evaluate_every_epochs: int = number(1, 1, COUNT)  # epochs from one evaluation of the dev set to the next
+    evaluate_from_epoch: int = removed(1, "evaluations start with the first epoch")
+    log_every_steps: int = number(10, 1, COUNT)  # steps from one line of log.jsonl to the next
+    metric: str = choice("wer", "cer")  # the dev score that selects the best model
+    freeze: list[str] = field(default_factory=list)  # weights to keep unchanged, by the start of their names: [convs]
+    seed: int = number(1, 0, SEED)  # of weights, batches and augmentation
 
 
 @dataclass
 class CheckpointConfig:
-    """What is kept in the run folder."""
+    """What the run folder holds."""
 
-    every_minutes: float = number(10.0, 0, UNLIMITED)  # timed trainer states between epochs; 0: only at epochs
-    every_steps: int = number(0, 0, COUNT)  # 0: off
-    every_epochs: int = number(1, 1, COUNT)  # states and last models; epochs of seconds are longer with their saves
-    keep_last: int = number(1, 1, COUNT)
-    init_from: str = ""  # a model file or run folder: its architecture, features, alphabet and weights start this run
-    resume: bool = True  # continue the run folder's last trainer state where there is one
+    every_minutes: float = number(10.0, 0, UNLIMITED)  # minutes from one saved trainer state to the next; 0: off
+    every_steps: int = number(0, 0, COUNT)  # steps from one saved trainer state to the next; 0: off
+    every_epochs: int = number(1, 1, COUNT)  # epochs from one saved trainer state and last model to the next
+    keep_last: int = number(1, 1, COUNT)  # last models to keep, each with its epoch in its name if more than 1
+    init_from: str = ""  # model file or run folder whose architecture, features, alphabet and weights start this run
+    resume: bool = True  # continue from the trainer state of the run folder, if there is one
 
 
 @dataclass
 class CommConfig:
-    """How ranks that train together exchange gradients."""
+    """How ranks exchange gradients."""
 
-    backend: str = choice("auto", "single", "mpi", "gloo", "nccl")
-    batch_norm: str = choice(
-        "shared", "local"
-    )  # shared: statistics over the batch of all ranks; local: over each rank's part
-    overlap: bool = True  # send gradients while back-propagation goes on; on GPUs where steps are faster so
-    bucket_mib: float = number(25.0, 0, 1_000_000, above=True)  # gradients that travel together
-    timeout_s: float = number(600.0, 0, UNLIMITED, above=True)  # a rank without progress for so long ends the job
+    backend: str = choice("auto", "single", "mpi", "gloo", "nccl")  # transport between ranks; single: one process
+    batch_norm: str = choice("shared", "local")  # statistics over the batch of all ranks, or of each rank
+    overlap: bool = True  # send gradients during the backward pass
+    bucket_mib: float = number(25.0, 0, 1_000_000, above=True)  # gradients that are sent together
+    timeout_s: float = number(600.0, 0, UNLIMITED, above=True)  # a rank without progress for this long ends the job
 
 
 @dataclass
 class DecodeConfig:
-    """From log-probs to words: Q(y) = log p_ctc(y|x) + alpha log p_lm(y) + beta words(y); scores in natural log."""
+    """Log-probs to words: Q(y) = log p_ctc(y|x) + alpha log p_lm(y) + beta words(y), in natural logarithms."""
 
     method: str = choice("greedy", "beam", "native", "ctcdecode")  # beam: on the model's device; native: C++ on the CPU
-    beam: int = number(
-        64, 1, 1_000_000
-    )  # hypotheses kept at each frame; one that ends in a blank and one that does not count apart
-    lm: str = ""  # n-gram model (binary or ARPA) of words, characters or pieces; empty: none, alpha and beta rest
-    alpha: float = number(0.5, -1e6, 1e6)
-    beta: float = number(1.5, -1e6, 1e6)
-    unknown_score: float = number(-23.0, -1e9, 1e9)  # added to log p_lm of a word that the model of words does not know
-    lexicon: bool = False  # only words of the model's vocabulary and hot words (native: flashlight-text does it)
-    hot_words: list[str] = field(default_factory=list)  # single words, as the network writes them
-    hot_word_bonus: float = number(10.0, -1e6, 1e6)
-    label_min_log_prob: float = number(
-        -5.0, -UNLIMITED, 0, below=True
-    )  # a frame's less likely labels are not followed, but for its best
-    prune: float = number(10.0, 0, 1e12, above=True)  # hypotheses this far below the best are dropped at each frame
-    nbest: int = number(1, 1, 1_000_000)
-    rescore: str = ""  # recurrent model (`ds2 lm train`) that ranks what the search found anew; empty: none
+    beam: int = number(64, 1, 1_000_000)  # hypotheses after each frame
+    lm: str = ""  # n-gram model (binary or ARPA) of words, characters or pieces; empty: none
+    alpha: float = number(0.5, -1e6, 1e6)  # weight of the language model
+    beta: float = number(1.5, -1e6, 1e6)  # bonus for each word
+    unknown_score: float = number(-23.0, -1e9, 1e9)  # added to log p_lm of words outside a word model's vocabulary
+    lexicon: bool = False  # allow only words of the language model and hot words
+    hot_words: list[str] = field(default_factory=list)  # words to prefer, as the network writes them
+    hot_word_bonus: float = number(10.0, -1e6, 1e6)  # bonus for each hot word
+    label_min_log_prob: float = number(-5.0, -UNLIMITED, 0, below=True)  # ignore less likely labels of a frame
+    prune: float = number(10.0, 0, 1e12, above=True)  # drop hypotheses this far below the best one at each frame
+    nbest: int = number(1, 1, 1_000_000)  # hypotheses to return
+    rescore: str = ""  # recurrent model (`ds2 lm train`) that ranks the hypotheses of the search again; empty: none
     rescore_weight: float = number(0.5, 0, 1)  # its share of log p_lm; the n-gram model has the rest
-    rescore_hypotheses: int = number(32, 1, 1_000_000)  # that are ranked
-    rescore_in_search: bool = False  # removed; read for one more version, with a warning
-    threads: int = number(0, 0, 1024)  # of native and ctcdecode; 0: one a core
-    times: bool = True  # word times and confidences, by aligning what was recognised
-    confidence: list[float] = numbers([1.0, 0.0], -1e9, 1e9, lengths=(2,))  # calibration: slope, offset of the logit
+    rescore_hypotheses: int = number(32, 1, 1_000_000)  # hypotheses to rank again
+    rescore_in_search: bool = removed(False, "decode.rescore ranks the hypotheses after the search")
+    threads: int = number(0, 0, 1024)  # of the methods native and ctcdecode; 0: one a core
+    times: bool = True  # compute times and confidences of words by an alignment
+    confidence: list[float] = numbers([1.0, 0.0], -1e9, 1e9, lengths=(2,))  # calibration: [slope, offset] of the logit
 
 
 @dataclass
 class Config:
-    """A whole training run."""
+    """A training run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     alphabet: AlphabetConfig = field(default_factory=AlphabetConfig)
@@ -257,5 +250,5 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
-    run_dir: str = MISSING
+    run_dir: str = MISSING  # folder of the run: models, trainer states, logs
     device: str = "auto"  # auto | cpu | cuda | cuda:N

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from ds2.config.schema import BatchingConfig
 
+_BUCKETS = 10  # of duration, each shuffled by itself
+
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
     """Return the longest that each utterance can get: durations (U,) over the slowest of these factors (`paces`).
@@ -26,7 +28,7 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
     """Return the batches of an epoch: lists of utterance indices, each utterance in exactly one, longest first inside.
 
     Epoch 1 is SortaGrad (Deep Speech 2, section 3.2): batches in order of duration. In later epochs, or without it,
-    utterances are shuffled inside `config.buckets` duration buckets and the batches made of them are shuffled.
+    utterances are shuffled inside 10 duration buckets and the batches made of them are shuffled.
     A batch holds a fixed count of utterances, or as many as keep its padded audio (longest duration x count) within
     the budget; an utterance over the budget makes its own batch. The last batch may be short; nothing is dropped.
 
@@ -41,9 +43,7 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
     ascending = np.argsort(durations_s, kind="stable")
     rng = np.random.default_rng([seed, epoch])
     sorted_epoch = config.sortagrad and epoch == 1
-    order = (
-        ascending if sorted_epoch else np.concatenate([rng.permutation(b) for b in _buckets(ascending, config.buckets)])
-    )
+    order = ascending if sorted_epoch else np.concatenate([rng.permutation(b) for b in _buckets(ascending)])
     batches = _cut(order.tolist(), durations_s.tolist(), config)
     batches = [sorted(batch, key=lambda index: -durations_s[index]) for batch in batches]
     if not sorted_epoch:
@@ -63,8 +63,8 @@ def deal(batch: Sequence[int], rank: int, world: int) -> list[int]:
     return list(batch[rank::world]) or list(batch[-1:])
 
 
-def _buckets(ascending: NDArray[np.int64], buckets: int) -> list[NDArray[np.int64]]:
-    return [bucket for bucket in np.array_split(ascending, buckets) if len(bucket)]
+def _buckets(ascending: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    return [bucket for bucket in np.array_split(ascending, _BUCKETS) if len(bucket)]
 
 
 def _cut(order: list[int], durations_s: list[float], config: BatchingConfig) -> list[list[int]]:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
 _PREFETCH_BATCHES = 2  # a worker
+_BABBLE_VOICES = 4
 _NOISE_SAMPLES = 1 << 21  # two minutes at 16 kHz
 
 
@@ -177,7 +178,7 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
 
     def noise(rng: np.random.Generator, samples: int) -> NDArray[np.float32]:
         if rng.random() < augment.babble_share:
-            return babble(voices, rng, samples, augment.babble_voices)
+            return babble(voices, rng, samples, _BABBLE_VOICES)
         return recorded(rng, samples)
 
     return _Augmentation(augment, noise)

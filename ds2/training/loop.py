@@ -162,7 +162,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
 def evaluation_due(trainer: Trainer, complete: bool) -> bool:
     """Whether the dev set is decoded now: at the epochs that the config names, and always when training ends."""
     config, epoch = trainer.config.train, trainer.progress.epoch
-    regular = epoch >= config.evaluate_from_epoch and epoch % config.evaluate_every_epochs == 0
+    regular = epoch % config.evaluate_every_epochs == 0
     return bool(trainer.dev.utterances) and (regular or is_last(trainer, complete))
 
 

@@ -22,6 +22,7 @@ from ds2.training.state import Parts, Progress, TrainState, read_state, state_fi
 
 log = logging.getLogger(__name__)
 _NAMED_AT_MOST = 12
+_STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
 
 
 def begin(
@@ -55,7 +56,7 @@ def begin(
         state.features.load_state_dict(loaded.features.state_dict())
     elif config.features.normalise == "corpus":
         chosen = np.random.default_rng(config.train.seed).permutation(len(loader.utterances))
-        drawn = chosen[: config.features.statistics_utterances]
+        drawn = chosen[:_STATISTICS_UTTERANCES]
         shown = tqdm(drawn, desc="feature statistics", unit="utt", disable=None)
         state.features.estimate(torch.from_numpy(loader.audio[int(i)]) for i in shown)
     return state.tensors(), state.progress

@@ -22,7 +22,7 @@ def command(tiny_overrides: list[str], tone_manifest: Path, tmp_path: Path) -> l
     """A table of tiny models, whose depths and skips are the rows' own."""
     theirs = ("model=", "optim", "run_dir", "model.depth", "model.skip")
     mine = [override for override in tiny_overrides if not override.startswith(theirs)]
-    mine += ["model.hidden=8", "data.prepare=''", "features.statistics_utterances=4"]
+    mine += ["model.hidden=8", "data.prepare=''"]
     return [
         sys.executable, str(ROOT / "tools" / "reproduce.py"), "table3", *mine, "--out", str(tmp_path / "table"),
         "--gpus", "cpu", "--epochs", "2", "--rates", "1e-4", "--test", str(tone_manifest),

@@ -93,7 +93,7 @@ def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
         (AugmentConfig(gain_db=[3.0]), "augment.gain_db"),
         (AugmentConfig(noise_snr_db=[30.0, 10.0]), "augment.noise_snr_db"),
         (AugmentConfig(noise_probability=0.4, noise_snr_db=[]), "noise_snr_db=.* is needed"),
-        (AugmentConfig(noisy_epochs=3), "augment.noisy_epochs=3 ends noise, rooms and codecs, and there are none"),
+        (AugmentConfig(noisy_epochs=3), "augment.noisy_epochs=3 ends noise, rooms and codecs, but there are none"),
         (AugmentConfig(noise_probability=1.4), "augment.noise_probability=1.4"),
         (AugmentConfig(time_fraction=2.0), "augment.time_fraction"),
         (AugmentConfig(time_masks=-1), "augment.time_masks=-1"),

@@ -12,8 +12,9 @@ import pytest
 
 from ds2.cli import main
 from ds2.config import schema
-from ds2.config.allowed import KEY, Range
+from ds2.config.allowed import KEY, REMOVED, Range
 from ds2.config.check import check, check_allowed
+from ds2.config.convert import config_from_dict, documented_keys
 from ds2.config.schema import Config, ConfigError, DataConfig, ModelConfig, OptimConfig, TrainConfig
 
 SECTIONS = [value for value in vars(schema).values() if isinstance(value, type) and is_dataclass(value)]
@@ -23,7 +24,8 @@ def number_settings() -> Iterator[tuple[type, Field[Any], Any]]:
     for section in SECTIONS:
         hints = get_type_hints(section)
         for declared in fields(section):
-            if hints[declared.name] in (int, float, list[int], list[float], dict[str, float]):
+            numeric = hints[declared.name] in (int, float, list[int], list[float], dict[str, float])
+            if numeric and REMOVED not in declared.metadata:
                 yield section, declared, hints[declared.name]
 
 
@@ -119,3 +121,17 @@ def test_a_number_that_cannot_work_stops_training_with_one_line(
     assert len(lines) == 1 and named(override) in lines[0]
     assert not any("Traceback" in line for line in said)
     assert not list((tmp_path / "run").glob("*.safetensors"))
+
+
+def test_a_removed_setting_is_read_and_warned_of_but_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+    check(config_from_dict({}))
+    assert not caplog.records
+    check(config_from_dict({"train": {"evaluate_from_epoch": 3}}))
+    [record] = caplog.records
+    assert record.getMessage().startswith("train.evaluate_from_epoch=3 has no effect since this setting was removed: ")
+    listed = {key.name for _, _, keys in documented_keys() for key in keys}
+    assert "train.epochs" in listed and not {"train.evaluate_from_epoch", "decode.rescore_in_search"} & listed
+
+
+def test_every_setting_has_a_comment_for_the_help() -> None:
+    assert [key.name for _, _, keys in documented_keys() for key in keys if not key.comment] == []

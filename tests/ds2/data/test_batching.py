@@ -30,7 +30,6 @@ def padding(plan: list[list[int]]) -> float:
 @given(
     durations=st.lists(st.floats(0.0, 60.0), min_size=1, max_size=80),
     budget=st.one_of(st.integers(1, 20), st.floats(0.5, 100.0)),
-    buckets=st.integers(1, 7),
     epoch=st.integers(1, 3),
     world=st.integers(1, 5),
     flags=st.tuples(st.booleans(), st.booleans()),
@@ -38,14 +37,13 @@ def padding(plan: list[list[int]]) -> float:
 def test_every_utterance_exactly_once_within_the_budget(
     durations: list[float],
     budget: float,
-    buckets: int,
     epoch: int,
     world: int,
     flags: tuple[bool, bool],
 ) -> None:
     array = np.array(durations)
     count, audio_s = (budget, 0.0) if isinstance(budget, int) else (0, budget)
-    config = BatchingConfig(count, audio_s, buckets=buckets, sortagrad=flags[0], longest_first=flags[1])
+    config = BatchingConfig(count, audio_s, sortagrad=flags[0], longest_first=flags[1])
     plan = plan_epoch(array, config, epoch, 3)
     assert sorted(index for batch in plan for index in batch) == list(range(len(durations)))
     for batch in plan:
@@ -83,7 +81,6 @@ def test_plans_are_pure_and_differ_by_epoch_and_seed() -> None:
 def test_buckets_keep_padding_low() -> None:
     assert padding(plan_epoch(DURATIONS, by_count(), 1, 1)) < 0.05
     assert padding(plan_epoch(DURATIONS, by_count(), 2, 1)) < 0.25
-    assert padding(plan_epoch(DURATIONS, by_count(buckets=1), 2, 1)) > 1.0
 
 
 def test_the_audio_budget_is_used() -> None:

@@ -26,6 +26,7 @@ from support.decoding_cases import (
 )
 from torch import Tensor
 
+from ds2.config.allowed import REMOVED
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.decoder import decode_long
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
@@ -239,8 +240,10 @@ def test_a_long_recording_is_decoded_in_pieces_with_times_of_the_whole() -> None
 def test_the_table_holds_every_method_and_every_setting_counts_for_one() -> None:
     (declared,) = (field for field in fields(DecodeConfig) if field.name == "method")
     assert set(METHODS) == set(declared.metadata["allowed"])
-    settings = {field.name for field in fields(DecodeConfig)} - {"method", "confidence"}
-    settings -= {"rescore_in_search"}  # of an earlier version: named in a warning
+    settings = {field.name for field in fields(DecodeConfig) if REMOVED not in field.metadata} - {
+        "method",
+        "confidence",
+    }
     assert set().union(*(row.options for row in METHODS.values())) == settings
 
 
