@@ -26,6 +26,8 @@ from ds2.system.files import write_text
 _VERSION = 1
 _WAY_OUT = "copy it again, or write it anew with `ds2 data shards`"
 _FILES_OPEN = 256
+_MAX_NAME_BYTES = 1024  # names are kept in an array whose rows are as long as the longest
+_NAME_SHOWN = 60
 
 
 class ShardError(UserError):
@@ -69,11 +71,10 @@ class Shard:
             found = path.stat()
             self._bytes, self._which = found.st_size, (found.st_ino, found.st_mtime_ns)
             index = index_file(path)
-            members = self._read_index(index) if index.is_file() else self._look_through()
+            members = self._read_index(index) if index.is_file() else self._read_headers()
         except OSError as error:
             raise ShardError(f"{path}: {error.strerror or error}") from error
-        except tarfile.TarError as error:
-            raise ShardError(f"{path}: no shard ({error}); {_WAY_OUT}") from error
+        self._check(members)
         members.sort(key=lambda member: member.name.encode())
         self._names = np.array([member.name.encode() for member in members] or [b""])
         self._places = np.array([[m.offset, m.size, m.crc, m.samples] for m in members], np.int64).reshape(-1, 4)
@@ -118,19 +119,43 @@ class Shard:
             facts = json.loads(head)
             if facts["version"] != _VERSION or facts["crc"] != zlib.crc32(rest):
                 raise ValueError("another version or damaged")
-            lines = [line.split(" ", 4) for line in rest.decode().splitlines()]
+            lines = [line.split(" ", 4) for line in rest.decode().split("\n")[:-1]]
             members = [Member(line[4], *map(int, line[:4])) for line in lines]
             said_bytes, self.made_from = int(facts["bytes"]), str(facts["made_from"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ShardError(f"{index}: no index of a shard ({error}); {_WAY_OUT}") from error
         if said_bytes != self._bytes:
             raise ShardError(f"{self.path}: has {self._bytes} bytes, its index promises {said_bytes}; {_WAY_OUT}")
         return members
 
-    def _look_through(self) -> list[Member]:
-        with tarfile.open(self.path, "r:") as tar:
-            files = (found for found in tar if found.isfile())
-            return [Member(found.name.removeprefix("./"), found.offset_data, found.size) for found in files]
+    def _read_headers(self) -> list[Member]:
+        members = list[Member]()
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                for header in tar:
+                    if header.issparse():
+                        raise tarfile.TarError(f"{header.name} is a sparse file, whose bytes do not lie in one piece")
+                    if header.isfile():
+                        members.append(Member(header.name.removeprefix("./"), header.offset_data, header.size))
+        except (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
+            raise ShardError(f"{self.path}: not a shard ({error}); {_WAY_OUT}") from error
+        return members
+
+    def _check(self, members: list[Member]) -> None:
+        names = set[str]()
+        for name, offset, size, *_ in members:
+            try:
+                name_bytes = len(name.encode())
+            except UnicodeEncodeError as error:
+                raise ShardError(f"{self.path}: the name of member {name!r} is not UTF-8; {_WAY_OUT}") from error
+            if name_bytes > _MAX_NAME_BYTES or "\0" in name:
+                shown = f"{name[:_NAME_SHOWN]!r}..."
+                raise ShardError(f"{self.path}: the name {shown} is over {_MAX_NAME_BYTES} bytes, or holds NUL")
+            if name in names:
+                raise ShardError(f"{self.path}: holds two members named {name}; rename one, or remove the stale one")
+            if not (offset >= 0 and size >= 0 and offset + size <= self._bytes):
+                raise ShardError(f"{self.path}: {name} does not lie within the file's {self._bytes} bytes; {_WAY_OUT}")
+            names.add(name)
 
 
 def write_index(shard: Path, members: Iterable[Member], made_from: str) -> None:

@@ -236,7 +236,9 @@ def _duplicates(listed: Sequence[tuple[str, Utterance]], probes: Sequence[Probe]
 
 def _pace_outliers(listed: Sequence[tuple[str, Utterance]]) -> list[Finding]:
     """Name utterances whose seconds a character are far off: a wrong transcript or a wrong cut more often than not."""
-    paced = [(split, u, math.log(u.duration_s / len(u.text))) for split, u in listed if u.text and u.duration_s > 0]
+    paced = [
+        (split, u, math.log(u.duration_s) - math.log(len(u.text))) for split, u in listed if u.text and u.duration_s > 0
+    ]
     if len(paced) < _OUTLIER_LEAST:
         return []
     centre = median(pace for _, _, pace in paced)

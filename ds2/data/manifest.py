@@ -12,7 +12,8 @@ from typing import Any
 
 from ds2.system.errors import UserError
 from ds2.system.files import atomic_file
-from ds2.system.plain import parse_json
+from ds2.system.plain import parse_json, short_repr
+from ds2.system.text_files import read_byte_lines
 
 
 def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
@@ -26,12 +27,11 @@ def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
 
 log = logging.getLogger(__name__)
 
+MIN_DURATION_S = 1e-6  # less is written as 0
 MAX_DURATION_S = 7 * 24 * 3600.0  # a longer "duration" was written in samples or milliseconds
 _ERRORS_NAMED = 10
 _REQUIRED = ("audio_filepath", "duration", "text")
 _KEYS = (*_REQUIRED, "offset", "speaker", "lang")
-_BOM = b"\xef\xbb\xbf"
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class ManifestError(UserError):
@@ -64,6 +64,7 @@ def read_manifest(path: str | Path) -> list[Utterance]:
 def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
     """Read JSON-lines manifests into one list of utterances, in order; every line is good or the whole read fails.
 
+    A manifest named `-` is standard input.
     A line is an object with `audio_filepath`, `duration` (seconds) and `text`, optionally `offset` (seconds), `speaker`
     and `lang`; other keys are ignored and logged. A relative path starts at the manifest's folder; absolute paths and
     paths that leave the folder by `..` are allowed, since a manifest describes files but does not contain them. A
@@ -72,7 +73,8 @@ def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
     Raises:
         ManifestError: names file:line and the reason for the first errors of a manifest: not UTF-8, not a JSON object,
             a key missing or of a wrong type, a number that is negative, not finite or over a week, or an utterance
-            (same file and offset) that was listed before; or a manifest is unreadable or without utterances.
+            (same file and offset) that was listed before; or a manifest is without utterances.
+        TextError: a manifest is unreadable.
     """
     utterances: list[Utterance] = []
     seen: dict[tuple[Path, float], str] = {}
@@ -107,17 +109,11 @@ def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ManifestError(f"{path}: {error.strerror}") from error
-    if content.startswith(_UTF16_BOMS):
-        raise ManifestError(f"{path}:1: starts like UTF-16; save the manifest as UTF-8")
     folder = path.parent.resolve()
     utterances: list[Utterance] = []
     errors: list[str] = []
     ignored: set[str] = set()
-    for number, line in enumerate(content.removeprefix(_BOM).split(b"\n"), start=1):
+    for number, line in read_byte_lines(path):
         if not line.strip():
             continue
         source = f"{path}:{number}"
@@ -171,7 +167,7 @@ def _to_utterance(record: dict[str, Any], folder: Path, source: str) -> Utteranc
 
 def _audio_path(given: str, folder: Path) -> Path:
     if not given.strip() or "\0" in given:
-        raise ManifestError(f"audio_filepath is {given!r}; expected a path")
+        raise ManifestError(f"audio_filepath is {short_repr(given)}; expected a path")
     path = folder / given
     return path.resolve() if ".." in path.parts else path
 
@@ -183,9 +179,9 @@ def _string(record: dict[str, Any], key: str) -> str:
     if key == "speaker" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        raise ManifestError(f"{key} is {value!r}; expected a string")
+        raise ManifestError(f"{key} is {short_repr(value)}; expected a string")
     if not value.isprintable() and any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-        raise ManifestError(f"{key} is {value!r}; half of a surrogate pair is no character")
+        raise ManifestError(f"{key} is {short_repr(value)}; half of a surrogate pair is no character")
     return value
 
 
@@ -194,7 +190,9 @@ def _seconds(record: dict[str, Any], key: str) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ManifestError(f"{key} is {value!r}; expected a number of seconds")
+        raise ManifestError(f"{key} is {short_repr(value)}; expected a number of seconds")
     if not 0 <= value <= MAX_DURATION_S:  # false for NaN too
-        raise ManifestError(f"{key} is {value!r}; expected seconds, from 0 to {MAX_DURATION_S:g}")
+        raise ManifestError(f"{key} is {short_repr(value)}; expected seconds, from 0 to {MAX_DURATION_S:g}")
+    if key == "duration" and 0 < value < MIN_DURATION_S:
+        raise ManifestError(f"{key} is {short_repr(value)}; expected seconds, 0 or at least {MIN_DURATION_S:g}")
     return float(value)

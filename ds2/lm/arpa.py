@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ds2.lm.ngram import END, SPACE, START, TENSORS, UNKNOWN, LanguageModelError, Level, NGram, blocks, link, unlink
 from ds2.system.files import atomic_file, cache_dir, remove_stale, temporary_folder
-from ds2.text.lines import read_lines
+from ds2.system.text_files import read_lines
 
 _LN10 = math.log(10.0)
 _ABSENT_LOG10 = -100.0  # what -inf becomes, and <unk> gets in a file without it

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from ds2.lm.ngram import END, SPACE, START, UNITS, UNKNOWN, LanguageModelError, NGram
+from ds2.system.text_files import read_lines
 from ds2.text.alphabet import Alphabet, describe
-from ds2.text.lines import read_lines
 
 
 def cut(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ds2.scoring.statistics import ScoringError
 from ds2.system.plain import parse_json
+from ds2.system.text_files import read_lines
 
 _NAMED_AT_MOST = 10
 
@@ -25,7 +26,7 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
     """Read a manifest or text file.
 
     Args:
-        path: the file, UTF-8.
+        path: the file, UTF-8; `-` is standard input.
         ids: the first word of each line of a text file is its id.
         hypotheses: take `pred_text` of a manifest where there is one.
 
@@ -33,16 +34,10 @@ def read_texts(path: Path, *, ids: bool, hypotheses: bool) -> dict[str, Line]:
         Utterances by the key they are matched by, their texts in composed characters (NFC).
 
     Raises:
-        ScoringError: unreadable, not UTF-8, a bad manifest line, or a key listed twice.
+        TextError: the file is unreadable or not UTF-8.
+        ScoringError: a bad manifest line, or a key listed twice.
     """
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise ScoringError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ScoringError(f"{path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
-    if lines[-1] == "":
-        lines.pop()
+    lines = [line for _, line in read_lines(path)]
     manifest = next((line for line in lines if line.strip()), "").lstrip().startswith("{")
     texts: dict[str, Line] = {}
     for number, line in enumerate(lines, start=1):

@@ -98,10 +98,14 @@ def _mapping(value: object, field: str) -> dict[str, object]:
     return value
 
 
-def _wrong(field: str, value: object, expected: str) -> FieldError:
+def short_repr(value: object) -> str:
+    """Return the repr of a value from a file, for a message: its first 60 characters."""
     try:
-        shown = repr(value)
-    except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
-        shown = f"a {type(value).__name__}"
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return FieldError(field, f"is {shown}, expected {expected}")
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _wrong(field: str, value: object, expected: str) -> FieldError:
+    return FieldError(field, f"is {short_repr(value)}, expected {expected}")

@@ -16,6 +16,7 @@ import soundfile
 
 from ds2.audio.read import AudioError, EmptyAudioError, audio_blocks, audio_info, read_audio
 from ds2.data.manifest import ManifestError, read_manifest
+from ds2.system.text_files import TextError
 
 RATE_HZ = 16000
 TONE = 0.3 * np.sin(2 * np.pi * 440 * np.arange(RATE_HZ) / RATE_HZ)
@@ -192,6 +193,7 @@ BROKEN_MANIFESTS: dict[str, tuple[bytes, str]] = {
     "NaN duration": (line(duration=float("nan")), ":2: duration is nan; expected seconds"),
     "infinite duration": (line(duration=float("inf")), ":2: duration is inf; expected seconds"),
     "huge duration": (line(duration=1e300), r":2: duration is 1e\+300; expected seconds, from 0 to 604800"),
+    "least duration": (line(duration=5e-324), ":2: duration is 5e-324; expected seconds, 0 or at least 1e-06"),
     "duration of 5000 digits": (b'{"audio_filepath": "b", "text": "", "duration": 1' + b"0" * 5000 + b"}\n", ":2: "),
     "duration as text": (line(duration="1.0"), ":2: duration is '1.0'; expected a number"),
     "boolean duration": (line(duration=True), ":2: duration is True; expected a number"),
@@ -221,13 +223,13 @@ def test_an_empty_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_utf_16_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_bytes(line().decode().encode("utf-16"))
-    with pytest.raises(ManifestError, match="UTF-16; save the manifest as UTF-8"):
+    with pytest.raises(TextError, match="UTF-16; save the file as UTF-8"):
         read_manifest(tmp_path / "m.jsonl")
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", ""])
 def test_a_missing_manifest_or_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ManifestError, match=r"No such file|Is a directory"):
+    with pytest.raises(TextError, match=r"No such file|Is a directory"):
         read_manifest(tmp_path / name)
 
 

@@ -31,4 +31,4 @@ def test_what_cannot_be_told_apart_is_named(tmp_path: Path) -> None:
     alone = classify(tmp_path / "one.txt")
     assert alone.returncode == 2 and "two texts and ten lines are needed" in alone.stderr
     missing = classify(tmp_path / "one.txt", tmp_path / "none.txt")
-    assert missing.returncode == 2 and "there is no text" in missing.stderr
+    assert missing.returncode == 2 and "none.txt: No such file" in missing.stderr

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ds2.audio.read import AUDIO_SUFFIXES, END_TOLERANCE_S, AudioError, audio_info
 from ds2.audio.shard import member_of
 from ds2.data.manifest import Utterance
+from ds2.system import text_files
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
 
@@ -71,18 +72,8 @@ def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequenc
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield ("file:line", text) of the non-blank lines of a UTF-8 file; raises ImporterError where it is not one."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ImporterError(f"{path}: {error.strerror}") from error
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ImporterError(f"{path}:{number}: byte {error.start + 1} is not UTF-8") from error
-        if text:
-            yield f"{path}:{number}", text
+    """Yield ("file:line", stripped text) of the lines of a UTF-8 file that are not blank; raises TextError."""
+    return ((f"{path}:{number}", line.strip()) for number, line in text_files.read_lines(path) if line.strip())
 
 
 def find_audio(listed: Path) -> Path | None:

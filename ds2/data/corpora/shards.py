@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,10 @@ from ds2.audio.shard import Shard, ShardError, check_members
 from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, to_utterances
 from ds2.data.corpora.tables import COLUMNS
 from ds2.data.manifest import Utterance
-from ds2.system.plain import parse_json
+from ds2.system.plain import parse_json, short_repr
+from ds2.system.text_files import read_byte_lines
 
 _TEXT_SUFFIXES = ("txt", "text")
-_LONGEST_LINE = 1 << 24  # bytes of a cut, unpacked: whatever a small file may unpack to
 
 
 def import_webdataset(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
@@ -61,9 +58,10 @@ def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance
         except ShardError as error:
             problems.append(f"{path}: {error}")
             continue
-        for source, line in _lines(path):
+        for number, line in read_byte_lines(path):
             try:
-                entries.append(_cut(tar, names, source, line))
+                if line.strip():
+                    entries.append(_cut(tar, names, f"{path}:{number}", line))
             except ImporterError as error:
                 problems.append(str(error))
     return _measured(entries, problems, skip_bad=skip_bad)
@@ -81,18 +79,20 @@ def _measured(entries: list[Entry], problems: list[str], *, skip_bad: bool) -> l
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
 
 
-def _samples(shard: Shard) -> dict[str, dict[str, str]]:
-    """Names of members by key and by what follows the key's dot, in the order in which they lie."""
-    samples: dict[str, dict[str, str]] = {}
+def _samples(shard: Shard) -> dict[str, list[tuple[str, str]]]:
+    """Return for each key what follows its dot and the names of its members, in the order in which they lie."""
+    samples: dict[str, list[tuple[str, str]]] = {}
     for member in sorted(shard.members(), key=lambda member: member.offset):
         folder, slash, last = member.name.rpartition("/")
         key, _, kind = last.partition(".")
-        samples.setdefault(folder + slash + key, {})[kind.lower()] = member.name
+        samples.setdefault(folder + slash + key, []).append((kind.lower(), member.name))
     return samples
 
 
-def _sample(shard: Shard, key: str, members: dict[str, str]) -> Entry:
-    source = f"{shard.path}: {key}"
+def _sample(shard: Shard, key: str, listed: list[tuple[str, str]]) -> Entry:
+    source, members = f"{shard.path}: {key}", dict(listed)
+    if len(members) < len(listed):
+        raise ImporterError(f"{source}: two members of one kind among {', '.join(name for _, name in listed)}")
     audio = [name for name in members.values() if Path(name).suffix.lower() in AUDIO_SUFFIXES]
     if not audio:
         raise ImporterError(f"{source}: no audio among {', '.join(members.values())}")
@@ -129,21 +129,6 @@ def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> Entry:
     return Entry(tar / names[name], " ".join(filter(None, texts)), source, speaker, language)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield ("file:line", line) of a file of JSON lines, packed by gzip or not."""
-    number = 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while line := file.readline(_LONGEST_LINE):
-                number += 1
-                if len(line) == _LONGEST_LINE:
-                    raise ImporterError(f"{path}:{number}: a line of more than {_LONGEST_LINE >> 20} MiB is no cut")
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except (OSError, EOFError, zlib.error) as error:
-        raise ImporterError(f"{path}: cannot be read behind line {number} ({error}); copy it again") from error
-
-
 def _object(content: bytes, source: str) -> dict[str, Any]:
     try:
         found = parse_json(content)
@@ -161,7 +146,7 @@ def _text(record: dict[str, Any], keys: tuple[str, ...], source: str) -> str:
         if value is None or value == "":
             continue
         if isinstance(value, bool) or not isinstance(value, str | int):
-            raise ImporterError(f"{source}: {key} is {str(value)[:60]!r}; expected a text")
+            raise ImporterError(f"{source}: {key} is {short_repr(value)}; expected a text")
         return str(value).strip()
     return ""
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines, to_utterances
 from ds2.data.manifest import Utterance
+from ds2.system import text_files
 from ds2.system.plain import parse_json
+from ds2.system.text_files import TextError
 
 COLUMNS = {
     "audio": ("wav_filename", "audio_filepath", "audio_path", "path", "file_name", "filename", "file", "audio"),
@@ -18,6 +20,7 @@ COLUMNS = {
 }
 """The names that a column goes by, most telling first."""
 _TABLES_SHOWN = 8
+_MAX_JSON_BYTES = 1 << 30
 
 
 def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
@@ -34,34 +37,33 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
         tables = sorted(p.name for p in path.iterdir() if p.suffix.lower() in (".csv", ".tsv"))
         named = f"one of {', '.join(tables[:_TABLES_SHOWN])}" if tables else "FILE.csv or FILE.tsv; this one holds none"
         raise ImporterError(f"{path}: is a folder; give the table in it: {named}")
-    rows = list(read_lines(path))
-    if rows and rows[0][1].startswith("{"):
+    lines = [f"{line}\n" for _, line in text_files.read_lines(path)]  # a quoted field may hold ends of lines
+    if lines and lines[0].startswith("{"):
         raise ImporterError(f"{path}: is a manifest (JSON lines), which needs no import: data.train=[{path.name}]")
-    tabs = bool(rows) and "\t" in rows[0][1]
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(file, strict=True)
-        try:
-            header = next(reader, [])
-            column = {kind: _column(header, names) for kind, names in COLUMNS.items()}
-            if column["audio"] is None or column["text"] is None:
-                if len(header) == 1 and ";" in header[0]:
-                    raise ImporterError(f"{path}:1: columns are separated by semicolons; save it with commas or tabs")
-                raise ImporterError(
-                    f"{path}:1: columns {header} have none for audio ({', '.join(COLUMNS['audio'])}) "
-                    f"or none for text ({', '.join(COLUMNS['text'])}); rename them"
-                )
-            entries = []
-            for row in reader:
-                if not row:
-                    continue
-                source = f"{path}:{reader.line_num}"
-                if len(row) != len(header):
-                    raise ImporterError(f"{source}: {len(row)} fields, the header has {len(header)}")
-                field = {kind: "" if index is None else row[index].strip() for kind, index in column.items()}
-                audio = _beside(path.parent, field["audio"])
-                entries.append(Entry(audio, field["text"], source, field["speaker"], field["lang"]))
-        except csv.Error as error:
-            raise ImporterError(f"{path}:{reader.line_num}: {error}") from error
+    tabs = bool(lines) and "\t" in lines[0]
+    reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines, strict=True)
+    try:
+        header = next(reader, [])
+        column = {kind: _column(header, names) for kind, names in COLUMNS.items()}
+        if column["audio"] is None or column["text"] is None:
+            if len(header) == 1 and ";" in header[0]:
+                raise ImporterError(f"{path}:1: columns are separated by semicolons; save it with commas or tabs")
+            raise ImporterError(
+                f"{path}:1: columns {header} have none for audio ({', '.join(COLUMNS['audio'])}) "
+                f"or none for text ({', '.join(COLUMNS['text'])}); rename them"
+            )
+        entries = []
+        for row in reader:
+            if not row:
+                continue
+            source = f"{path}:{reader.line_num}"
+            if len(row) != len(header):
+                raise ImporterError(f"{source}: {len(row)} fields, the header has {len(header)}")
+            field = {kind: "" if index is None else row[index].strip() for kind, index in column.items()}
+            audio = _beside(path.parent, field["audio"])
+            entries.append(Entry(audio, field["text"], source, field["speaker"], field["lang"]))
+    except csv.Error as error:
+        raise ImporterError(f"{path}:{reader.line_num}: {error}") from error
     return to_utterances(entries, skip_bad=skip_bad)
 
 
@@ -81,7 +83,7 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False) -> li
         text_file = _beside(path.parent, transcript)
         try:
             text = " ".join(line for _, line in read_lines(text_file))
-        except ImporterError as error:
+        except TextError as error:
             problems.append(f"{source}: transcript {error}")
             continue
         entries.append(Entry(_beside(path.parent, audio), text, source))
@@ -110,7 +112,7 @@ def _csv_pairs(path: Path) -> list[tuple[str, str, str]]:
 
 def _json_pairs(path: Path) -> list[tuple[str, str, str]]:
     try:
-        stored: Any = parse_json(path.read_bytes())
+        stored: Any = parse_json(text_files.read_bytes(path, max_bytes=_MAX_JSON_BYTES))
         root = Path(stored["root_path"])
         samples = [(str(root / s["wav_path"]), str(root / s["transcript_path"])) for s in stored["samples"]]
     except (OSError, ValueError, KeyError, TypeError) as error:

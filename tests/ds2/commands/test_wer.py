@@ -90,7 +90,7 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
     ("reference", "hypothesis", "options", "message"),
     [
         (b"a\n", b"a\nb\n", [], "1 hypotheses have no reference: 2"),
-        (b"\xff\xfea\n", b"a\n", [], "byte 1 is not UTF-8"),
+        (b"\xff\xfea\n", b"a\n", [], ":1: is not UTF-8 but UTF-16"),
         (b"u1 a\nu1 b\n", b"u1 a\n", ["--ids"], "ref:2: u1 was listed before"),
         (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: not JSON"),
         (b'{"txt": "a"}\n', b"a\n", [], "ref:1: no string 'text'"),

@@ -151,6 +151,14 @@ def test_a_pace_unlike_the_corpus_is_an_outlier(folder: Path, monkeypatch: pytes
     assert [(f.severity, f.kind, f.name) for f in report.findings] == [("warning", "pace", "x")]
 
 
+def test_the_shortest_duration_of_all_is_an_outlier_too(tmp_path: Path) -> None:
+    spoken = [Utterance(tmp_path / f"{number}.wav", 2.0, TEXT) for number in range(60)]
+    config = Config(run_dir="x")
+    splits = {"train": [*spoken, Utterance(tmp_path / "x.wav", 5e-324, TEXT)]}
+    report = check(splits, config.data, config.augment, Alphabet.from_config(config.alphabet), frames_at_25_hz)
+    assert [f.name for f in report.findings if f.kind == "pace"] == ["x"]
+
+
 def test_segments_of_one_file_are_neither_duplicates_nor_too_long(folder: Path) -> None:
     path = write(folder / "x.wav", noise(50, 4.0))
     assert checked(folder, Utterance(path, 2.0, TEXT), Utterance(path, 2.0, TEXT, 2.0)).findings == []

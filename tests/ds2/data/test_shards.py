@@ -188,7 +188,7 @@ def test_a_shard_without_an_index_is_looked_through(tmp_path: Path, utterances: 
     for u, name in zip(utterances[1:5], names, strict=True):
         assert np.array_equal(read_audio(tar_file / name), read_audio(u.audio_filepath))
     (tmp_path / "text.tar").write_text("no tar at all")
-    with pytest.raises(AudioError, match=r"text\.tar: no shard"):
+    with pytest.raises(AudioError, match=r"text\.tar: not a shard"):
         read_audio(tmp_path / "text.tar" / "a.flac")
 
 

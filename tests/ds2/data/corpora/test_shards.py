@@ -20,6 +20,7 @@ from ds2.config.schema import DataConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.corpora import ImporterError, import_corpus
 from ds2.data.manifest import read_manifest, write_manifest
+from ds2.system.text_files import TextError
 
 SECONDS = {"a": 0.5, "b": 0.6, "c": 0.7}
 
@@ -108,7 +109,7 @@ def test_a_folder_that_is_called_like_a_shard_is_a_folder(tmp_path: Path) -> Non
         ({"a.flac": b"", "a.json": b"{"}, "a: not JSON"),
         ({"a.flac": b"", "a.json": b"[" * 100_000}, "a: not JSON"),
         ({"a.flac": b"", "a.json": b"[1]"}, "a: a JSON list; expected an object"),
-        ({"a.flac": b"", "a.json": b'{"text": ["one"]}'}, "text is \"\\['one'\\]\"; expected a text"),
+        ({"a.flac": b"", "a.json": b'{"text": ["one"]}'}, r"text is \['one'\]; expected a text"),
         ({"a.flac": b"no audio", "a.txt": b"one"}, "a.flac"),
     ],
 )
@@ -123,7 +124,7 @@ def test_samples_that_cannot_be_taken_are_named_or_left_out(
 
 def test_damaged_tar_files_and_cuts_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(gzip.compress(tar(tmp_path / "whole", {"a.flac": sound(0.5)}).read_bytes()))
-    with pytest.raises(ImporterError, match=r"a\.tar: no shard"):
+    with pytest.raises(ImporterError, match=r"a\.tar: not a shard"):
         import_corpus("webdataset", tmp_path)
     folder = shar(tmp_path / "shar", [cut("a", "one"), cut("b", "two")], {"a.flac": sound(0.5)})
     with pytest.raises(
@@ -135,9 +136,51 @@ def test_damaged_tar_files_and_cuts_are_named(tmp_path: Path) -> None:
     lines = (b"[]", b'{"id": "a"}', b'{"id": "a", "supervisions": [1]}', json.dumps(cut("a", "")).encode())
     for damaged in (whole[:-9], b"no gzip", *map(gzip.compress, lines), gzip.compress(b" " * (1 << 25), 1)):
         cuts.write_bytes(damaged)
-        with pytest.raises(ImporterError, match=r"cuts\.000000\.jsonl\.gz"):
+        with pytest.raises((ImporterError, TextError), match=r"cuts\.000000\.jsonl\.gz"):
             import_corpus("shar", folder)
     cuts.write_bytes(whole)
     (folder / "recording.000000.tar").unlink()
     with pytest.raises(ImporterError, match=r"recording\.000000\.tar: No such file"):
         import_corpus("shar", folder)
+
+
+def test_headers_of_sizes_that_no_file_has_and_sparse_members_are_named(tmp_path: Path) -> None:
+    for number, size in enumerate((1 << 80, -1, 10**400)):
+        folder = tmp_path / str(number)
+        whole = tar(folder / "a.tar", {"a.flac": sound(0.5), "a.txt": b"one"}).read_bytes()
+        with tarfile.open(folder / "a.tar", "w", format=tarfile.PAX_FORMAT) as file:
+            file.addfile(tarfile.TarInfo("a.flac"))
+            header = tarfile.TarInfo("b.flac")
+            header.pax_headers = {"size": str(size)}
+            file.addfile(header)
+        assert (folder / "a.tar").read_bytes() != whole
+        with pytest.raises(ImporterError, match=r"a\.tar: "):
+            import_corpus("webdataset", folder)
+    sparse = tarfile.TarInfo("a.flac")
+    sparse.type = tarfile.GNUTYPE_SPARSE
+    content = sparse.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    (tmp_path / "sparse").mkdir()
+    (tmp_path / "sparse" / "a.tar").write_bytes(content)
+    with pytest.raises(ImporterError, match=r"a\.tar: not a shard \(a\.flac is a sparse file"):
+        import_corpus("webdataset", tmp_path / "sparse")
+
+
+@pytest.mark.parametrize("name", ["a\udcff.flac", "a" * 2000 + ".flac"])
+def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as file:
+        file.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ImporterError, match=r"a\.tar: the name"):
+        import_corpus("webdataset", tmp_path)
+
+
+def test_two_members_of_one_name_or_kind_are_named(tmp_path: Path) -> None:
+    path = tar(tmp_path / "name" / "a.tar", {"./a.flac": sound(0.5), "a.txt": b"one", "a.flac": sound(0.6)})
+    with pytest.raises(ImporterError, match=rf"{path}: holds two members named a\.flac"):
+        import_corpus("webdataset", path.parent)
+    path = tar(tmp_path / "kind" / "a.tar", {"a.flac": sound(0.5), "a.txt": b"one", "a.FLAC": sound(0.6)})
+    with pytest.raises(ImporterError, match=rf"{path}: a: two members of one kind among a\.flac, a\.txt, a\.FLAC"):
+        import_corpus("webdataset", path.parent)
+    path = tar(tmp_path / "recording.000000.tar", {"a.flac": sound(0.5), "./a.flac": sound(0.6)})
+    (tmp_path / "cuts.000000.jsonl.gz").write_bytes(gzip.compress(json.dumps(cut("a", "one")).encode()))
+    with pytest.raises(ImporterError, match=r"holds two members named a\.flac"):
+        import_corpus("shar", tmp_path)

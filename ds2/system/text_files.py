@@ -1,0 +1,116 @@
+"""Lines of the texts that people give: manifests, transcripts, references, corpora, tables; plain, .gz or .xz.
+
+A text is a regular file, or standard input where its name is `-`. A pipe or a device is refused, since it may never
+end. So is a line that is too long to hold in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from ds2.system.errors import UserError
+
+MAX_LINE_BYTES = 1 << 24
+STANDARD_INPUT = Path("-")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class TextError(UserError):
+    """A text that cannot be read; the message names the file, the line and the way out."""
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a small file whole.
+
+    Raises:
+        TextError: as `read_byte_lines`, or the file has more than `max_bytes`.
+    """
+    with _errors(path), _open(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise TextError(f"{path}: is longer than {max_bytes} bytes")
+    return content
+
+
+def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number, line without its end of line) of a text, unpacked where its name ends in .gz or .xz.
+
+    A byte-order mark of UTF-8 is removed.
+
+    Raises:
+        TextError: no such file, one that is neither a regular file nor `-`, a damaged archive, UTF-16, or a line of
+            more than MAX_LINE_BYTES.
+    """
+    number = 0
+    with _errors(path), _open(path) as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if number == 0:
+                if line.startswith(_UTF16_MARKS):
+                    raise TextError(f"{path}:1: is not UTF-8 but UTF-16; save the file as UTF-8")
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise TextError(f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB; break the line")
+            yield number, line.removesuffix(b"\n")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number, line without its end of line) of a UTF-8 text; arguments and errors of `read_byte_lines`.
+
+    Raises:
+        TextError: also for bytes that are not UTF-8, and for NUL characters.
+    """
+    for number, line in read_byte_lines(path):
+        text = decode(line, f"{path}:{number}")
+        if "\0" in text:
+            raise TextError(f"{path}:{number}: holds NUL characters: is it UTF-16? Save the file as UTF-8")
+        yield number, text
+
+
+def decode(line: bytes, source: str) -> str:
+    """Decode UTF-8; raises TextError with the source ("file:line") and the first byte that is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{source}: byte {error.start + 1} is not UTF-8; save the file as UTF-8, e.g. by iconv -f latin1 -t utf-8"
+        ) from error
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    if path == STANDARD_INPUT:
+        yield sys.stdin.buffer
+        return
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device, which may never end"
+            raise TextError(f"{path}: is {kind}; give a regular file, or - for standard input")
+        if path.suffix == ".gz":
+            with gzip.open(file) as unpacked:
+                yield unpacked  # type: ignore[misc]  # it is a BinaryIO in all that is used
+        elif path.suffix == ".xz":
+            with lzma.open(file) as unpacked:
+                yield unpacked  # type: ignore[misc]
+        else:
+            yield file
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or f"cannot be read ({error}); copy it again"
+        raise TextError(f"{path}: {reason}") from error
