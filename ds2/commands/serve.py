@@ -48,6 +48,10 @@ def run(arguments: Sequence[str]) -> int:
         duration_s=given.duration_s,
         idle_s=given.idle_s,
         api_key=os.environ.get("DS2_API_KEY", ""),
+        uploads_bytes=given.uploads_mb << 20,
+        host=given.host,
+        allow_hosts=tuple(given.allow_host),
+        allow_origins=tuple(given.allow_origin),
     )
     make = functools.partial(_recogniser, file, decode, device, given.precision, given.log_transcripts)
     recognisers = _recognisers(given.sessions, device.type) if given.recognisers is None else given.recognisers
@@ -64,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         several.run()
         kept.close()
     else:
-        server = make_server(Here(make(), limits), limits, given.host, port)
+        server = make_server(Here(make(), limits), limits, port)
         open_up(kept)
         with handle_signals(STOP_SIGNALS, server.handle_exit):  # uvicorn installs its own later
             print(said, flush=True)  # whoever reads it is answered
@@ -107,6 +111,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
     parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any that is free, which is told")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one more name in clients' URLs, as of a proxy before this server; * allows any (default: the addresses "
+        "listened on)",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
+    )
+    parser.add_argument(
+        "--uploads-mb", type=whole(1, 1 << 30), default=2048, help="MiB of all uploads at once; more are refused"
+    )
     parser.add_argument(
         "--sessions", type=whole(1, 1_000_000), default=64, help="heard at once; more are told to come back"
     )

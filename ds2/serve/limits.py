@@ -58,15 +58,19 @@ def check_number(value: object, field: str, allowed: Range) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each client, but for `sessions` and `batch`."""
+    """Of each client, but for `sessions`, `batch` and `uploads_bytes`, and who may be one."""
 
     sessions: int = 64
     batch: int = 1 << 20  # sources in one; 1 hears them one at a time
     message_bytes: int = 1 << 20
     upload_bytes: int = 200 << 20
+    uploads_bytes: int = 2 << 30  # of all uploads together, in memory and in the temporary folder
     duration_s: float = 4 * 3600.0
     idle_s: float = 60.0
     api_key: str = ""  # empty: whoever reaches the port is served
+    host: str = "127.0.0.1"  # where the server listens
+    allow_hosts: tuple[str, ...] = ()  # more names of the server, see `ds2.serve.guard`
+    allow_origins: tuple[str, ...] = ()  # sites whose pages may use it
 
     def check_key(self, connection: HTTPConnection) -> None:
         """Raise LimitError where a key is asked for and this is not it."""

@@ -50,7 +50,7 @@ class Recognisers:
     def __init__(
         self, make: Callable[[], Recogniser], limits: Limits, address: tuple[str, int], count: int, workers: int
     ) -> None:
-        share = replace(limits, sessions=-(-limits.sessions // count))
+        share = replace(limits, sessions=-(-limits.sessions // count), uploads_bytes=limits.uploads_bytes // count)
         self._given, self.ending = (make, share, address, workers), False
         self._open = ExitStack()
         counted = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))

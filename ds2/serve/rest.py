@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import re
+import shutil
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.concurrency import iterate_in_threadpool
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -41,12 +42,15 @@ class Transcriptions:
 
     def __init__(self, batcher: Batcher, limits: Limits) -> None:
         self.batcher, self.limits = batcher, limits
+        self.stored_bytes = 0  # of all uploads that arrive or are decoded
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
+        upload, answer = _Upload(self), None
         try:
             self.limits.check_key(request)
-            return await self._answer(request)
+            answer = await self._answer(request, upload)
+            return answer
         except LimitError as error:
             return self._refused(error.status, str(error))
         except UserError as error:
@@ -58,6 +62,9 @@ class Transcriptions:
             return Response(status_code=400)
         except HTTPException as error:
             return self._refused(error.status_code, str(error.detail))
+        finally:
+            if not isinstance(answer, StreamingResponse):  # it reads the upload yet, and closes it
+                upload.close()
 
     def _refused(self, status: int, message: str) -> JSONResponse:
         self.batcher.refused(str(status))
@@ -65,10 +72,10 @@ class Transcriptions:
         error = {"message": message, "type": kind, "param": None, "code": None}
         return JSONResponse({"error": error}, status)
 
-    async def _answer(self, request: Request) -> Response:
-        async with Request(request.scope, self._limited(request)).form() as form:
-            upload, form_at = form.get("file"), str(form.get("response_format") or "json")
-            if not isinstance(upload, UploadFile):
+    async def _answer(self, request: Request, upload: _Upload) -> Response:
+        async with Request(request.scope, self._limited(request, upload)).form(max_files=1) as form:
+            file, form_at = form.get("file"), str(form.get("response_format") or "json")
+            if not isinstance(file, UploadFile):
                 raise LimitError("the form has no file: send multipart/form-data with a field `file`", 400, 1008)
             if form_at not in FORMATS:
                 raise LimitError(f"response_format={form_at!r} is not one of {', '.join(FORMATS)}", 400, 1008)
@@ -79,45 +86,33 @@ class Transcriptions:
             hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
             if form.get("hot_words"):  # ours: phrases and what each is worth
                 hot_words = await phrases.table(form.get("hot_words"), "hot_words")
-            suffix = Path(upload.filename or "").suffix
-            suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
-            copy = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (_segments closes it)
-            try:
-                while piece := await upload.read(_PIECE):
-                    copy.write(piece)
-                copy.flush()
-                rules = Endpoints() if stream else NEVER
-                source = await self.batcher.open(self.batcher.sample_rate_hz, rules, hot_words)
-            except BaseException:
-                copy.close()
-                raise
-        parts = self._segments(source, Path(copy.name), upload.filename or "the upload", copy)
+            await run_in_threadpool(upload.copy, file)
+            rules = Endpoints() if stream else NEVER
+            source = await self.batcher.open(self.batcher.sample_rate_hz, rules, hot_words)
+        parts = self._segments(source, upload)
         if stream:
             return await _events(parts, request)
         segments = await _unless_gone(request, _all(parts))
         return _response(form_at, segments, source.accepted_s, language, grains)
 
-    def _limited(self, request: Request) -> Any:
+    def _limited(self, request: Request, upload: _Upload) -> Any:
         """The request's bytes as they come, up to the most that is taken."""
-        taken = 0
 
         async def receive() -> Message:
-            nonlocal taken
             try:
                 async with asyncio.timeout(self.limits.idle_s):
                     message = await request.receive()
             except TimeoutError as error:
                 raise LimitError(f"nothing of the upload came for {self.limits.idle_s:g} s", 408, 1013) from error
-            taken += len(message.get("body", b""))
-            if taken > self.limits.upload_bytes:
-                raise LimitError(f"uploads may have {self.limits.upload_bytes} bytes at most", 413, 1009)
+            upload.grow(len(message.get("body", b"")))
             return message
 
         return receive
 
-    async def _segments(self, source: Source, path: Path, name: str, copy: Any) -> AsyncGenerator[Segment]:
+    async def _segments(self, source: Source, upload: _Upload) -> AsyncGenerator[Segment]:
+        blocks = audio_blocks(upload.path, self.batcher.sample_rate_hz)
         try:
-            async for samples in iterate_in_threadpool(audio_blocks(path, self.batcher.sample_rate_hz)):
+            async for samples in iterate_in_threadpool(blocks):
                 for segment in (await source.accept(samples)).final:
                     yield segment
                 self.limits.check_duration(source.accepted_s)
@@ -126,10 +121,52 @@ class Transcriptions:
         except (LimitError, FullError, BrokenError):
             raise
         except UserError as error:
-            raise LimitError(str(error).replace(str(path), name), 400, 1007) from error
+            raise LimitError(str(error).replace(str(upload.path), upload.name), 400, 1007) from error
         finally:
             source.close()
-            copy.close()
+            blocks.close()  # the client may have gone: nothing more is decoded
+            upload.close()
+
+
+class _Upload:
+    """A file that a client sends, while it arrives and is decoded."""
+
+    def __init__(self, endpoint: Transcriptions) -> None:
+        self.endpoint, self.size_bytes = endpoint, 0
+        self.name, self.path = "the upload", Path()
+        self._file: Any = None
+
+    def grow(self, size_bytes: int) -> None:
+        """Count bytes that came.
+
+        Raises:
+            LimitError: too many for an upload.
+            FullError: too many of all uploads.
+        """
+        limits = self.endpoint.limits
+        self.size_bytes += size_bytes
+        self.endpoint.stored_bytes += size_bytes
+        if self.size_bytes > limits.upload_bytes:
+            raise LimitError(f"uploads may have {limits.upload_bytes} bytes at most", 413, 1009)
+        if self.endpoint.stored_bytes > limits.uploads_bytes:
+            raise FullError("this server takes no more uploads at once: try again later")
+
+    def copy(self, file: UploadFile) -> None:
+        """Copy what came to a file with a name that tells its format; blocks."""
+        self.name = file.filename or self.name
+        suffix = Path(self.name).suffix
+        suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
+        self._file = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (`close` does)
+        shutil.copyfileobj(file.file, self._file, _PIECE)
+        self._file.flush()
+        self.path = Path(self._file.name)
+
+    def close(self) -> None:
+        """Delete the file; twice does no harm."""
+        self.endpoint.stored_bytes -= self.size_bytes
+        self.size_bytes = 0
+        if self._file is not None:
+            self._file.close()
 
 
 async def _all(parts: AsyncIterator[Segment]) -> list[Segment]:

@@ -13,12 +13,15 @@ from typing import Any
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 
 from ds2.serve.batcher import Batcher
-from ds2.serve.limits import Limits
+from ds2.serve.guard import Guard
+from ds2.serve.limits import LimitError, Limits
 from ds2.serve.page import Page
 from ds2.serve.patience import Http, WebSocket
 from ds2.serve.realtime import Realtime
@@ -36,6 +39,10 @@ def application(batcher: Batcher, limits: Limits) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
+        try:
+            limits.check_key(request)
+        except LimitError as error:
+            return PlainTextResponse(str(error) + "\n", error.status)
         return Response(await batcher.counted(), media_type=CONTENT_TYPE_LATEST)
 
     rest = Transcriptions(batcher, limits)
@@ -60,7 +67,11 @@ def application(batcher: Batcher, limits: Limits) -> Starlette:
         WebSocketRoute("/v1/realtime", realtime.__call__),
         WebSocketRoute("/", vosk.__call__),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan)
+    guards = [Middleware(Guard, limits=limits)]
+    if limits.allow_origins:  # their pages may also read the answers
+        cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        guards.append(Middleware(CORSMiddleware, allow_origins=limits.allow_origins, **cors))
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=guards)
     app.state.end, app.state.idle_s = end, limits.idle_s
     return app
 
@@ -98,11 +109,11 @@ def calm() -> Iterator[None]:
         gc.unfreeze()
 
 
-def make_server(batcher: Batcher, limits: Limits, host: str, port: int) -> Server:
+def make_server(batcher: Batcher, limits: Limits, port: int) -> Server:
     """A server that `run` starts, and SIGINT and SIGTERM end after sessions and requests in progress were answered."""
     config = uvicorn.Config(
         application(batcher, limits),
-        host,
+        limits.host,
         port,
         http=Http,
         ws=WebSocket,

@@ -138,5 +138,5 @@ def work(
     os.setpgrp()  # Ctrl-C is for the first process, which ends the others in order
     phrases = PhraseReader(alphabet, hot_characters)
     batcher = There(end, phrases, sample_rate_hz, lambda: setattr(server, "should_exit", True))
-    server = make_server(batcher, limits, *address)
+    server = make_server(batcher, limits, address[1])
     server.run(sockets=[joined(*address)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import socket
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
@@ -45,6 +46,7 @@ class Workers:
         self.dispatch = Dispatch(recogniser, limits)
         hot_characters = recogniser.decoder.hot_characters
         self._facts = (recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz)
+        self._share = replace(limits, uploads_bytes=limits.uploads_bytes // count)
         self._processes: dict[Link, BaseProcess] = {}
         self._links = Links(self.dispatch, self._gone)
         for _ in range(count):
@@ -84,7 +86,7 @@ class Workers:
 
     def _start(self) -> Link:
         ours, theirs = socket.socketpair()
-        given = (theirs, self.address, *self._facts, self.limits)
+        given = (theirs, self.address, *self._facts, self._share)
         process = multiprocessing.get_context("spawn").Process(target=work, args=given, name="ds2 serve", daemon=True)
         process.start()
         theirs.close()

@@ -30,7 +30,7 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     ) -> Running:
         options = decode or DecodeConfig(method=method, beam=8)
         recogniser = kind.of(load_model(make_model()), options, torch.device("cpu"))
-        server = make_server(Here(recogniser, Limits(**limits)), Limits(**limits), "127.0.0.1", 0)
+        server = make_server(Here(recogniser, Limits(**limits)), Limits(**limits), 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

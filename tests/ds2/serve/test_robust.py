@@ -30,7 +30,7 @@ from ds2.serve.vosk import Vosk
 
 CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
 UPGRADE = (
-    b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 DIES = """
@@ -156,11 +156,11 @@ def closes(running: Running, sent: bytes) -> bytes:
 
 def test_connections_that_ask_nothing_end(serve: Callable[..., Running]) -> None:
     running = serve(idle_s=2.0)
-    upload = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n"
+    upload = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n"
     upload += b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
-    begun = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n"
+    begun = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HTTP/1.1\r\n"
     with ThreadPoolExecutor(4) as clients:  # at once: each waits for the idle time
-        sent = (b"", b"GET / HTTP/1.1\r\nHost: a\r\n", upload, begun)
+        sent = (b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n", upload, begun)
         nothing, half, late, answered = clients.map(functools.partial(closes, running), sent)
     assert nothing == half == b""
     assert b" 408 " in late and b"nothing of the upload came for 2 s" in late
@@ -240,11 +240,11 @@ def test_a_recogniser_that_fails_is_told_and_the_server_goes_on(
         async with connect(running.vosk) as ws:
             return await heard(ws, data)
 
-    def fail(sessions: object) -> None:
+    def fail(sessions: object, failed: object) -> None:
         raise RuntimeError("CUDA error: secret")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ds2.serve.dispatch.step", fail)
+        patch.setattr("ds2.serve.dispatch.decode_sessions", fail)
         with pytest.raises(ConnectionClosed) as closed:
             asyncio.run(talk())
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
@@ -262,7 +262,8 @@ def test_an_upload_whose_client_has_gone_is_heard_no_further(serve: Callable[...
     part = b'--x\r\nContent-Disposition: form-data; name="%s"'
     body = part % name.encode() + b"\r\n\r\n" + value.encode() + b"\r\n"
     body += part % b"file" + b'; filename="a.raw"\r\n\r\n' + audio + b"\r\n--x--\r\n"
-    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=x\r\n"
     with socket.create_connection(("127.0.0.1", running.port)) as client:
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         until(lambda: running.metric("ds2_sessions") == 1)

@@ -252,7 +252,7 @@ def test_damaged_uploads_and_unknown_formats_are_named(serve: Callable[..., Runn
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(running.web + "/v1/audio/transcriptions", data=b"{}", timeout=WAIT_S)
     with socket.create_connection(("127.0.0.1", running.port)) as half:  # closes amid its request
-        half.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\nabc")
+        half.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n\r\nabc")
     assert create(model="ds2", file=flac(speech(1, 1.0))).text == text_alone(running.recogniser, speech(1, 1.0))
     assert running.metric("ds2_sessions") == 0
 

@@ -1,0 +1,139 @@
+"""Who may use a server: pages of its own, under its own names; and requests that two readers would read in two ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.serving import WAIT_S, Running, connect
+from websockets.exceptions import InvalidStatus
+
+from ds2.serve.guard import Guard
+from ds2.serve.limits import Limits
+
+PATHS = ("/", "/v1/realtime?intent=transcription")
+EVIL = "http://evil.example"
+
+
+def status(url: str, **headers: str) -> int:
+    request = urllib.request.Request(url, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+async def opens(running: Running, path: str, host: str = "127.0.0.1", origin: str | None = None) -> int:
+    url = f"ws://{host}:{running.port}{path}"
+    try:
+        async with connect(url, host="127.0.0.1", port=running.port, origin=origin):
+            return 101
+    except InvalidStatus as error:
+        return error.response.status_code
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_of_another_site_opens_no_websocket(serve: Callable[..., Running], path: str) -> None:
+    running = serve()
+    own = running.web
+
+    async def all_of_them() -> list[int]:
+        return [
+            await opens(running, path),
+            await opens(running, path, origin=own),
+            await opens(running, path, origin=EVIL),
+            await opens(running, path, origin="null"),
+            await opens(running, path, "evil.example", f"http://evil.example:{running.port}"),
+        ]
+
+    assert asyncio.run(all_of_them()) == [101, 101, 403, 403, 403]
+
+
+def test_a_page_of_another_site_reads_nothing(serve: Callable[..., Running]) -> None:
+    running = serve()
+    for path in ("/", "/healthz", "/metrics", "/v1/audio/transcriptions"):
+        assert status(running.web + path, Origin=EVIL) == 403
+        assert status(running.web + path, Host="evil.example") == 421
+    assert status(running.web + "/healthz", Origin=running.web) == 200
+    assert status(f"http://localhost:{running.port}/healthz", Origin=f"http://localhost:{running.port}") == 200
+    assert status(running.web + "/healthz", Host="localhost:1") == 200  # a tunnel
+    request = urllib.request.Request(running.web + "/healthz", headers={"Origin": EVIL})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=WAIT_S)
+    assert "--allow-origin" in json.load(error.value)["error"]["message"]
+
+
+def test_a_site_that_is_allowed_may_also_read_the_answers(serve: Callable[..., Running]) -> None:
+    running = serve(allow_origins=("https://good.example",), allow_hosts=("asr.example",))
+    headers = {"Origin": "https://good.example", "Host": "asr.example"}
+    with urllib.request.urlopen(urllib.request.Request(running.web + "/healthz", headers=headers)) as answer:
+        assert answer.headers["access-control-allow-origin"] == "https://good.example"
+    assert asyncio.run(opens(running, "/", "asr.example", "https://good.example")) == 101
+    assert status(running.web + "/healthz", Origin=EVIL) == 403
+
+
+def scope(host: str | None, origin: str | None, local: str) -> dict[str, Any]:
+    headers = [(b"host", host.encode())] if host is not None else []
+    headers += [(b"origin", origin.encode())] if origin is not None else []
+    return {"type": "http", "server": (local, 2700), "headers": headers}
+
+
+CASES = [  # limits; Host, Origin, local address; whether it is let in
+    ({}, "127.0.0.1:2700", None, "127.0.0.1", True),
+    ({}, "[::1]:2700", "http://[::1]:2700", "::1", True),
+    ({}, "LOCALHOST.:2700", "http://localhost:2700", "127.0.0.1", True),
+    ({}, None, None, "127.0.0.1", True),  # HTTP/1.0, which no browser speaks
+    ({}, "192.168.1.5:2700", None, "127.0.0.1", False),
+    ({}, "rebound.example:2700", None, "127.0.0.1", False),
+    ({}, "127.0.0.1.rebound.example", None, "127.0.0.1", False),
+    ({}, "127.0.0.1:2700", "http://127.0.0.1:2701", "127.0.0.1", False),
+    ({}, "127.0.0.1:2700", "http://127.0.0.1:2700.evil.example", "127.0.0.1", False),
+    ({"host": "192.168.1.5"}, "192.168.1.5:2700", None, "192.168.1.5", True),
+    ({"host": "192.168.1.5"}, "localhost:2700", None, "192.168.1.5", False),
+    ({"host": "asr.lan"}, "asr.lan:2700", "http://asr.lan:2700", "192.168.1.5", True),
+    ({"host": "0.0.0.0"}, "10.0.0.7:8080", "http://10.0.0.7:8080", "172.17.0.2", True),  # a container's port
+    ({"host": "0.0.0.0"}, f"{socket.gethostname()}:2700", None, "172.17.0.2", True),
+    ({"host": "0.0.0.0"}, "rebound.example:2700", None, "172.17.0.2", False),
+    ({"host": "::"}, "localhost:2700", None, "::ffff:127.0.0.1", True),
+    ({"allow_hosts": ("asr.example",)}, "asr.example", "https://asr.example", "127.0.0.1", True),  # a proxy with TLS
+    ({"allow_hosts": ("asr.example",)}, "asr.example:443", "https://asr.example", "127.0.0.1", True),
+    ({"allow_hosts": ("*",)}, "any.example", None, "127.0.0.1", True),
+    ({"allow_origins": ("*",)}, "127.0.0.1", EVIL, "127.0.0.1", True),
+    ({"allow_origins": ("null",)}, "127.0.0.1", "null", "127.0.0.1", True),
+]
+
+
+@pytest.mark.parametrize(("limits", "host", "origin", "local", "allowed"), CASES)
+def test_who_is_let_in(limits: Any, host: str | None, origin: str | None, local: str, allowed: bool) -> None:
+    guard = Guard(None, Limits(**limits))  # type: ignore[arg-type]
+    assert (guard.refusal(scope(host, origin, local)) is None) == allowed
+
+
+def test_a_request_with_two_lengths_ends_its_connection(serve: Callable[..., Running]) -> None:
+    running = serve()
+    smuggled = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    for path in (b"/healthz", b"/v1/audio/transcriptions"):
+        head = b"POST " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        head += b"Content-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", running.port)) as raw:
+            raw.settimeout(WAIT_S)
+            raw.sendall(head + smuggled)
+            answers = b""
+            while data := raw.recv(4096):
+                answers += data
+        assert answers.startswith(b"HTTP/1.1 400 ") and answers.count(b"HTTP/1.1 ") == 1
+
+
+def test_metrics_ask_for_the_key_where_one_is_set(serve: Callable[..., Running]) -> None:
+    running = serve(api_key="secret")
+    assert status(running.web + "/metrics") == 401
+    assert status(running.web + "/metrics", Authorization="Bearer guess") == 401
+    assert status(running.web + "/metrics", Authorization="Bearer secret") == 200
+    assert status(running.web + "/healthz") == 200
