@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -114,7 +114,7 @@ def read_audio(
 
 def audio_blocks(
     path: str | Path, sample_rate_hz: int = 16000, offset_s: float = 0.0, duration_s: float | None = None
-) -> Iterator[NDArray[np.float32]]:
+) -> Generator[NDArray[np.float32]]:
     """Yield the waveform of `read_audio` in blocks of varying length, in bounded memory however long the file is.
 
     Same arguments and errors as `read_audio`, without the limit of length; errors at the end of the file, such as a

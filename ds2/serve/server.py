@@ -69,8 +69,10 @@ def application(batcher: Batcher, limits: Limits) -> Starlette:
     ]
     guards = [Middleware(Guard, limits=limits)]
     if limits.allow_origins:  # their pages may also read the answers
-        cors = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        guards.append(Middleware(CORSMiddleware, allow_origins=limits.allow_origins, **cors))
+        methods, headers = ["GET", "POST"], ["*"]
+        guards.append(
+            Middleware(CORSMiddleware, allow_origins=limits.allow_origins, allow_methods=methods, allow_headers=headers)
+        )
     app = Starlette(routes=routes, lifespan=lifespan, middleware=guards)
     app.state.end, app.state.idle_s = end, limits.idle_s
     return app
