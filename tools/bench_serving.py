@@ -166,7 +166,7 @@ def main() -> None:
         device, file = resolve_device(given.device), find_model(given.model)
         loaded = load_model(file, device)
         recogniser = Recogniser.of(loaded, resolve_options(given.decode, file, loaded.config), device, given.precision)
-        recogniser.session().hearing.prepare(max(given.streams))
+        recogniser.session().runner.prepare(max(given.streams))
         in_process(recogniser, audio, max(given.streams), given.chunk_s, 2.0, alone=False)  # what is built once
     print("| streams | p50 ms | p95 ms | p98 ms | p99 ms | slowest ms | mean batch |\n|---|---|---|---|---|---|---|")
     rows = []

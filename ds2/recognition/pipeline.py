@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.decoding.decoder import Decoder
+from ds2.inference.runner import BlockRunner
 from ds2.model.acoustic import AcousticModel
 from ds2.text.alphabet import Alphabet
 
@@ -28,7 +28,7 @@ class Pipeline:
     decoder: Decoder
     device: torch.device
     precision: str = "fp32"
-    hearings: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)  # see `ds2.recognition.hearing`
+    runners: dict[int, BlockRunner] = field(default_factory=dict, repr=False, compare=False)  # by feature frames
 
     @property
     def frame_s(self) -> float:
@@ -44,6 +44,17 @@ class Pipeline:
         """The context in which the model computes in `precision`."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
+    def block_runner(self, block_frames: int) -> BlockRunner:
+        """The runner that all sessions of these blocks share.
+
+        Raises:
+            ConfigError: a bidirectional model.
+        """
+        if block_frames not in self.runners:
+            dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+            self.runners[block_frames] = BlockRunner(self.model, self.features, block_frames, dtype)
+        return self.runners[block_frames]
+
     def block_features(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
         """Features (B, F, T) on the device of the windows of samples (N,) each, all of one length."""
         waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
@@ -51,12 +62,3 @@ class Pipeline:
         if windows == 0:
             return waveforms.new_zeros((len(blocks), self.features.bins, 0))
         return self.features.of_windows(waveforms, torch.full((len(blocks),), windows, device=self.device))
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a model says of the next frames of some streams."""
-
-    rows: list[int]  # which of the streams
-    logits: Tensor  # (T', B, V), B as many as rows; good until the next are asked for
-    lengths: list[int]  # frames of each

@@ -29,9 +29,8 @@ from ds2.decoding.lexicon import HotWords
 from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
-from ds2.model.acoustic import AcousticModel
+from ds2.inference.runner import file_block_frames, window_logits
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
-from ds2.recognition.graphed import GraphedBlocks
 from ds2.recognition.pipeline import Pipeline
 from ds2.recognition.session import BLOCK_S, Endpoints, Live, Session
 from ds2.recognition.settings import decode_settings
@@ -243,7 +242,7 @@ def transcribe_file(
 
 
 def _transcribe_stream(pipeline: Pipeline, path: Path, block_frames: int, context_frames: int) -> Transcript:
-    block_frames = min(block_frames, GraphedBlocks.file_frames(pipeline) or block_frames)
+    block_frames = min(block_frames, file_block_frames(pipeline.model, pipeline.features.step_s))
     session = Session(pipeline, block_frames / pipeline.model.time_stride * pipeline.frame_s)
     for samples in audio_blocks(path, pipeline.features.sample_rate_hz):
         session.accept_waveform(samples)
@@ -266,21 +265,6 @@ def _transcribe_windows(pipeline: Pipeline, path: Path, block_frames: int, conte
 
     decoding = pipeline.decoder.start()
     with pipeline.autocast():
-        for logits in windowed(pipeline.model, blocks(), context_frames):
+        for logits in window_logits(pipeline.model, blocks(), context_frames):
             decoding.step(logits.float().log_softmax(2), torch.tensor([len(logits)]))
     return Transcript(cut.samples / pipeline.features.sample_rate_hz, decoding.finish()[0][0])
-
-
-def windowed(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:
-    """Logits (T', 1, V) of each block, computed with its context; all starts are multiples of the model's stride."""
-    block = next(blocks, None)
-    before = None if block is None else block[:, :, :0]
-    while block is not None and before is not None:
-        following = next(blocks, None)
-        after = block[:, :, :0] if following is None else following[:, :, :context_frames]
-        window = torch.cat([before, block, after], dim=2)
-        logits, _ = model(window, torch.tensor([window.shape[2]]))
-        first = model.output_frames(before.shape[2])
-        yield logits[first : first + model.output_frames(block.shape[2])]
-        before = block[:, :, block.shape[2] - context_frames :]
-        block = following

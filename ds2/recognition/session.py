@@ -22,7 +22,6 @@ from ds2.config.schema import ConfigError
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.decoding.lexicon import HotWords
-from ds2.recognition.hearing import hearing
 from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio that the model takes at once: a result is late by this and by the model's lookahead
@@ -69,15 +68,15 @@ class Session:
             raise ValueError(f"block_s={block_s} is less than an output frame of {pipeline.frame_s:g} s")
         self.decoding = self.decoder.start(1, hot_words)
         self.blocks: deque[NDArray[np.float32]] = deque()  # samples that wait for the model
-        self.hearing = hearing(pipeline, self._block_frames)
+        self.runner = pipeline.block_runner(self._block_frames)
         self._start_stream()
 
     def _start_stream(self) -> None:
         """Start a new stream: resampler, blocks and the model's state."""
         features = self.pipeline.features
-        self.stream = self.hearing.start()
+        self.slot = self.runner.start_stream()
         self._resampler = Resampler(self.sample_rate_hz, features.sample_rate_hz)
-        self._samples = SampleBlocks(features, self._block_frames, partial(self.hearing.room, self.stream))
+        self._samples = SampleBlocks(features, self._block_frames, partial(self.runner.input_buffer, self.slot))
 
     @property
     def duration_s(self) -> float:
@@ -117,7 +116,7 @@ class Session:
     def input_finished(self) -> None:
         """Take no more samples; the blocks that wait then reach to the last frame, lookahead included."""
         self.blocks.extend(self._samples.accept(self._resampler.finish()))
-        self.blocks.extend(self.hearing.last(self.stream, self._samples.finish(), len(self.blocks)))
+        self.blocks.extend(self.runner.final_blocks(self.slot, self._samples.finish(), len(self.blocks)))
 
     def finish(self) -> Hypothesis:
         """End the source, decode the rest, and return the best hypothesis of all of it.
@@ -275,7 +274,7 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
     groups: dict[int, list[Session]] = {}
     for session in sessions:
         if session.is_ready():
-            groups.setdefault(id(session.hearing), []).append(session)
+            groups.setdefault(id(session.runner), []).append(session)
     failures: list[tuple[Session, Exception]] = []
     for group in groups.values():
         blocks = [(session, session.blocks.popleft()) for session in group]
@@ -317,7 +316,7 @@ def _forward(blocks: Sequence[tuple[Session, NDArray[np.float32]]], failed: Fail
         if not part:
             return
         sessions = [session for session, _ in part]
-        outputs = sessions[0].hearing.step([session.stream for session in sessions], [block for _, block in part])
+        outputs = sessions[0].runner.step([session.slot for session in sessions], [block for _, block in part])
         for output in outputs:
             rows = [sessions[row] for row in output.rows]
             decoded.update(map(id, rows))

@@ -72,7 +72,7 @@ class Dispatch:
     def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
         self.recogniser, self.most_sources, self.most_batch = recogniser, limits.sessions, limits.batch
         self.metrics = Metrics()
-        recogniser.session().hearing.prepare(limits.sessions)  # a model that cannot stream is refused here
+        recogniser.session().runner.prepare(limits.sessions)  # a model that cannot stream is refused here
         self._rehearse()
         self._open: set[Live] = set()
         self._lock = threading.Lock()  # sources with hot words join in a thread of their own

@@ -42,7 +42,7 @@ _KERNELS = {  # what each takes, and its call
 
 
 @dataclass(frozen=True)
-class Given:
+class ConvInput:
     """The next block of streams as a layer gives it, with what is still to be done to it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Given:
     ends: Tensor | None = None
     delay: int = 0
 
-    def first(self, channels: int) -> Given:
+    def first(self, channels: int) -> ConvInput:
         """Its first channels."""
         if channels == self.x.shape[3]:
             return self
@@ -82,7 +82,7 @@ class Given:
 
 
 @torch.no_grad()
-def joined(given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
+def joined(given: ConvInput, table: Tensor, places: Tensor, needed: int) -> Tensor:
     """The first `needed` of the frames that streams carry and those that are given; their last R are carried on.
 
     Args:
@@ -110,7 +110,7 @@ def joined(given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
 
 
 @torch.no_grad()
-def flattened(given: Given) -> Tensor:
+def flattened(given: ConvInput) -> Tensor:
     """(T, B, C F) of (B, F, T, C), as recurrent layers take it."""
     batch, bins, frames, channels = given.x.shape
     if why_not(given) is not None:
@@ -122,7 +122,7 @@ def flattened(given: Given) -> Tensor:
 
 
 @torch.no_grad()
-def windows(given: Given, table: Tensor, places: Tensor, stride: int, count: int) -> Tensor:
+def windows(given: ConvInput, table: Tensor, places: Tensor, stride: int, count: int) -> Tensor:
     """As `joined`, of features of one channel: the first windows, as `ds2_ops.convolution.op.folded_windows` has them.
 
     Args:
@@ -145,7 +145,7 @@ def windows(given: Given, table: Tensor, places: Tensor, stride: int, count: int
     return out
 
 
-def why_not(given: Given) -> str | None:
+def why_not(given: ConvInput) -> str | None:
     """Say why kernels do not take what a layer of many channels gives; None if they do."""
     x = given.x
     if reason := _why_no_gpu(given):
@@ -156,7 +156,7 @@ def why_not(given: Given) -> str | None:
     return f"{x.shape[3]} channels do not lie in chunks of {_CHUNK}" if odd else None
 
 
-def why_not_features(given: Given) -> str | None:
+def why_not_features(given: ConvInput) -> str | None:
     """Say why the kernel does not take features; None if it does."""
     if reason := _why_no_gpu(given):
         return reason
@@ -164,7 +164,7 @@ def why_not_features(given: Given) -> str | None:
     return None if plain else f"x {tuple(given.x.shape)} is {given.x.dtype}: the kernel takes features of one channel"
 
 
-def _why_no_gpu(given: Given) -> str | None:
+def _why_no_gpu(given: ConvInput) -> str | None:
     x = given.x
     if not x.is_cuda or given.dtype != torch.bfloat16 or x.numel() == 0:
         return f"what is made of x is {given.dtype} on {x.device}"
@@ -172,17 +172,17 @@ def _why_no_gpu(given: Given) -> str | None:
     return None if hopper else "a kernel that starts early needs Hopper"
 
 
-def _span(given: Given) -> list[Any]:
+def _span(given: ConvInput) -> list[Any]:
     return [given.blocks, None if given.blocks is None else given.ends, given.x.shape[2], given.delay]
 
 
-def _arguments(given: Given) -> list[Any]:
+def _arguments(given: ConvInput) -> list[Any]:
     x = given.x
     of_stream, of_bin, of_frame = (stride // _CHUNK for stride in x.stride()[:3])
     return [x, of_bin, of_stream, of_frame, given.bias, given.clip, *_span(given)]
 
 
-def _run(name: str, threads: int, arguments: Sequence[Any], given: Given) -> None:
+def _run(name: str, threads: int, arguments: Sequence[Any], given: ConvInput) -> None:
     def what() -> str:
         return f"{name} of a block (B, F, T, C) = {tuple(given.x.shape)}"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds2_ops.convolution import op
-from ds2_ops.convolution.carried import Given, joined, windows
+from ds2_ops.convolution.carried import ConvInput, joined, windows
 from ds2_ops.convolution.kernels import CHANNELS
 
 _GROUPS = (16, 32, 64, 112, 176)  # frames of a warp group: each is a kernel to build
@@ -39,7 +39,7 @@ class StreamConvolution:
         self.first, self.step = -(kernel.shape[2] // 2), 2 * (1 if weight.shape[1] == 1 else stride[0])
         self.packed = op.pack(kernel, self.step // 2, backward=False)
 
-    def __call__(self, given: Given, table: Tensor, places: Tensor, needed: int) -> Tensor:
+    def __call__(self, given: ConvInput, table: Tensor, places: Tensor, needed: int) -> Tensor:
         """Map what streams carry and what they are given to the frames of which all of the kernel lies in both.
 
         Args:

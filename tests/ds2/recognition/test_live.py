@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from torch import Tensor
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.inference.runner import BlockOutput
+from ds2.inference.slots import Slot
 from ds2.model.checkpoint import load_model
-from ds2.recognition.graphed import GraphedBlocks
-from ds2.recognition.hearing import Chunks, Hearing
-from ds2.recognition.pipeline import Said
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import (
     NEVER,
@@ -111,13 +109,11 @@ def test_flush_loses_nothing_and_times_go_on(recogniser: Recogniser, recording: 
     assert len(live.segments) == 2
 
 
-@pytest.mark.parametrize("graphed", [True, False])
 def test_sources_that_end_share_batches_with_those_that_go_on(
-    recogniser: Recogniser, recording: Path, graphed: bool, monkeypatch: pytest.MonkeyPatch
+    recogniser: Recogniser, recording: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples, sizes = read_audio(recording), list[int]()
-    blocks: Hearing = GraphedBlocks(recogniser, BLOCK_FRAMES) if graphed else Chunks(recogniser, BLOCK_FRAMES)
-    recogniser.hearings[BLOCK_FRAMES] = blocks
+    runner = recogniser.block_runner(BLOCK_FRAMES)
     alone = [recogniser.live(endpoints=NEVER) for _ in range(5)]
     together = [recogniser.live(endpoints=NEVER) for _ in range(5)]
     for lives in (alone, together):
@@ -125,13 +121,13 @@ def test_sources_that_end_share_batches_with_those_that_go_on(
             live.accept_waveform(samples[: 20_000 + 700 * number])
     for live in alone[:4]:
         live.flush()
-    heard = blocks.step
+    step = runner.step
 
-    def counted(streams: Sequence[Any], given: Sequence[NDArray[np.float32]]) -> Iterator[Said]:
-        sizes.append(len(streams))
-        return heard(streams, given)
+    def counted(slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
+        sizes.append(len(slots))
+        return step(slots, blocks)
 
-    monkeypatch.setattr(blocks, "step", counted)
+    monkeypatch.setattr(runner, "step", counted)
     for live in together[:4]:
         live.input_finished()
     longest = max(len(live.blocks) for live in together)
@@ -163,6 +159,24 @@ def test_segments_do_not_depend_on_chunks(recogniser: Recogniser, recording: Pat
         session.flush()
     assert len(live.segments) > 1
     assert live.segments == wanted.segments
+
+
+def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path) -> None:
+    samples = read_audio(recording)
+    live, session = recogniser.live(endpoints=NEVER), recogniser.session()
+    for source in (live, session):
+        source.accept_waveform(samples[5000:20_000])
+        source.decode()
+        source.reset()
+        assert not source.is_ready() and not source.is_endpoint() and not source.result().text
+    expected = recogniser.session()
+    for source in (live, session, expected):
+        source.accept_waveform(samples[:20_000])
+    assert session.finish() == expected.finish()
+    live.flush()
+    assert live.is_endpoint()
+    [segment] = live.segments
+    assert segment.hypothesis.text == expected.result().text and segment.start_s == 15_000 / 16_000
 
 
 def test_silence_is_counted_from_the_end_of_each_row() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ds2_ops.convolution import carried
-from ds2_ops.convolution.carried import Given, carried_launch, flattened, joined, windows
+from ds2_ops.convolution.carried import ConvInput, carried_launch, flattened, joined, windows
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-def block(case: Case, channels: int, device: torch.device) -> tuple[Given, Tensor, Tensor]:
+def block(case: Case, channels: int, device: torch.device) -> tuple[ConvInput, Tensor, Tensor]:
     """A block as a layer gives it, a table and places; streams begin, are amid and end."""
     batch, bins, frames, held, _, edges = case
     draw = torch.Generator().manual_seed(frames)
@@ -39,9 +39,9 @@ def block(case: Case, channels: int, device: torch.device) -> tuple[Given, Tenso
         "delay": 2,
     }
     if channels == 1:
-        given = Given(x.contiguous().to(device), torch.bfloat16)
+        given = ConvInput(x.contiguous().to(device), torch.bfloat16)
     else:
-        given = Given(
+        given = ConvInput(
             x.bfloat16().to(device), torch.bfloat16, torch.randn(channels, generator=draw).bfloat16().to(device), 1.5
         )
     return (replace(given, **clock) if edges else given), table, places.to(device)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops.convolution import kernels, op, streams
-from ds2_ops.convolution.carried import Given
+from ds2_ops.convolution.carried import ConvInput
 from ds2_ops.convolution.kernels import frames_of_group
 from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, pack, why_not
 from ds2_ops.convolution.streams import StreamConvolution
@@ -123,7 +123,7 @@ def test_one_channel_is_folded_into_many(
 def hear(conv: StreamConvolution, x: Tensor) -> Tensor:
     """Streams (B, F, T, C) that carry nothing."""
     table, places = x.new_empty(len(x), x.shape[1], 0, x.shape[3]), torch.arange(len(x), device=x.device)
-    return conv(Given(x, torch.bfloat16), table, places, x.shape[2])
+    return conv(ConvInput(x, torch.bfloat16), table, places, x.shape[2])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.model import wavefront
-from ds2.model.wavefront import Task
+from ds2.inference import wavefront
+from ds2.inference.wavefront import Task
 
 SHAPES = [(1, 1, 1), (4, 7, 7), (48, 7, 7), (5, 1, 3), (1, 9, 2), (9, 4, 1), (6, 5, 2)]
 
@@ -25,7 +25,7 @@ def missing(tasks: list[Task], seed: int, waits: bool = True) -> list[tuple[int,
         assert task.stage == 0 or (task.stage - 1, task.piece) in queued
         queued.add((task.stage, task.piece))
         for aside in (False, True):
-            queues[task.lane, aside].append(task)
+            queues[task.streams, aside].append(task)
     while any(queues.values()):
         lane, aside = draw.choice([lane for lane, queue in queues.items() if queue])
         task = queues[lane, aside][0]

@@ -1,0 +1,468 @@
+"""The network on blocks of many streams: every block of a length runs the same kernels, from first block to last.
+
+A stream starts with zeros where it has no past, and every block gives as many frames as any other. Frames before the
+stream's start and past its end are masked. So one CUDA graph of a batch size serves all streams at all times; what the
+streams carry lies in tables that the kernels read and write.
+
+Block k of a layer with T frames a block and a delay of d gives its frames k T - d .. (k + 1) T - d - 1.
+Shapes: N slots, B streams in a batch, C channels, F bins, D width of a layer's input, H hidden, T frames, R rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from ds2_ops import gru
+from ds2_ops.classifier.op import classify
+from ds2_ops.convolution import streams
+from ds2_ops.convolution.carried import ConvInput, flattened, joined
+from ds2_ops.convolution.kernels import CHANNELS
+from ds2_ops.convolution.streams import StreamConvolution
+from ds2_ops.recurrent.backends import why_not_unasked
+from ds2_ops.recurrent.layer import lstm_layer, projected, recurrent_layer, why_not_beside
+from ds2_ops.row_convolution.chain import lookahead_chain
+from torch import Tensor, nn
+
+from ds2.config.schema import ConfigError
+from ds2.inference import wavefront
+from ds2.inference.slots import UNBOUNDED, StreamState
+from ds2.inference.weights import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights, fold
+from ds2.model.acoustic import AcousticModel
+from ds2.model.structure import frames_after
+
+PARALLEL_LAYERS = 7  # side by side: as many clusters of 16 multiprocessors as an H200 holds
+LAYER_SMS = 16  # multiprocessors of a layer that has others at its side
+MOST_PARALLEL_STREAMS = 16  # that a cluster runs at once
+_HOLD = 1e4  # pre-activation with which a GRU's update gate is 1: the state stays as it is
+
+Carry = tuple[Tensor, ...]  # of a recurrent layer, (B, H) each: h, and c of an LSTM
+
+
+class BlockNetwork:
+    """A model that runs on blocks of `block_frames` feature frames.
+
+    Args:
+        model: unidirectional, in evaluation mode; what it learns later is not seen.
+        block_frames: a multiple of the model's stride in time.
+        dtype: of weights and activations; the classifier's are float32 at least.
+        piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run a block piece by piece,
+            on a GPU those of few streams side by side (`ds2.inference.wavefront`). None: the whole block at once.
+
+    Raises:
+        ConfigError: a bidirectional model.
+        ValueError: blocks that are no multiple of the stride.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, model: AcousticModel, block_frames: int, dtype: torch.dtype, piece_frames: int | None = None
+    ) -> None:
+        if reason := why_not(model):
+            raise ConfigError(reason)
+        if block_frames < 1 or block_frames % model.time_stride:
+            raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
+        weights, backend = fold(model), model.config.backend
+        self.device = model.classifier.weight.device
+        self.block_frames, self.frames = block_frames, block_frames // model.time_stride
+        self.piece = (piece_frames or block_frames) // model.time_stride
+        self.dtype, self.wide = dtype, torch.promote_types(dtype, torch.float32)
+        self.bins, self.hidden, self.delay = weights.bins, weights.hidden, weights.delay
+        self.parallel_layers, self.runs_parallel = PARALLEL_LAYERS, runs_parallel(model, dtype)
+        self._layer_streams = list[wavefront.LayerStreams]()
+        self.convs, self._channels = _conv_levels(weights, block_frames, dtype)
+        self.modules = [BlockModule(module, dtype, backend) for module in weights.modules]
+        starts = torch.arange(0, self.frames, self.piece, device=self.device)
+        delays = torch.tensor([module.delay_in for module in weights.modules], device=self.device)
+        self._first = (starts - delays[:, None])[..., None]  # (M, P, 1): first frame of each module and piece
+        self._lengths = (self.frames - starts).clamp_max(self.piece)[:, None]
+        self._classifier = weights.classifier.to(self.wide), weights.bias.to(self.wide)
+
+    def new_state(self, slots: int) -> StreamState:
+        """Tables for so many streams; what is in a slot does not matter before a stream's first block."""
+        tails = [torch.zeros(slots, *level.tail_shape, dtype=self.dtype, device=self.device) for level in self.convs]
+        layers = [layer for module in self.modules for layer in module.layers]
+        counts = (
+            (len(layers), self.dtype),
+            (sum(layer.cell == "lstm" for layer in layers), self.wide),
+            (sum(module.carried for module in self.modules), self.dtype),
+        )
+        tables = (torch.zeros(count, slots, self.hidden, dtype=dtype, device=self.device) for count, dtype in counts)
+        return StreamState(tails, *tables)
+
+    def output_frames(self, frames: int) -> int:
+        """Output frames of a stream of so many feature frames."""
+        for level in self.convs:
+            frames = frames_after(frames, level.stride)
+        return frames
+
+    def valid_span(self, block: int, ends: int = UNBOUNDED) -> tuple[int, int]:
+        """The first and one past the last frame of a block's output that belong to the stream."""
+        at = block * self.frames - self.delay
+        return min(self.frames, max(0, -at)), max(0, min(self.frames, self.output_frames(ends) - at))
+
+    def has_edges(self, block: int, ends: int = UNBOUNDED) -> bool:
+        """Whether a block may have frames before the stream's start or past its end, or begins the stream's state."""
+        return block == 0 or block * self.frames < self.delay or ends < UNBOUNDED
+
+    @torch.no_grad()
+    def run(
+        self, features: Tensor, state: StreamState, slots: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
+    ) -> Tensor:
+        """Run the next block of a batch of streams; their slots of the state are updated.
+
+        Args:
+            features: (B, F, T), 0 past a stream's end.
+            state: of all streams.
+            slots: (B,) int64, all different.
+            blocks: (B,) int64 blocks that each stream has had.
+            ends: (B,) int64 feature frames of each stream, UNBOUNDED while that is not known.
+            edges: whether `has_edges` is true of a stream; else no frame is masked.
+
+        Returns:
+            Logits (T', B, V), of which `valid_span` says what belongs to a stream.
+        """
+        span = (blocks, ends, 0) if edges else ()
+        x = ConvInput(features[..., None], self.dtype, None, 0.0, *span)
+        for level, tail in zip(self.convs, state.conv_tails, strict=True):
+            y = level.conv.step(x, tail, slots, level.needed)
+            if edges:
+                ends = frames_after(ends, level.stride)
+                span = blocks, ends, level.delay
+            x = ConvInput(y, self.dtype, *level.conv.pending, *span)
+        if edges:
+            for table in state.tables():
+                table.index_copy_(1, slots, table.index_select(1, slots) * (blocks > 0)[:, None])
+        frames = flattened(x.first(self._channels))
+        return classify(self.run_layers(frames, state, slots, blocks, ends, edges=edges), *self._classifier)
+
+    @torch.no_grad()
+    def run_layers(
+        self, x: Tensor, state: StreamState, slots: Tensor, blocks: Tensor, ends: Tensor, *, edges: bool
+    ) -> Tensor:
+        """Run all recurrent modules on a block (T, B, D), piece by piece.
+
+        Args:
+            x: output of the convolutions.
+            state, slots, blocks, ends, edges: as of `run`, `ends` in output frames.
+
+        Returns:
+            (T, B, H).
+        """
+        pieces = torch.split(x, self.piece)
+        parallel = self._streams_for(x.shape[1]) if len(pieces) > 1 else []
+        begins = lengths = None
+        if edges:  # a layer's state stays 0 until the stream begins, and frames past the end do not change it
+            first = blocks * self.frames + self._first  # (M, P, B)
+            begins = (-first).clamp_min(0).int()
+            lengths = torch.minimum((ends - first).clamp_min(0), self._lengths).int()
+        hidden, cells = (iter(table.index_select(1, slots)) for table in (state.hidden, state.cells))
+        rows = iter(torch.split(state.rows, [module.carried for module in self.modules]))
+        stages, runs = list[wavefront.Stage](), list[ModuleRun]()
+        for number, module in enumerate(self.modules):
+            edge = None if begins is None or lengths is None else (begins[number], lengths[number])
+            carries = [(next(hidden), *itertools.islice(cells, layer.cell == "lstm")) for layer in module.layers]
+            runs.append(ModuleRun(module, carries, next(rows), slots, edge))
+            stages += [functools.partial(runs[-1].layer, layer) for layer in range(len(module.layers))]
+        outputs = wavefront.run(stages, pieces, parallel)
+        carries = [carry for run in runs for carry in run.carries]
+        for number, table in enumerate((state.hidden, state.cells)):
+            if len(table):
+                table.index_copy_(1, slots, torch.stack([carry[number] for carry in carries]))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _streams_for(self, batch: int) -> list[wavefront.LayerStreams]:
+        """CUDA streams for a batch whose layers take so few multiprocessors that several fit side by side."""
+        if not self.runs_parallel or batch > MOST_PARALLEL_STREAMS:
+            return []
+        while len(self._layer_streams) < self.parallel_layers:
+            self._layer_streams.append(wavefront.LayerStreams(self.device))
+        return self._layer_streams[: self.parallel_layers]
+
+
+def why_not(model: AcousticModel) -> str | None:
+    """Say why a model cannot run on blocks; None if it can."""
+    if model.config.bidirectional:
+        return (
+            "model.bidirectional=true cannot stream: its backward layers start at an utterance's end; "
+            "use a model trained with model.bidirectional=false, or transcribe whole files"
+        )
+    return None
+
+
+def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:
+    """Whether several layers of a model fit on its GPU side by side."""
+    config, device = model.config, model.classifier.weight.device
+    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent") or config.cell == "gru":
+        return False
+    unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
+    size = (config.hidden, dtype, device, config.nonlinearity if config.cell == "rnn" else config.cell, LAYER_SMS)
+    return not (unasked or any(why_not_beside(batch, *size) for batch in (1, MOST_PARALLEL_STREAMS)))
+
+
+@dataclass(frozen=True)
+class ConvLevel:
+    """A convolution in a block."""
+
+    conv: LibraryConv | KernelConv
+    stride: int
+    delay: int  # of the output
+    tail_shape: tuple[int, int, int]  # (F, R, C) that a stream carries
+    needed: int  # input frames, the carried and the new ones together
+
+
+def _conv_levels(weights: NetworkWeights, block_frames: int, dtype: torch.dtype) -> tuple[list[ConvLevel], int]:
+    """The convolutions, and how many channels of the last one's output are its own."""
+    levels, frames, given, own = list[ConvLevel](), block_frames, 1, 1  # channels of the input: with and without zeros
+    for layer in weights.convs:
+        conv: LibraryConv | KernelConv
+        if KernelConv.why_not(layer, given, dtype) is None:
+            conv = KernelConv(layer, given, dtype)
+            given = CHANNELS
+        else:
+            # Output frames up to which a GPU convolves faster by one product.
+            dense_frames = 0 if not layer.weight.is_cuda else 1 << 30 if given == 1 else 80
+            conv = LibraryConv(layer, dtype, dense_frames)
+            given = len(layer.weight)
+        own, window = len(layer.weight), layer.window
+        frames //= window.stride
+        tail_shape = (layer.bins, window.carried, conv.channels)
+        needed = (frames - 1) * window.stride + window.length
+        levels.append(ConvLevel(conv, window.stride, window.delay, tail_shape, needed))
+    return levels, own
+
+
+Pending = tuple[Tensor | None, float]  # what the reader of a convolution's output must do: add a bias, clip
+
+
+class LibraryConv:
+    """A convolution by the library.
+
+    For few frames it is one product with the matrix of all that it does to a window of frames, zeros between: libraries
+    give a small convolution to few multiprocessors, and one of a single channel to none of their matrix units.
+
+    Args:
+        layer: weights.
+        dtype: of the weights.
+        dense_frames: output frames of all streams together up to which it is one product.
+    """
+
+    pending: Pending = None, 0.0
+
+    def __init__(self, layer: ConvWeights, dtype: torch.dtype, dense_frames: int = 0) -> None:
+        weight = layer.weight
+        self.kernel, self.stride, self.clip = weight.shape[2:], layer.stride, layer.clip
+        self.layout = torch.channels_last if weight.is_cuda else torch.contiguous_format
+        self.weight = weight.to(dtype).contiguous(memory_format=self.layout)
+        self.bias, self.dense_frames = layer.bias.to(dtype), dense_frames
+        self.channels, self.bins = weight.shape[1], layer.bins_out
+        if dense_frames:
+            # Rows on 16-byte boundaries: libraries multiply others three times as slowly.
+            window = self.kernel[1] * weight.shape[1]
+            self.more_bins = next(more for more in range(8) if (layer.bins + more) * window % 8 == 0)
+            self.matrix = _dense_matrix(weight, layer.bins + self.more_bins, self.bins, self.stride[0]).to(dtype)
+            self.all_bias = self.bias.repeat_interleave(self.bins)
+
+    def step(self, x: ConvInput, tail: Tensor, slots: Tensor, needed: int) -> Tensor:
+        """Run on the next block of streams: see `ds2_ops.convolution.carried.joined`."""
+        return self(joined(x.first(self.channels), tail, slots, needed))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map (B, F, T, C) to the frames (B, F', T', C') for which the whole kernel lies in T."""
+        frames = (x.shape[2] - self.kernel[1]) // self.stride[1] + 1
+        if x.shape[0] * frames <= self.dense_frames:
+            if self.more_bins:
+                x = nn.functional.pad(x, (0, 0, 0, 0, 0, self.more_bins))
+            windows = x.unfold(2, self.kernel[1], self.stride[1]).permute(0, 2, 3, 1, 4)  # (B, T', C, F, k)
+            z = torch.addmm(self.all_bias, windows.reshape(x.shape[0] * frames, -1), self.matrix)
+            z = z.view(x.shape[0], frames, -1, self.bins).permute(0, 3, 1, 2)
+        else:
+            images = x.permute(0, 3, 1, 2).contiguous(memory_format=self.layout)
+            z = nn.functional.conv2d(images, self.weight, self.bias, self.stride, (self.kernel[0] // 2, 0))
+            z = z.permute(0, 2, 3, 1)
+        return nn.functional.hardtanh_(z, 0.0, self.clip)
+
+
+class KernelConv:
+    """A convolution by a kernel whose bits depend neither on the batch nor on the block.
+
+    Args:
+        layer: weights.
+        channels: of its input: 32, of which the layer's own come first, or the one of features.
+        dtype: of the weights.
+    """
+
+    def __init__(self, layer: ConvWeights, channels: int, dtype: torch.dtype) -> None:
+        self.channels, zeros = channels, CHANNELS - len(layer.weight)  # channels of the output that are 0
+        self.conv = StreamConvolution(_padded_channels(layer.weight, channels).to(dtype), layer.stride)
+        self.pending: Pending = nn.functional.pad(layer.bias, (0, zeros)).to(dtype), layer.clip
+
+    @staticmethod
+    def why_not(layer: ConvWeights, channels: int, dtype: torch.dtype) -> str | None:
+        """Say why the kernel does not take this layer; None if it does."""
+        if max(layer.weight.shape[:2]) > CHANNELS:
+            return f"it has more than {CHANNELS} channels"
+        return streams.why_not(_padded_channels(layer.weight, channels).to(dtype), layer.stride)
+
+    def step(self, x: ConvInput, tail: Tensor, slots: Tensor, needed: int) -> Tensor:
+        """As `LibraryConv.step`, of 32 channels; bias and clip are left to the reader."""
+        return self.conv(x, tail, slots, needed)
+
+
+def _padded_channels(weight: Tensor, channels: int) -> Tensor:
+    """(C', C, F, T) with zeros up to 32 output and `channels` input channels."""
+    zeros = CHANNELS - weight.shape[0], channels - weight.shape[1]
+    return nn.functional.pad(weight, (0, 0, 0, 0, 0, zeros[1], 0, zeros[0]))
+
+
+def _dense_matrix(weight: Tensor, bins: int, bins_out: int, stride: int) -> Tensor:
+    """(C F k, C' F') what a convolution (C', C, kF, k) does to a window of k frames; zeros lie beyond the bins."""
+    channels_out, channels, height, width = weight.shape
+    reach = height // 2
+    padded = weight.new_zeros(channels_out, bins_out, channels, bins + 2 * reach, width)
+    for out in range(bins_out):
+        padded[:, out, :, out * stride : out * stride + height] = weight
+    return padded[:, :, :, reach : reach + bins].reshape(channels_out * bins_out, -1).t().contiguous()
+
+
+class BlockRecurrence:
+    """A recurrent layer."""
+
+    def __init__(self, layer: RecurrentWeights, dtype: torch.dtype, backend: str) -> None:
+        [direction] = layer.directions
+        self.cell, self.nonlinearity, self.clip, self.backend = layer.cell, layer.nonlinearity, layer.clip, backend
+        self.weight, self.bias = direction.weight_ih.to(dtype), direction.bias.to(dtype)
+        self.weight_hh = direction.weight_hh.to(dtype)
+        self.bias_hn = None if direction.bias_hn is None else direction.bias_hn.to(dtype)
+
+    def __call__(
+        self,
+        x: Tensor,
+        carry: Carry,
+        lengths: Tensor | None,
+        begin: Tensor | None,
+        projection_stream: torch.cuda.Stream | None,
+    ) -> tuple[Tensor, Carry]:
+        """Run frames (T, B, D) of streams.
+
+        Args:
+            x: the frames.
+            carry: state before them, zeros before a stream's first frame.
+            lengths: (B,) int32 frames that belong to the stream; None: all.
+            begin: (B,) int32 a stream's first frame, until which the state stays 0; None: 0.
+            projection_stream: of a layer with others at its side, a stream for its projection, on which x is ready.
+
+        Returns:
+            (T, B, H), and the state behind them.
+        """
+        max_sms = None if projection_stream is None else LAYER_SMS
+        last: Sequence[Tensor]
+        if self.cell == "gru":
+            z = projected(x.contiguous(), self.weight, self.bias, None)
+            if begin is not None:
+                z = self._held(z, begin)
+            y, *last = gru(z, self.weight_hh, self.bias_hn, carry[0], lengths, backend=self.backend)
+        elif self.cell == "lstm":
+            y, *last = lstm_layer(
+                x,
+                self.weight,
+                self.bias,
+                self.weight_hh,
+                carry[0],
+                carry[1],
+                lengths,
+                begin,
+                backend=self.backend,
+                max_sms=max_sms,
+                aside=projection_stream,
+            )
+        else:
+            y, *last = recurrent_layer(
+                x,
+                self.weight,
+                self.bias,
+                self.weight_hh,
+                carry[0],
+                lengths,
+                begin,
+                nonlinearity=self.nonlinearity,
+                clip=self.clip,
+                backend=self.backend,
+                max_sms=max_sms,
+                aside=projection_stream,
+            )
+        return y, tuple(last)
+
+    def _held(self, z: Tensor, begin: Tensor) -> Tensor:
+        """Pre-activations (T, B, 3 H) whose update gate keeps the state until a stream begins."""
+        early = (torch.arange(len(z), device=z.device)[:, None] < begin)[:, :, None]
+        reset, update, new = z.chunk(3, 2)
+        return torch.cat([reset, torch.where(early, _HOLD, update), new], 2)
+
+
+class BlockModule:
+    """Recurrent layers, then row convolutions, and the skip around both."""
+
+    def __init__(self, module: ModuleWeights, dtype: torch.dtype, backend: str) -> None:
+        self.layers = [BlockRecurrence(layer, dtype, backend) for layer in module.layers]
+        taps = [weight.to(dtype) for weight in module.row_convs]
+        self.taps = torch.stack(taps) if taps else None  # (N, tau + 1, H)
+        self.projection: tuple[Tensor, Tensor] | None = None
+        if module.projection is not None:
+            weight = module.projection.to(dtype)
+            self.projection = weight, weight.new_zeros(len(weight))
+        self.residual, self.carried = module.residual, module.carried
+
+
+class ModuleRun:
+    """A module on its way through a block, piece by piece.
+
+    Args:
+        module: the module.
+        carries: states of its layers, those behind the last piece at the end.
+        rows: (R, N, H) what streams carry beside these; updated.
+        slots: (B,) int64 of the batch.
+        edges: first frames and lengths, (P, B) int32 each, of the streams in each piece; None: all frames count.
+    """
+
+    def __init__(
+        self,
+        module: BlockModule,
+        carries: Sequence[Carry],
+        rows: Tensor,
+        slots: Tensor,
+        edges: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        self.module, self.rows, self.slots, self.edges = module, rows, slots, edges
+        self.carries = list(carries)
+        self._inputs: dict[int, Tensor] = {}  # of pieces that are within the module
+
+    def layer(self, number: int, piece: int, x: Tensor, projection_stream: torch.cuda.Stream | None) -> Tensor:
+        """Run a layer of the module on a piece (T, B, D), and behind the last layer the row convolutions and the skip.
+
+        Args:
+            number: of the layer in the module.
+            piece: its number.
+            x: the piece.
+            projection_stream: as of `BlockRecurrence`.
+
+        Returns:
+            (T, B, H).
+        """
+        module, layer = self.module, self.module.layers[number]
+        begin, lengths = (None, None) if self.edges is None else (part[piece] for part in self.edges)
+        if number == 0:
+            self._inputs[piece] = x
+        y, self.carries[number] = layer(x, self.carries[number], lengths, begin, projection_stream)
+        if number + 1 < len(module.layers):
+            return y
+        x = self._inputs.pop(piece)
+        skip = None
+        if module.residual:
+            skip = x if module.projection is None else projected(x, *module.projection, None)
+        if module.taps is None:
+            return y if skip is None else y + skip
+        return lookahead_chain(y, module.taps, self.rows, skip, self.slots)

@@ -1,0 +1,267 @@
+"""Runs the network on sources: on blocks of any streams in batches of a few sizes, or on whole utterances.
+
+On a GPU features and network of a batch size are one CUDA graph. Launch by launch, hundreds of small kernels a block
+take the host milliseconds, for one stream as for sixty.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.audio.features import Features
+from ds2.inference.network import BlockNetwork, runs_parallel
+from ds2.inference.slots import UNBOUNDED, Slot, SlotTable, on_device
+from ds2.model.acoustic import AcousticModel
+from ds2.system.cuda_graph import GraphRecorder
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a batch in between takes the next one
+_CPU_FILE_S = 2.0  # audio of a file that a CPU takes at once; its last block costs as much as the others
+_PIECE_FRAMES = 44  # output frames that a layer runs at once where others run at its side
+_FILE_PIECES = 8  # of a block of a file
+_EMPTY_ROW = 0, 0, UNBOUNDED, 0  # of a batch: row of samples (slot 0), blocks, end, frames
+_NUMBERS = len(_EMPTY_ROW)
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """Logits of the next frames of some streams of a batch."""
+
+    rows: list[int]  # which of the streams
+    logits: Tensor  # (T', B, V), B as many as rows; valid until the next step
+    lengths: list[int]  # frames of each
+
+
+class _Batch:
+    """The numbers of a batch size, pinned and on the device, and what runs it."""
+
+    def __init__(self, size: int, frames: int, device: torch.device) -> None:
+        self.done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        pinned = torch.zeros(_NUMBERS, size, dtype=torch.int64, pin_memory=self.done is not None)
+        self._pinned, self._mapped = pinned.numpy(), on_device(pinned, device)
+        self.numbers = torch.zeros_like(pinned, device=device)
+        self.full_blocks = torch.full_like(self.numbers[0], frames)
+        self.run: dict[bool, Callable[[], Tensor]] = {}  # by `edges` of `BlockNetwork.run`; returns (T', B, V)
+
+    def fill(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Write the first kinds of numbers of some streams; further rows are empty."""
+        if self.done is not None:
+            self.done.synchronize()  # the last step has read what was there
+        for row, values, empty in zip(self._pinned, numbers, _EMPTY_ROW, strict=False):
+            row[: len(values)], row[len(values) :] = values, empty
+
+    def copy_to_device(self, kinds: int) -> None:
+        """Copy the first kinds of numbers, by a kernel: kernels behind a copy start later."""
+        torch.add(self._mapped[:kinds], 0, out=self.numbers[:kinds])
+
+    def launch(self, edges: bool) -> Tensor:
+        """Run the batch."""
+        logits = self.run[edges]()
+        if self.done is not None:
+            self.done.record()
+        return logits
+
+
+class BlockRunner:
+    """Runs a model on blocks of `block_frames` feature frames of any number of streams.
+
+    One thread steps; others may start streams.
+
+    Args:
+        model: unidirectional, in evaluation mode.
+        features: of its input, on the same device.
+        block_frames: feature frames of a block.
+        dtype: of weights and activations.
+        capacity: streams for which there is room at first.
+        batch_sizes: on a GPU, rising.
+
+    Raises:
+        ConfigError: a bidirectional model.
+    """
+
+    def __init__(
+        self,
+        model: AcousticModel,
+        features: Features,
+        block_frames: int,
+        dtype: torch.dtype,
+        *,
+        capacity: int = 64,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+    ) -> None:
+        self.features, self.device = features, model.classifier.weight.device
+        self.batch_sizes = batch_sizes
+        piece = min(block_frames, _PIECE_FRAMES * model.time_stride) if runs_parallel(model, dtype) else None
+        self.network = BlockNetwork(model, block_frames, dtype, piece)
+        self.samples = features.span(block_frames)
+        self.slots = SlotTable(self.network.new_state, self.samples, self.device, capacity)
+        self.batches: dict[int, _Batch] = {}
+        self._recorder = GraphRecorder(self.device) if self.device.type == "cuda" else None
+        self._steps = self._steps_done = 0  # begun, and those whose samples were read
+        self._last_step: torch.cuda.Event | None = None
+
+    def start_stream(self) -> Slot:
+        """Start a stream; its slot is free again when the `Slot` is gone."""
+        return self.slots.take(self._steps)
+
+    def input_buffer(self, slot: Slot, number: int) -> NDArray[np.float32]:
+        """Where the samples (N,) of a stream's block of this number are best written: then they are not copied."""
+        row = 2 * slot.index + number % 2
+        if number - slot.blocks >= 2 or row >= len(self.slots.inputs.rows):  # the row waits for a step, or is not there
+            return np.empty(self.samples, np.float32)
+        if slot.step > self._steps_done and self._last_step is not None:
+            steps = self._steps
+            self._last_step.synchronize()
+            self._steps_done = steps
+        return self.slots.inputs.rows[row]
+
+    @torch.inference_mode()
+    def prepare(self, streams: int) -> None:
+        """Make room for so many streams and, on a GPU, record their graphs: seconds, the first time more."""
+        self._grow(streams + 1)
+        if self.device.type != "cuda":
+            return
+        sizes = [size for at, size in enumerate(self.batch_sizes) if at == 0 or self.batch_sizes[at - 1] < streams]
+        for size in reversed(sizes):  # the largest first: the others fit into its memory
+            for edges in (True, False):
+                self._record(self._batch(size), edges)
+
+    @torch.inference_mode()
+    def step(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
+        """Run the next block of streams, all different.
+
+        Args:
+            slots: of the streams.
+            blocks: samples (N,) float32 in [-1, 1] of each; a shorter one ends its stream, see `final_blocks`.
+        """
+        most = self.batch_sizes[-1]
+        for first in range(0, len(slots), most):
+            yield from self._step(slots[first : first + most], blocks[first : first + most], first)
+
+    def final_blocks(self, slot: Slot, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
+        """End a stream.
+
+        Args:
+            slot: gets no other blocks than the returned ones.
+            rest: its last samples (N,), fewer than a block's.
+            waiting: blocks before these that `step` has not had yet.
+
+        Returns:
+            The last blocks for `step`; empty ones give the frames that waited for their lookahead.
+        """
+        network, blocks = self.network, slot.blocks + waiting
+        slot.ends = blocks * network.block_frames + self.features.windows(len(rest))
+        missing = network.output_frames(slot.ends) - (blocks * network.frames - network.delay)
+        count = -(-missing // network.frames)
+        return [rest, *[rest[:0]] * (count - 1)][: max(0, count)]
+
+    def _step(
+        self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]], first_row: int
+    ) -> Iterator[BlockOutput]:
+        count, network = len(slots), self.network
+        size = next(size for size in self.batch_sizes if size >= count) if self._recorder is not None else count
+        self._grow(self.slots.used)
+        batch = self._batch(size)
+        edges = any(network.has_edges(slot.blocks, slot.ends) for slot in slots)
+        if edges not in batch.run:
+            self._record(batch, edges)
+        numbers = [self._input_rows(slots, blocks)]
+        if edges:
+            frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
+            numbers += [s.blocks for s in slots], [s.ends for s in slots], [frames[len(block)] for block in blocks]
+        batch.fill(numbers)
+        logits, self._steps, self._last_step = batch.launch(edges), self._steps + 1, batch.done
+        for slot in slots:
+            slot.step = self._steps
+        if not edges:
+            for slot in slots:
+                slot.blocks += 1
+            yield BlockOutput(list(range(first_row, first_row + count)), logits[:, :count], [network.frames] * count)
+            return
+        by_first: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, slot in enumerate(slots):
+            first, last = network.valid_span(slot.blocks, slot.ends)
+            slot.blocks += 1
+            if last > first:
+                by_first[first].append((row, last - first))
+        for first, valid in by_first.items():
+            rows, lengths = map(list, zip(*valid, strict=True))
+            selected = logits[first : first + max(lengths)]
+            selected = selected[:, :count] if len(rows) == count else selected[:, rows]
+            yield BlockOutput([first_row + row for row in rows], selected, lengths)
+
+    def _input_rows(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> list[int]:
+        """The rows of samples of streams' next blocks; blocks that lie elsewhere are copied into them."""
+        numbers, rows = [2 * slot.index + slot.blocks % 2 for slot in slots], self.slots.inputs.rows
+        for slot, number, block in zip(slots, numbers, blocks, strict=True):
+            if block is not rows[number]:
+                self.input_buffer(slot, slot.blocks)  # waits until the row was read
+                rows[number][: len(block)], rows[number][len(block) :] = block, 0.0
+        return numbers
+
+    def _batch(self, size: int) -> _Batch:
+        batch = self.batches.get(size) or _Batch(size, self.network.block_frames, self.device)
+        if self._recorder is not None:  # elsewhere nothing is recorded
+            self.batches[size] = batch
+        return batch
+
+    def _grow(self, slots: int) -> None:
+        """Make room for so many slots; graphs of the old tables go."""
+        if not self.slots.lacks(slots):
+            return
+        if self._last_step is not None:
+            self._last_step.synchronize()  # nothing reads the old tables any more
+        self.slots.grow(slots)
+        self.batches.clear()
+        if self._recorder is not None:
+            self._recorder.new_pool()
+
+    def _record(self, batch: _Batch, edges: bool) -> None:
+        def run() -> Tensor:
+            batch.copy_to_device(_NUMBERS if edges else 1)
+            row, block, ends, frames = batch.numbers
+            lengths = frames if edges else batch.full_blocks
+            features = self.features.of_rows(self.slots.inputs.device_rows, row, lengths, self.network.dtype)
+            return self.network.run(features, self.slots.state, row >> 1, block, ends, edges=edges)
+
+        batch.fill([[]] * _NUMBERS)  # all rows at slot 0
+        batch.run[edges] = run if self._recorder is None else self._recorder.record(run)
+
+
+def file_block_frames(model: AcousticModel, step_s: float) -> int:
+    """Feature frames of the blocks in which files run fastest on the model's device.
+
+    Args:
+        model: unidirectional.
+        step_s: seconds from one feature frame to the next.
+    """
+    stride = model.time_stride
+    on_gpu = model.classifier.weight.is_cuda
+    return stride * (_FILE_PIECES * _PIECE_FRAMES if on_gpu else max(1, round(_CPU_FILE_S / (step_s * stride))))
+
+
+def window_logits(model: AcousticModel, blocks: Iterator[Tensor], context_frames: int) -> Iterator[Tensor]:
+    """Logits (T', 1, V) of each block of an utterance by a model that needs its end, computed with context.
+
+    Args:
+        model: bidirectional, or any other.
+        blocks: features (1, F, T); T a multiple of the model's stride but for the last.
+        context_frames: feature frames on each side of a block, a multiple of the stride.
+    """
+    block = next(blocks, None)
+    before = None if block is None else block[:, :, :0]
+    while block is not None and before is not None:
+        following = next(blocks, None)
+        after = block[:, :, :0] if following is None else following[:, :, :context_frames]
+        window = torch.cat([before, block, after], dim=2)
+        logits, _ = model(window, torch.tensor([window.shape[2]]))
+        first = model.output_frames(before.shape[2])
+        yield logits[first : first + model.output_frames(block.shape[2])]
+        before = block[:, :, block.shape[2] - context_frames :]
+        block = following

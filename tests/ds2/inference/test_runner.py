@@ -1,0 +1,185 @@
+"""Streams and files on blocks have the words of the whole utterance, whoever shares a batch, on a CPU and a GPU."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.streams import hear
+
+from ds2.audio.read import read_audio
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.inference.network import BlockNetwork
+from ds2.inference.runner import BlockRunner, file_block_frames
+from ds2.model.checkpoint import load_model
+from ds2.recognition.recogniser import Recogniser, decode_batch
+from ds2.recognition.session import Session, decode_sessions
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK_FRAMES = 20  # of features, in the default block
+
+
+CELLS = [(), ("model.cell=lstm",), ("model.cell=gru",)]
+
+
+def load(model: Path, device: str, method: str = "greedy", precision: str = "fp32", **options: object) -> Recogniser:
+    chosen = torch.device(device)
+    recogniser = Recogniser.of(load_model(model, chosen), DecodeConfig(method=method, beam=16), chosen, precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    runner = BlockRunner(recogniser.model, recogniser.features, BLOCK_FRAMES, dtype, **options)  # type: ignore[arg-type]
+    recogniser.runners[BLOCK_FRAMES] = runner
+    return recogniser
+
+
+def whole(recogniser: Recogniser, samples: torch.Tensor) -> Hypothesis:
+    """The utterance through the training network in evaluation."""
+    with torch.no_grad():
+        features, lengths = recogniser.features(samples[None].to(recogniser.device), torch.tensor([len(samples)]))
+        logits, lengths = recogniser.model(features, lengths)
+    return decode_batch(recogniser.decoder, logits, lengths)[0]
+
+
+def spoken(hypothesis: Hypothesis) -> list[tuple[str, float, float]]:
+    return [(word.text, word.start_s, word.end_s) for word in hypothesis.words]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("method", "overrides"), [("beam", ()), *(("greedy", cell) for cell in CELLS)])
+def test_words_are_those_of_the_whole(
+    make_model: Callable[..., Path], recording: Path, device: str, method: str, overrides: tuple[str, ...]
+) -> None:
+    recogniser, samples = load(make_model(*overrides), device, method), read_audio(recording)
+    for length in (len(samples), 30_000, 4000, 3360, 3359, 321, 10):
+        expected = whole(recogniser, torch.from_numpy(samples[:length]))
+        streamed = [hear(recogniser.session(), samples[:length], random.Random(seed)) for seed in range(2)]
+        assert streamed[0] == streamed[1]  # to the bit
+        assert spoken(streamed[0]) == spoken(expected)
+        assert streamed[0].score == pytest.approx(expected.score, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_lie_where_they_are_read_until_their_step(
+    make_model: Callable[..., Path], recording: Path, device: str
+) -> None:
+    recogniser, samples = load(make_model(), device), read_audio(recording)
+    session, step_samples = recogniser.session(), BLOCK_FRAMES * recogniser.features.step_samples
+    inputs = recogniser.runners[BLOCK_FRAMES].slots.inputs
+
+    def rows() -> list[int]:
+        ids = [id(row) for row in inputs.rows]
+        return [ids.index(id(block)) - 2 * session.slot.index if id(block) in ids else -1 for block in session.blocks]
+
+    session.accept_waveform(samples[: 3 * step_samples + recogniser.features.window_samples])
+    assert rows() == [0, 1, -1]  # no third row: it is copied at its step
+    taken = [block.copy() for block in session.blocks]
+    session.decode()
+    session.accept_waveform(samples[len(taken[0]) + 2 * step_samples :][:step_samples])
+    assert rows()[0] == 1 and (session.blocks[0] == taken[1]).all() and (session.blocks[1] == taken[2]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_streams_than_slots_come_and_go(make_model: Callable[..., Path], recording: Path, device: str) -> None:
+    recogniser = load(make_model(), device, capacity=2, batch_sizes=(1, 2, 8))
+    draw, samples = random.Random(3), read_audio(recording)
+    sources = [samples[draw.randrange(20_000) :][: draw.randrange(2000, 28_000)] for _ in range(24)]
+    alone = [spoken(hear(recogniser.session(), source, draw)) for source in sources]
+    active, at, waiting = dict[int, Session](), [0] * len(sources), list(range(len(sources)))
+    hypotheses = dict[int, Hypothesis]()
+    while waiting or active:
+        for _ in range(draw.randint(0, 3)):
+            if waiting:
+                active[waiting.pop()] = recogniser.session()
+        for index in active:
+            end = at[index] + draw.randrange(8000)
+            active[index].accept_waveform(sources[index][at[index] : end])
+            at[index] = end
+        decode_sessions(list(active.values()))
+        for index in [index for index in active if at[index] >= len(sources[index])]:
+            hypotheses[index] = active.pop(index).finish()
+    assert [spoken(hypotheses[index]) for index in range(len(sources))] == alone
+    gc.collect()
+    runner = recogniser.runners[BLOCK_FRAMES]
+    assert len(set(runner.slots.free)) == len(runner.slots.free) == runner.slots.used - 1 <= 24
+    assert device != "cpu" or not runner.batches  # of as many sizes as there were
+
+
+@pytest.mark.gpu
+def test_prepared_graphs_are_not_recorded_again(make_model: Callable[..., Path], recording: Path) -> None:
+    recogniser = load(make_model(), "cuda")
+    runner = recogniser.runners[BLOCK_FRAMES]
+    expected = hear(recogniser.session(), read_audio(recording), random.Random(0))
+    runner.prepare(100)
+    graphs = [batch.run for batch in runner.batches.values()]
+    assert sorted(runner.batches) == [1, 2, 4, 8, 16, 32, 64, 128] and runner.slots.state.capacity >= 101
+    assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(expected)
+    assert [batch.run for batch in runner.batches.values()] == graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.cell=lstm", "model.hidden=64"),
+        ("model.cell=lstm", "model.hidden=512"),
+        ("model.cell=gru", "model.hidden=64"),
+        ("model.cell=gru", "model.hidden=512"),
+    ],
+)
+def test_bf16_blocks_are_as_near_as_the_training_network(
+    make_model: Callable[..., Path], recording: Path, overrides: tuple[str, ...]
+) -> None:
+    model, samples = make_model(*overrides), read_audio(recording)
+    recogniser = load(model, "cuda", precision="bf16")
+    features = recogniser.block_features([samples])
+    with torch.no_grad():
+        exact = load_model(model, torch.device("cuda")).model.double()(
+            features.double(), torch.tensor([features.shape[2]])
+        )
+        with recogniser.autocast():
+            stock = recogniser.model(features, torch.tensor([features.shape[2]]))[0]
+    network = BlockNetwork(recogniser.model, features.shape[2] // 2 * 2, torch.bfloat16)
+    numbers = torch.zeros(1, dtype=torch.int64, device="cuda")
+    first = network.run(
+        features[:, :, : network.block_frames],
+        network.new_state(1),
+        numbers,
+        numbers,
+        numbers + network.block_frames,
+        edges=True,
+    )
+    expected = exact[0][: network.frames - network.delay]
+    ours = first[network.delay :]
+    errors = [float((y.double() - expected).norm() / expected.norm()) for y in (stock[: len(expected)], ours)]
+    assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overrides", CELLS)
+def test_files_have_the_words_of_streams(
+    make_model: Callable[..., Path], recording: Path, device: str, overrides: tuple[str, ...], precision: str
+) -> None:
+    recogniser = load(make_model(*overrides, "model.hidden=64"), device, precision=precision)
+    file = recogniser.transcribe(recording).hypothesis
+    assert sorted(recogniser.runners) == [BLOCK_FRAMES, file_block_frames(recogniser.model, 0.01)]
+    assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(file)
+
+
+@pytest.mark.gpu
+def test_files_whose_layers_run_side_by_side_have_the_same_words(
+    make_model: Callable[..., Path], recording: Path
+) -> None:
+    model, hypotheses = make_model(), []
+    for layers in (1, 7):
+        recogniser = load(model, "cuda", precision="bf16")
+        runner = recogniser.block_runner(file_block_frames(recogniser.model, 0.01))
+        runner.network.parallel_layers = layers
+        hypotheses.append(recogniser.transcribe(recording).hypothesis)
+        assert runner.batches  # these ran
+    assert hypotheses[0] == hypotheses[1]
