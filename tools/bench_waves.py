@@ -1,4 +1,4 @@
-"""Layers of whole utterances on a GPU: each over all frames after the other, and pieces of them beside each other.
+"""Layers of whole utterances on a GPU: each over all frames after the other, and pieces of them side by side.
 
     python tools/bench_waves.py model=rnn_48_skip_4 --frames 350 1500 --batch 1 16
 
@@ -18,8 +18,8 @@ from timing import graphed, machine, measure
 from torch import Tensor
 
 from ds2.commands.compose import compose_config
+from ds2.inference.network import PARALLEL_LAYERS, BlockNetwork
 from ds2.model.acoustic import AcousticModel
-from ds2.model.blocks import WAVE_LANES, BlockModel
 
 BINS, LABELS = 161, 29
 
@@ -36,18 +36,18 @@ def stack(
 ) -> Callable[[], Tensor]:
     """A call of all recurrent modules on `frames` output frames, in pieces."""
     stride = model.time_stride
-    blocks = BlockModel(model, frames * stride, torch.bfloat16, piece * stride)
-    blocks.lanes = lanes
+    network = BlockNetwork(model, frames * stride, torch.bfloat16, piece * stride)
+    network.parallel_layers = lanes
     draw = torch.Generator(device).manual_seed(1)
-    width = blocks.modules[0].layers[0].weight.shape[1]
+    width = network.modules[0].layers[0].weight.shape[1]
     x = torch.randn(frames, batch, width, generator=draw, device=device, dtype=torch.bfloat16)
-    carried, places = blocks.start(batch), torch.arange(batch, device=device)
+    state, slots = network.new_state(batch), torch.arange(batch, device=device)
     number = torch.full((batch,), 100, device=device)
 
     def call() -> Tensor:
-        for table in (carried.states, carried.cells, carried.rows):
+        for table in state.tables():
             table.zero_()
-        return blocks.layers(x, carried, places, number, number, edges=False)
+        return network.run_layers(x, state, slots, number, number, edges=False)
 
     return call
 
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--frames", type=int, nargs="+", default=[350], help="output frames")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--piece", type=int, nargs="+", default=[44], help="output frames of a piece")
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, WAVE_LANES])
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, PARALLEL_LAYERS])
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
     device = torch.device("cuda")

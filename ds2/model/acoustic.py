@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds2.config.schema import ConfigError, ModelConfig
+from ds2.config.schema import ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.head import Head, classified
@@ -18,7 +18,6 @@ from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import make_recurrent_layer, why_torch
-from ds2.model.stream_state import ModuleState, StreamState
 from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
 
 
@@ -53,24 +52,6 @@ class RecurrentModule(nn.Module):
         for row_conv in self.row_convs:
             y = row_conv(y, ragged, context)
         return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y
-
-    def stream(self, x: Tensor, state: ModuleState, *, final: bool) -> Tensor:
-        """Map the next (T, B, D) chunk to the frames whose future is known by now; update ``state`` in place."""
-        y = x
-        if len(x):
-            ragged = Ragged.of(torch.full((x.shape[1],), len(x)), len(x), x.device)
-            for index, layer in enumerate(self.recurrent):
-                y, state.recurrent[index] = layer(y, ragged, state=state.recurrent[index])
-        else:
-            y = x.new_zeros(0, x.shape[1], self.hidden)
-        for index, row_conv in enumerate(cast(Iterable[RowConvolution], self.row_convs)):
-            y, state.tails[index] = row_conv.stream(y, state.tails[index], final=final)
-        if not self.residual:
-            return y
-        skip = self._skip(x, OWN_PARAMETERS)
-        pending = skip if state.pending is None else torch.cat([state.pending, skip])
-        state.pending = pending[len(y) :]
-        return y + pending[: len(y)]
 
     def _skip(self, x: Tensor, context: PassContext) -> Tensor:
         return x if self.projection is None else functional.linear(x, context.weight(self.projection.weight))
@@ -220,59 +201,6 @@ class AcousticModel(nn.Module):
                 every.append(classified(x, ragged.count, cast(Head, self.heads[str(number)]), context))
         every.append(classified(x, ragged.count, self, context))
         return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
-
-    def start(self, streams: int = 1) -> StreamState:
-        """Make the state of a batch of streams that have heard nothing yet.
-
-        Raises:
-            ConfigError: a bidirectional model, which needs the end of an utterance first.
-            RuntimeError: a model in training mode.
-        """
-        if self.config.bidirectional:
-            raise ConfigError(
-                "model.bidirectional=true cannot stream: its backward layers start at an utterance's end; "
-                "use a model trained with model.bidirectional=false, or transcribe whole files"
-            )
-        if self.training:
-            raise RuntimeError("streaming needs running statistics: call model.eval() first")
-        modules = [ModuleState([None] * layers, [None] * row_convs) for layers, row_convs in module_plan(self.config)]
-        return StreamState(streams, [None] * len(self.convs), modules)
-
-    def step(self, chunk: Tensor, state: StreamState) -> Tensor:
-        """Run the next chunk of a batch of streams.
-
-        Args:
-            chunk: (B, F, T) float32 features, T >= 0 frames for every stream.
-            state: from :meth:`start`; updated in place.
-
-        Returns:
-            Logits (T', B, V) float32 of the frames whose future is known by now; T' may be 0.
-        """
-        return self._stream(chunk, state, final=False)
-
-    def finish(self, state: StreamState) -> Tensor:
-        """End the streams: logits (T', B, V) of all frames held back. Together with the steps' they are the whole's."""
-        weight = self.classifier.weight
-        return self._stream(weight.new_zeros(state.streams, self.bins, 0), state, final=True)
-
-    @torch.no_grad()
-    def _stream(self, chunk: Tensor, state: StreamState, *, final: bool) -> Tensor:
-        if state.finished:
-            raise ValueError("these streams are finished: begin new ones with start()")
-        if chunk.dim() != 3 or chunk.shape[:2] != (state.streams, self.bins):
-            raise ValueError(
-                f"chunk has shape {tuple(chunk.shape)}, expected (B, F, T) with B = {state.streams} streams and "
-                f"F = {self.bins} bins"
-            )
-        state.finished = final
-        x = chunk[:, None]
-        for index, conv in enumerate(cast(Iterable[MaskedConv], self.convs)):
-            x, state.conv_tails[index] = conv.stream(x, state.conv_tails[index], final=final)
-        x = time_major(x)
-        modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
-        for module, module_state in zip(modules, state.modules, strict=True):
-            x = module.stream(x, module_state, final=final)
-        return classified(x, None, self)
 
     def _scale_branches(self) -> None:
         """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.

@@ -1,7 +1,7 @@
-"""Convolutions over whole utterances and over chunks of streams: the front end's, and along time alone."""
+"""Convolutions over whole utterances: the front end's, and along time alone."""
 
 import torch
-from ds2_ops import lookahead, lookahead_stream
+from ds2_ops import lookahead
 from ds2_ops.convolution.op import convolve, why_not
 from torch import Tensor, nn
 from torch.nn import functional
@@ -48,7 +48,7 @@ class MaskedConv(nn.Module):
         Returns:
             (B, C', F', T') and its lengths; 0 past each of them.
         """
-        z = self._convolve(x, self.kernel[1] // 2, context)
+        z = self._convolve(x, context)
         lengths = frames_after(ragged.lengths, self.stride[1])
         after = Ragged.of(lengths, z.shape[3], z.device, ragged.keys, ragged.share)
         if self.norm is not None and self.norm.fused(z):
@@ -58,40 +58,15 @@ class MaskedConv(nn.Module):
             z = self.norm(z.mul_(valid), after.count.times(z.shape[2]), context)
         return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
 
-    def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
-        """Convolve the next chunk of streams.
-
-        Args:
-            x: (B, C, F, T), the next chunk; T may be 0.
-            tail: what the previous call returned, None at the start.
-            final: True for the last chunk, which also gives what was held back.
-
-        Returns:
-            (B, C', F', T') frames whose future is known by now, and the tail for the next call.
-        """
-        kernel, stride = self.kernel[1], self.stride[1]
-        reach = (kernel - 1) // 2  # future input frames that an output frame sees
-        held = torch.cat([x.new_zeros(*x.shape[:3], reach) if tail is None else tail, x], 3)
-        if final:
-            held = functional.pad(held, (0, reach))
-        ready = max((held.shape[3] - kernel) // stride + 1, 0)
-        if not ready:
-            return x.new_zeros(x.shape[0], self.weight.shape[0], self.output_bins(x.shape[2]), 0), held
-        z = self._convolve(held, 0, OWN_PARAMETERS)
-        if self.norm is not None:
-            z = self.norm(z)
-        return functional.hardtanh(z, 0.0, self.clip), held[..., ready * stride :]
-
-    def _convolve(self, x: Tensor, time_padding: int, context: PassContext) -> Tensor:
+    def _convolve(self, x: Tensor, context: PassContext) -> Tensor:
         weight = context.weight(self.weight)
         bias = None if self.bias is None else context.weight(self.bias)
-        whole = bias is None and time_padding == self.kernel[1] // 2
-        if whole and why_not(x, weight, self.stride) is None:
+        if bias is None and why_not(x, weight, self.stride) is None:
             return convolve(x, weight, self.stride)
         if x.is_cuda:  # else cuDNN picks a gradient kernel that takes 28 ms at B 4 on an H200; so all of it takes 3
             x = x.contiguous(memory_format=torch.channels_last)
             weight = weight.contiguous(memory_format=torch.channels_last)
-        return functional.conv2d(x, weight, bias, self.stride, (self.kernel[0] // 2, time_padding))
+        return functional.conv2d(x, weight, bias, self.stride, (self.kernel[0] // 2, self.kernel[1] // 2))
 
 
 class RowConvolution(nn.Module):
@@ -115,7 +90,3 @@ class RowConvolution(nn.Module):
         """Map (T, B, H) to (T, B, H), 0 past each length."""
         sink = context.sink(self.weight)
         return lookahead(x, context.weight(self.weight), ragged.lengths, sink=None if sink is None else sink.add)
-
-    def stream(self, x: Tensor, tail: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor]:
-        """Map the next (T, B, H) chunk to the frames whose future is known by now; also give the tail to carry."""
-        return lookahead_stream(x, self.weight, tail, final=final)

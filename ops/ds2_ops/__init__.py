@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from ds2_ops.recurrent.bidirectional import bidirectional
     from ds2_ops.recurrent.gated.op import gru, lstm
     from ds2_ops.recurrent.rnn import Recurrence, recurrence
-    from ds2_ops.row_convolution.op import lookahead, lookahead_stream
+    from ds2_ops.row_convolution.op import lookahead
 
-__all__ = ["Recurrence", "bidirectional", "gru", "lookahead", "lookahead_stream", "lstm", "recurrence"]
+__all__ = ["Recurrence", "bidirectional", "gru", "lookahead", "lstm", "recurrence"]
 
 _HOMES = {
     "Recurrence": "recurrent.rnn",
     "bidirectional": "recurrent.bidirectional",
     "gru": "recurrent.gated.op",
     "lookahead": "row_convolution.op",
-    "lookahead_stream": "row_convolution.op",
     "lstm": "recurrent.gated.op",
     "recurrence": "recurrent.rnn",
 }

@@ -21,6 +21,7 @@ from torch import Tensor
 from ds2.decoding.beam.fusion import LENGTH, Fusion
 from ds2.decoding.frames import NONE, OpenRun
 from ds2.decoding.lexicon import ROOT
+from ds2.system.cuda_graph import GraphRecorder
 from ds2.text.alphabet import BLANK
 
 _PRIMES = (-7046029254386353131, 6364136223846793005)  # odd multipliers of a rolling hash, as signed 64-bit integers
@@ -242,15 +243,7 @@ def _search_by_graph(fusion: Fusion, beams: Beams, packed: Tensor, counts: Tenso
         _each(lambda pair: pair[0].copy_(pair[1]), held, _where(time < counts, later, held))
         time.add_(1)
 
-    stream = torch.cuda.Stream(packed.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(packed.device))
-    with torch.cuda.stream(stream):
-        advance()
-    torch.cuda.current_stream(packed.device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may go on calling CUDA: a loader's, that pins the next batch, would else end the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        advance()
+    replay = GraphRecorder(packed.device).record(advance)  # which runs it once
     for _ in range(len(packed) - 1):
-        graph.replay()
+        replay()
     return held

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.checks import check_choice, check_like, check_x, refuse_second_derivative, take_fastest, under_autocast
-from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
+from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.row_convolution import shift
 from ds2_ops.row_convolution.reference import lookahead_reference
 
@@ -67,29 +67,6 @@ def lookahead(
     if not torch.compiler.is_compiling():
         op = functools.partial(_EagerLookahead.apply, sink)
     return op(x, weight, lengths, backend)
-
-
-def lookahead_stream(
-    x: Tensor, weight: Tensor, tail: Tensor | None = None, lengths: Tensor | None = None, *, final: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Row convolution of a stream, chunk by chunk: the same bits as :func:`lookahead` of the whole, tau frames late.
-
-    Args:
-        x: (T, B, H) the next chunk; T may be 0.
-        weight: (H, K), K = tau + 1 taps.
-        tail: what the call for the previous chunk returned; None for the first chunk.
-        lengths: (B,) valid frames of each utterance in this chunk, 0 once it has ended; all T when None.
-        final: True for the last chunk, which also gives the frames that were held back.
-
-    Returns:
-        y (N, B, H), the frames whose future is now known, and the tail (at most tau frames) for the next call.
-        Without ``final``, N is T, less what the first tau frames of the stream hold back.
-    """
-    if lengths is not None:
-        x = torch.where(valid_frames(lengths.to(x.device), x.shape[0])[:, :, None], x, 0.0)
-    held = x if tail is None else torch.cat([tail, x])
-    ready = held.shape[0] if final else max(held.shape[0] - weight.shape[1] + 1, 0)
-    return lookahead(held, weight)[:ready], held[ready:]
 
 
 def _run_forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str) -> Tensor:

@@ -174,6 +174,14 @@ def test_a_window_carries_exactly_the_frames_that_its_outputs_need(length: int, 
             assert length - stride <= window.carried < length or stride > length
 
 
+@pytest.mark.parametrize("convs", CONVS)
+@pytest.mark.parametrize("row_convs", [0, 3])
+def test_logits_are_as_late_as_the_lookahead_says(convs: str, row_convs: int) -> None:
+    model = make(convs, row_convs=row_convs)
+    needed = round(model.lookahead_ms / 10) + 1  # feature frames before output frame 0 is known
+    assert fold(model).delay == -(-needed // model.time_stride) - 1
+
+
 def test_what_is_made_of_weights_keeps_no_graph_for_gradients() -> None:
     model = make()
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -1,13 +1,10 @@
-"""The acoustic model: what padding, chunks, depth and configuration may and may not do to it."""
+"""The acoustic model: what padding, depth and configuration may and may not do to it."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
@@ -87,37 +84,6 @@ def test_padding_never_changes_training(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_chunked_equals_whole(variant: str, data: st.DataObject) -> None:
-    model = settled(make(**VARIANTS[variant]))
-    frames = data.draw(st.integers(1, 70), "frames")
-    cuts = data.draw(st.lists(st.integers(0, frames), max_size=8), "cuts")
-    features = torch.randn(2, BINS, frames).double()
-    whole, _ = model(features, torch.tensor([frames, frames]))
-    assert_close_to_whole(model, features, sorted(cuts), whole)
-
-
-def assert_close_to_whole(model: AcousticModel, features: Tensor, cuts: list[int], whole: Tensor) -> None:
-    state = model.start(len(features))
-    edges = [0, *cuts, features.shape[2]]
-    chunks = [features[:, :, a:b] for a, b in pairwise(edges)]
-    outputs = [*(model.step(chunk, state) for chunk in chunks), model.finish(state)]
-    torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-9, rtol=1e-9)
-
-
-def test_one_frame_chunks_come_out_as_late_as_the_lookahead_says() -> None:
-    model = settled(make())
-    features = torch.randn(1, BINS, 80).double()
-    whole, _ = model(features, torch.tensor([80]))
-    assert_close_to_whole(model, features, list(range(1, 80)), whole)
-    state, heard = model.start(), 0
-    while not len(model.step(features[:, :, heard : heard + 1], state)):
-        heard += 1
-    assert heard * 10 == model.lookahead_ms
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_lookahead_is_what_the_model_says(variant: str) -> None:
     model = settled(make(**VARIANTS[variant]))
     features = torch.randn(1, BINS, 100).double()
@@ -129,23 +95,6 @@ def test_lookahead_is_what_the_model_says(variant: str) -> None:
     first = int(differs.nonzero()[0])
     ahead = int(model.lookahead_ms / 10)
     assert first == -(-(60 - ahead) // model.time_stride)
-
-
-def test_an_empty_stream_and_a_finished_one() -> None:
-    model = settled(make())
-    state = model.start(2)
-    assert model.finish(state).shape == (0, 2, LABELS)
-    with pytest.raises(ValueError, match=r"finished: begin new ones with start\(\)"):
-        model.step(torch.zeros(2, BINS, 1), state)
-    with pytest.raises(ValueError, match=r"expected \(B, F, T\) with B = 2 streams and F = 21 bins"):
-        model.step(torch.zeros(1, BINS, 1), model.start(2))
-
-
-def test_streaming_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(ConfigError, match=r"model\.bidirectional=true cannot stream"):
-        make(**BIDIRECTIONAL["bidirectional rnn"]).start()
-    with pytest.raises(RuntimeError, match=r"call model\.eval\(\) first"):
-        make().train().start()
 
 
 @pytest.mark.parametrize(

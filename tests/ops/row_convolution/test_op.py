@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ds2_ops import lookahead, lookahead_stream
+from ds2_ops import lookahead
 from ds2_ops.row_convolution import shift
 from ds2_ops.row_convolution.op import _backward, _forward
 from ds2_ops.row_convolution.reference import lookahead_reference
@@ -134,28 +134,6 @@ def test_blocks_of_time_do_not_show(block_frames: int, monkeypatch: pytest.Monke
             cut = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
         assert_same_bits(cut[:2], whole[:2])
         assert relative_error(cut[2], whole[2]) < 1e-6
-
-
-@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("taps", [1, 3, 20])
-def test_a_stream_gives_the_same_bits_tau_frames_late(device: torch.device, taps: int) -> None:
-    frames, batch, hidden = 45, 3, 16
-    lengths = torch.tensor([45, 20, 0])
-    for dtype in (torch.float32, torch.bfloat16):
-        x, weight, _ = problem((frames, batch, hidden, taps), device, dtype)
-        x = poison_padding(x, lengths)
-        whole = lookahead(x, weight, lengths)
-        for chunk in (1, 7, 20, 45):
-            pieces, tail = [], None
-            for start in range(0, frames, chunk):
-                piece = x[start : start + chunk]
-                live = (lengths - start).clamp(0, len(piece))
-                y, tail = lookahead_stream(piece, weight, tail, live, final=start + chunk >= frames)
-                pieces.append(y)
-                given, known = min(start + chunk, frames), sum(map(len, pieces))
-                assert known == (frames if given == frames else max(given - taps + 1, 0))
-            assert tail is not None and len(tail) == 0
-            assert_same_bits([torch.cat(pieces)], [whole])
 
 
 @pytest.mark.parametrize(("device", "backend"), [on_cpu("shift"), on_gpu("triton"), on_gpu("shift")])
