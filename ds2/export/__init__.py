@@ -1,6 +1,5 @@
-"""A trained model in one file for others to run.
+"""A trained model in one file for other programs.
 
-weights: what is exported, batch norm folded away. network: the layers, written once; operations: what in,
-torch_operations and onnx_operations: for which targets. model: its inputs and outputs. sherpa: what sherpa-onnx asks.
-files: what is written.
+network: the layers of `ds2.inference.weights`, written once. operations: what in, and its form in torch;
+onnx_operations: in ONNX. model: inputs and outputs. sherpa: what sherpa-onnx needs. files: what is written.
 """

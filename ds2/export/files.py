@@ -1,4 +1,4 @@
-"""A model as a file of another program: what is written, and what the file says of itself."""
+"""Writes a model as a file of another program, with a description of it inside."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def export_onnx(
     Args:
         loaded: on the CPU.
         path: of the file.
-        for_sherpa: filter banks in, as sherpa-onnx has them; else samples.
+        for_sherpa: the input is filter banks, as sherpa-onnx computes them; else samples.
         chunk_s: of a stream, seconds.
-        int8: matrices in 8 bits, what they are multiplied by rounded to 8 bits as it comes.
+        int8: matrices in 8 bits, and their inputs rounded to 8 bits at run time.
 
     Returns:
         The description that the file holds.
@@ -74,7 +74,7 @@ def export_onnx(
 
 
 def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> dict[str, Any]:
-    """Write a model that hears samples as an exported program of torch, its tokens.txt beside it.
+    """Write a model of samples as an exported program of torch, its tokens.txt beside it.
 
     Arguments, result and errors as `export_onnx`; the description is its extra file.
 
@@ -126,7 +126,7 @@ def _sizes(tensor: Tensor, exported: Exported) -> list[int | str]:
 
 @contextmanager
 def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
-    """Give a place to write a file at, and write the tokens beside it."""
+    """Yield where to write the file, then write the tokens beside it."""
     content, beside = sherpa.tokens(loaded.alphabet), path.with_name(TOKENS)
     try:
         if beside.exists() and beside.read_text(encoding="utf-8", errors="replace") != content:
@@ -140,7 +140,7 @@ def _written(path: Path, loaded: LoadedModel) -> Iterator[Path]:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without onnxruntime's advice to optimise the graph first, and what it lacks for ends that it does not need."""
+    """Hide onnxruntime's advice to optimise the graph first, and its warnings of parameters that are not needed."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return not any(known in record.getMessage() for known in ("pre-processing", "Quantization parameters"))

@@ -1,4 +1,4 @@
-"""What is exported: a stream's chunks or whole utterances, in which units, with which inputs and outputs."""
+"""The exported model as a function: its inputs and outputs, for chunks of streams or whole utterances."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds2.export.network import Carried, Network, Timeline
-from ds2.export.operations import Operations, Value
-from ds2.export.torch_operations import TorchOperations
-from ds2.export.weights import Weights, collect
+from ds2.export.network import CarriedRow, ExportWeights, Network, SourcePosition, collect
+from ds2.export.operations import Operations, TorchOperations, Value
 from ds2.model.checkpoint import LoadedModel
 from ds2.system.errors import UserError
 
 STATES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
-"""Inputs of a stream after the signal and its length: recurrent states, tails, and what was heard of it."""
+"""Inputs of a stream after the signal and its length: recurrent states, tails, and the frames so far."""
 
 
 class ExportError(UserError):
-    """A model or file that cannot be exported as asked; the message says why and the way out."""
+    """A model that cannot be exported like this; the message says why, and the way out."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,9 @@ class Exported:
     """A model as a function.
 
     Of a stream: signal, length (B,) int64 and three states, all 0 at its start, to log-probs (B, T, V), how many of
-    their frames are real (B,) int64, and the next states. A length below the chunk's ends the stream; chunks of length
-    0 then give what was held back. Of whole utterances: signal and length to log-probs and frames.
+    their frames are valid (B,) int64, and the next states. A length below the chunk's ends the stream; chunks of length
+    0 then give the frames that waited for their lookahead. Of whole utterances: signal and length to log-probs and
+    frames.
 
     Attributes:
         weights: of the model.
@@ -38,14 +37,14 @@ class Exported:
         bins: F.
     """
 
-    weights: Weights
+    weights: ExportWeights
     from_samples: bool
     chunk: int
     bins: int
 
     @classmethod
     def of(cls, loaded: LoadedModel, *, from_samples: bool, chunk_s: float) -> Exported:
-        """Of a model, in chunks of `chunk_s` or a little less; whole utterances, if it hears them so.
+        """Of a model, in chunks of `chunk_s` or a little less; of a bidirectional one, whole utterances.
 
         Raises:
             ExportError: a chunk of less than an output frame.
@@ -62,36 +61,38 @@ class Exported:
             chunk = 0
         elif from_samples and chunk < features.lead_samples:
             raise ExportError(f"a chunk of {1000 * chunk_s:g} ms is less than half a window: give a longer one")
-        return cls(collect(model, features), from_samples, chunk, features.bins)
+        return cls(collect(model, features, from_samples=from_samples), from_samples, chunk, features.bins)
 
     def write(self, ops: Operations, inputs: Mapping[str, Value]) -> tuple[dict[str, Value], int]:
         """Compute the outputs by name, of inputs by name, and the frames by which they lag behind the signal."""
         signal, length = inputs["signal"], ops.reshape(inputs["length"], (0, 1))
         if not self.chunk:
-            return self._outputs(ops, Network(ops, self.weights, None, None), signal, Timeline(length - length, length))
+            return self._outputs(
+                ops, Network(ops, self.weights, None, None), signal, SourcePosition(length - length, length)
+            )
         rows = [None if inputs.get(name) is None else ops.reshape(inputs[name], (0, -1)) for name in STATES]
-        memory, tails = (Carried(ops, row, signal) for row in rows[:2])
-        heard = length - length if rows[2] is None else rows[2]
-        late = ops.to_int(tails.take(1))  # what the chunks so far had past the stream's end
+        memory, tails = (CarriedRow(ops, row, signal) for row in rows[:2])
+        before = length - length if rows[2] is None else rows[2]
+        late = ops.to_int(tails.take(1))  # frames past the stream's end in the chunks so far
         length = ops.where(late >= 1, 0, length)
         tails.give(ops.to_float(late + self.chunk - length))
-        time = Timeline(heard + late, heard + length)
-        outputs, lag = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, time)
+        at = SourcePosition(before + late, before + length)
+        outputs, lag = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, at)
         for name, carried in zip(STATES, (memory, tails), strict=False):
             outputs[f"next_{name}"] = ops.reshape(carried.row(), (0, 1, 1, carried.size))
-        outputs[f"next_{STATES[2]}"] = ops.reshape(heard + length, (-1,))
+        outputs[f"next_{STATES[2]}"] = ops.reshape(before + length, (-1,))
         return outputs, lag
 
     def _outputs(
-        self, ops: Operations, network: Network, signal: Value, time: Timeline
+        self, ops: Operations, network: Network, signal: Value, at: SourcePosition
     ) -> tuple[dict[str, Value], int]:
         if self.from_samples:
-            energies, time = network.energies(signal, time)
+            energies, at = network.energies(signal, at)
         else:
             energies = ops.reshape(signal, (0, 1, self.bins, -1))
-        found = network.log_probs(energies, time)
-        frames = ops.total(ops.to_int(found.real), 1)
-        return {"log_probs": found.x, "frames": frames}, found.time.lag
+        output = network.log_probs(energies, at)
+        frames = ops.total(ops.to_int(output.valid), 1)
+        return {"log_probs": output.x, "frames": frames}, output.at.lag
 
     def example(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Inputs by name: signal (B, N) or (B, F, T) of zeros, length (B,) int64, states (B, ...) of new streams."""
@@ -105,7 +106,7 @@ class Exported:
 
 
 class TorchModel(nn.Module):
-    """An exported model in torch, which is traced, and which runs as it is.
+    """An exported model in torch, to trace or to run.
 
     Args:
         exported: the model.

@@ -1,32 +1,94 @@
-"""The exported network, written once for all targets: a sound and a state in, log-probs and the next state out.
+"""The exported network, written once for all targets: a signal and a state in, log-probs and the next state out.
 
-A stream comes in chunks of a fixed length. What a layer cannot know yet comes out later: every layer carries the end of
-what came in, gives as many frames as came, and lags behind by its lookahead. Which of a layer's frames are real follows
-from two counts, what was heard before this chunk and what came with it: frames before the start and past the end are 0
-in every layer and in every recurrent state, as they were when the model was trained.
+A stream comes in chunks of a fixed length. Every layer carries the end of its input, gives as many frames as come in
+and lags behind by its lookahead: `ds2.inference.weights` says how many. Which of a layer's frames are valid follows
+from two counts, the frames before this chunk and with it: frames before the start and past the end are 0 in every layer
+and in every recurrent state, as they were when the model was trained.
 
-Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V labels.
+Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V labels, W samples of a window, M mels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
+from ds2.audio import kaldi
+from ds2.audio.features import POWER_FLOOR, Features
 from ds2.export.operations import Operations, Value
-from ds2.export.weights import Cell, Conv, Module, Weights
+from ds2.inference.weights import (
+    ConvWeights,
+    DirectionWeights,
+    ModuleWeights,
+    NetworkWeights,
+    RecurrentWeights,
+    TimeWindow,
+    fold,
+)
+from ds2.model.acoustic import AcousticModel
 from ds2.text.alphabet import BLANK
 
 NEVER = -1e4
-"""Log-prob of all labels but the blank in frames that are not real."""
+"""Log-prob of all labels but the blank in frames that are not valid."""
 _IMAGE, _SEQUENCE = 3, 1  # the axis of time in (B, C, F, T) and in (B, T, H)
 
 
-class Carried:
-    """What layers carry from chunk to chunk, side by side in a row a stream.
+@dataclass(frozen=True)
+class FeatureWeights:
+    """Samples to normalised features: two products a bin, the sum of their squares, filters, a floor, a logarithm."""
+
+    transform: Tensor  # (2 F, 1, 1, W): cosines, then sines
+    mel: Tensor | None  # (M, F, 1, 1)
+    floor: float
+    adds_floor: bool  # else energies below it become it
+    window: TimeWindow  # in samples
+    scale: Tensor  # (1, 1, F, 1): 1 / deviation
+    shift: Tensor  # ... - mean / deviation
+
+
+@dataclass(frozen=True)
+class ExportWeights:
+    """Features and network, float64 on the CPU."""
+
+    features: FeatureWeights
+    network: NetworkWeights
+
+
+@torch.no_grad()
+def collect(model: AcousticModel, features: Features, *, from_samples: bool) -> ExportWeights:
+    """The weights of a model in evaluation mode on the CPU; from log energies, these are not late."""
+    signal = _feature_weights(features)
+    return ExportWeights(signal, fold(model, signal.window.delay if from_samples else 0))
+
+
+def _feature_weights(features: Features) -> FeatureWeights:
+    """The transform as one product: all that Kaldi does to a window before it is linear, removal of the mean too."""
+    length, style = features.window_samples, features.style
+    samples = torch.arange(length, dtype=torch.float64)
+    bins = torch.arange(features.fft_samples // 2 + 1, dtype=torch.float64)
+    phase = 2 * math.pi / features.fft_samples * torch.outer(bins, samples)
+    transform = torch.cat([phase.cos(), phase.sin()]) * features.window.double()
+    if style is not None:
+        transform = transform @ kaldi.emphasised(torch.eye(length, dtype=torch.float64), style).t()
+    mel, scale = features.mel_weights, 1.0 / features.std.double()
+    return FeatureWeights(
+        transform[:, None, None, :],
+        None if mel is None else mel.t()[:, :, None, None],
+        POWER_FLOOR if style is None else kaldi.LEAST_ENERGY,
+        style is None,
+        TimeWindow(length, features.lead_samples, features.step_samples, 0),
+        scale.view(1, 1, -1, 1),
+        (-features.mean.double() * scale).view(1, 1, -1, 1),
+    )
+
+
+class CarriedRow:
+    """What layers carry from chunk to chunk, side by side in one row a stream.
 
     Args:
         ops: of the target.
@@ -50,7 +112,7 @@ class Carried:
         return self._ops.reshape(row, (0, *shape))
 
     def give(self, x: Value) -> None:
-        """Keep for the next chunk what stands in the place of what was taken, in the same order."""
+        """Keep for the next chunk what replaces the numbers that were taken, in the same order."""
         self._next.append(self._ops.reshape(x, (0, -1)))
 
     def row(self) -> Value:
@@ -59,27 +121,27 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SourcePosition:
     """Where a layer is in its source.
 
     Attributes:
         before: (B, 1) int64, frames in the chunks before this one.
-        heard: (B, 1) int64, frames of the source that are known of by now.
-        lag: frames by which what comes out is behind what came in.
+        known: (B, 1) int64, frames of the source so far, this chunk's included.
+        lag: frames by which the output is behind the input.
     """
 
     before: Value
-    heard: Value
+    known: Value
     lag: int = 0
 
 
 @dataclass(frozen=True)
-class Frames:
-    """What a layer gives: (B, C, F, T) or (B, T, H), 0 where `real` (B, T) is false."""
+class LayerFrames:
+    """Output of a layer: (B, C, F, T) or (B, T, H), 0 where `valid` (B, T) is false."""
 
     x: Value
-    time: Timeline
-    real: Value
+    at: SourcePosition
+    valid: Value
 
 
 class Network:
@@ -88,102 +150,108 @@ class Network:
     Args:
         ops: of the target.
         weights: of the model.
-        memory: the recurrent states of streams; None: whole utterances are heard.
-        tails: the ends of what layers have heard; None likewise.
+        memory: recurrent states of streams; None: whole utterances.
+        tails: ends of the layers' inputs; None: whole utterances.
     """
 
-    def __init__(self, ops: Operations, weights: Weights, memory: Carried | None, tails: Carried | None) -> None:
+    def __init__(
+        self, ops: Operations, weights: ExportWeights, memory: CarriedRow | None, tails: CarriedRow | None
+    ) -> None:
         self.ops, self.weights, self.memory, self.tails = ops, weights, memory, tails
 
-    def energies(self, samples: Value, time: Timeline) -> tuple[Value, Timeline]:
+    def energies(self, samples: Value, at: SourcePosition) -> tuple[Value, SourcePosition]:
         """Log energies (B, 1, F, T) of samples (B, N)."""
-        ops, spectrum = self.ops, self.weights.spectrum
-        step, window, lead = spectrum.step_samples, spectrum.window_samples, spectrum.lead_samples
-        x = self._real_only(ops.reshape(samples, (0, 1, 1, -1)), time, _IMAGE).x
-        mirrored = ops.flip(ops.cut(x, _IMAGE, 0, lead), _IMAGE) if lead else None
-        if self.tails is not None:
-            x, lag = self._with_past(x, _IMAGE, (1, 1), time, lead, window, step, mirrored)
+        ops, signal, window = self.ops, self.weights.features, self.weights.features.window
+        x = self._masked(ops.reshape(samples, (0, 1, 1, -1)), at, _IMAGE).x
+        mirrored = ops.flip(ops.cut(x, _IMAGE, 0, window.past), _IMAGE) if window.past else None
+        if self.tails is None:
+            x = x if mirrored is None else ops.concat([mirrored, x], _IMAGE)
         else:
-            x, lag = x if mirrored is None else ops.concat([mirrored, x], _IMAGE), 0
-        parts = ops.conv(x, ops.constant(spectrum.transform), None, (1, step), 0)
-        squares, bins = parts * parts, spectrum.transform.shape[0] // 2
+            x = self._with_past(x, _IMAGE, (1, 1), window, at.before, mirrored)
+        parts = ops.conv(x, ops.constant(signal.transform), None, (1, window.stride), 0)
+        squares, bins = parts * parts, signal.transform.shape[0] // 2
         power = ops.cut(squares, 1, 0, bins) + ops.cut(squares, 1, bins, None)
-        if spectrum.mel is not None:
-            power = ops.conv(power, ops.constant(spectrum.mel), None, (1, 1), 0)
-        power = power + spectrum.floor if spectrum.adds_floor else ops.clip(power, spectrum.floor, None)
-        heard = (time.heard + (lead - window + step)) // step
-        return ops.transpose(ops.log(power), (0, 2, 1, 3)), Timeline(time.before // step, heard, lag)
+        if signal.mel is not None:
+            power = ops.conv(power, ops.constant(signal.mel), None, (1, 1), 0)
+        power = power + signal.floor if signal.adds_floor else ops.clip(power, signal.floor, None)
+        known = (at.known + (window.past - window.length + window.stride)) // window.stride
+        progress = SourcePosition(at.before // window.stride, known, self._lag(window))
+        return ops.transpose(ops.log(power), (0, 2, 1, 3)), progress
 
-    def log_probs(self, energies: Value, time: Timeline) -> Frames:
-        """Log-probs (B, T, V) of log energies (B, 1, F, T); where frames are not real the blank is certain."""
-        ops, weights = self.ops, self.weights
-        normalised = energies * ops.constant(weights.scale) + ops.constant(weights.shift)
-        frames = self._real_only(normalised, time, _IMAGE)
-        bins = weights.scale.shape[2]
-        for conv in weights.convs:
-            frames = self._conv(frames, conv, bins)
-            bins = -(-bins // conv.stride[0])
+    def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
+        """Log-probs (B, T, V) of log energies (B, 1, F, T); in frames that are not valid the blank is certain."""
+        ops, signal, network = self.ops, self.weights.features, self.weights.network
+        normalised = energies * ops.constant(signal.scale) + ops.constant(signal.shift)
+        frames = self._masked(normalised, at, _IMAGE)
+        for conv in network.convs:
+            frames = self._conv(frames, conv)
         x = ops.reshape(ops.transpose(frames.x, (0, 3, 1, 2)), (0, 0, -1))
-        frames = Frames(x, frames.time, frames.real)
-        for module in weights.modules:
+        frames = LayerFrames(x, frames.at, frames.valid)
+        for module in network.modules:
             frames = self._module(frames, module)
-        logits = frames.x @ ops.constant(weights.classifier) + ops.constant(weights.bias)
-        blank = torch.full((len(weights.bias),), NEVER)
+        logits = frames.x @ ops.constant(network.classifier.t()) + ops.constant(network.bias)
+        blank = torch.full((len(network.bias),), NEVER)
         blank[BLANK] = 0.0
-        real = ops.reshape(frames.real, (0, -1, 1))
-        found = ops.where(real, ops.log_softmax(logits), ops.constant(blank))
-        return Frames(found, frames.time, frames.real)
+        valid = ops.reshape(frames.valid, (0, -1, 1))
+        log_probs = ops.where(valid, ops.log_softmax(logits), ops.constant(blank))
+        return LayerFrames(log_probs, frames.at, frames.valid)
 
-    def _conv(self, frames: Frames, conv: Conv, bins: int) -> Frames:
-        ops, time, stride = self.ops, frames.time, conv.stride[1]
-        channels, kernel, window = conv.weight.shape[1:]
-        past = (window - 1) // 2
-        x, lag = self._with_past(frames.x, _IMAGE, (channels, bins), time, past, window, stride)
-        x = ops.conv(x, ops.constant(conv.weight), ops.constant(conv.bias), conv.stride, kernel // 2)
-        after = Timeline(time.before // stride, (time.heard + (stride - 1)) // stride, lag)
-        return self._real_only(ops.clip(x, 0.0, conv.clip), after, _IMAGE)
+    def _conv(self, frames: LayerFrames, conv: ConvWeights) -> LayerFrames:
+        ops, at, window = self.ops, frames.at, conv.window
+        x = self._with_past(frames.x, _IMAGE, (conv.weight.shape[1], conv.bins), window)
+        bins = conv.weight.shape[2] // 2
+        x = ops.conv(x, ops.constant(conv.weight), ops.constant(conv.bias), conv.stride, bins)
+        stride = window.stride
+        after = SourcePosition(at.before // stride, (at.known + (stride - 1)) // stride, self._lag(window))
+        return self._masked(ops.clip(x, 0.0, conv.clip), after, _IMAGE)
 
-    def _module(self, frames: Frames, module: Module) -> Frames:
+    def _module(self, frames: LayerFrames, module: ModuleWeights) -> LayerFrames:
         ops, skip = self.ops, frames.x
         for layer in module.layers:
-            ways = [self._recur(frames, d.weight_ih, d.bias, d.cell, reverse=bool(way)) for way, d in enumerate(layer)]
-            frames = Frames(ways[0] + ways[1] if ways[1:] else ways[0], frames.time, frames.real)
+            outputs = [
+                self._recur(frames, layer, direction, reverse=bool(number))
+                for number, direction in enumerate(layer.directions)
+            ]
+            frames = LayerFrames(outputs[0] + outputs[1] if outputs[1:] else outputs[0], frames.at, frames.valid)
         for weight in module.row_convs:
             frames = self._row_conv(frames, weight)
         if not module.residual:
             return frames
         if module.projection is not None:
-            skip = skip @ ops.constant(module.projection)
-        waits = sum(len(weight) - 1 for weight in module.row_convs)
-        if waits and self.tails is not None:
-            joined, _ = self._with_past(skip, _SEQUENCE, (skip_width(module),), Timeline(0, 0), 0, waits + 1, 1)
-            skip = ops.cut(joined, _SEQUENCE, 0, -waits)
-        return Frames(frames.x + skip, frames.time, frames.real)
+            skip = skip @ ops.constant(module.projection.t())
+        if module.lookahead and self.tails is not None:
+            waiting = TimeWindow(module.lookahead + 1, 0, 1, 0)
+            joined = self._with_past(skip, _SEQUENCE, (module.layers[0].hidden,), waiting)
+            skip = ops.cut(joined, _SEQUENCE, 0, -waiting.carried)
+        return LayerFrames(frames.x + skip, frames.at, frames.valid)
 
-    def _row_conv(self, frames: Frames, weight: torch.Tensor) -> Frames:
+    def _row_conv(self, frames: LayerFrames, weight: Tensor) -> LayerFrames:
         """r_t = sum_j w_j x_(t+j), j from 0 to tau, of weights (tau + 1, H)."""
         ops, (taps, hidden) = self.ops, weight.shape
-        x, lag = self._with_past(frames.x, _SEQUENCE, (hidden,), frames.time, 0, taps, 1)
+        window = TimeWindow(taps, 0, 1, frames.at.lag)
+        x = self._with_past(frames.x, _SEQUENCE, (hidden,), window)
         total = None
         for tap in range(taps):
             term = ops.cut(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap])
             total = term if total is None else total + term
-        return self._real_only(total, Timeline(frames.time.before, frames.time.heard, lag), _SEQUENCE)
+        return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._lag(window)), _SEQUENCE)
 
     def _recur(
-        self, frames: Frames, weight_ih: torch.Tensor, bias: torch.Tensor, cell: Cell, *, reverse: bool
+        self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
     ) -> Value:
-        ops, hidden = self.ops, cell.hidden
-        z = frames.x @ ops.constant(weight_ih) + ops.constant(bias)
-        real = ops.to_float(ops.reshape(frames.real, (0, -1, 1)))
-        weight_hh = ops.constant(cell.weight_hh)
-        bias_hn = None if cell.bias_hn is None else ops.constant(cell.bias_hn)
-        count = 2 if cell.kind == "lstm" else 1
+        ops, hidden = self.ops, layer.hidden
+        z = frames.x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
+        valid = ops.to_float(ops.reshape(frames.valid, (0, -1, 1)))
+        weight_hh = ops.constant(direction.weight_hh.t())
+        bias_hn = None if direction.bias_hn is None else ops.constant(direction.bias_hn)
+        count = 2 if layer.cell == "lstm" else 1
         states = [ops.zeros(z, hidden) if self.memory is None else self.memory.take(hidden) for _ in range(count)]
 
         def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             pre = inputs[0] + states[0] @ weight_hh
-            return [(ops.tanh(pre) if cell.tanh else ops.clip(pre, 0.0, cell.high)) * inputs[1]]
+            if layer.nonlinearity == "tanh":
+                return [ops.tanh(pre) * inputs[1]]
+            return [ops.clip(pre, 0.0, layer.clip if layer.nonlinearity == "clipped_relu" else None) * inputs[1]]
 
         def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             i, f, g, o = ops.split(inputs[0] + states[0] @ weight_hh, 4)
@@ -191,66 +259,57 @@ class Network:
             return [ops.sigmoid(o) * ops.tanh(c), c]
 
         def gru(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
-            of_r, of_z, of_n = ops.split(inputs[0], 3)
-            from_r, from_z, from_n = ops.split(states[0] @ weight_hh, 3)
-            n = ops.tanh(of_n + ops.sigmoid(of_r + from_r) * (from_n + bias_hn))
-            kept = ops.sigmoid(of_z + from_z)
-            return [(n + kept * (states[0] - n)) * inputs[1]]
+            x_r, x_z, x_n = ops.split(inputs[0], 3)
+            h_r, h_z, h_n = ops.split(states[0] @ weight_hh, 3)
+            n = ops.tanh(x_n + ops.sigmoid(x_r + h_r) * (h_n + bias_hn))
+            z = ops.sigmoid(x_z + h_z)
+            return [(n + z * (states[0] - n)) * inputs[1]]
 
-        step = {"rnn": simple, "lstm": lstm, "gru": gru}[cell.kind]
-        y, last = ops.scan(step, states, [z, real], reverse=reverse)
+        step = {"rnn": simple, "lstm": lstm, "gru": gru}[layer.cell]
+        y, last = ops.scan(step, states, [z, valid], reverse=reverse)
         if self.memory is not None:
             for state in last:
                 self.memory.give(state)
         return y
 
-    def _real_only(self, x: Value, time: Timeline, axis: int) -> Frames:
+    def _lag(self, window: TimeWindow) -> int:
+        return 0 if self.tails is None else window.delay
+
+    def _masked(self, x: Value, at: SourcePosition, axis: int) -> LayerFrames:
         """Set to 0 what is before the start or past the end."""
-        at = self.ops.steps(x, axis) + (time.before - time.lag)
-        real = (at >= 0) & (at < time.heard)
+        position = self.ops.steps(x, axis) + (at.before - at.lag)
+        valid = (position >= 0) & (position < at.known)
         sizes = (0, 1, 1, -1) if axis == _IMAGE else (0, -1, 1)
-        return Frames(self.ops.where(self.ops.reshape(real, sizes), x, 0.0), time, real)
+        return LayerFrames(self.ops.where(self.ops.reshape(valid, sizes), x, 0.0), at, valid)
 
     def _with_past(
         self,
         x: Value,
         axis: int,
         sizes: Sequence[int],
-        time: Timeline,
-        past: int,
-        window: int,
-        stride: int,
+        window: TimeWindow,
+        before: Value = None,
         mirrored: Value | None = None,
-    ) -> tuple[Value, int]:
-        """Put before a chunk what its windows see of the last ones; around a whole utterance, zeros.
-
-        Window m of the source begins `past` frames before frame m stride. With `held` frames before it, a chunk has as
-        many windows as strides if window - stride <= held < window; its first begins at the source's frame
-        -lag - held, and is window -(new lag) if held = past + (new lag) stride - lag. One new lag fulfils both.
+    ) -> Value:
+        """Put the carried frames before a chunk; around a whole utterance, zeros.
 
         Args:
+            x: the chunk.
+            axis: of time.
             sizes: of the axes but batch and time.
-            mirrored: what stands before the first frame, `past` long; None: zeros.
-
-        Returns:
-            What to put windows over, and the new lag.
+            window: of the layer.
+            before: (B, 1) frames before this chunk; needed with `mirrored`.
+            mirrored: frames before the first one, `window.past` of them; None: zeros.
         """
         ops = self.ops
         if self.tails is None:
-            return ops.pad(x, axis, past, window - 1 - past), 0
-        lag = -((past + stride - window - time.lag) // stride)
-        held = past + lag * stride - time.lag
-        if not held:
-            return x, lag
-        tail = self.tails.take(*sizes, held) if axis == _IMAGE else self.tails.take(held, *sizes)
+            return ops.pad(x, axis, window.past, window.length - 1 - window.past)
+        if not window.carried:
+            return x
+        tail = self.tails.take(*sizes, window.carried) if axis == _IMAGE else self.tails.take(window.carried, *sizes)
         if mirrored is not None:
-            begun = ops.reshape(time.before >= 1, (0, 1, 1, 1))
-            tail = ops.where(begun, tail, ops.pad(mirrored, axis, held - past, 0))
+            started = ops.reshape(before >= 1, (0, 1, 1, 1))
+            tail = ops.where(started, tail, ops.pad(mirrored, axis, window.carried - window.past, 0))
         joined = ops.concat([tail, x], axis)
-        self.tails.give(ops.cut(joined, axis, -held, None))
-        return joined, lag
-
-
-def skip_width(module: Module) -> int:
-    """H: of a module's residual skip."""
-    return module.layers[0][0].cell.hidden
+        self.tails.give(ops.cut(joined, axis, -window.carried, None))
+        return joined

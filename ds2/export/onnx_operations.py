@@ -68,8 +68,8 @@ class OnnxOperations:
         """Add a node of some outputs; inputs are values, numbers, lists of integers, or None where there is none."""
         self._count += 1
         names = [f"{kind}_{self._count}_{index}" for index in range(outputs)]
-        given = [self._named(x) for x in inputs]
-        self._nodes[-1].append(helper.make_node(kind, given, names, name=f"{kind}_{self._count}", **attributes))
+        input_names = [self._named(x) for x in inputs]
+        self._nodes[-1].append(helper.make_node(kind, input_names, names, name=f"{kind}_{self._count}", **attributes))
         return [OnnxValue(self, name) for name in names]
 
     def _named(self, x: Any) -> str:
@@ -114,8 +114,8 @@ class OnnxOperations:
     def conv(
         self, x: OnnxValue, weight: OnnxValue, bias: OnnxValue | None, stride: Sequence[int], bins: int
     ) -> OnnxValue:
-        given = (x, weight) if bias is None else (x, weight, bias)
-        return self.node("Conv", *given, strides=list(stride), pads=[bins, 0, bins, 0])
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+        return self.node("Conv", *inputs, strides=list(stride), pads=[bins, 0, bins, 0])
 
     def clip(self, x: OnnxValue, low: float, high: float | None) -> OnnxValue:
         return self.node("Clip", x, float(low), None if high is None else float(high))
@@ -182,7 +182,7 @@ class OnnxOperations:
         return out, last
 
     def input(self, name: str) -> OnnxValue:
-        """A tensor that is given."""
+        """An input of the graph."""
         return OnnxValue(self, name)
 
     def model(

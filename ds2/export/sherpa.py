@@ -1,4 +1,4 @@
-"""What sherpa-onnx asks of an online model of type `nemo_ctc`: its inputs, metadata and tokens.txt.
+"""What sherpa-onnx needs of an online model of type `nemo_ctc`: inputs, metadata and tokens.txt.
 
 After online-nemo-ctc-model.cc, online-recognizer-ctc-impl.h, features.h and symbol-table.cc of sherpa-onnx 1.13.4; its
 features changed in 2.0.1, from those of Kaldi to those of NeMo.
@@ -25,18 +25,18 @@ def require(loaded: LoadedModel) -> None:
     config = loaded.config
     if config.model.bidirectional:
         raise ExportError(
-            "sherpa-onnx hears streams, and model.bidirectional=true needs the end of an utterance first: export a "
+            "sherpa-onnx streams, and model.bidirectional=true needs the end of an utterance first: export a "
             f"model trained with model.bidirectional=false, {_WAY_OUT}"
         )
     if config.features.kind not in VERSIONS:
         raise ExportError(
-            f"sherpa-onnx computes filter banks, and this model hears features.kind={config.features.kind}: "
+            f"sherpa-onnx computes filter banks, and this model takes features.kind={config.features.kind}: "
             f"train with features=nemo_fbank ({VERSIONS['nemo_fbank']}) or features=kaldi_fbank "
             f"({VERSIONS['kaldi_fbank']}), {_WAY_OUT}"
         )
     if (config.features.window_s, config.features.step_s) != (0.025, 0.01):
         raise ExportError(
-            f"sherpa-onnx hears windows of 25 ms every 10 ms, this model has features.window_s="
+            f"sherpa-onnx takes windows of 25 ms every 10 ms, this model has features.window_s="
             f"{config.features.window_s} and features.step_s={config.features.step_s}: train with "
             f"features={config.features.kind} as it is, {_WAY_OUT}"
         )
@@ -64,7 +64,7 @@ def metadata(loaded: LoadedModel, chunk_frames: int, states: Mapping[str, Tensor
 def tail_s(loaded: LoadedModel, chunk_frames: int, lag: int) -> float:
     """Silence that a client sends after the last word: sherpa-onnx drops what does not fill a chunk and a frame.
 
-    Frames up to the last must come out `lag` output frames later, and a chunk is heard when one frame more is ready.
+    Frames up to the last must come out `lag` output frames later, and a chunk runs when one frame more is ready.
     """
     return (lag * loaded.model.time_stride + chunk_frames + 1) * loaded.features.step_s
 

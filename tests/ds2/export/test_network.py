@@ -13,9 +13,8 @@ from support.spectra import rounding
 from torch import Tensor, nn
 
 from ds2.export.model import Exported, ExportError, TorchModel
-from ds2.export.network import Network, Timeline
-from ds2.export.torch_operations import TorchOperations
-from ds2.export.weights import collect
+from ds2.export.network import Network, SourcePosition, collect
+from ds2.export.operations import TorchOperations
 from ds2.model.checkpoint import LoadedModel
 
 Make = Callable[..., LoadedModel]
@@ -50,10 +49,15 @@ def test_chunks_give_the_log_probs_of_the_whole(random_model: Make, settings: di
 @pytest.mark.parametrize("kind", ["kaldi_fbank", "nemo_fbank", "log_spectrogram", "log_mel"])
 def test_energies_are_those_of_the_features(random_model: Make, kind: str) -> None:
     loaded, samples = random_model(kind), sound(9000)
-    network = Network(TorchOperations(nn.Module(), torch.float64), collect(loaded.model, loaded.features), None, None)
-    found, time = network.energies(samples.double(), Timeline(torch.tensor([[0]]), torch.tensor([[9000]])))
+    network = Network(
+        TorchOperations(nn.Module(), torch.float64),
+        collect(loaded.model, loaded.features, from_samples=True),
+        None,
+        None,
+    )
+    found, at = network.energies(samples.double(), SourcePosition(torch.tensor([[0]]), torch.tensor([[9000]])))
     wanted = log_energies(loaded, samples)
-    assert found.shape == (1, *wanted.shape) and int(time.heard) == wanted.shape[2]
+    assert found.shape == (1, *wanted.shape) and int(at.known) == wanted.shape[2]
     assert ((found[0] - wanted).abs() <= rounding(loaded.features, samples[0].numpy(), wanted[0])).all()
 
 
