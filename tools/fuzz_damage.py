@@ -9,16 +9,19 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-NUMBERS = ("nan", "-nan", "inf", "-inf", "-1", "0", "1", "1e999", "1e-999", "-0.0", "1" * 40, "9" * 5000, "0x10", "½")
+NUMBERS = (
+    "nan", "-nan", "inf", "-inf", "-1", "0", "1", "1e999", "1e-999", "5e-324", "1e308", "-0.0", "1" * 40,
+    "1" + "0" * 400, "9" * 5000, "0x10", "½",
+)  # fmt: skip
 WORDS = (
     "", " ", "\0", "\x1b[2J", "\ufeff", "\u202e", "null", "true", "[]", "{}", "[" * 3000, '"', "'", "\\", "\n", "\r",
     "\t", "${oc.env:HOME}", "${decode}", "../../../../etc/passwd", "/dev/zero", "é", "日本", "\U0001f600", "<s>",
     "</s>", "a" * 70_000,
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**400, 0.5, -0.5, 1e300, float("nan"), float("inf"), "", "x",
-    "nan", "\0", "\ud800", "日" * 200, "${oc.env:HOME}", "/etc/passwd", [], [1], [[]], [1, 2, 3, 4, 5], {}, {"x": 1},
-    "a" * 70_000,
+    None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**400, 0.5, -0.5, 5e-324, 1e300, float("nan"), float("inf"), "",
+    "x", "nan", "\0", "\ud800", "日" * 200, "${oc.env:HOME}", "/etc/passwd", [], [1], [[]], [1, 2, 3, 4, 5], {},
+    {"x": 1}, "a" * 70_000,
 )  # fmt: skip
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 Damage = Callable[[random.Random, bytes], bytes]
@@ -123,6 +126,48 @@ def _header(draw: random.Random, content: bytes) -> bytes:
     return struct.pack("<Q", len(written)) + written + content[8 + size :]
 
 
+def _list_of_files(draw: random.Random, content: bytes) -> bytes:
+    """A list, playlist or description for FFmpeg that names other files, `secret.wav` of the target among them."""
+    name = draw.choice(("secret.wav", "./secret.wav", "file:secret.wav", "../case/secret.wav", "/etc/passwd", "-"))
+    name = draw.choice((name, f"concat:{name}", f"subfile,,start,0,end,0,,:{name}", f"crypto:{name}", f"async:{name}"))
+    lists = (
+        f"ffconcat version 1.0\n{'safe 0' * draw.randrange(2)}\nfile '{name}'\n" * draw.choice((1, 2, 20_000)),
+        f"#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{name}\n#EXT-X-ENDLIST\n",
+        f'#EXTM3U\n#EXT-X-MAP:URI="{name}"\n#EXT-X-KEY:METHOD=AES-128,URI="{name}"\n#EXTINF:9,\n{name}\n',
+        f"v=0\no=- 0 0 IN IP4 127.0.0.1\ns={name}\nc=IN IP4 127.0.0.1\nm=audio 5004 RTP/AVP 0\n",
+        f"<?xml version='1.0'?><MPD xmlns='urn:mpeg:dash:schema:mpd:2011'><BaseURL>{name}</BaseURL></MPD>",
+        f";FFMETADATA1\ntitle={name}\n",
+    )
+    made = draw.choice(lists).encode()
+    return draw.choice((made, made, b"\xef\xbb\xbf" + made, made + content, content + made))
+
+
+def _tar_header(draw: random.Random, content: bytes) -> bytes:
+    """A tar file with one field of a header changed and the checksum right, or with a header twice, or a pax record."""
+    at = 512 * draw.randrange(max(1, len(content) // 512))
+    header = bytearray(content[at : at + 512].ljust(512, b"\0"))
+    kind = draw.randrange(4)
+    if kind == 0:  # size, in octal or base 256
+        header[124:136] = draw.choice((b"77777777777\0", b"\x80" + b"\xff" * 11, b"\xff" * 12, b"-1".ljust(12, b"\0")))
+    elif kind == 1:  # type: sparse, long names, pax, links, devices
+        header[156] = draw.choice(b"SLKxg123456\0")
+    elif kind == 2:
+        header[0:100] = draw.choice((bytes(100), b"\xff" * 100, b"../" * 33 + b"a", header[0:100]))
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    if kind == 3:  # a pax header before it
+        record = draw.choice((b"size", b"path", b"GNU.sparse.size", b"GNU.sparse.map", b"hdrcharset", b"mtime"))
+        value = draw.choice(NUMBERS).encode()
+        body = record + b"=" + value + b"\n"
+        pax = b"%d " % (len(body) + len(str(len(body) + 4)) + 1) + body
+        before = bytearray(512)
+        before[0:1], before[124:136], before[156:157] = b"p", b"%011o\0" % len(pax), b"x"
+        before[148:156] = b" " * 8
+        before[148:156] = b"%06o\0 " % sum(before)
+        header = before + pax.ljust(-(-len(pax) // 512) * 512, b"\0") + header
+    return content[:at] + bytes(header) + content[at + 512 * draw.randrange(2) :]
+
+
 def _json_lines(draw: random.Random, content: bytes) -> bytes:
     lines = content.splitlines()
     chosen = draw.randrange(len(lines))
@@ -132,5 +177,7 @@ def _json_lines(draw: random.Random, content: bytes) -> bytes:
 
 BYTES: tuple[Damage, ...] = (_flip, _cut, _grow, _block, _integer)
 TEXT: tuple[Damage, ...] = (*BYTES, _number, _word, _number, _word, _lines, _encoding)
+LISTS: tuple[Damage, ...] = (*BYTES, _list_of_files, _list_of_files, _list_of_files)
+TAR: tuple[Damage, ...] = (*TEXT, _tar_header, _tar_header, _tar_header, _tar_header)
 TENSORS: tuple[Damage, ...] = (*BYTES, _header, _header, _header, _header, _header)
 JSON_LINES: tuple[Damage, ...] = (*TEXT, _json_lines, _json_lines, _json_lines)

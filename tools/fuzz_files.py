@@ -1,4 +1,4 @@
-"""More files: tar files of other tools, as imports find them, and recurrent language models."""
+"""More files: containers that FFmpeg reads, tar files of other tools, manifests to check, recurrent language models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,61 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import soundfile
 import torch
-from fuzz_damage import BYTES, JSON_LINES, TENSORS, TEXT
-from fuzz_targets import WORDS_OF_LM, Target, digest, speech
+from fuzz_damage import BYTES, JSON_LINES, LISTS, TAR, TENSORS
+from fuzz_targets import RATE_HZ, TINY, WORDS_OF_LM, Target, digest, make_manifest, noise, speech
 
+from ds2.audio.read import audio_info, read_audio
+from ds2.data.check import check
 from ds2.data.corpora import import_corpus
+from ds2.data.manifest import read_manifest
+from ds2.data.statistics import statistics
 from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import Position, StateFile
 from ds2.system.tensor_file import optimizer_tensors
 from ds2.text.alphabet import Alphabet
+
+_SECRET_LEVEL = 0.9  # constant: no sound of the containers has such a median
+
+
+def _container(suffix: str, codec: str) -> Target:
+    """Audio in a container, beside a file that only a container which opens others can give the sound of."""
+
+    def make(folder: Path) -> None:
+        import av
+
+        soundfile.write(folder / "secret.wav", np.full(RATE_HZ // 2, _SECRET_LEVEL), RATE_HZ, subtype="PCM_16")
+        with av.open(str(folder / f"a.{suffix}"), "w") as output:
+            stream = output.add_stream(codec, rate=RATE_HZ)
+            stream.layout, stream.bit_rate = "mono", 96000
+            samples = noise(0.5).astype(np.float32)[None]
+            whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+            whole.sample_rate = RATE_HZ
+            stream.codec_context.open()
+            size = stream.codec_context.frame_size or 1024
+            even = av.AudioResampler(stream.codec_context.format, "mono", RATE_HZ, frame_size=size)
+            for frame in [*even.resample(whole), *even.resample(None)]:
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode(None))
+
+    def read(folder: Path) -> Any:
+        waveform = read_audio(folder / f"a.{suffix}")
+        if np.median(waveform) > _SECRET_LEVEL - 0.05:
+            raise AssertionError("the sound of another file was read")
+        audio_info(folder / f"a.{suffix}")
+        return digest([waveform])
+
+    return Target(f"audio {suffix}", make, read, LISTS, f"a.{suffix}")
+
+
+def _check(folder: Path) -> Any:
+    """What `ds2 data check` reports."""
+    config, alphabet = TINY, Alphabet.from_config(TINY.alphabet)
+    splits = {"train": [*read_manifest(folder / "m.jsonl")] * 17}  # enough for an opinion on pace
+    report = check(splits, config.data, config.augment, alphabet, lambda samples: samples // 640)
+    return report.format(), statistics(splits["train"]).format()
 
 
 def _make_webdataset(folder: Path) -> None:
@@ -80,7 +126,10 @@ def _read_state(folder: Path) -> Any:
 
 
 _ROWS = (
-    Target("import webdataset", _make_webdataset, _imported("webdataset"), (*BYTES, *TEXT), "*.tar"),
+    *(_container(*names) for names in (("m4a", "aac"), ("mka", "libopus"), ("ts", "aac"), ("wma", "wmav2"))),
+    Target("data check", make_manifest, _check, JSON_LINES, "m.jsonl"),
+    Target("import webdataset", _make_webdataset, _imported("webdataset"), TAR, "*.tar"),
+    Target("import shar, audio", _make_shar, _imported("shar"), TAR, "*.tar"),
     Target("import shar, cuts", _make_shar, _imported("shar"), JSON_LINES, "cuts*"),
     Target("import shar, packed", _make_packed_shar, _imported("shar"), BYTES, "[cr]*"),
     Target("LM recurrent", _make_recurrent, _read_recurrent, TENSORS, checked=True),

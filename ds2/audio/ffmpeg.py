@@ -158,6 +158,8 @@ def _decode_container(package: Any, container: Any) -> _Blocks:
     if not container.streams.audio:
         raise FFmpegError("it holds no sound")
     stream = container.streams.audio[0]
+    if stream.codec_context is None:
+        raise FFmpegError("its sound has a codec that this FFmpeg cannot decode; convert it, e.g. to FLAC")
     name = f"{container.format.name.split(',')[0].upper()}/{stream.codec_context.name}"
     stated_s, frames, rate_hz, resampler = _stated_s(container), 0, 0, None
     for frame in chain(container.decode(stream), (None,)):  # None flushes the resampler

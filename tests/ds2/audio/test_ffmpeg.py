@@ -135,6 +135,13 @@ def test_damaged_and_silent_containers_are_named(tmp_path: Path) -> None:
         read_audio(tmp_path / "text.wav")
 
 
+def test_a_codec_without_a_decoder_is_named(tmp_path: Path) -> None:
+    path = encode(tmp_path / "x.m4a", "m4a")
+    path.write_bytes(path.read_bytes().replace(b"mp4a", b"mp4z"))
+    with pytest.raises(AudioError, match=r"x\.m4a: (its sound has a codec|not readable as audio)"):
+        read_audio(path)
+
+
 def test_without_pyav_and_ffmpeg_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = encode(tmp_path / "x.m4a", "m4a")
     monkeypatch.setitem(sys.modules, "av", None)  # an import of it fails
