@@ -25,7 +25,7 @@ import torch
 from ds2.commands.compose import compose_config
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.training import trainer
-from ds2.training.budget import worst_parts
+from ds2.training.device_tuning import worst_parts
 from ds2.training.trainer import Trainer
 
 RATE_HZ, FILE_S, LETTERS_A_S = 16000, 900.0, 13.0
@@ -75,13 +75,13 @@ def row(model: str, manifest: Path, steps: int, overrides: list[str]) -> str:
     )  # fmt: skip
     told, spent_s = [0.0], [0.0]
 
-    class Timed(trainer.Trial):
+    class Timed(trainer.MemoryProbe):
         def __call__(self, indices: list[int]) -> float | None:
             size = super().__call__(indices)
             told[0] = max(told[0], size or 0.0)
             return size
 
-    settle = trainer.settle_batching
+    settle = trainer.choose_batching
 
     def timed(*arguments: object) -> object:
         began = time.monotonic()
@@ -89,11 +89,11 @@ def row(model: str, manifest: Path, steps: int, overrides: list[str]) -> str:
         spent_s[0] = time.monotonic() - began
         return settled
 
-    trainer.Trial, trainer.settle_batching = Timed, timed  # type: ignore[assignment, misc]
+    trainer.MemoryProbe, trainer.choose_batching = Timed, timed  # type: ignore[assignment, misc]
     try:
         run = Trainer(config, Path(config.run_dir))
     finally:
-        trainer.Trial, trainer.settle_batching = Timed.__base__, settle  # type: ignore[assignment, misc]
+        trainer.MemoryProbe, trainer.choose_batching = Timed.__base__, settle  # type: ignore[assignment, misc]
     fixed = replace(config.batching, utterances=0, audio_s=run.batching.audio_s)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -63,7 +63,7 @@ def peak_bytes(kind: str, depth: int, batch: int, args: argparse.Namespace, fold
         trainer = Trainer(config, folder / "run")
     trainer.model.train()
     prepared = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
-    batches = trainer.ahead(itertools.repeat(prepared.pin_memory()))
+    batches = trainer.prepared(itertools.repeat(prepared.pin_memory()))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(args.steps):
         trainer.step(batches, [range(batch)])

@@ -71,8 +71,8 @@ def measure(
     plan = [list(range(batch))]
     part: Batch = next(iter(trainer.loader.epoch([deal(plan[0], comm.rank, comm.world)], 1)))
     part = part.pin_memory() if trainer.device.type == "cuda" else part
-    trainer.overlap.over = True  # each way is measured by itself
-    batches = trainer.ahead(itertools.repeat(part))
+    trainer.overlap.decided = True  # each way is measured by itself
+    batches = trainer.prepared(itertools.repeat(part))
     for _ in range(args.warmup):
         trainer.step(batches, plan)
     trainer.timer.means(1)

@@ -111,7 +111,7 @@ def opened(
     trainer = Trainer(config, Path(config.run_dir))
     trainer.model.train()
     prepared: Batch = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
-    batches = trainer.ahead(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
+    batches = trainer.prepared(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
     return trainer, lambda: trainer.step(batches, [range(batch)])
 
 

@@ -189,7 +189,7 @@ def _make_state(folder: Path) -> None:
 
 def _read_state(folder: Path) -> Any:
     state = _train_state()
-    state.take(*read_state(folder, TINY, _train_state()), average_decay=0.0)
+    state.load(*read_state(folder, TINY, _train_state()), average_decay=0.0)
     tensors = (tensor for part in state.tensors().values() for tensor in part.values())
     return digest([*tensors, asdict(state.progress)])
 

@@ -21,7 +21,7 @@ from ds2.system.files import check_writable
 from ds2.system.machine import git_commit
 from ds2.system.signals import Stopped
 from ds2.text.alphabet import Alphabet
-from ds2.training.interrupts import Interrupts
+from ds2.training.stopping import Interrupts
 
 _FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change as a training goes on
 _HELP = {

@@ -1,12 +1,9 @@
-"""Fitting a model.
+"""Training of models.
 
-loop: epochs, steps, when to evaluate and save. trainer: one step, one evaluation. start, state: what a run begins
-from, and all that survives a restart. run_files: the models and the state that a run leaves. ctc, optim, averaging,
-batch_norm: parts of a step. metrics: times, logs. run_dir, interrupts: one user of a folder; signals. passes, graphs:
-forward and backward, launch by launch or as CUDA graphs. report: what ranks tell each other of a step. overlap: when
-their sums of gradients go. update: norm of the gradients, clipping, optimizer. coming: batches on their way, into the
-next epoch too. inputs: a batch as the device takes it. position: what a stored place in an epoch means. dev_set,
-dev_watch: how a model does on the dev set, and what a run shows of it. noise_scale: how large a batch pays.
-lost_device: a GPU that fails every call is told as lost. budget, trial: how much audio a batch may hold, by trying.
-tiles: which kernels the recurrent layers use, where they are calibrated.
+loop: epochs, steps, evaluations and saves. trainer: how a run is built from its parts; a step, an evaluation. start:
+fresh weights or those of another model. state: all that survives a restart. prefetch, inputs: batches on their way to
+the device. passes: forward and backward, launch by launch or as CUDA graphs. ctc: the loss. optim: schedules, the
+optimizer's step, averages of weights. reductions: sums over ranks beside those of gradients. dev_set: evaluation.
+metrics: what is logged. run_folder: its files, and one job at a time. stopping: signals and lost devices.
+device_tuning: the audio of a batch and the tiles of kernels, measured before the first step.
 """

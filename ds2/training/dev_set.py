@@ -1,10 +1,13 @@
-"""The utterances that a run is judged by, and how a model does on them."""
+"""Evaluation on the dev set: error rates, the loss, and a few utterances that TensorBoard shows each time."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ds2.audio.features import Features
 from ds2.config.schema import DataConfig
@@ -16,24 +19,83 @@ from ds2.model.acoustic import AcousticModel
 from ds2.recognition.evaluate import score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
-from ds2.training.dev_watch import DevWatch
-from ds2.training.metrics import RunLog
+from ds2.training.ctc import ctc_losses, feasible_rows
+from ds2.training.metrics import LoggedUtterance, RunLog
 
 log = logging.getLogger(__name__)
+
+_SHOWN = 4
+
+
+class DevMonitor:
+    """Collects the loss and some alignments from the logits of an evaluation; one evaluation after the other.
+
+    Args:
+        loader: of the dev utterances.
+        alphabet: characters outside it count in error rates, not in the loss.
+        features: of the model.
+    """
+
+    def __init__(self, loader: SpeechLoader, alphabet: Alphabet, features: Features) -> None:
+        self.loader, self.alphabet, self.features = loader, alphabet, features
+        lenient = replace(alphabet, unknown="drop")
+        self._labels = [lenient.encode(u.text) for u in loader.utterances]
+        count = len(self._labels)
+        self._shown = sorted({place * count // _SHOWN for place in range(_SHOWN)} if count else set())
+        self._loss, self._feasible = 0.0, 0
+        self._alignments: dict[int, Tensor] = {}
+        self._shown_audio = False  # whether audio and spectrograms, which never change, were logged
+
+    def observe(self, indices: Sequence[int], logits: Tensor, lengths: Tensor) -> None:
+        """Take the logits (T', B, V) of the utterances at `indices`, with lengths (B,) on the CPU."""
+        rows = [torch.tensor(self._labels[index], dtype=torch.int64) for index in indices]
+        counts = torch.tensor([len(row) for row in rows])
+        labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        feasible = feasible_rows(lengths, labels, counts)
+        targets = (values.to(logits.device) for values in (lengths, labels, counts, feasible))
+        self._loss += float(ctc_losses(logits, *targets).sum())
+        self._feasible += int(feasible.sum())
+        for row, index in enumerate(indices):
+            if index in self._shown:
+                probabilities = logits[: int(lengths[row]), row].float().softmax(1)
+                self._alignments[index] = probabilities[:, self._labels[index]].t().cpu()
+
+    def log(self, board: RunLog, step: int, texts: Sequence[str], comm: Communicator) -> float:
+        """Log the chosen utterances, forget the evaluation, and return the mean loss of an utterance in nats.
+
+        Args:
+            board: of the run.
+            step: of the training.
+            texts: what was recognised, in the order of the utterances.
+            comm: the ranks that shared the evaluation.
+        """
+        gathered = comm.allgather((self._loss, self._feasible, self._alignments))
+        self._loss, self._feasible, self._alignments = 0.0, 0, {}
+        alignments = {index: image for _, _, images in gathered for index, image in images.items()}
+        for number, index in enumerate(self._shown if comm.rank == 0 else ()):
+            reference, _ = self.alphabet.normalise(self.loader.utterances[index].text)
+            shown = LoggedUtterance(reference, texts[index], alignments.get(index))
+            if not self._shown_audio:
+                shown.waveform = torch.from_numpy(self.loader.audio[index])
+                length = torch.tensor([len(shown.waveform)])
+                shown.features = self.features(shown.waveform[None].to(self.features.mean.device), length)[0][0]
+            board.utterance(step, f"utterance_{number + 1}", shown, self.features.sample_rate_hz)
+        self._shown_audio = True
+        return sum(loss for loss, _, _ in gathered) / max(1, sum(feasible for _, feasible, _ in gathered))
+
 
 _STUCK_STEPS = 2000  # runs that learn leave the first plateau within 1,500 (docs/results/depth.md)
 _STUCK_CER = 0.75  # who writes blanks, or the same few letters, has more
 
 
-class DevSet:
-    """The dev set of a run, read on construction.
+class DevEvaluator:
+    """Evaluates models on the dev set of a run, whose manifests are read on construction.
 
     Args:
         data: names the manifests.
         features: of the model, by the time of `evaluate` on `device`.
         alphabet: of the model.
-        device: that recognises.
-        precision: that it recognises in.
+        device, precision: of the evaluation.
 
     Attributes:
         utterances: in the order of the manifests.
@@ -48,7 +110,7 @@ class DevSet:
         self.features, self.alphabet, self.device, self.precision = features, alphabet, device, precision
         self.utterances = scored_utterances(data.dev, alphabet)
         self.loader = SpeechLoader(self.utterances, data, device)
-        self.watch = DevWatch(self.loader, alphabet, features)
+        self.monitor = DevMonitor(self.loader, alphabet, features)
 
     def evaluate(self, model: AcousticModel, board: RunLog, step: int, comm: Communicator) -> dict[str, float]:
         """Error rates of a model, greedy; they and the loss are logged.
@@ -64,7 +126,7 @@ class DevSet:
         """
         decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
-        hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.watch.see)
+        hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.monitor.observe)
         report = score(self.utterances, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}
         if step >= _STUCK_STEPS and report.cer > _STUCK_CER:
@@ -77,6 +139,6 @@ class DevSet:
             )  # fmt: skip
         if (words_only := score_words(report, self.alphabet)) is not None:
             scores["wer_without_case_and_punctuation"] = words_only.wer
-        loss = self.watch.show(board, step, [h.text for h in hypotheses], comm)
+        loss = self.monitor.log(board, step, [h.text for h in hypotheses], comm)
         board.scalars("dev", step, {"loss": loss, **scores})
         return scores

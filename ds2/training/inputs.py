@@ -1,8 +1,8 @@
-"""A batch as the device takes it: two tensors, whose shapes may be padded so that few of them occur."""
+"""The inputs of a pass: a batch in two tensors on the device, whose shapes may be padded so that few shapes occur."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,13 +27,13 @@ _FIXED = 3  # columns of `Inputs.numbers` that every batch has
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the passes of a batch read on the device: B utterances of up to N samples and L labels.
+    """The inputs of the passes of a batch, on the device: B utterances of up to N samples and L labels.
 
     Attributes:
         waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
         numbers: (B, K) int64: frames, labels, feasible or not, L labels, and for each view key of dropout, warp
             of frequencies where there is one, share of the dropout's rate where it rises, masks.
-        views: V, how often each utterance is heard, each time with other masks and dropout.
+        views: V, copies of each utterance in the batch, each with its own masks and dropout.
         label_columns: L.
         warps: whether frequencies are warped.
         rises: whether dropout has a share of its rate.
@@ -83,7 +83,7 @@ class Inputs:
 
     @property
     def dropout_share(self) -> Tensor | None:
-        """(V B,) float64, how much of its rate dropout has in this epoch, None where that is all of it."""
+        """(V B,) float64, the share of its rate that dropout has in this epoch; None for all of it."""
         return self._drawn[:, 1 + self.warps].double() / MILLION if self.rises else None
 
     @property
@@ -103,7 +103,7 @@ class Inputs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a launch depends on; lengths are not part of it."""
+        """The shapes that launches depend on; lengths are not part of them."""
         return (*self.waveforms.shape, self.numbers.shape[1])
 
     def into(self, waveforms: Tensor, numbers: Tensor) -> Inputs:
@@ -119,7 +119,7 @@ class Inputs:
 
 
 class InputMaker:
-    """Makes the inputs of batches: draws masks, decides what is feasible, pads, sends to the device.
+    """Makes the inputs of batches: draws masks, finds infeasible utterances, pads, copies to the device.
 
     Args:
         features, model: whose frames and output frames count.
@@ -134,8 +134,8 @@ class InputMaker:
     ) -> None:
         self.features, self.model, self.config = features, model, config
         self.device, self.padded = device, padded
-        # Batches come to a GPU beside its work: 29 MB, 64 utterances of 7 s, take half a millisecond.
-        self._arrivals = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # A GPU works on while a batch is copied to it: 29 MB, 64 utterances of 7 s, take half a millisecond.
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch, epoch: int) -> Inputs:
         """Make the inputs of a batch of an epoch."""
@@ -164,11 +164,11 @@ class InputMaker:
         fixed = (frames, batch.label_lengths, feasible)
         for column, values in enumerate(fixed):
             table[:, column] = values
-        kept = min(columns, labels.shape[1])
-        table[:, _FIXED : _FIXED + kept] = labels[:, :kept]
+        copied = min(columns, labels.shape[1])
+        table[:, _FIXED : _FIXED + copied] = labels[:, :copied]
         table[:, _FIXED + columns :] = torch.cat(drawn, 1)
         samples = self.features.samples(longest)
-        waveforms, numbers = self._sent(batch.waveforms, numbers)
+        waveforms, numbers = self._to_device(batch.waveforms, numbers)
         if samples != waveforms.shape[1]:
             waveforms = F.pad(waveforms, (0, samples - waveforms.shape[1]))
         return Inputs(
@@ -183,57 +183,31 @@ class InputMaker:
             int((~feasible).sum()),
         )
 
-    def _sent(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors on the device, for what follows on its current stream."""
-        if self._arrivals is None:
+    def _to_device(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors on the device, ready for its current stream."""
+        if self._copy_stream is None:
             return tuple(tensor.to(self.device) for tensor in tensors)
-        following = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._arrivals):
-            sent = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
-        following.wait_stream(self._arrivals)
-        for tensor in sent:
-            tensor.record_stream(following)
-        return sent
-
-
-class Ahead(Iterator[tuple[Batch, Inputs]]):
-    """Batches with their inputs, the next of which can be made while the device is busy with the last.
-
-    Args:
-        batches: of a rank.
-        make: the inputs of one.
-    """
-
-    def __init__(self, batches: Iterator[Batch], make: Callable[[Batch], Inputs]) -> None:
-        self._batches, self._make = batches, make
-        self._next: tuple[Batch, Inputs] | None = None
-
-    def __next__(self) -> tuple[Batch, Inputs]:
-        """Return what `look` made, or make it."""
-        self.look()
-        made, self._next = self._next, None
-        if made is None:
-            raise StopIteration
-        return made
-
-    def look(self) -> None:
-        """Make the next inputs, if there is a batch left."""
-        if self._next is None and (batch := next(self._batches, None)) is not None:
-            self._next = batch, self._make(batch)
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copy_stream):
+            copies = tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        current.wait_stream(self._copy_stream)
+        for tensor in copies:
+            tensor.record_stream(current)
+        return copies
 
 
 def dropout_share(train: TrainConfig, epoch: int) -> int | None:
-    """How much of its rate dropout has in an epoch, 1-based, in millionths; None: all of it, always.
+    """The share of its rate that dropout has in an epoch, 1-based, in millionths; None: all of it, always.
 
-    Nothing in the first, all behind `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): a run that has not
-    begun to align may never begin under a high rate.
+    0 in the first epoch, all of it after `dropout_rise_epochs` (curriculum dropout, Morerio et al. 2017): under
+    a high rate, a run that has not begun to align may never begin.
     """
     epochs = train.dropout_rise_epochs
     return min(MILLION, MILLION * (epoch - 1) // epochs) if epochs else None
 
 
 def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int) -> list[int]:
-    """One a utterance, epoch and view: its masks are the same on any rank of any number."""
+    """A key for each utterance, epoch and view: masks are the same however many ranks there are."""
     if not config.model.dropout and not config.model.stochastic_depth:
         return [0] * len(indices)
     purpose = of_view("dropout", view)

@@ -14,13 +14,11 @@ from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect, rank_log
 from ds2.system.machine import git_commit
 from ds2.system.signals import Stopped, kill_workers
-from ds2.training.interrupts import Interrupts
-from ds2.training.lost_device import lost_device_is_told
-from ds2.training.metrics import RunLog, Window, progress_bar
+from ds2.training.metrics import LogWindow, RunLog, progress_bar
 from ds2.training.optim import learning_rate, set_learning_rate
-from ds2.training.position import settle
-from ds2.training.run_dir import made_folder, sole_use
-from ds2.training.state import Progress
+from ds2.training.run_folder import make_folder, sole_use
+from ds2.training.state import Progress, resolve_position
+from ds2.training.stopping import Interrupts, report_lost_device
 from ds2.training.trainer import Trainer, TrainingError
 
 log = logging.getLogger(__name__)
@@ -43,10 +41,10 @@ def train(config: Config, run_dir: Path) -> int:
         with (
             Interrupts() as interrupts,
             connect(config.comm, config.device) as comm,
-            made_folder(run_dir),
+            make_folder(run_dir),
             sole_use(run_dir, comm),
             rank_log(comm, run_dir),
-            lost_device_is_told(comm),
+            report_lost_device(comm),
         ):
             return _train(config, run_dir, comm, interrupts)
     except Stopped as stopped:
@@ -96,7 +94,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     log.info("stopped after step %d: %s", progress.step, reason)
     last = progress.epoch - (progress.batch == 0)  # epoch that took a step
     if last > 0 and not interrupts.agreed:
-        _say_what_never_came(config, last)
+        _warn_of_unfinished_schedules(config, last)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(not_default(config), scores)
     board.close()
@@ -113,10 +111,10 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     """Take the steps that are left of the running epoch; returns whether it was finished rather than stopped."""
     config, progress = trainer.config, trainer.progress
     plan = trainer.plan()
-    settle(progress, plan, trainer.utterances)
+    resolve_position(progress, plan, trainer.utterances)
     batches = trainer.epoch(plan)
     trainer.model.train()
-    epoch, window, clock, saved_at = Window(progress), Window(progress), time.monotonic(), time.monotonic()
+    epoch, window, clock, saved_at = LogWindow(progress), LogWindow(progress), time.monotonic(), time.monotonic()
     with progress_bar(
         len(plan), progress.epoch, config.train.epochs, progress.batch, shown=trainer.comm.rank == 0
     ) as bar:
@@ -130,9 +128,9 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             loss = trainer.step(batches, group, lambda: [of_rank_0, *interrupts.flags])  # noqa: B023  called in it
             epoch.add(loss)
             window.add(loss)
-            passed_s, *flags = trainer.heard
+            passed_s, *flags = trainer.extra_sums
             progress.elapsed_s += passed_s
-            interrupts.hear(flags)
+            interrupts.receive(flags)
             now = time.monotonic()
             bar.update(len(group))
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
@@ -144,7 +142,7 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 bar.set_postfix_str(
                     f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_s / 60:.0f} min left"
                 )
-                window = Window(progress)
+                window = LogWindow(progress)
             timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at
             stepped = config.checkpoint.every_steps > 0 and progress.step % config.checkpoint.every_steps == 0
             if timed or stepped:
@@ -196,7 +194,7 @@ def finished(config: Config, progress: Progress) -> str:
     return ""
 
 
-def _say_what_never_came(config: Config, epochs: int) -> None:
+def _warn_of_unfinished_schedules(config: Config, epochs: int) -> None:
     """Warn of what a training of so many epochs was too short for."""
     noisy, rise = config.augment.noisy_epochs, config.train.dropout_rise_epochs
     if epochs <= noisy:

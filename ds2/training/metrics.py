@@ -1,13 +1,12 @@
-"""What a person watches: JSON-lines log, TensorBoard, progress bar, and where the time of a step goes."""
+"""What a run logs: JSON lines, TensorBoard, a progress bar, the time of each phase of a step, gradient noise."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, on_phase: Callable[[str], None] | None = None) -> None:
-        """Start with no step recorded; `on_phase` is told the name of each phase as it begins."""
+        """Start with no step recorded; `on_phase` is called with the name of each phase as it begins."""
         self._on_gpu = device.type == "cuda"
         self._on_phase = on_phase
         self._host: dict[str, list[float]] = {}
@@ -73,8 +72,8 @@ class StepTimer:
 
 
 @dataclass
-class Shown:
-    """A dev utterance in TensorBoard; what is None is not shown."""
+class LoggedUtterance:
+    """A dev utterance as TensorBoard shows it, without what is None."""
 
     reference: str
     hypothesis: str
@@ -131,7 +130,7 @@ class RunLog:
             self._jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
             self._jsonl.flush()
         except OSError as error:
-            error.filename = str(self._path)  # a full disk is told with a place to free
+            error.filename = str(self._path)  # the message of a full disk names the file
             raise
 
     def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
@@ -142,7 +141,7 @@ class RunLog:
         for name, value in values.items():
             self._board.add_scalar(_tag(group, name), value, step)
 
-    def utterance(self, step: int, tag: str, shown: Shown, sample_rate_hz: int) -> None:
+    def utterance(self, step: int, tag: str, shown: LoggedUtterance, sample_rate_hz: int) -> None:
         """Show an utterance: audio, spectrogram with low frequencies at the bottom, alignment, and both texts.
 
         In the alignment the reference's labels go down and time goes right: a diagonal where the network is sure of it.
@@ -174,8 +173,8 @@ class RunLog:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        given = {k: v for k, v in values.items() if v not in _EMPTY}
-        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in given.items()}
+        non_empty = {k: v for k, v in values.items() if v not in _EMPTY}
+        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in non_empty.items()}
         finite = {f"score/best_{name}": value for name, value in scores.items() if math.isfinite(value)}
         writer = self._board._get_file_writer()  # type: ignore[no-untyped-call]  # add_hparams makes a run of its own
         for summary in hparams(plain, finite):  # type: ignore[no-untyped-call]
@@ -199,11 +198,8 @@ def progress_bar(total: int, epoch: int, epochs: int, initial: int, *, shown: bo
     )  # fmt: skip
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass
-class Window:
+class LogWindow:
     """Sums over the steps since the last log line."""
 
     progress: Progress
@@ -243,3 +239,47 @@ class Window:
             "step_s": (time.monotonic() - self._began) / self.steps,
             **{f"{name}_s": seconds for name, seconds in split.items()},
         }
+
+
+_MEMORY = 0.9  # of a window's estimates in those that are logged
+
+
+class NoiseScale:
+    """Estimates tr(S) / |G|^2 in utterances, G the gradient and S its covariance from utterance to utterance.
+
+    A batch far below it halves the steps when it is doubled, one far above it hardly saves any (McCandlish et al. 2018,
+    section 2.2). Over a window of k steps, of batches of b utterances with gradients g,
+
+        E[mean of |g|^2] = |G|^2 + tr(S) / b   and   E[|mean of g|^2] = |G|^2 + tr(S) / (k b)
+
+    (appendix A.1), solved for both, each averaged over windows before they are divided. The weights move within a
+    window, which counts as noise: at high learning rates the estimate is somewhat too large.
+
+    Args:
+        gradients: the tensors that hold a step's gradients of the mean loss, before clipping.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._gradients = list(gradients)
+        self._sum = [torch.zeros_like(gradient) for gradient in gradients]
+        self._squares: list[float] = []
+        self._utterances = 0
+        self._noise = self._signal = 0.0
+
+    def add(self, norm: float, utterances: int) -> None:
+        """Count a step whose gradient has this norm, of a batch of so many utterances."""
+        torch._foreach_add_(self._sum, self._gradients)
+        self._squares.append(norm**2)
+        self._utterances += utterances
+
+    def end_window(self) -> float:
+        """The estimate, NaN where none can be made yet: the gradient drowns in noise; reads the device once."""
+        k = len(self._squares)
+        if k > 1:
+            batch, square = self._utterances / k, sum(self._squares) / k
+            of_mean = float(torch.stack(torch._foreach_norm(self._sum)).square().sum()) / k**2
+            self._noise = _MEMORY * self._noise + batch * (square - of_mean) * k / (k - 1)
+            self._signal = _MEMORY * self._signal + (k * of_mean - square) / (k - 1)
+            torch._foreach_zero_(self._sum)
+            self._squares, self._utterances = [], 0
+        return self._noise / self._signal if self._signal > 0 else float("nan")

@@ -1,6 +1,14 @@
-"""The forward and backward passes of a batch, launch by launch."""
+"""Forward and backward passes of a batch: launched one by one, or recorded once a shape as CUDA graphs.
+
+At few utterances a GPU the host, which launches hundreds of kernels a step, would set the pace.
+"""
 
 from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -8,28 +16,32 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import apply_masks
 from ds2.audio.vocal_tract import warp
-from ds2.config.schema import TrainConfig
+from ds2.config.schema import Config, ConfigError, TrainConfig
+from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
+from ds2.system.cuda_graph import GraphRecorder
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import Inputs
 
+log = logging.getLogger(__name__)
+
 
 class Passes:
-    """Waveforms to losses and back to gradients, which the reducer gathers. Nothing is read back from the device.
+    """From waveforms to losses, and back to the gradients that the reducer gathers; the host reads nothing back.
 
     Args:
         model, features: on one device.
         gradients: of the model.
-        train: weights of what is added to the CTC loss.
-        autocast: to bfloat16.
+        train: the weights of further terms of the loss.
+        autocast: whether to compute in bfloat16.
 
     Attributes:
-        usual: whether the last passes took as long as later ones of their shape will.
+        typical: whether the last passes took as long as later ones of their shape will.
     """
 
-    usual = True
+    typical = True
 
     def __init__(
         self,
@@ -46,11 +58,17 @@ class Passes:
         self._objective: Tensor | None = None
 
     def losses(self, inputs: Inputs, context: PassContext = OWN_PARAMETERS) -> tuple[Tensor, Tensor]:
-        """The CTC losses (B,) in nats, means over views, 0 where no alignment exists; and what to make smaller (B,).
+        """Compute the losses of a batch.
 
-        These differ where the config adds to the CTC loss: with intermediate classifiers, (1 - w) times it and w times
-        the mean of theirs (Lee and Watanabe 2021, equation 8); with two views, a and b, of each utterance, c times
-        `divergence` (CR-CTC, Yao et al. 2025, equation 5).
+        Args:
+            inputs: on the device.
+            context: the weights to compute with.
+
+        Returns:
+            The CTC losses (B,) in nats, means over views, 0 where no alignment exists; and the objectives (B,), which
+            training minimises. An objective is the CTC loss, unless the config adds to it: with intermediate
+            classifiers, (1 - w) times the loss plus w times the mean of theirs (Lee and Watanabe 2021, equation 8);
+            with two views of each utterance, c times `divergence` (CR-CTC, Yao et al. 2025, equation 5).
         """
         features = self.features.padded(inputs.waveforms, inputs.frames)
         if inputs.views > 1:
@@ -63,36 +81,205 @@ class Passes:
                 features, frames, inputs.keys, inputs.dropout_share, context
             )
         targets = (inputs.labels, inputs.label_lengths, inputs.feasible)
-        given = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
+        arguments = [self.model.output_frames(frames), *(t.repeat(inputs.views, *[1] * (t.dim() - 1)) for t in targets)]
 
-        def mean(every: Tensor) -> Tensor:
-            return every.view(inputs.views, -1).mean(0)
+        def mean_over_views(losses: Tensor) -> Tensor:
+            return losses.view(inputs.views, -1).mean(0)
 
-        ctc = mean(ctc_losses(logits, *given))
+        ctc = mean_over_views(ctc_losses(logits, *arguments))
         objective = ctc
         if intermediate:
-            between = torch.stack([mean(ctc_losses(head, *given)) for head in intermediate]).mean(0)
-            objective = torch.lerp(ctc, between, self.intermediate_weight)
+            ctc_of_heads = torch.stack([mean_over_views(ctc_losses(head, *arguments)) for head in intermediate]).mean(0)
+            objective = torch.lerp(ctc, ctc_of_heads, self.intermediate_weight)
         if inputs.views > 1:
             objective = objective + self.consistency * divergence(logits)
         return ctc, objective
 
     def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
-        """Run the forward pass; returns the losses (B,), which `backward` goes back from.
+        """Run the forward pass.
 
         Args:
             inputs: on the device.
-            utterances: of the whole step, all ranks and batches together; the mean of their losses is what counts.
+            utterances: of the whole step, over all ranks and batches; a step minimises their mean objective.
             last: whether it is the last pass of its step.
-            idle: whether the losses weigh nothing.
+            idle: whether this batch counts nothing: it repeats another rank's utterance.
+
+        Returns:
+            The CTC losses (B,).
         """
         losses, objective = self.losses(inputs, self.gradients.start_pass(last=last))
         self._objective = objective.sum() * 0.0 if idle else objective.sum() / utterances
         return losses.detach()
 
     def backward(self) -> None:
-        """Add the gradients of what `forward` did last to those of the step."""
+        """Run the backward pass of the last `forward`: its gradients are added to those of the step."""
         objective, self._objective = self._objective, None
         assert objective is not None
         torch.autograd.backward(objective)
         self.gradients.end_pass()
+
+
+# train-clean-5 in batches of 16 at five speeds has 55 shapes; with 32 graphs, four shapes an epoch were recorded again.
+MOST_GRAPHS = 64
+_REMEMBERED_SHAPES = 1024
+
+
+def use_graphs(config: Config, comm: Communicator, no_loss: str | None, why_torch: str | None = None) -> bool:
+    """Whether steps run as CUDA graphs (`train.graphs`).
+
+    Args:
+        config: of the run.
+        comm: the ranks, with their device.
+        no_loss: why the CTC loss cannot be recorded there; None if it can.
+        why_torch: why recurrent layers run on torch's kernels; None if they do not.
+
+    Raises:
+        ConfigError: train.graphs=on where graphs cannot be recorded.
+    """
+    hosts = len(set(comm.allgather(comm.host)))
+    several_hosts = config.train.graphs == "auto" and hosts > 1
+    reasons = (
+        (comm.device.type != "cuda", f"the device is {comm.device}, they need a CUDA GPU"),
+        (comm.world > 1 and comm.name != "nccl", f"the ranks' sums go over {comm.name}, which cannot be recorded"),
+        (
+            several_hosts,
+            f"on {hosts} hosts gradients are summed during back-propagation; train.graphs=on sums them after",
+        ),
+        (
+            why_torch is not None,
+            f"torch's kernels of model.cell={config.model.cell} use streams of their own: {why_torch}",
+        ),
+        (no_loss is not None, f"the CTC loss: {no_loss}"),
+    )
+    reason = next((text for applies, text in reasons if applies), None)
+    if config.train.graphs == "on" and reason:
+        raise ConfigError(f"train.graphs=on cannot run: {reason}; set train.graphs=auto or off")
+    if config.train.graphs == "auto" and reason and comm.device.type == "cuda" and comm.rank == 0:
+        log.info("steps run without CUDA graphs: %s", reason)
+    return config.train.graphs != "off" and reason is None
+
+
+@runtime_checkable
+class HostState(Protocol):
+    """An object whose passes change numbers on the host, which the replay of a recorded pass does not change.
+
+    A module of the model that counts its passes defines these two, and thereby takes part in recorded passes.
+    """
+
+    @property
+    def steady(self) -> bool:
+        """Whether the next pass launches the same as all later ones of its shape."""
+        ...
+
+    def advance(self) -> None:
+        """Change these numbers as a pass does; passes that run call it too, so that both count alike."""
+        ...
+
+
+@dataclass
+class RecordedPasses:
+    """Both passes of a shape as graphs, and the tensors that they read and write."""
+
+    inputs: Inputs
+    losses: Tensor
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+
+
+class GraphedPasses(Passes):
+    """Passes that are recorded when a shape comes for the second time, and from then on launched as two graphs.
+
+    Passes run launch by launch, with the same kernels on the same shapes and so the same bits, when a shape comes for
+    the first time; while running averages still weigh batches by their number; for batches that count nothing; and,
+    where a shape is not recorded yet, once half of the GPU's memory is in use. Graphs share their working memory, whose
+    size the largest shape decides: a larger one deletes all graphs. At most `MOST_GRAPHS` are kept, those used last.
+
+    With several ranks, the sums of batch norm are part of a recording, and so are those of gradients where these
+    overlap the backward pass: on a stream that forks from the pass whenever a bucket is complete.
+
+    Inputs must be padded, `InputMaker(padded=True)`, for shapes to repeat. Arguments are those of `Passes`.
+
+    Attributes:
+        recordings: by shape and variant, in the order of their last use.
+        replays: passes that ran as graphs.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.recordings: OrderedDict[tuple[int, ...], RecordedPasses] = OrderedDict()
+        self.replays = 0
+        self._host_states = [part for part in (*self.model.modules(), self.gradients) if isinstance(part, HostState)]
+        self._recorder = GraphRecorder()
+        self._shapes: OrderedDict[tuple[int, ...], None] = OrderedDict()  # that have come, in the order of last use
+        self._waveforms, self._numbers = torch.empty(0), torch.empty(0)
+        self._utterances, self._utterances_there = 0, torch.zeros(())  # of a step, on the host and on the device
+        self._running: RecordedPasses | None = None
+
+    def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
+        """As `Passes.forward`."""
+        if utterances != self._utterances:
+            self._utterances = int(utterances)
+            self._utterances_there = self._utterances_there.to(inputs.waveforms.device).fill_(self._utterances)
+        sums = last and self.gradients.overlaps
+        shape = (*inputs.shape, *self.gradients.variant)
+        key = (*shape, int(sums), int(self.gradients.copied))
+        recorded = self.recordings.get(key)
+        may_replay = self._has_come_before(shape) and not idle and all(part.steady for part in self._host_states)
+        if not may_replay or (recorded is None and not _fits_twice()):
+            self._running, self.typical = None, False
+            return super().forward(inputs, self._utterances_there, last=last, idle=idle)
+        self.typical = recorded is not None
+        if recorded is None:
+            recorded = self.record(key, inputs, sums=sums)  # whose host state advances as if the passes had run
+        else:
+            inputs.into(self._waveforms, self._numbers)
+            self.gradients.start_pass(last=sums)
+            for part in self._host_states:
+                part.advance()
+        self.recordings.move_to_end(key)
+        self._running = recorded
+        self.replays += 1
+        recorded.forward.replay()
+        return recorded.losses.clone()  # the next replay writes over them
+
+    def backward(self) -> None:
+        """As `Passes.backward`."""
+        if self._running is None:
+            super().backward()
+        else:
+            self._running.backward.replay()
+
+    def record(self, key: tuple[int, ...], inputs: Inputs, *, sums: bool) -> RecordedPasses:
+        """Record both passes of a shape, with the sums over ranks of the step's gradients if `sums`."""
+        waveforms, numbers = inputs.waveforms.numel(), inputs.numbers.numel()
+        if waveforms > len(self._waveforms) or numbers > len(self._numbers):
+            self.recordings.clear()
+            self._waveforms = inputs.waveforms.new_empty(max(waveforms, len(self._waveforms)))
+            self._numbers = inputs.numbers.new_empty(max(numbers, len(self._numbers)))
+            self._recorder.new_pool()
+        static = inputs.into(self._waveforms, self._numbers)
+        with self._recorder.recording() as forward:
+            losses = super().forward(static, self._utterances_there, last=sums, idle=False)
+        with self._recorder.recording() as backward:
+            super().backward()
+            if sums:
+                self.gradients.finish_step()
+        self.recordings[key] = RecordedPasses(static, losses, forward, backward)
+        if len(self.recordings) > MOST_GRAPHS:
+            self.recordings.popitem(last=False)
+        return self.recordings[key]
+
+    def _has_come_before(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape has come before; notes that it has now."""
+        before = shape in self._shapes
+        self._shapes[shape] = None
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > _REMEMBERED_SHAPES:
+            self._shapes.popitem(last=False)
+        return before
+
+
+def _fits_twice() -> bool:
+    """Whether the memory that passes have used fits twice: launched one by one, and recorded."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return 2 * torch.cuda.max_memory_allocated() <= total

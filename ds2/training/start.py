@@ -1,4 +1,4 @@
-"""What a run begins from: its trainer state, another model's weights, or nothing."""
+"""What a run starts from: its trainer state, another model's weights, or fresh weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMED_AT_MOST = 12
 _STATISTICS_UTTERANCES = 1000  # drawn for the mean and deviation of the features
 
 
-def begin(
+def initial_state(
     state: TrainState, loader: SpeechLoader, alphabet: Alphabet, config: Config, run_dir: Path
 ) -> tuple[Parts, Progress]:
     """Read the state of a run folder or, where that holds no run, make the one to start from.
@@ -51,7 +51,7 @@ def begin(
         )
     loaded = load_model(config.checkpoint.init_from) if config.checkpoint.init_from else None
     if loaded is not None:
-        take_weights(state.model, alphabet, loaded)
+        copy_weights(state.model, alphabet, loaded)
     if loaded is not None and _same_features(state.features, loaded.features):
         state.features.load_state_dict(loaded.features.state_dict())
     elif config.features.normalise == "corpus":
@@ -62,8 +62,8 @@ def begin(
     return state.tensors(), state.progress
 
 
-def take_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) -> None:
-    """Copy into a fresh model what another has learnt: weights of the same name and shape, labels of the same symbol.
+def copy_weights(model: AcousticModel, alphabet: Alphabet, source: LoadedModel) -> None:
+    """Copy the weights of another model into a fresh one: those of the same name and shape, labels by their symbols.
 
     Rows of the classifier whose symbol the other alphabet lacks, and weights that do not fit, stay as they were drawn;
     the log names them.

@@ -1,8 +1,10 @@
-"""All of a run that survives a restart, its file, and how all ranks come to hold the same of it."""
+"""The state of a run, its file, and what its position in an epoch means."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.config.convert import config_to_dict
 from ds2.config.schema import Config, ConfigError
+from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.system.plain import FieldError, from_plain
@@ -26,7 +29,7 @@ from ds2.system.tensor_file import (
     with_prefix,
     without_prefix,
 )
-from ds2.training.averaging import WeightAverage
+from ds2.training.optim import WeightAverage
 
 log = logging.getLogger(__name__)
 Parts = dict[str, dict[str, Tensor]]
@@ -81,7 +84,7 @@ class _Header:
 
 @dataclass
 class TrainState:
-    """What a step changes: a run goes on from it exactly as if it had not stopped."""
+    """Everything that a step changes: a run resumed from it gives the bits of one that never stopped."""
 
     model: AcousticModel
     features: Features
@@ -90,8 +93,8 @@ class TrainState:
     average: WeightAverage[AcousticModel] | None = None
 
     @property
-    def judged(self) -> AcousticModel:
-        """The model that is evaluated and given away: the average where there is one."""
+    def evaluated(self) -> AcousticModel:
+        """The model that is evaluated and saved as a model file: the average where there is one."""
         return self.average.model if self.average is not None else self.model
 
     def tensors(self) -> Parts:
@@ -103,8 +106,8 @@ class TrainState:
             "average": self.average.model.state_dict() if self.average is not None else {},
         }
 
-    def take(self, parts: Parts, progress: Progress, average_decay: float) -> None:
-        """Become the state of `parts` and `progress`; an average of this decay starts where they hold none (0: off)."""
+    def load(self, parts: Parts, progress: Progress, average_decay: float) -> None:
+        """Load `parts` and `progress`; where these hold no average, one of this decay starts (0: none)."""
         self.progress = progress
         self.model.load_state_dict(parts["model"])
         self.features.load_state_dict(parts["features"])
@@ -116,12 +119,14 @@ class TrainState:
                 self.average.updates = progress.step
 
 
-def share(state: TrainState, parts: Parts, progress: Progress, average_decay: float, comm: Communicator) -> None:
-    """Give all ranks the state that rank 0 holds in `parts` and `progress`; other ranks' are not looked at."""
+def broadcast_state(
+    state: TrainState, parts: Parts, progress: Progress, average_decay: float, comm: Communicator
+) -> None:
+    """Load into `state` on all ranks what rank 0 holds in `parts` and `progress`; those of other ranks are ignored."""
     parts = {name: comm.broadcast_tensors(parts.get(name, {})) for name in PARTS}
     progress = Progress(**comm.broadcast(asdict(progress)))
     comm.whereabouts.step = progress.step
-    state.take(parts, progress, average_decay)
+    state.load(parts, progress, average_decay)
 
 
 def state_file(run_dir: Path) -> Path:
@@ -212,3 +217,37 @@ def changed_keys(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
         elif a != b:
             changed.append(prefix + key)
     return changed
+
+
+def resolve_position(progress: Progress, plan: Sequence[Sequence[int]], utterances: Sequence[Utterance]) -> None:
+    """Make `progress.batch` a position in the plan of the running epoch, and note which plan that is.
+
+    A position counts batches of one plan: the same audio in the same batches. In another plan (other data, batching,
+    speed factors or seed) it means nothing: the epoch begins again, with a warning, unless it had ended. A state from
+    a version that noted no plans keeps a position that the plan has.
+    """
+    fingerprint = plan_fingerprint(plan, utterances)
+    known = progress.plan != ""
+    if progress.batch and progress.plan != fingerprint and (known or progress.batch > len(plan)):
+        if known and progress.batch == progress.batches:
+            progress.batch = len(plan)
+        else:
+            log.warning(
+                "epoch %d begins again: it was stopped after batch %d of another plan; data, batching, augment.speed, "
+                "augment.tempo or train.seed have changed. Weights, optimizer and step %d go on. To finish the epoch "
+                "as it began, start with the former settings",
+                progress.epoch, progress.batch, progress.step,
+            )  # fmt: skip
+            progress.batch = 0
+    progress.plan, progress.batches = fingerprint, len(plan)
+
+
+def plan_fingerprint(plan: Sequence[Sequence[int]], utterances: Sequence[Utterance]) -> str:
+    """A digest of the audio of each batch; folders may differ between hosts, and texts may be corrected."""
+    digest = hashlib.sha256()
+    for batch in plan:
+        for index in batch:
+            u = utterances[index]
+            digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\n".encode())
+        digest.update(b"\n")
+    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""One run's state on one device: what happens to it in a step and an evaluation."""
+"""The trainer of a run on one device: how it is built from its parts, and its steps and evaluations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
 from ds2.data.batching import padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
-from ds2.data.manifest import corpus
+from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ensure_manifests, training_utterances
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
@@ -28,25 +28,17 @@ from ds2.model.norm import SequenceBatchNorm
 from ds2.model.structure import check_backend
 from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
-from ds2.training.batch_norm import NormStatistics
-from ds2.training.budget import check_device, out_of_memory, settle_batching
-from ds2.training.coming import ComingBatches
-from ds2.training.dev_set import DevSet
-from ds2.training.graphs import GraphedPasses
-from ds2.training.graphs import wanted as graphs_wanted
-from ds2.training.inputs import FRAMES_MULTIPLE, Ahead, InputMaker
-from ds2.training.metrics import RunLog, StepTimer
-from ds2.training.noise_scale import NoiseScale
-from ds2.training.optim import make_optimizer
-from ds2.training.overlap import OverlapTrial
-from ds2.training.passes import Passes
-from ds2.training.report import Numbers, StepReport
-from ds2.training.run_files import RunFiles
-from ds2.training.start import begin, freeze
-from ds2.training.state import Progress, TrainState, share
-from ds2.training.tiles import settle_tiles
-from ds2.training.trial import Trial
-from ds2.training.update import Update
+from ds2.training.dev_set import DevEvaluator
+from ds2.training.device_tuning import MemoryProbe, check_device, choose_batching, choose_tiles, out_of_memory
+from ds2.training.inputs import FRAMES_MULTIPLE, InputMaker
+from ds2.training.metrics import NoiseScale, RunLog, StepTimer
+from ds2.training.optim import OptimizerStep, make_optimizer
+from ds2.training.passes import GraphedPasses, Passes, use_graphs
+from ds2.training.prefetch import EpochBatches, PreparedBatches
+from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
+from ds2.training.run_folder import RunFiles
+from ds2.training.start import freeze, initial_state
+from ds2.training.state import Progress, TrainState, broadcast_state
 
 log = logging.getLogger(__name__)
 
@@ -56,82 +48,83 @@ class TrainingError(UserError):
 
 
 class Trainer:
-    """The state of one run on one device, and what happens to it in a step and an evaluation.
+    """The state of a run on one device, its steps and its evaluations.
 
     Attributes:
-        files: where it is kept.
+        state: model, features, optimizer, progress and average of weights.
+        files: where the state is saved.
         grad_norm: of the last step.
-        heard: the sum over ranks of its news.
+        extra_sums: the sums over ranks of the last step's extra counts.
+        memory_probe: makes what measures the memory of a batch.
     """
 
     grad_norm = 0.0
-    heard: Sequence[float] = ()
-    _took_s = _read_s = 0.0  # the last step, and when its report was read
+    extra_sums: Sequence[float] = ()
+    _step_s = _read_s = 0.0  # the time of the last step, and when its report was read
 
     def __init__(self, config: Config, run_dir: Path, comm: Communicator | None = None) -> None:
         """Build data, model and optimizer, equal on all ranks; resume where `run_dir` holds a trainer state."""
         self.config, self.run_dir = config, run_dir
         self.comm = comm or Communicator(resolve_device(config.device))
-        self.device = self.comm.device
-        self.precision = resolve_precision(config.train.precision, self.device)
-        check_backend(config.model, self.device)
-        check_device(config.batching, self.device)
-        self.comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
-        torch.manual_seed(config.train.seed)
-        torch.backends.cudnn.deterministic = True  # a resumed run repeats the unbroken one's losses bit for bit
-        torch.backends.cudnn.benchmark = False
+        self.precision = check_run(config, self.comm)
+        autocast = self.precision == "bf16"
         self.alphabet = Alphabet.from_config(config.alphabet)
-        self.features = Features(config.features, config.data.sample_rate_hz)
-        self.model = AcousticModel(config.model, self.features.bins, len(self.alphabet), config.features.step_s)
-        freeze(self.model, config.train.freeze)
-        with self.comm.in_turn():
-            ensure_manifests(config.data)
-            self.utterances = training_utterances(config.data, config.augment, self.alphabet, self.output_frames)
-            data, seed = config.data, config.train.seed
-            self.loader = SpeechLoader(self.utterances, data, self.device, self.alphabet, config.augment, seed)
-            self.dev = DevSet(data, self.features, self.alphabet, self.device, self.precision)
-        seen = corpus("training", self.utterances) | corpus("dev", self.dev.utterances)
-        self.comm.agree(seen, "give all hosts the same manifests")
-        self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
-        self.model.to(self.device)
-        self.features.to(self.device)
-        self.optimizer = make_optimizer(self.model, config.optim)
-        self.state = TrainState(self.model, self.features, self.optimizer)
-        parts, progress = (
-            begin(self.state, self.loader, self.alphabet, config, run_dir) if self.comm.rank == 0 else ({}, Progress())
+        features = Features(config.features, config.data.sample_rate_hz)
+        model = build_model(config, features, self.alphabet)
+        self.utterances, self.loader, self.dev = read_data(
+            config, self.alphabet, features, self.precision, partial(output_frames, features, model), self.comm
         )
-        share(self.state, parts, progress, config.train.average_decay, self.comm)
-        self.progress, self.average = self.state.progress, self.state.average
-        self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
-        self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
-        self.gradients = GradientReducer(
-            self.model.parameters(),
-            self.comm,
-            int(config.comm.bucket_mib * 2**20),
-            overlap=config.comm.overlap,
-            low=self.model.low_precision_parameters() if self.precision == "bf16" else (),
-        )
-        self.overlap = OverlapTrial(self.gradients)
-        longest_s = float(padded_durations_s([config.data.max_duration_s], paces(config.augment))[0])
-        longest = self.output_frames(int(longest_s * config.data.sample_rate_hz)) + FRAMES_MULTIPLE
-        no_loss = why_no_loss(longest, len(self.alphabet), self.device)
-        graphed = graphs_wanted(config, self.comm, no_loss, self.model.why_torch(self.precision))
-        kind = GraphedPasses if graphed else Passes
-        self.passes = kind(self.model, self.features, self.gradients, config.train, autocast=self.precision == "bf16")
-        self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
-        self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
-        self.update = Update(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], paces(config.augment))
-        self.batching = settle_batching(config, self.progress, self.comm, self.durations_s, self._trial)
-        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=seed)  # by the number of the epoch
-        self._coming = ComingBatches(self.loader, self._plan, config.train.epochs, self.comm)
-        settle_tiles(self.progress, config, self.precision, self.comm, self.plan())
+        self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
+        self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
+        self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
+        self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
+        self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
+        self.overlap = OverlapChoice(self.gradients)
+        self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
+        graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, self.comm)
+        passes = GraphedPasses if graphed else Passes
+        self.passes = passes(self.model, self.features, self.gradients, config.train, autocast=autocast)
+        self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
+        self.update = OptimizerStep(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
+        self.memory_probe = partial(
+            MemoryProbe,
+            config,
+            self.utterances,
+            self.alphabet,
+            self.features,
+            autocast=autocast,
+            padded=graphed,
+        )
+        self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
+        self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
+        self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
+        choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
 
-    def _trial(self) -> tuple[Trial, float, float]:
-        """What measures the memory of batches, what there is of it, and the most audio that a rank should take."""
-        parts = self.config, self.utterances, self.alphabet, self.features
-        trial = Trial(*parts, autocast=self.precision == "bf16", padded=self.inputs.padded)
-        return trial, trial.room, trial.most_s
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.comm.device
+
+    @property
+    def model(self) -> AcousticModel:
+        """The model that is trained."""
+        return self.state.model
+
+    @property
+    def features(self) -> Features:
+        """The features of the model."""
+        return self.state.features
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the model."""
+        return self.state.optimizer
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is."""
+        return self.state.progress
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""
@@ -143,54 +136,54 @@ class Trainer:
             f"{self.precision}, {parameters:,} parameters, lookahead {self.model.lookahead_ms:.0f} ms"
         )
 
-    def output_frames(self, samples: int) -> int:
-        """Output frames of the model for a number of audio samples."""
-        return int(self.model.output_frames(self.features.frames(samples)))
-
     def plan(self) -> list[list[int]]:
         """The batches of the running epoch, as utterance indices."""
         return self._plan(self.progress.epoch)
 
-    def epoch(self, plan: Sequence[Sequence[int]]) -> Ahead:
-        """This rank's parts of the batches that are left of the running epoch."""
+    def epoch(self, plan: Sequence[Sequence[int]]) -> PreparedBatches:
+        """This rank's parts of the remaining batches of the running epoch."""
         epoch, batch = self.progress.epoch, self.progress.batch
-        return self.ahead(self._coming.rest(epoch, batch, len(plan) - batch))
+        return self.prepared(self._batches.remaining(epoch, batch, len(plan) - batch))
 
-    def ahead(self, batches: Iterator[Batch]) -> Ahead:
-        """Batches of the running epoch as steps take them."""
-        return Ahead(batches, partial(self.inputs, epoch=self.progress.epoch))
+    def prepared(self, batches: Iterator[Batch]) -> PreparedBatches:
+        """Batches of the running epoch with their inputs, as `step` takes them."""
+        return PreparedBatches(batches, partial(self.inputs, epoch=self.progress.epoch))
 
     def step(
-        self, batches: Ahead, group: Sequence[Sequence[int]], news: Callable[[], Sequence[float]] = list
+        self,
+        batches: PreparedBatches,
+        group: Sequence[Sequence[int]],
+        extra_counts: Callable[[], Sequence[float]] = list,
     ) -> float | None:
-        """One optimizer step over all ranks.
+        """Take one optimizer step over all ranks.
 
         Args:
-            batches: this rank's parts of the batches, as `epoch` gives them; the inputs of the one behind the step's
-                are made before its results are waited for.
+            batches: this rank's parts of the batches, as `epoch` returns them; the inputs of the batch after the step's
+                are made before the host waits for the step's results.
             group: the whole batches that make up the step, as utterance indices.
-            news: further numbers of this rank, asked once its passes are launched; `heard` is then their sum.
+            extra_counts: returns further numbers of this rank; called once the passes are launched. `extra_sums` holds
+                their sums over ranks afterwards.
 
         Returns:
             The mean loss an utterance in nats, or None for a step that was skipped because it was not finite.
         """
         utterances = sum(map(len, group))
-        self.overlap.begin()
+        self.overlap.start_step()
         self.gradients.start_step()
-        seen, counts = self._passes(batches, group)
+        losses_of_batches, counts = self._passes(batches, group)
         with self.timer.phase("allreduce_exposed"):
             for began, ended in self.gradients.finish_step():
                 self.timer.add("allreduce_total", began, ended)
         with self.timer.phase("optimizer"):
-            told = [*counts, self._took_s, *news()]
-            report = StepReport(self.comm, [losses for _, losses in seen], self.update.norm(), told)
-            launched = self.update.harmless
+            counts = [*counts, self._step_s, *extra_counts()]
+            report = StepReport(self.comm, [losses for _, losses in losses_of_batches], self.update.norm(), counts)
+            launched = self.update.ignores_nonfinite
             if launched:
                 self.update(report.norm)
             numbers = report.read()
             loss = self._count(numbers, len(group), utterances)
             if not numbers.finite:
-                self._skip(seen, loss)
+                self._skip(losses_of_batches, loss)
                 return None
             if self.noise is not None:
                 self.noise.add(self.grad_norm, utterances)
@@ -199,12 +192,12 @@ class Trainer:
             self._end_step()
         return loss
 
-    def _count(self, numbers: Numbers, batches: int, utterances: int) -> float:
-        """Count what all ranks did in a step; returns the mean loss."""
-        infeasible, audio_s, unusual, former_s, *self.heard = numbers.counts
+    def _count(self, numbers: StepNumbers, batches: int, utterances: int) -> float:
+        """Add a step's numbers of all ranks to the progress; returns the mean loss."""
+        infeasible, audio_s, atypical, former_s, *self.extra_sums = numbers.counts
         now_s = time.perf_counter()
-        self._took_s, self._read_s = now_s - self._read_s, now_s
-        self.overlap.end(audio_s, usual=not unusual, former_s=former_s / self.comm.world)
+        self._step_s, self._read_s = now_s - self._read_s, now_s
+        self.overlap.end_step(audio_s, typical=not atypical, former_s=former_s / self.comm.world)
         progress = self.progress
         progress.batch += batches
         progress.infeasible += round(infeasible)
@@ -213,61 +206,61 @@ class Trainer:
         return numbers.loss / utterances
 
     def _passes(
-        self, batches: Ahead, group: Sequence[Sequence[int]]
-    ) -> tuple[list[tuple[Batch, Tensor]], tuple[float, float, float]]:
-        """Forward and backward passes of a step.
+        self, batches: PreparedBatches, group: Sequence[Sequence[int]]
+    ) -> tuple[list[tuple[Batch, Tensor]], list[float]]:
+        """Run the forward and backward passes of a step.
 
         Returns:
-            This rank's batches with their losses; how many of its utterances are infeasible, its seconds of audio, and
-            how many passes took longer than later ones will.
+            This rank's batches with their losses; its counts of infeasible utterances, of seconds of audio, and of
+            passes that took longer than later ones will.
         """
         config, comm = self.config, self.comm
         utterances = sum(map(len, group))
-        infeasible, audio_s, unusual = 0, 0.0, 0
-        seen: list[tuple[Batch, Tensor]] = []
+        infeasible, audio_s, atypical = 0, 0.0, 0
+        losses_of_batches: list[tuple[Batch, Tensor]] = []
         for number, whole in enumerate(group):
             with self.timer.phase("data"):
                 batch, inputs = next(batches)
             idle = self.statistics.idle = comm.rank >= len(whole)  # its batch repeats another rank's utterance
             last = number == len(group) - 1
             try:
-                with self.timer.phase("forward"), self.statistics.passing(backward=False):
+                with self.timer.phase("forward"), self.statistics.during_pass(backward=False):
                     losses = self.passes.forward(inputs, utterances, last=last, idle=idle)
-                with self.timer.phase("backward"), self.statistics.passing(backward=True, last=last):
+                with self.timer.phase("backward"), self.statistics.during_pass(backward=True, last=last):
                     self.passes.backward()
                 if last:
                     with self.timer.phase("data"):
-                        batches.look()
+                        batches.prepare_next()
             except torch.OutOfMemoryError as error:
                 lengths_s = batch.sample_lengths / config.data.sample_rate_hz
                 where = f"{self.device} in epoch {self.progress.epoch}, batch {self.progress.batch + 1}"
                 raise TrainingError(
                     out_of_memory(where, lengths_s, config.batching, self.batching, graphs=self.inputs.padded)
                 ) from error
-            unusual += not self.passes.usual
+            atypical += not self.passes.typical
             if not idle:
-                seen.append((batch, losses))
+                losses_of_batches.append((batch, losses))
                 infeasible += inputs.infeasible
                 audio_s += float(batch.sample_lengths.sum()) / config.data.sample_rate_hz
-        return seen, (infeasible, audio_s, unusual)
+        return losses_of_batches, [infeasible, audio_s, atypical]
 
     def _end_step(self) -> None:
-        """Do what follows a change of the weights, and count the step."""
-        if self.average is not None:
-            self.average.update(self.model)
+        """Count a step that changed the weights, and update their average."""
+        if self.state.average is not None:
+            self.state.average.update(self.model)
         self.progress.step += 1
         self.comm.whereabouts.step = self.progress.step
 
-    def _not_finite(self, seen: Sequence[tuple[Batch, Tensor]]) -> list[str]:
+    def _not_finite(self, losses_of_batches: Sequence[tuple[Batch, Tensor]]) -> list[str]:
         return [
             self.utterances[index].name
-            for batch, losses in seen
+            for batch, losses in losses_of_batches
             for index, ok in zip(batch.indices.tolist(), torch.isfinite(losses).tolist(), strict=True)
             if not ok
         ]
 
-    def _skip(self, seen: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
-        bad = [name for names in self.comm.allgather(self._not_finite(seen)) for name in names]
+    def _skip(self, losses_of_batches: Sequence[tuple[Batch, Tensor]], loss: float) -> None:
+        bad = [name for names in self.comm.allgather(self._not_finite(losses_of_batches)) for name in names]
         self.progress.skipped += 1
         for module in self.model.modules():
             if isinstance(module, SequenceBatchNorm):
@@ -285,7 +278,7 @@ class Trainer:
     def evaluate(self, board: RunLog) -> dict[str, float]:
         """WER and CER on the dev set with the averaged weights if there are any; keeps the best model."""
         progress = self.progress
-        scores = self.dev.evaluate(self.state.judged, board, progress.step, self.comm)
+        scores = self.dev.evaluate(self.state.evaluated, board, progress.step, self.comm)
         self.model.train()
         better = self.files.keep_best(scores)
         metric = self.config.train.metric
@@ -295,3 +288,95 @@ class Trainer:
             " (best)" if better else f"; best {best:.2f} % {metric.upper()} in epoch {progress.best_epoch}",
         )  # fmt: skip
         return scores
+
+
+def check_run(config: Config, comm: Communicator) -> str:
+    """Check what can fail before any data is read, and let torch compute the same on each run; returns the precision.
+
+    Raises:
+        ConfigError: a setting that this device cannot do.
+        DisagreementError: ranks have other settings.
+    """
+    check_backend(config.model, comm.device)
+    check_device(config.batching, comm.device)
+    comm.agree(settings(config), "start all ranks with the same overrides, recipes and environment")
+    torch.backends.cudnn.deterministic = True  # a resumed run repeats the losses of one that never stopped, bit for bit
+    torch.backends.cudnn.benchmark = False
+    return resolve_precision(config.train.precision, comm.device)
+
+
+def build_model(config: Config, features: Features, alphabet: Alphabet) -> AcousticModel:
+    """Make the model with the weights that `train.seed` draws, on the CPU, its frozen parameters marked."""
+    torch.manual_seed(config.train.seed)
+    model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+    freeze(model, config.train.freeze)
+    return model
+
+
+def output_frames(features: Features, model: AcousticModel, samples: int) -> int:
+    """Output frames of the model for a number of audio samples."""
+    return int(model.output_frames(features.frames(samples)))
+
+
+def read_data(
+    config: Config,
+    alphabet: Alphabet,
+    features: Features,
+    precision: str,
+    frames_of: Callable[[int], int],
+    comm: Communicator,
+) -> tuple[list[Utterance], SpeechLoader, DevEvaluator]:
+    """Read the manifests, one rank of a host after the other, and check that all ranks have read the same.
+
+    Returns:
+        The training utterances, what loads them, and what evaluates models on the dev set.
+    """
+    data = config.data
+    with comm.in_turn():
+        ensure_manifests(data)
+        utterances = training_utterances(data, config.augment, alphabet, frames_of)
+        loader = SpeechLoader(utterances, data, comm.device, alphabet, config.augment, config.train.seed)
+        dev = DevEvaluator(data, features, alphabet, comm.device, precision)
+    contents = corpus("training", utterances) | corpus("dev", dev.utterances)
+    comm.agree(contents, "give all hosts the same manifests")
+    return utterances, loader, dev
+
+
+def build_state(
+    config: Config,
+    run_dir: Path,
+    model: AcousticModel,
+    features: Features,
+    loader: SpeechLoader,
+    alphabet: Alphabet,
+    comm: Communicator,
+) -> TrainState:
+    """Move model and features to the device, and load the state that the run starts or resumes from on all ranks."""
+    model.to(comm.device)
+    features.to(comm.device)
+    state = TrainState(model, features, make_optimizer(model, config.optim))
+    parts, progress = initial_state(state, loader, alphabet, config, run_dir) if comm.rank == 0 else ({}, Progress())
+    broadcast_state(state, parts, progress, config.train.average_decay, comm)
+    return state
+
+
+def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *, autocast: bool) -> GradientReducer:
+    """Make the buckets of a model's gradients."""
+    return GradientReducer(
+        model.parameters(),
+        comm,
+        int(config.comm.bucket_mib * 2**20),
+        overlap=config.comm.overlap,
+        low=model.low_precision_parameters() if autocast else (),
+    )
+
+
+def graphs_possible(
+    config: Config, features: Features, model: AcousticModel, alphabet: Alphabet, precision: str, comm: Communicator
+) -> bool:
+    """Whether steps run as CUDA graphs: see `use_graphs`."""
+    longest_s = float(padded_durations_s([config.data.max_duration_s], paces(config.augment))[0])
+    samples = int(longest_s * config.data.sample_rate_hz)
+    most_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
+    no_loss = why_no_loss(most_frames, len(alphabet), comm.device)
+    return use_graphs(config, comm, no_loss, model.why_torch(precision))

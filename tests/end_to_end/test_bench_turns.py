@@ -32,7 +32,7 @@ def changed(folder: Path, name: str, old: str, new: str) -> Path:
 
 @pytest.mark.slow
 def test_a_slower_tree_and_one_of_other_gradients_are_seen(tmp_path: Path) -> None:
-    begin = "        self.overlap.begin()\n"
+    begin = "        self.overlap.start_step()\n"
     slower = changed(tmp_path / "slower", "ds2/training/trainer.py", begin, begin + LATER)
     mean = "objective.sum() / utterances"
     other = changed(tmp_path / "other", "ds2/training/passes.py", mean, f"1.5 * {mean}")

@@ -53,7 +53,7 @@ def test_a_training_names_the_file_and_goes_on_bit_for_bit(
     kib: int, disk: Disk, tiny_overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("ds2.training.run_dir._FREE_BYTES_AT_START", 0)  # which would refuse such a disk
+    monkeypatch.setattr("ds2.training.run_folder._FREE_BYTES_AT_START", 0)  # which would refuse such a disk
     small = disk(kib)
     command = ["train", *tiny_overrides, "train.epochs=3", "checkpoint.every_steps=1"]
     assert main([*command, f"run_dir={tmp_path / 'whole'}"]) == 0

@@ -24,9 +24,9 @@ from ds2.lm import recurrent_training
 from ds2.lm.recurrent import load_recurrent
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.tensor_file import load
-from ds2.training import run_files, trainer
+from ds2.training import run_folder, trainer
 from ds2.training.loop import train
-from ds2.training.run_files import RunFiles
+from ds2.training.run_folder import RunFiles
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -76,8 +76,8 @@ def test_an_importer_ends_at_once(tiny_config: MakeConfig, tmp_path: Path, monke
     ("owner", "name", "steps"),
     [
         (Recogniser, "recognise", 3),
-        (run_files, "save_state", 3),
-        (run_files, "save_model", 3),
+        (run_folder, "save_state", 3),
+        (run_folder, "save_model", 3),
         (RunFiles, "keep_last", 3),
     ],
     ids=["evaluation", "saving", "best-model", "last-model"],

@@ -17,8 +17,8 @@ from support.run_log import losses
 
 from ds2.config.schema import Config
 from ds2.system.tensor_file import CheckpointError, load
-from ds2.training.interrupts import Interrupts
 from ds2.training.loop import train
+from ds2.training.stopping import Interrupts
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -91,7 +91,7 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(
     code = (
         "import sys, time\nfrom pathlib import Path\nimport torch\n"
         "from ds2.distributed.communicator import Communicator\n"
-        "from ds2.training.run_dir import sole_use\n"
+        "from ds2.training.run_folder import sole_use\n"
         "with sole_use(Path(sys.argv[1]), Communicator(torch.device('cpu'))):\n    print('held', flush=True)\n"
         "    time.sleep(3600)"
     )

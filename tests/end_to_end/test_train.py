@@ -27,7 +27,7 @@ from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError, load
 from ds2.training.loop import train
 from ds2.training.metrics import RunLog
-from ds2.training.run_files import RunFiles
+from ds2.training.run_folder import RunFiles
 from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
@@ -191,7 +191,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
         return values + poison, objective + poison
 
     monkeypatch.setattr(trainer.passes, "losses", poisoned)
-    batches = trainer.ahead(trainer.loader.epoch(trainer.plan(), 1))
+    batches = trainer.prepared(trainer.loader.epoch(trainer.plan(), 1))
     bad = trainer.utterances[trainer.plan()[0][0]].name
     assert trainer.step(batches, trainer.plan()[:1]) is None
     assert bad in caplog.text and trainer.progress.skipped == 1 and trainer.progress.step == 0

@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from ds2.cli import main
-from ds2.training import run_files
+from ds2.training import run_folder
 from ds2.training.trainer import Trainer
 
-PHASES: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "save": (run_files, "save_state")}
+PHASES: dict[str, tuple[Any, str]] = {"step": (Trainer, "step"), "save": (run_folder, "save_state")}
 
 
 def strike_in(phase: str, number: int, fraction: float) -> None:

@@ -24,9 +24,8 @@ from ds2.cli import main
 from ds2.distributed.launcher import launched
 from ds2.distributed.watchdog import Watchdog
 from ds2.recognition.recogniser import Recogniser
-from ds2.training import lost_device, run_files
-from ds2.training.graphs import GraphedPasses
-from ds2.training.passes import Passes
+from ds2.training import run_folder, stopping
+from ds2.training.passes import GraphedPasses, Passes
 from ds2.training.trainer import Trainer
 
 
@@ -72,7 +71,7 @@ def lose(device: torch.device) -> None:
         torch.zeros(1, device=device)[torch.ones(1, dtype=torch.long, device=device)]  # found out later
         return
     reason = "CUDA error: unspecified launch failure"
-    lost_device.why_lost = lambda device: reason
+    stopping.why_lost = lambda device: reason
     raise torch.AcceleratorError(reason)
 
 
@@ -112,7 +111,7 @@ HEALTHY_STEP = Trainer.step
 PHASES = {
     "statistics": (Features, "estimate"),
     "evaluation": (Recogniser, "recognise"),
-    "saving": (run_files, "save_state"),
+    "saving": (run_folder, "save_state"),
 }
 
 if __name__ == "__main__":

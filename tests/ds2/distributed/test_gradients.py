@@ -15,7 +15,7 @@ from ds2.distributed.communicator import Communicator, Moment
 from ds2.distributed.gradients import Bucket, GradientReducer, split_into_buckets
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear
-from ds2.training.batch_norm import NormStatistics
+from ds2.training.reductions import NormStatistics
 
 CPU = torch.device("cpu")
 
@@ -307,7 +307,7 @@ def test_an_idle_rank_adds_nothing_to_statistics_and_gets_no_gradient() -> None:
     statistics(packed)
     assert packed.tolist() == [2.0] * 7 and norm.reduce is statistics
     statistics.idle = True
-    with statistics.passing(backward=True):
+    with statistics.during_pass(backward=True):
         packed = torch.ones(6, dtype=torch.float64)
         statistics(packed)
         assert packed.tolist() == [0.0] * 6
@@ -325,9 +325,9 @@ def test_local_statistics_leave_batch_norm_alone_and_average_what_it_keeps() -> 
     assert norm.reduce is None
     norm.running_mean.copy_(torch.tensor([3.0, -1.0]))
     for backward, last in ((False, False), (True, False)):
-        with statistics.passing(backward=backward, last=last):
+        with statistics.during_pass(backward=backward, last=last):
             assert norm.running_mean.tolist() == [3.0, -1.0]  # a further batch of the step is yet to weigh in
-    with statistics.passing(backward=True, last=True):
+    with statistics.during_pass(backward=True, last=True):
         pass
     assert norm.running_mean.tolist() == [2.0, 1.0] and norm.running_var[0] == 1.0
     norm.batches = 3

@@ -1,16 +1,23 @@
-"""The log of a run: whole lines, whatever ended the job before."""
+"""The log of a run, whole after any end of the job before; the gradient noise scale against a known covariance."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.run_log import events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ds2.training.metrics import RunLog
+from ds2.config.schema import Config
+from ds2.training.loop import train
+from ds2.training.metrics import NoiseScale, RunLog
 
 
 def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> None:
@@ -36,3 +43,33 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     board._jsonl = full
     with pytest.raises(OSError, match=r"No space left on device: '.*log\.jsonl'"):
         board.event("train", 1, {})
+
+
+def test_it_is_the_trace_of_the_covariance_over_the_squared_gradient() -> None:
+    generator = torch.Generator().manual_seed(1)
+    mean, deviation, batch = torch.full((400,), 0.5), 2.0, 8
+    gradients = [torch.zeros(300), torch.zeros(100)]
+    noise = NoiseScale(gradients)
+    assert math.isnan(noise.end_window())
+    for _ in range(40):
+        for _ in range(10):
+            drawn = mean + deviation / batch**0.5 * torch.randn(400, generator=generator)
+            gradients[0].copy_(drawn[:300])
+            gradients[1].copy_(drawn[300:])
+            noise.add(float(drawn.norm()), batch)
+        found = noise.end_window()
+    # tr(S) / |G|^2 = 400 deviation^2 / (400 mean^2) = 16. A window's |G|^2 has about the variance of |mean g|^2, that
+    # is 4 |G|^2 v / k + 2 n v^2 / k^2 with v = deviation^2 / batch; the windows' average has 1 / 19 of it, tr(S) less.
+    v, k, square = deviation**2 / batch, 10, 100.0
+    spread = math.sqrt((4 * square * v / k + 2 * 400 * v**2 / k**2) / 19) / square
+    assert found == pytest.approx(16, rel=4 * spread)
+
+
+def test_a_run_logs_it_and_shows_it_in_tensorboard(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config("train.noise_scale=true", "train.log_every_steps=3", "train.epochs=3")
+    assert train(config, Path(config.run_dir)) == 0
+    found = [event["noise_scale"] for event in events(Path(config.run_dir), "train")]
+    assert len(found) == 3 and any(value is not None and value > 0 for value in found)
+    board = EventAccumulator(f"{config.run_dir}/tensorboard").Reload()
+    shown = [s.value for s in board.Scalars("train/noise_scale") if math.isfinite(s.value)]
+    assert shown == pytest.approx([value for value in found if value is not None], rel=1e-6)  # float32 there

@@ -9,9 +9,15 @@ from torch import nn
 
 from ds2.config.schema import Config, ConfigError, OptimConfig
 from ds2.model.norm import SequenceBatchNorm
-from ds2.training.averaging import WeightAverage
 from ds2.training.loop import planned_part
-from ds2.training.optim import clip_gradients, gradient_norm, learning_rate, make_optimizer, set_learning_rate
+from ds2.training.optim import (
+    WeightAverage,
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
 from ds2.training.state import Progress
 
 

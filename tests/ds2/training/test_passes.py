@@ -1,19 +1,26 @@
-"""What training makes smaller: the CTC loss, that of intermediate classifiers, the divergence of two views."""
+"""Forward and backward passes: what training minimises, and the same bits from CUDA graphs as from single launches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ds2.audio.spec_augment import apply_masks
 from ds2.audio.vocal_tract import warp
+from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError
+from ds2.data.loader import Batch
+from ds2.training import passes
 from ds2.training.ctc import ctc_losses, divergence
-from ds2.training.inputs import Inputs
-from ds2.training.trainer import Trainer
+from ds2.training.inputs import InputMaker, Inputs
+from ds2.training.optim import OptimizerStep, set_learning_rate
+from ds2.training.passes import GraphedPasses, Passes, use_graphs
+from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
 PLACES = [[0, 3, 5]]
@@ -133,3 +140,235 @@ def test_an_intermediate_classifier_behind_no_inner_module_is_refused(tiny_confi
 def test_two_views_without_masks_are_refused(tiny_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"train\.consistency=0\.2 .*set augment\.time_masks"):
         tiny_config("train.consistency=0.2")
+
+
+Spoil = Callable[[int, Batch], None]
+STEPS = 30
+ON_GPU = ("device=cuda", "train.graphs=on", "model.batch_norm_momentum=0.5", "data.workers=0")
+
+
+def run(config: Config, run_dir: Path, until: int, *, spoil: Spoil | None = None) -> tuple[Trainer, list[Any]]:
+    """Take steps until so many are behind the run; a step has another learning rate than the next."""
+    trainer = Trainer(config, run_dir)
+    trainer.model.train()
+    progress, losses = trainer.progress, []
+
+    def spoilt(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if spoil is not None:
+                spoil(progress.step + progress.skipped, batch)
+            yield batch
+
+    while progress.step + progress.skipped < until:
+        plan = trainer.plan()
+        batches = trainer.prepared(spoilt(trainer.loader.epoch(plan[progress.batch :], progress.epoch)))
+        while progress.batch < len(plan) and progress.step + progress.skipped < until:
+            set_learning_rate(trainer.optimizer, 1e-3 * (1 + progress.step % 3))
+            group = plan[progress.batch : progress.batch + config.train.accumulate]
+            losses.append((trainer.step(batches, group), trainer.grad_norm))
+        if progress.batch == len(plan):
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+    return trainer, losses
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> tuple[Trainer, list[Any]]:
+    """As `run`, with nothing recorded: the same shapes launch by launch."""
+    call = OptimizerStep.__call__
+
+    def launches(update: OptimizerStep, norm: torch.Tensor) -> None:
+        update._graphed = False
+        call(update, norm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphedPasses, "forward", Passes.forward)
+        patch.setattr(GraphedPasses, "backward", Passes.backward)
+        patch.setattr(OptimizerStep, "__call__", launches)
+        return run(*arguments, **options)
+
+
+def assert_equal(one: tuple[Trainer, list[Any]], other: tuple[Trainer, list[Any]]) -> None:
+    assert one[1] == other[1]
+    for name, part in one[0].state.tensors().items():
+        for key, value in other[0].state.tensors()[name].items():
+            assert torch.equal(part[key], value), (name, key)
+
+
+def replays(trainer: Trainer) -> int:
+    assert isinstance(trainer.passes, GraphedPasses)
+    return trainer.passes.replays
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("optim=sgd", "train.precision=fp32", "optim.clip_norm=1"),
+        ("train.accumulate=2", "batching.utterances=2", "augment.speed=[0.9,1.0]"),
+        ("augment.time_masks=1", "augment.frequency_masks=2", "train.average_decay=0.9", "model.batch_norm=false"),
+        (
+            "model.dropout=0.3",
+            "train.dropout_rise_epochs=2",
+            "train.freeze=[convs]",
+            "optim.layer_rates={recurrent_modules:0.5}",
+        ),
+        (
+            "train.consistency=0.2",
+            "augment.vtlp=[0.9,1.1]",
+            "augment.time_masks=2",
+            "model.dropout=0.1",
+            "model.stochastic_depth=0.3",
+        ),
+        ("model.intermediate=[1]", "model.depth=4", "model.skip=2"),
+        ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0", "features.kind=log_mel"),
+    ],
+    ids=["adamw", "sgd", "accumulated", "masked", "dropout", "two_views", "intermediate", "bidirectional"],
+)
+def test_graphs_give_the_bits_of_single_launches(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
+) -> None:
+    config = tiny_config(*ON_GPU, *extra)
+    eager = launched(monkeypatch, config, tmp_path / "eager", STEPS)
+    graphed = run(config, tmp_path / "graphed", STEPS)
+    assert_equal(eager, graphed)
+    assert len({inputs[:2] for inputs in graphed[0].passes.recordings}) > 1  # type: ignore[attr-defined]
+    assert replays(graphed[0]) > STEPS // 2 and replays(eager[0]) == 0
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_meets_shapes_anew_and_gives_the_same_bits(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(*ON_GPU)
+    whole = run(config, tmp_path / "whole", STEPS)
+    first = run(config, tmp_path / "broken", 14)
+    first[0].files.save()
+    second = run(config, tmp_path / "broken", STEPS)
+    assert_equal(whole, (second[0], first[1] + second[1]))
+    assert replays(whole[0]) > replays(second[0]) > 0
+
+
+@pytest.mark.gpu
+def test_a_step_that_is_not_finite_is_skipped(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(step: int, batch: Batch) -> None:
+        if step == 13:
+            batch.waveforms[0, 800:] = float("nan")
+
+    config = tiny_config(*ON_GPU)
+    eager = launched(monkeypatch, config, tmp_path / "eager", STEPS, spoil=spoil)
+    graphed = run(config, tmp_path / "graphed", STEPS, spoil=spoil)
+    assert [loss is None for loss, _ in graphed[1]].count(True) == graphed[0].progress.skipped == 1
+    assert [loss for loss, _ in eager[1]] == [loss for loss, _ in graphed[1]]
+    assert replays(graphed[0]) > 8
+
+
+@pytest.mark.gpu
+def test_few_graphs_are_kept(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(*ON_GPU)
+    whole = run(config, tmp_path / "all", STEPS)
+    monkeypatch.setattr(passes, "MOST_GRAPHS", 1)
+    few = run(config, tmp_path / "few", STEPS)
+    assert_equal(whole, few)
+    assert len(few[0].passes.recordings) == 1 < len(whole[0].passes.recordings)  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_nothing_is_recorded_where_it_would_not_fit_beside_single_launches(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(*ON_GPU)
+    recorded = run(config, tmp_path / "recorded", 10)
+    in_use = torch.cuda.get_device_properties(0).total_memory // 2 + 1
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: in_use)
+    full = run(config, tmp_path / "full", 10)
+    assert_equal(recorded, full)
+    assert replays(recorded[0]) > 0 == replays(full[0])
+
+
+@pytest.mark.gpu
+def test_out_of_memory_while_recording_names_the_batch_and_the_settings(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = GraphedPasses.record
+
+    def without_memory(*arguments: Any, **options: Any) -> Any:
+        torch.cuda.set_per_process_memory_fraction(1e-6)
+        try:
+            return record(*arguments, **options)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    config = tiny_config(*ON_GPU, "model.batch_norm_momentum=0.2")
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphedPasses, "record", without_memory)
+        with pytest.raises(TrainingError, match=r"out of memory on cuda.*batch .* utterances.*train\.graphs=off"):
+            run(config, tmp_path / "small", STEPS)
+    assert_equal(run(config, tmp_path / "one", 10), run(config, tmp_path / "other", 10))
+
+
+def test_padded_inputs_have_the_same_losses_and_gradients(tiny_config: MakeConfig) -> None:
+    config = tiny_config("augment.time_masks=1", "augment.frequency_masks=1", "model.dropout=0.2")
+    trainer = Trainer(config, Path(config.run_dir))
+    trainer.model.double()
+    trainer.features.double()
+    batch = next(iter(trainer.loader.epoch([[0, 3, 5]], 1)))
+    results, shapes = [], []
+    for padded in (False, True):
+        make = InputMaker(trainer.features, trainer.model, config, trainer.device, padded=padded)
+        inputs = make(batch, 1)
+        shapes.append(inputs.shape)
+        losses, _ = trainer.passes.losses(inputs)
+        gradients = torch.autograd.grad(losses.sum(), list(trainer.model.parameters()))
+        results.append([losses.detach().double(), *gradients])
+    assert shapes[0] != shapes[1]
+    for plain, wide in zip(*results, strict=True):  # float32 in features and loss, float64 between
+        torch.testing.assert_close(plain, wide, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+def test_utterances_of_like_length_share_a_shape(tiny_config: MakeConfig) -> None:
+    config = tiny_config()
+    trainer = Trainer(config, Path(config.run_dir))
+    make = InputMaker(trainer.features, trainer.model, config, trainer.device, padded=True)
+    shapes = [make(batch, 1).shape for batch in trainer.loader.epoch([[0, 1], [1, 2], [3, 7], [4, 5]], 1)]
+    frames = {int(trainer.features.frames(shape[1])) for shape in shapes}
+    assert len(set(shapes)) == len(frames) < len(shapes)
+    assert all(count % 32 == 28 for count in frames)
+
+
+def ranks(device: str, world: int, name: str, hosts: Sequence[str] = ("one",)) -> Any:
+    """What `use_graphs` looks at."""
+    there = SimpleNamespace(device=torch.device(device), world=world, name=name, host=hosts[0], rank=0)
+    there.allgather = lambda host: [*hosts]
+    return there
+
+
+@pytest.mark.parametrize(
+    ("device", "world", "extra", "why_not", "reason"),
+    [
+        ("cpu", 1, (), (None, None), "the device is cpu"),
+        ("cuda", 2, (), (None, None), "the ranks' sums go over mpi"),
+        ("cuda", 1, ("model.cell=gru",), (None, "too large"), "torch's kernels of model.cell=gru .*: too large"),
+        ("cuda", 1, (), ("no kernels", None), "the CTC loss: no kernels"),
+    ],
+)
+def test_where_they_cannot_be_had_auto_does_without_and_on_is_refused(
+    device: str, world: int, extra: tuple[str, ...], why_not: tuple[str | None, str | None], reason: str
+) -> None:
+    comm = ranks(device, world, "mpi")
+    for choice in ("off", "auto"):
+        assert not use_graphs(compose_config(["run_dir=x", f"train.graphs={choice}", *extra]), comm, *why_not)
+    with pytest.raises(ConfigError, match=rf"train\.graphs=on cannot run: .*{reason}"):
+        use_graphs(compose_config(["run_dir=x", "train.graphs=on", *extra]), comm, *why_not)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gpus_of_one_host_have_them_unless_told_otherwise(world: int) -> None:
+    comm = ranks("cuda", world, "nccl")
+    assert use_graphs(compose_config(["run_dir=x"]), comm, None)
+    assert not use_graphs(compose_config(["run_dir=x", "train.graphs=off"]), comm, None)
+
+
+def test_over_several_hosts_they_must_be_asked_for() -> None:
+    comm = ranks("cuda", 2, "nccl", hosts=["one", "other"])
+    assert not use_graphs(compose_config(["run_dir=x"]), comm, None)
+    assert use_graphs(compose_config(["run_dir=x", "train.graphs=on"]), comm, None)

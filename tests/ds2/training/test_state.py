@@ -1,21 +1,27 @@
-"""Files that are whole or old, open without pickle, and say what is wrong with a foreign one."""
+"""The trainer state on disk and its position in an epoch, also after data, batching or files have changed."""
+
+from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from ds2.audio.features import Features
 from ds2.config.schema import Config, ConfigError, FeaturesConfig, OptimConfig
+from ds2.data.manifest import Utterance
 from ds2.model.acoustic import AcousticModel
 from ds2.system.tensor_file import CheckpointError, load, make_header, save
+from ds2.training.loop import train
 from ds2.training.optim import make_optimizer
-from ds2.training.state import Progress, TrainState, read_state, save_state
+from ds2.training.state import Progress, TrainState, plan_fingerprint, read_state, resolve_position, save_state
 from ds2.training.trainer import Trainer
 
 MakeConfig = Callable[..., Config]
@@ -41,7 +47,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str
     resumed_optimizer = make_optimizer(resumed, config)
     again = TrainState(cast(AcousticModel, resumed), features, resumed_optimizer)
     parts, progress = read_state(tmp_path, Config(optim=config, run_dir="y"), again)
-    again.take(parts, progress, average_decay=0.0)
+    again.load(parts, progress, average_decay=0.0)
     steps(model, optimizer, 2)
     steps(resumed, resumed_optimizer, 2)
     assert again.progress == Progress(step=3)
@@ -102,3 +108,63 @@ def test_dropout_may_change_as_a_run_goes_on_and_widths_may_not(tiny_config: Mak
     narrower = tiny_config("model.hidden=8")
     with pytest.raises(ConfigError, match=r"trained with other model\.hidden"):
         read_state(tmp_path, narrower, goes_on.state)
+
+
+UTTERANCES = [Utterance(Path(f"/x/{i}.wav"), 1.0 + i, "a") for i in range(6)]
+PLAN = [[0, 1], [2, 3], [4, 5]]
+
+
+def at(batch: int, plan: str = "") -> Progress:
+    return Progress(epoch=2, batch=batch, step=9, plan=plan, batches=3)
+
+
+def test_the_same_plan_keeps_the_position_wherever_the_audio_lies(caplog: pytest.LogCaptureFixture) -> None:
+    progress = at(2, plan_fingerprint(PLAN, UTTERANCES))
+    moved = [Utterance(Path(f"/elsewhere/{i}.wav"), 1.0 + i, "corrected") for i in range(6)]
+    resolve_position(progress, PLAN, moved)
+    assert progress.batch == 2 and not caplog.text
+
+
+@pytest.mark.parametrize("plan", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3]], [[2, 3], [0, 1], [4, 5]]])
+def test_another_plan_begins_the_epoch_again_and_says_so(
+    plan: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = at(2, plan_fingerprint(PLAN, UTTERANCES))
+    resolve_position(progress, plan, UTTERANCES)
+    assert (progress.epoch, progress.batch, progress.step, progress.batches) == (2, 0, 9, len(plan))
+    assert "epoch 2 begins again: it was stopped after batch 2 of another plan" in caplog.text
+    assert progress.plan == plan_fingerprint(plan, UTTERANCES)
+
+
+def test_an_epoch_that_had_ended_stays_ended_under_another_plan(caplog: pytest.LogCaptureFixture) -> None:
+    progress = at(3, plan_fingerprint(PLAN, UTTERANCES))
+    resolve_position(progress, [[0, 1, 2, 3, 4, 5]], UTTERANCES)
+    assert progress.batch == 1 and not caplog.text
+
+
+def test_a_state_without_a_plan_keeps_a_position_that_exists() -> None:
+    old = Progress(epoch=2, batch=3)
+    resolve_position(old, PLAN, UTTERANCES)
+    assert old.batch == 3
+    beyond = Progress(epoch=2, batch=4)
+    resolve_position(beyond, PLAN, UTTERANCES)
+    assert beyond.batch == 0
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["as-written", "of-before-plans-were-noted"])
+def test_a_run_goes_on_with_larger_batches_and_ends(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, noted: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    train(tiny_config("train.max_steps=2"), run_dir)  # 2 of 3 batches
+    if not noted:
+        tensors, metadata = load(run_dir / "trainer.safetensors")
+        del metadata["progress"]["plan"], metadata["progress"]["batches"]
+        save(run_dir / "trainer.safetensors", tensors, metadata)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert train(tiny_config("batching.utterances=10", "train.epochs=2"), run_dir) == 0
+    assert caplog.text.count("begins again") == 1
+    with safe_open(run_dir / "trainer.safetensors", "pt") as opened:
+        progress = json.loads(opened.metadata()["ds2"])["progress"]
+    assert (progress["epoch"], progress["step"]) == (3, 4)

@@ -1,14 +1,20 @@
-"""Signals that end a run: at once where nothing would be lost, else flags on which ranks agree, to save first."""
+"""How a run ends early: by a signal, after a save where something would be lost, or by the loss of its device."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+import torch
+
 from ds2.distributed.communicator import Communicator
+from ds2.system.errors import UserError
 from ds2.system.signals import Stopped
 
 log = logging.getLogger(__name__)
@@ -44,15 +50,15 @@ class Interrupts:
 
     @property
     def flags(self) -> list[float]:
-        """1 for the signal that this process received, 0 for the others: what ranks may add up."""
+        """1 for the signal that this process received, 0 for the others, to be summed over ranks."""
         return [float(number == self.received) for number in _NUMBERS]
 
-    def hear(self, flags: Sequence[float]) -> None:
-        """Learn of the signals of all ranks from the sum of their flags."""
+    def receive(self, flags: Sequence[float]) -> None:
+        """Take over the signals of all ranks from the sum of their flags."""
         self.agreed = max(self.agreed, *(number for number, ranks in zip(_NUMBERS, flags, strict=True) if ranks), 0)
 
     def agree(self, comm: Communicator) -> int:
-        """Learn of the signals of all ranks, which make this call together; returns `agreed`."""
+        """Exchange signals with all ranks, which make this call together; returns `agreed`."""
         self.agreed = max(self.agreed, *comm.allgather(self.received))
         return self.agreed
 
@@ -82,3 +88,54 @@ class Interrupts:
         if first:
             name = signal.Signals(number).name
             log.warning("%s: saving after this step, then stopping; Ctrl-C twice stops at once", name)
+
+
+_STATUS = 2  # of errors that a user can mend
+
+
+class DeviceError(UserError):
+    """A device that fails every call; the message names it, where the run was, the reason and the way out."""
+
+
+@contextmanager
+def report_lost_device(comm: Communicator) -> Iterator[None]:
+    """Turn an error of the block into DeviceError where this rank's device was lost.
+
+    A GPU that falls off its bus, or whose memory or kernel has failed, fails every later call, with various messages.
+    So the device is lost if a call that does nothing fails too. The trace of the first error is logged, since a
+    mistake in a kernel looks the same.
+
+    Raises:
+        DeviceError: the device was lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's of an accelerator, and those of our own kernels
+        reason = why_lost(comm.device)
+        if not reason:
+            raise
+        log.exception("%s is lost", comm.device)
+        atexit.register(_end_at_once)
+        raise DeviceError(
+            f"{comm.device} on {comm.host} was lost at {comm.whereabouts}: {reason}. What was saved stays: start the "
+            "same command again, it resumes; if it happens again, on another GPU (`nvidia-smi -q` and the system's "
+            "log, `dmesg | grep Xid`, say more)"
+        ) from error
+
+
+def _end_at_once() -> None:
+    """End without clean-up: torch aborts a process that frees memory of a lost device."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_STATUS)
+
+
+def why_lost(device: torch.device) -> str:
+    """Why a GPU fails a call that does nothing, in one line; '' if it does not fail, or for other devices."""
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds2.training.lost_device import DeviceError, lost_device_is_told
+from ds2.training.stopping import DeviceError, report_lost_device
 
 COMM: Any = SimpleNamespace(device=torch.device("cuda:1"), host="here", whereabouts="step 7, backward")
 
@@ -24,9 +24,9 @@ def test_an_error_after_which_every_call_fails_is_the_loss_of_the_device(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     at_end: list[Any] = []
-    monkeypatch.setattr("ds2.training.lost_device.atexit.register", at_end.append)
+    monkeypatch.setattr("ds2.training.stopping.atexit.register", at_end.append)
     told = r"cuda:1 on here was lost at step 7, backward: CUDA error: unspecified launch failure\. What was saved stays"
-    with caplog.at_level(logging.ERROR), pytest.raises(DeviceError, match=told), lost_device_is_told(COMM):
+    with caplog.at_level(logging.ERROR), pytest.raises(DeviceError, match=told), report_lost_device(COMM):
         raise error
     assert len(at_end) == 1  # before torch's destructors, which would abort
     assert "Traceback" in caplog.text and str(error) in caplog.text  # a kernel's mistake looks the same
@@ -36,5 +36,5 @@ def test_an_error_after_which_every_call_fails_is_the_loss_of_the_device(
 def test_an_error_of_one_call_stays_what_it_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", fails if device == "cpu" else lambda device: None)
     comm: Any = SimpleNamespace(**{**vars(COMM), "device": torch.device(device)})
-    with pytest.raises(torch.OutOfMemoryError), lost_device_is_told(comm):
+    with pytest.raises(torch.OutOfMemoryError), report_lost_device(comm):
         raise torch.OutOfMemoryError("too large")

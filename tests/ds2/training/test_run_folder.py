@@ -10,7 +10,7 @@ import torch
 from ds2.cli import main
 from ds2.distributed.communicator import Communicator
 from ds2.system.tensor_file import CheckpointError
-from ds2.training.run_dir import made_folder, sole_use
+from ds2.training.run_folder import make_folder, sole_use
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_was_there_and_what_was_left_stay(tmp_path: Path) -> None:
     comm = Communicator(torch.device("cpu"))
     for folder, left in ((tmp_path / "empty", ""), (tmp_path / "new" / "run", "log.jsonl")):
         (tmp_path / "empty").mkdir(exist_ok=True)
-        with pytest.raises(KeyError), made_folder(folder), sole_use(folder, comm):
+        with pytest.raises(KeyError), make_folder(folder), sole_use(folder, comm):
             (folder / left).touch()
             raise KeyError
     assert not list((tmp_path / "empty").iterdir())

@@ -59,21 +59,21 @@ def test_the_dev_loss_is_the_training_loss_of_the_same_utterances(tiny_config: C
     with torch.inference_mode():
         for batch in trainer.loader.epoch([[index] for index in range(10)], 1):
             expected.append(float(trainer.passes.losses(trainer.inputs(batch, 1))[0].sum()))
-    heard: list[float] = []
+    logged: list[float] = []
     scalars = log.scalars
-    log.scalars = lambda group, step, values: heard.append(values["loss"]) or scalars(group, step, values)  # type: ignore[method-assign, func-returns-value]
+    log.scalars = lambda group, step, values: logged.append(values["loss"]) or scalars(group, step, values)  # type: ignore[method-assign, func-returns-value]
     trainer.evaluate(log)
-    assert heard == [pytest.approx(sum(expected) / 10, rel=1e-5)]
+    assert logged == [pytest.approx(sum(expected) / 10, rel=1e-5)]
 
 
 def test_a_transcript_that_cannot_fit_has_no_part_in_the_loss(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
-    watch, log = trainer.dev.watch, RunLog(Path(config.run_dir), writes=False)
+    monitor, log = trainer.dev.monitor, RunLog(Path(config.run_dir), writes=False)
     logits = torch.zeros(3, 2, 5)
-    watch._labels[0], watch._labels[1] = [1, 1, 1], [1]  # three equal labels need five frames
-    watch.see([0, 1], logits, torch.tensor([3, 3]))
-    loss = watch.show(log, 1, [""] * 10, Communicator(torch.device("cpu")))
+    monitor._labels[0], monitor._labels[1] = [1, 1, 1], [1]  # three equal labels need five frames
+    monitor.observe([0, 1], logits, torch.tensor([3, 3]))
+    loss = monitor.log(log, 1, [""] * 10, Communicator(torch.device("cpu")))
     assert loss == pytest.approx(-torch.tensor(6 / 125).log().item())  # six of 5^3 paths write one label
 
 

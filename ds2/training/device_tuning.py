@@ -1,0 +1,379 @@
+"""What a run measures on its device before the first step: how much audio a batch may hold, which tiles are fastest.
+
+`batching.auto` finds the largest budget of audio a batch whose worst batches fit the GPU, by running these.
+`train.calibrate` times the tiles of the recurrent kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from ds2_ops.recurrent.backends import why_not_unasked
+from ds2_ops.recurrent.calibrate import calibrate, wanted
+from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
+from ds2_ops.recurrent.planned import adopt
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ds2.audio.augment import paces
+from ds2.audio.features import Features
+from ds2.config.schema import BatchingConfig, Config, ConfigError
+from ds2.data.batching import deal, plan_epoch
+from ds2.data.loader import Batch
+from ds2.data.manifest import Utterance
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.gradients import GradientReducer
+from ds2.model.acoustic import AcousticModel
+from ds2.text.alphabet import Alphabet
+from ds2.training.inputs import InputMaker
+from ds2.training.passes import Passes
+from ds2.training.start import freeze
+from ds2.training.state import Progress
+
+log = logging.getLogger(__name__)
+
+_TRIALS = 12
+_LIMIT_S = 45.0  # no trial begins that would end later
+_FIRST = 16  # utterances a rank, of the longest; small batches would meet kernels that large ones do not need
+_GROWTH = 16.0  # from one trial to the next
+_AIM, _CLOSE = 0.98, 0.95  # of the available bytes: what is tried for, and what is near enough
+_FEW_BATCHES = 50
+Measure = Callable[[list[int]], float | None]
+
+
+def check_device(batching: BatchingConfig, device: torch.device) -> None:
+    """Raise ConfigError where `batching.auto` has no GPU memory to measure."""
+    if batching.auto and device.type != "cuda":
+        raise ConfigError(
+            f"batching=auto fills a GPU's memory, and the device is {device}: give batching.utterances, or "
+            "batching.utterances=0 batching.audio_s=SECONDS"
+        )
+
+
+def largest_budget(
+    durations_s: NDArray[np.float64],
+    batching: BatchingConfig,
+    seed: int,
+    world: int,
+    measure: Measure,
+    available_bytes: float,
+    most_s: float = float("inf"),
+) -> float:
+    """Return the largest `batching.audio_s`, to three digits, whose worst batches fit one rank's memory.
+
+    What a batch needs is nearly a line over its padded audio (activations), above what is always there (weights,
+    workspaces). From a few utterances a rank, or one where these do not fit, the search goes up the line that the last
+    trials give, at most `_GROWTH`-fold each time; what fits and what does not close in on the largest. Passes over n
+    times the audio take at most n times as long, so the fastest trial tells how much can be tried in the time left.
+
+    Args:
+        durations_s: (U,) as long as the utterances can get (`padded_durations_s`).
+        batching: whose buckets and order count.
+        seed: of the run.
+        world: ranks that a batch is dealt to.
+        measure: bytes that both passes over utterances (indices) need at their peak; None where they do not fit.
+        available_bytes: bytes that they may need.
+        most_s: a budget that is not to be passed, whatever fits.
+    Raises:
+        ConfigError: the longest utterance alone does not fit.
+    """
+    longest_s = float(durations_s.max())
+    most_s = min(most_s, longest_s * len(durations_s))  # the latter is all in one batch
+    started = time.monotonic()
+
+    def need(budget_s: float) -> float:
+        config = replace(batching, utterances=0, audio_s=budget_s)
+        sizes = [0.0]
+        for part in worst_parts(durations_s, config, seed, world):
+            size = measure(part)
+            padded_s = world * float(durations_s[part[0]]) * len(part)
+            # A later epoch may have a batch that is nearer to the budget than any of those looked at.
+            sizes.append(float("inf") if size is None else size * max(1.0, budget_s / padded_s))
+        return max(sizes)
+
+    known: list[tuple[float, float]] = []  # budgets, and the bytes that they need
+    fits_s, fails_s, rate = 0.0, float("inf"), 0.0
+    least_s = min(most_s, longest_s * world)
+    budget_s = min(most_s, _FIRST * least_s)
+    for trial in range(1, _TRIALS + 1):
+        began = time.monotonic()
+        size = need(budget_s)
+        ended = time.monotonic()
+        log.info(
+            "batching=auto: trial %d, %.0f s of audio: %.2f GB of %.2f, in %.1f s",
+            *(trial, budget_s, size / 1e9, available_bytes / 1e9, ended - began),
+        )
+        if size <= available_bytes:
+            fits_s = max(fits_s, budget_s)
+        else:
+            fails_s = min(fails_s, budget_s)
+        if not fits_s and budget_s > least_s:
+            budget_s = least_s
+            continue
+        if not fits_s:
+            raise ConfigError(
+                f"batching=auto: not even one utterance of {longest_s:.1f} s a rank fits the GPU's memory: "
+                "lower data.max_duration_s, or choose a smaller model"
+            )
+        if np.isfinite(size):
+            known.append((budget_s, size))
+        rate = max(rate, budget_s / max(ended - began, 1e-6))
+        affordable_s = rate * (_LIMIT_S - (ended - started))
+        wished_s = min(_proposal(known, available_bytes), most_s)
+        if wished_s >= fails_s:
+            wished_s = (fits_s + fails_s) / 2
+        budget_s = min(wished_s, affordable_s)
+        if _CLOSE * available_bytes < size <= available_bytes or wished_s < 1.02 * fits_s:
+            break
+        if budget_s < 1.02 * fits_s:
+            log.warning("batching=auto: ended after %.0f s, before all that fits was found", ended - started)
+            break
+    return float(f"{_down(fits_s):g}")
+
+
+def _proposal(known: Sequence[tuple[float, float]], available_bytes: float) -> float:
+    """Where the line through the largest two trials, or through one and zero, reaches the available bytes."""
+    (low_s, low), (high_s, high) = sorted([(0.0, 0.0), *known])[-2:]
+    most_s = _GROWTH * high_s
+    return (
+        min(most_s, low_s + (_AIM * available_bytes - low) * (high_s - low_s) / (high - low)) if high > low else most_s
+    )
+
+
+def _down(value: float) -> float:
+    """Round down to three digits."""
+    unit = 10.0 ** (np.floor(np.log10(value)) - 2)
+    return float(np.floor(value / unit) * unit)
+
+
+def worst_parts(durations_s: NDArray[np.float64], batching: BatchingConfig, seed: int, world: int) -> list[list[int]]:
+    """Return one rank's parts of the batches that need most: of most padded audio, and of most utterances.
+
+    Looked for in the first two epochs: in order of duration, and shuffled in buckets. `durations_s` is (N,), seconds of
+    each utterance; parts are positions in it.
+    """
+    parts = [deal(batch, 0, world) for epoch in (1, 2) for batch in plan_epoch(durations_s, batching, epoch, seed)]
+    padded = max(parts, key=lambda part: durations_s[part[0]] * len(part))
+    return [padded] if len(padded) == max(map(len, parts)) else [padded, max(parts, key=len)]
+
+
+def choose_batching(
+    config: Config,
+    progress: Progress,
+    comm: Communicator,
+    durations_s: NDArray[np.float64],
+    make_probe: Callable[[], MemoryProbe],
+) -> BatchingConfig:
+    """Return how the run's batches are made: as the config says, or, with `batching.auto`, by a measured budget.
+
+    All ranks call this together. The budget is noted in `progress`, so that a resumed run keeps it.
+
+    Args:
+        config: of the run.
+        progress: of the run.
+        comm: the ranks, of which the one with the least memory counts.
+        durations_s: (U,) as long as the utterances can get.
+        make_probe: makes what measures memory; called only where there is a budget to find.
+    Raises:
+        ConfigError: nothing fits.
+    """
+    batching = config.batching
+    if not batching.auto:
+        return batching
+    if not progress.budget_s:
+        started = time.monotonic()
+        probe = make_probe()
+        world, seed = comm.world, config.train.seed
+        budget_s = largest_budget(
+            durations_s, batching, seed, world, probe, probe.available_bytes, world * probe.most_s
+        )
+        budget_s = min(comm.allgather(budget_s))
+        log.info("batching=auto: %g s of audio a batch, found in %.0f s", budget_s, time.monotonic() - started)
+        _warn_of_few_batches(durations_s, budget_s)
+        progress.budget_s = budget_s
+    return replace(batching, utterances=0, audio_s=progress.budget_s)
+
+
+def _warn_of_few_batches(durations_s: NDArray[np.float64], budget_s: float) -> None:
+    """Say so where a budget makes epochs of few steps: what fits is not always what learns."""
+    batches = len(plan_epoch(durations_s, BatchingConfig(utterances=0, audio_s=budget_s), 2, 0))
+    if batches < _FEW_BATCHES:
+        log.warning(
+            "batching=auto: %g s of audio make an epoch of %d batches; a model may learn faster from more and smaller "
+            "ones: batching=fixed batching.utterances=0 batching.audio_s=%g",
+            budget_s,
+            batches,
+            _down(max(float(durations_s.max()), float(durations_s.sum()) / _FEW_BATCHES)),
+        )
+
+
+def out_of_memory(
+    where: str, lengths_s: Tensor, configured: BatchingConfig, batching: BatchingConfig, *, graphs: bool
+) -> str:
+    """The message for a batch (lengths (B,) in seconds) that did not fit: what to lower, by the settings in use."""
+    return (
+        f"out of memory on {where}: {len(lengths_s)} utterances, the longest {float(lengths_s.max()):.1f} s. "
+        + (
+            f"batching=auto found {batching.audio_s:g} s, on more GPUs or with more memory free: go on with "
+            "batching=fixed batching.utterances=0 batching.audio_s=LESS "
+            if configured.auto
+            else f"Lower batching.utterances={batching.utterances} or batching.audio_s={batching.audio_s}, or let "
+            "batching=auto find what fits "
+        )
+        + "(and raise train.accumulate to keep the step's size), or lower data.max_duration_s; "
+        + ("train.graphs=off keeps no memory for CUDA graphs; " if graphs else "")
+        + "batching.longest_first=true shows the need in the first step"
+    )
+
+
+_USABLE = 0.92  # of the memory: the rest is for what the allocator cannot use between blocks of other sizes
+_OPTIMIZER_TENSORS = {"sgd": 1, "adamw": 2}  # of each weight's size, made by the first step
+
+
+class MemoryProbe:
+    """Measures the memory of both passes of training, on made-up audio and a second model with fresh weights.
+
+    Args:
+        config: of the run.
+        utterances: of the run.
+        speed: the least factor that utterances are slowed down by, at most 1.
+        alphabet, features: of the run, the latter on the device.
+        autocast: to bfloat16.
+        padded: as steps as CUDA graphs need it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        utterances: Sequence[Utterance],
+        alphabet: Alphabet,
+        features: Features,
+        *,
+        autocast: bool,
+        padded: bool,
+    ) -> None:
+        device = features.mean.device
+        self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
+        self._slowest = min(1.0, paces(config.augment)[0])
+        longest = self._samples(max(u.duration_s for u in utterances))
+        self._noise = 0.01 * torch.randn(longest, generator=torch.Generator().manual_seed(0))
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+        with torch.random.fork_rng(devices=[device]):
+            model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s).to(device)
+        freeze(model, config.train.freeze)
+        features = copy.deepcopy(features)
+        low = model.low_precision_parameters() if autocast else ()
+        self._gradients = GradientReducer(
+            model.parameters(), Communicator(device), int(config.comm.bucket_mib * 2**20), overlap=False, low=low
+        )
+        self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast)
+        self._inputs = InputMaker(features, model, config, device, padded=padded)
+        self._own = torch.cuda.memory_allocated(device) - before
+        self._later = _OPTIMIZER_TENSORS[config.optim.name] * _bytes(model.parameters())
+
+    @property
+    def available_bytes(self) -> float:
+        """Bytes that a rank may take: what is free, and what torch holds for this process."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return _USABLE * float(free + torch.cuda.memory_reserved(self._device))
+
+    @property
+    def most_s(self) -> float:
+        """Padded audio of which no activation has 2^31 values: past that libraries have slow ways or none."""
+        features = self._passes.features
+        values, bins, frames_per_s = 1.0, features.bins, 1 / features.step_s
+        for conv in self._config.model.convs:
+            bins, frames_per_s = -(-bins // conv.stride[0]), frames_per_s / conv.stride[1]
+            values = max(values, conv.channels * bins * frames_per_s)
+        return 2.0**31 / max(values, features.bins / features.step_s)
+
+    def __call__(self, indices: list[int]) -> float | None:
+        """Bytes at the peak of both passes over utterances, with what training will hold besides; None: too much."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            self._gradients.start_step()
+            inputs = self._inputs(self._batch(indices), 1)
+            self._passes.forward(inputs, len(indices), last=True, idle=False)
+            self._passes.backward()
+            self._gradients.finish_step()
+            torch.cuda.synchronize(self._device)
+        except torch.OutOfMemoryError:
+            return None
+        next_inputs = inputs.waveforms.nbytes  # made while this step runs
+        return torch.cuda.max_memory_allocated(self._device) - self._own + self._later + next_inputs
+
+    def _batch(self, indices: list[int]) -> Batch:
+        chosen = [self._utterances[index] for index in indices]
+        lengths = torch.tensor([self._samples(u.duration_s) for u in chosen])
+        waveforms = self._noise[: int(lengths.max())].to(self._device).repeat(len(chosen), 1)
+        labels = [torch.tensor(self._alphabet.encode(u.text), dtype=torch.int64) for u in chosen]
+        counts = torch.tensor([len(row) for row in labels])
+        padded = nn.utils.rnn.pad_sequence(labels, batch_first=True)
+        return Batch(waveforms, lengths, padded, counts, torch.tensor(indices))
+
+    def _samples(self, duration_s: float) -> int:
+        return int(duration_s / self._slowest * self._config.data.sample_rate_hz)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+_SIZES = 3  # of batches, the most frequent: each takes a moment to measure
+
+
+def choose_tiles(
+    progress: Progress, config: Config, precision: str, comm: Communicator, plan: Sequence[Sequence[int]]
+) -> None:
+    """Make all ranks use the same tiles of the recurrent kernels, and a resumed run those that it began with.
+
+    Rank 0 measures them when a run begins with `train.calibrate`, or $DS2_OPS_CALIBRATE, above 0. Another tile rounds
+    differently, so tiles are part of the run's progress.
+
+    Args:
+        progress: of the run; the tiles are written there.
+        config: of the run.
+        precision: "bf16" or "fp32".
+        comm: all ranks.
+        plan: an epoch's batches.
+    """
+    try:
+        most = config.train.calibrate or wanted()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if comm.rank == 0 and most and not progress.tiles and not progress.step and comm.device.type == "cuda":
+        sizes = Counter(len(deal(batch, 0, comm.world)) for batch in plan)
+        problems = recurrent_problems(config, precision, [size for size, _ in sizes.most_common(_SIZES)])
+        for problem in problems:
+            try:
+                progress.tiles |= calibrate([(problem, None)], comm.device.index or 0, most)
+            except DoesNotFit:
+                continue  # runs as a loop of products
+        log.info("recurrent kernels, fastest of %d: %s", most, progress.tiles or "none to choose")
+    progress.tiles = comm.broadcast(progress.tiles)
+    adopt(progress.tiles)
+
+
+def recurrent_problems(config: Config, precision: str, batches: Iterable[int]) -> list[Problem]:
+    """What a model's recurrent layers ask of the persistent kernels in steps of these batches, if anything."""
+    model, dtype = config.model, {"bf16": "bfloat16", "fp32": "float32"}[precision]
+    unasked = why_not_unasked(getattr(torch, dtype), torch.get_float32_matmul_precision())
+    if model.backend not in ("auto", "persistent") or (model.backend == "auto" and unasked):
+        return []
+    cell = {"rnn": model.nonlinearity, "lstm": "lstm", "gru": "gru_after"}[model.cell]
+    directions = (1, 2) if model.bidirectional else (1,)  # both at once, where they fit
+    return [
+        Problem(batch, model.hidden, dtype, cell, backward, ways)
+        for batch in batches
+        for backward in (False, True)
+        for ways in directions
+    ]

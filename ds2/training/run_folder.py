@@ -1,0 +1,160 @@
+"""A run folder: that it can be written, that one job at a time writes it, and the files that a run leaves in it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ds2.config.schema import Config
+from ds2.distributed.communicator import Communicator
+from ds2.model.checkpoint import save_model
+from ds2.system.files import remove_stale
+from ds2.system.machine import git_commit
+from ds2.system.tensor_file import CheckpointError
+from ds2.text.alphabet import Alphabet
+from ds2.training.state import TrainState, save_state
+
+log = logging.getLogger(__name__)
+_FREE_BYTES_AT_START = 256 * 2**20
+
+
+@contextmanager
+def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
+    """Let one job at a time write a run folder: rank 0 locks a file in it, and the system unlocks what a job leaves.
+
+    What killed jobs left half written in it is removed. A job that fails before it left anything takes its lock along.
+
+    Raises:
+        CheckpointError: another process holds the lock; names it. Or it removed the folder just then.
+    """
+    if comm.rank != 0:
+        yield
+        return
+    with (run_dir / "lock").open("a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            raise CheckpointError(
+                f"run folder {run_dir} is being written by {file.read()}: end that run or give another run_dir=..."
+            ) from error
+        except OSError as error:
+            log.warning("%s has no file locks (%s): start no second run there", run_dir, error)
+        if not os.fstat(file.fileno()).st_nlink:
+            raise CheckpointError(f"run folder {run_dir} was just removed by a run that failed: start this one again")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {comm.host}")
+        file.flush()
+        remove_stale(run_dir)
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if os.listdir(run_dir) == ["lock"]:
+                    (run_dir / "lock").unlink()
+            raise
+
+
+@contextmanager
+def make_folder(run_dir: Path) -> Iterator[None]:
+    """Make a run folder; if the block fails and leaves it empty, remove the folders that were made.
+
+    Raises:
+        CheckpointError: it cannot be written or its disk is full; raised before the first step, not after an epoch.
+    """
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        _probe(run_dir)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
+
+
+def _probe(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir) as probe:
+            probe.write(b"ds2")
+    except OSError as error:
+        raise CheckpointError(
+            f"run folder {run_dir} cannot be written: {error}; give another with run_dir=..."
+        ) from error
+    free = shutil.disk_usage(run_dir).free
+    if free < _FREE_BYTES_AT_START:
+        raise CheckpointError(
+            f"run folder {run_dir} has {free / 2**20:.0f} MiB left on its disk, "
+            f"{_FREE_BYTES_AT_START / 2**20:.0f} are needed to start: free some or give another with run_dir=..."
+        )
+
+
+class RunFiles:
+    """Writes the models and the trainer state of a run; all ranks call it, rank 0 writes.
+
+    Args:
+        run_dir: the folder.
+        config: of the run.
+        state: what is written, as it is at each call.
+        alphabet: of the model.
+        precision: that it is trained in.
+        comm: the ranks.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: Config, state: TrainState, alphabet: Alphabet, precision: str, comm: Communicator
+    ) -> None:
+        self.run_dir, self.config, self.state = run_dir, config, state
+        self.alphabet, self.precision, self.comm = alphabet, precision, comm
+
+    def keep_best(self, scores: Mapping[str, float]) -> bool:
+        """Write `best.safetensors` where these are the best scores so far; returns whether they are.
+
+        Args:
+            scores: "wer" and "cer" of the dev set; `train.metric` says which counts first, the other settles a draw.
+        """
+        progress = self.state.progress
+        first, second = ("cer", "wer") if self.config.train.metric == "cer" else ("wer", "cer")
+        best = {"wer": progress.best_wer, "cer": progress.best_cer}
+        better = (scores[first], scores[second]) < (best[first], best[second])
+        if better:
+            progress.best_wer, progress.best_cer, progress.best_epoch = scores["wer"], scores["cer"], progress.epoch
+            self._save_model("best", scores)
+        return better
+
+    def keep_last(self, metrics: Mapping[str, float]) -> None:
+        """Write `last.safetensors`, and with `checkpoint.keep_last` above 1 that many epochs by number."""
+        self._save_model("last", metrics)
+        keep = self.config.checkpoint.keep_last
+        if keep > 1 and self.comm.rank == 0:
+            self._save_model(f"epoch-{self.state.progress.epoch:04d}", metrics)
+            for old in sorted(self.run_dir.glob("epoch-*.safetensors"))[:-keep]:
+                old.unlink()
+
+    def save(self) -> None:
+        """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
+        if self.comm.rank == 0:
+            with self.comm.whereabouts.slow("saving"):
+                save_state(self.run_dir, self.state, self.config)
+
+    def _save_model(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Write the weights that evaluation uses as one self-contained model file."""
+        if self.comm.rank != 0:
+            return
+        state, progress = self.state, self.state.progress
+        facts = {
+            **metrics,
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "precision": self.precision,
+            "git_commit": git_commit(),
+        }
+        path = self.run_dir / f"{name}.safetensors"
+        save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts)
