@@ -212,14 +212,14 @@ class GraphedPasses(Passes):
         self._recorder = GraphRecorder()
         self._shapes: OrderedDict[tuple[int, ...], None] = OrderedDict()  # that have come, in the order of last use
         self._waveforms, self._numbers = torch.empty(0), torch.empty(0)
-        self._utterances, self._utterances_there = 0, torch.zeros(())  # of a step, on the host and on the device
+        self._utterances, self._utterances_on_device = 0, torch.zeros(())  # of a step, on the host and on the device
         self._running: RecordedPasses | None = None
 
     def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
         """As `Passes.forward`."""
         if utterances != self._utterances:
             self._utterances = int(utterances)
-            self._utterances_there = self._utterances_there.to(inputs.waveforms.device).fill_(self._utterances)
+            self._utterances_on_device = self._utterances_on_device.to(inputs.waveforms.device).fill_(self._utterances)
         sums = last and self.gradients.overlaps
         shape = (*inputs.shape, *self.gradients.variant)
         key = (*shape, int(sums), int(self.gradients.copied))
@@ -227,7 +227,7 @@ class GraphedPasses(Passes):
         may_replay = self._has_come_before(shape) and not idle and all(part.steady for part in self._host_states)
         if not may_replay or (recorded is None and not _fits_twice()):
             self._running, self.typical = None, False
-            return super().forward(inputs, self._utterances_there, last=last, idle=idle)
+            return super().forward(inputs, self._utterances_on_device, last=last, idle=idle)
         self.typical = recorded is not None
         if recorded is None:
             recorded = self.record(key, inputs, sums=sums)  # whose host state advances as if the passes had run
@@ -259,7 +259,7 @@ class GraphedPasses(Passes):
             self._recorder.new_pool()
         static = inputs.into(self._waveforms, self._numbers)
         with self._recorder.recording() as forward:
-            losses = super().forward(static, self._utterances_there, last=sums, idle=False)
+            losses = super().forward(static, self._utterances_on_device, last=sums, idle=False)
         with self._recorder.recording() as backward:
             super().backward()
             if sums:

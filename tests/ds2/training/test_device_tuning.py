@@ -100,7 +100,7 @@ def test_an_utterance_that_does_not_fit_is_said(size: float | None) -> None:
 
 def test_worst_parts_hold_the_most_audio_and_the_most_utterances() -> None:
     durations_s = np.array([19.0] * 4 + [1.0] * 18)
-    padded, most = worst_parts(durations_s, BatchingConfig(utterances=0, audio_s=19.5, buckets=2), 1, 1)
+    padded, most = worst_parts(durations_s, BatchingConfig(utterances=0, audio_s=19.5), 1, 1)
     assert len(most) == 18 and durations_s[most].max() == 1.0 and durations_s[padded].tolist() == [19.0]
 
 
