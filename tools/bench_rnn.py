@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops.recurrent.cells import CELLS, GATED
 from rnn_work import Work, peer_of
 from timing import Timing, graphed, machine, measure, measure_host
 
@@ -203,7 +203,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", help="B values; with --hidden")
     parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
-    parser.add_argument("--cell", "--nonlinearity", choices=tuple(ALL), default="relu")
+    parser.add_argument("--cell", "--nonlinearity", choices=tuple(CELLS), default="relu")
     parser.add_argument(
         "--contenders",
         nargs="+",

@@ -23,12 +23,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.cells import GATED
-from ds2_ops.recurrent.device import device_facts
-from ds2_ops.recurrent.gated import gemm
-from ds2_ops.recurrent.gated import persistent as gated
-from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.backends import gemm, persistent
+from ds2_ops.recurrent.calibrate import device_facts
+from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem
 from torch import Tensor
@@ -65,7 +62,7 @@ def cases(seed: int, case: int) -> Iterator[str]:
             continue
         shape, kind = (frames, batch, hidden), rng.choice(("ragged", "full", "random", "few"))
         lengths = _lengths(rng, frames, batch, kind)
-        persistent.plan_for = lambda wanted, *_: tiles[wanted.backward]  # noqa: B023  (used in this turn)
+        persistent.choose_tile = lambda wanted, *_: tiles[wanted.backward]  # noqa: B023  (used in this turn)
         wrong = _wrong(cell, dtype, shape, lengths, rng.random() < 0.7)
         names = " and ".join(tiles[backward].name for backward in (False, True))
         yield f"case {case}: {cell} {dtype} (T, B, H) = {shape}, {kind}, {names}: {wrong}" if wrong else ""
@@ -117,8 +114,9 @@ def _plain(cell: str, shape: tuple[int, int, int], kind: torch.dtype, lengths: T
     poisoned_x, poisoned_grad = poison_padding(x, lengths), poison_padding(grad_y, lengths)
 
     def ours() -> list[Tensor]:
-        y, h_n = persistent.forward(poisoned_x, weight, h0 if with_state else None, lengths, options)
-        grads = persistent.backward_data(poisoned_grad, grad_h_n if with_state else None, y, weight, lengths, options)
+        y, h_n = persistent_cases.forward(poisoned_x, weight, h0 if with_state else None, lengths, options)
+        last = grad_h_n if with_state else None
+        grads = persistent_cases.backward_data(poisoned_grad, last, y, weight, lengths, options)
         return [y, h_n, *grads]
 
     once, again = ours(), ours()
@@ -142,13 +140,11 @@ def _gated(cell: str, shape: tuple[int, int, int], kind: torch.dtype, lengths: T
         wide = gated_cases.wide(to)
         frames = [poison_padding(t, lengths) if poison else t for t in (x, grad_y)]
         h, c, grad_h, grad_c = (None if t is None else t.to(wide if i % 2 else to) for i, t in enumerate(ends))
-        given = (frames[0].to(to), weight.to(to), None if bias is None else bias.to(to), h, c, lengths, True)
-        *outputs, saved = module.forward(cell, *given)  # type: ignore[attr-defined]
-        back = module.backward_data(cell, frames[1].to(to), grad_h, grad_c, saved, given[1], lengths)  # type: ignore[attr-defined]
-        return [result for result in (*outputs, *back) if result.numel()]
+        inputs = (frames[0].to(to), weight.to(to), None if bias is None else bias.to(to), h, c)
+        return gated_cases.both_passes(module, cell, inputs, (frames[1].to(to), grad_h, grad_c), lengths)
 
     return (
-        (run(gated, kind, True), run(gated, kind, True)),
+        (run(persistent, kind, True), run(persistent, kind, True)),
         run(gemm, kind, False),
         run(gemm, torch.float64, False),
     )

@@ -10,8 +10,8 @@ import torch
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import run_loaded
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent.cells import ALL
-from ds2_ops.recurrent.gated import gemm
+from ds2_ops.recurrent.backends import gemm
+from ds2_ops.recurrent.cells import CELLS, Options
 from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from torch import Tensor
@@ -37,7 +37,7 @@ class Bench:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.device = problem, torch.device("cuda")
-        self.index, self.cell = torch.cuda.current_device(), ALL[problem.nonlinearity]
+        self.index, self.cell = torch.cuda.current_device(), CELLS[problem.nonlinearity]
         torch.manual_seed(problem.hidden + problem.batch)
         dtype = getattr(torch, problem.dtype)
         self.arrays: list[Tensor | None] = []
@@ -70,11 +70,11 @@ class Bench:
             if problem.backward:  # is given the transpose
                 saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
                 weight = matrix.double().view(hidden, gates * hidden).t()
-                grads = (self._few(0, hidden), None, carry, saved, weight, None)
-                return gemm.backward_data(problem.nonlinearity, *grads)[0]
+                grads = (self._few(0, hidden), None, carry)
+                return gemm.backward_data(*grads, grads[0], saved, weight, None, Options(problem.nonlinearity))[0]
             weight = matrix.double().view(gates * hidden, hidden)
             given = (self._few(0, gates * hidden), weight, None, None, carry, None)
-            return gemm.forward(problem.nonlinearity, *given, save=False)[0]
+            return gemm.forward(*given, Options(problem.nonlinearity))[0]
         double, outputs = matrix.double().view(hidden, hidden), []
         x, state = self._few(0, hidden), matrix.new_zeros(problem.batch, hidden, dtype=torch.float64)
         for t in range(CHECKED_FRAMES):

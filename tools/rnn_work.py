@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from ds2_ops import recurrence
-from ds2_ops.recurrent.cells import ALL, GATED
-from ds2_ops.recurrent.gated.op import gated
-from ds2_ops.recurrent.gated.reference import gated_reference
-from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.backends.reference import recurrence_reference
+from ds2_ops.recurrent.cells import CELLS, GATED
 from torch import Tensor, nn
 
 PEERS = {"lstm": "nn.LSTM", "gru_after": "nn.GRU", "gru_before": "nn.GRU"}  # of the last, only its time compares
@@ -23,7 +21,7 @@ class Work:
 
     def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, cell: str) -> None:
         self.hidden, self.batch, self.frames = hidden, batch, frames = size
-        self.dtype, self.device, self.cell, self.gates = dtype, device, cell, ALL[cell].gates
+        self.dtype, self.device, self.cell, self.gates = dtype, device, cell, CELLS[cell].gates
         torch.manual_seed(hidden + batch)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -64,10 +62,9 @@ class Work:
     def _run(
         self, given: Sequence[Tensor], h0: Tensor | None, c0: Tensor | None, lengths: Tensor | None, backend: str
     ) -> Sequence[Tensor]:
-        if self.cell not in GATED:
-            return recurrence(*given, h0, lengths, nonlinearity=self.cell, backend=backend)
         x, weight_hh, *bias = given
-        return gated(self.cell, x, weight_hh, bias[0] if bias else None, h0, c0, lengths, backend=backend)
+        own = {"bias_hn": bias[0] if bias else None, "c0": c0}
+        return recurrence(x, weight_hh, h0, lengths, cell=self.cell, backend=backend, **own)
 
     def torch_rnn(self, backward: bool) -> Callable[[], object]:
         """torch's module as a callable; it knows no clipping, which is not where its time goes."""
@@ -109,8 +106,8 @@ class Work:
     def error_of(self, y: Tensor) -> tuple[float, float]:
         """Relative RMS error against float64 of y without h0, and of the stock loop in the same precision."""
         given = (self.x.detach(), self.weight_hh.detach())
-        truth = gated_reference(self.cell, *(t.double() for t in given))[0]
-        stock = gated_reference(self.cell, *given)[0]
+        truth = recurrence_reference(*(t.double() for t in given), cell=self.cell)[0]
+        stock = recurrence_reference(*given, cell=self.cell)[0]
         first, second = (float((t.double() - truth).norm() / truth.norm()) for t in (y.detach(), stock))
         return first, second
 
@@ -124,10 +121,8 @@ class Work:
             return self._run([x, weight_hh, *rest[:-1]], rest[-1], None, lengths, backend)[:2]
 
         def reference(x: Tensor, weight_hh: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-            if self.cell not in GATED:
-                return recurrence_reference(x, weight_hh, rest[-1], lengths, nonlinearity=self.cell)
             bias = rest[0] if len(rest) > 1 else None
-            return gated_reference(self.cell, x, weight_hh, bias, rest[-1], None, lengths)[:2]
+            return recurrence_reference(x, weight_hh, rest[-1], lengths, cell=self.cell, bias_hn=bias)[:2]
 
         def run(op: Callable[..., Sequence[Tensor]], dtype: torch.dtype) -> Iterable[Tensor]:
             leaves = [t.detach().to(dtype).requires_grad_() for t in own]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent.device import device_facts
+from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem
 from plan_bench import FRAMES, Bench, clocked_text

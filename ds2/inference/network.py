@@ -22,7 +22,7 @@ from ds2_ops.convolution import streams
 from ds2_ops.convolution.carried import ConvInput, flattened, joined
 from ds2_ops.convolution.kernels import CHANNELS
 from ds2_ops.convolution.streams import StreamConvolution
-from ds2_ops.recurrent.backends import why_not_unasked
+from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.layer import lstm_layer, projected, recurrent_layer, why_not_beside
 from ds2_ops.row_convolution.chain import lookahead_chain
 from torch import Tensor, nn

@@ -9,8 +9,8 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
 from ds2_ops.lengths import turned
-from ds2_ops.recurrent.backends import why_not_unasked
-from ds2_ops.recurrent.persistent import why_not
+from ds2_ops.recurrent.backends.choose import why_not_unasked
+from ds2_ops.recurrent.backends.persistent import why_not
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -15,10 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from ds2_ops.recurrent.backends import why_not_unasked
-from ds2_ops.recurrent.calibrate import calibrate, wanted
+from ds2_ops.recurrent.backends.choose import why_not_unasked
+from ds2_ops.recurrent.calibrate import adopt, calibrate, wanted
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
-from ds2_ops.recurrent.planned import adopt
 from numpy.typing import NDArray
 from torch import Tensor, nn
 

@@ -16,25 +16,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds2_ops.recurrent.bidirectional import bidirectional
-    from ds2_ops.recurrent.gated.op import gru, lstm
-    from ds2_ops.recurrent.rnn import Recurrence, recurrence
+    from ds2_ops.recurrent.modules import GRU, LSTM, RNN, Recurrence
+    from ds2_ops.recurrent.op import bidirectional, gru, lstm, recurrence
     from ds2_ops.row_convolution.op import lookahead
 
-__all__ = ["Recurrence", "bidirectional", "gru", "lookahead", "lstm", "recurrence"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Recurrence",
+    "bidirectional",
+    "gru",
+    "lookahead",
+    "lstm",
+    "recurrence",
+]
 
-_HOMES = {
-    "Recurrence": "recurrent.rnn",
-    "bidirectional": "recurrent.bidirectional",
-    "gru": "recurrent.gated.op",
-    "lookahead": "row_convolution.op",
-    "lstm": "recurrent.gated.op",
-    "recurrence": "recurrent.rnn",
-}
+_HOMES = dict.fromkeys(("GRU", "LSTM", "RNN", "Recurrence"), "recurrent.modules")
+_HOMES |= dict.fromkeys(("bidirectional", "gru", "lstm", "recurrence"), "recurrent.op")
+_HOMES["lookahead"] = "row_convolution.op"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the torch ops when they are asked for: primitives serve processes that have no torch."""
+    """Import the torch ops when they are used: primitives serve processes that have no torch."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names too, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from ds2_ops.jit.launch import Launch
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent import persistent, projection, weights
+from ds2_ops.recurrent import layer
+from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
 from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
@@ -57,12 +58,12 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             error = library.run(launch.grid, seed, *host_arguments(launch.source, arguments))
             assert not error, error.decode()
 
-        monkeypatch.setattr(persistent, "plan_for", lambda *_: choice)
+        monkeypatch.setattr(persistent, "choose_tile", lambda *_: choice)
         monkeypatch.setattr(persistent, "device_index", lambda device: 0)
         monkeypatch.setattr(persistent, "run_on", run)
-        monkeypatch.setattr(projection, "run", run)
+        monkeypatch.setattr(layer, "run", run)
 
-    patch_run(monkeypatch, weights)
+    patch_run(monkeypatch, persistent)
     return use
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.recurrent.cells import GATED
-from ds2_ops.recurrent.gated.op import gated
+from ds2_ops import recurrence
+from ds2_ops.recurrent.cells import GATED, Options
 from torch import Tensor
 
 from support.op_cases import draw, on_cpu, on_gpu, outputs_and_gradients, relative_error
@@ -23,6 +23,37 @@ NAMES = {
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of c."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def gated(
+    cell: str,
+    x: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    lengths: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, h_n and c_n of a cell, the last empty where it has none."""
+    y, h_n, *c_n = recurrence(x, weight_hh, h0, lengths, cell=cell, bias_hn=bias, c0=c0, **options)
+    return y, h_n, c_n[0] if c_n else y.new_empty(0)
+
+
+def both_passes(
+    backend: Any,
+    cell: str,
+    inputs: Sequence[Tensor | None],
+    cotangents: Sequence[Tensor | None],
+    lengths: Tensor | None,
+    between: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """What a backend's module returns of both passes, less what the cell does not have and what is saved."""
+    options = Options(cell)
+    y, h_n, c_n, saved = backend.forward(*inputs, lengths, options, True)
+    between()
+    back = backend.backward_data(*cotangents, y, saved, inputs[1], lengths, options)
+    return [t for t in (y, h_n, c_n, *back) if t is not None]
 
 
 def problem(

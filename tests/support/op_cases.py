@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.backends.reference import recurrence_reference
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -37,9 +37,7 @@ def away_from_kinks(
         recurrent = state @ weight_hh.double().cpu().T
         for kink in (0.0, clip):
             x[t] += torch.where((x[t] + recurrent - kink).abs() < margin, 2 * margin, 0.0)
-        _, state = recurrence_reference(
-            x[None, t], weight_hh.double().cpu(), state, nonlinearity=nonlinearity, clip=clip
-        )
+        _, state = recurrence_reference(x[None, t], weight_hh.double().cpu(), state, cell=nonlinearity, clip=clip)
     return x
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from torch import Tensor
@@ -79,13 +79,28 @@ def inputs(
     return x, draw(2, hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5), h0, grad_y, grad_h_n
 
 
+def forward(
+    x: Tensor, weight_hh: Tensor, h0: Tensor | None, lengths: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """y and h_n of a cell of one gate on the persistent kernels."""
+    return persistent.forward(x, weight_hh, None, h0, None, lengths, options)[:2]
+
+
+def backward_data(
+    grad_y: Tensor, grad_h_n: Tensor | None, y: Tensor, weight_hh: Tensor, lengths: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and h0 of a cell of one gate on the persistent kernels."""
+    grad_x, _, grad_h0, _ = persistent.backward_data(grad_y, grad_h_n, None, y, None, weight_hh, lengths, options)
+    return grad_x, grad_h0
+
+
 def run(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], lengths: Tensor | None, nonlinearity: str
 ) -> list[Tensor]:
     x, weight_hh, h0, grad_y, grad_h_n = tensors
     options = Options(nonlinearity, CLIP)
-    y, h_n = persistent.forward(x, weight_hh, h0, lengths, options)
-    return [y, h_n, *persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)]
+    y, h_n = forward(x, weight_hh, h0, lengths, options)
+    return [y, h_n, *backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)]
 
 
 def assert_split_in_time_gives_the_same_bits(
@@ -93,10 +108,10 @@ def assert_split_in_time_gives_the_same_bits(
 ) -> None:
     x, weight_hh, h0, _, _ = inputs(shape, dtype)
     options = Options("tanh", CLIP)
-    whole, last = persistent.forward(x, weight_hh, h0, None, options)
+    whole, last = forward(x, weight_hh, h0, None, options)
     for cut in cuts:
-        head, state = persistent.forward(x[:cut], weight_hh, h0, None, options)
-        tail, end = persistent.forward(x[cut:], weight_hh, state, None, options)
+        head, state = forward(x[:cut], weight_hh, h0, None, options)
+        tail, end = forward(x[cut:], weight_hh, state, None, options)
         assert torch.equal(torch.cat([head, tail]), whole)
         assert torch.equal(end, last)
 
@@ -104,6 +119,6 @@ def assert_split_in_time_gives_the_same_bits(
 def assert_few_multiprocessors_give_the_same_bits(shape: tuple[int, int, int], max_sms: int) -> None:
     x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16)
     options = Options("relu", CLIP)
-    everything = persistent.forward(x, weight_hh, h0, None, options)
-    fewer = persistent.forward(x, weight_hh, h0, None, options._replace(max_sms=max_sms))
+    everything = forward(x, weight_hh, h0, None, options)
+    fewer = forward(x, weight_hh, h0, None, options._replace(max_sms=max_sms))
     assert all(torch.equal(a, b) for a, b in zip(everything, fewer, strict=True))

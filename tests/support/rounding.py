@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from ds2_ops.lengths import valid_frames
-from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.backends.reference import recurrence_reference
 from ds2_ops.row_convolution.reference import lookahead_reference
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def variances(
     lengths = torch.full((batch,), frames) if lengths is None else lengths.cpu().long()
     valid = valid_frames(lengths, frames)[:, :, None]
     first = torch.zeros_like(x[0]) if h0 is None else h0
-    y = recurrence_reference(x, weight, h0, lengths, nonlinearity=nonlinearity, clip=clip)[0]
+    y = recurrence_reference(x, weight, h0, lengths, cell=nonlinearity, clip=clip)[0]
     states = torch.cat([first[None], y])  # padding is never read: a frame after it is padding too
 
     state_variances = [torch.zeros_like(first)]

@@ -1,11 +1,13 @@
-"""Top-K calibration (GRNN, Holmes et al. 2019, section 7.2): of the K best tiles, the one that runs fastest here.
+"""Which kernel runs a problem on a GPU of this machine: the model's choice, or one that was measured.
 
-Off unless asked for, because another tile rounds differently: $DS2_OPS_CALIBRATE = K calibrates each problem when it is
-first met; :func:`calibrate` does so ahead, and ``planned.adopt`` takes what it returned, from another rank or an
-earlier run. What was measured is kept beside the compiled kernels, by GPU, driver and sources. Knows no framework.
+Top-K calibration (GRNN, Holmes et al. 2019, section 7.2) takes the fastest of the K tiles that the model ranks first.
+It is off unless asked for, because another tile rounds differently: $DS2_OPS_CALIBRATE = K calibrates each problem when
+it is first met; :func:`calibrate` does so ahead, and :func:`adopt` takes what it returned, from another rank or an
+earlier run. Measurements are kept beside the compiled kernels, by GPU, driver and sources. Imports no framework.
 Shape letters: T frames, B batch, H hidden.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -16,18 +18,95 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.jit.launch import launch_on
-from ds2_ops.recurrent.device import device_facts
 from ds2_ops.recurrent.plan.choose import rank, usable_sms
 from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
-from ds2_ops.recurrent.plan.problem import Choice, Problem
+from ds2_ops.recurrent.plan.problem import THREADS, Choice, DeviceFacts, Problem
 
 FRAMES, ROUNDS = 96, 5
+
+
+@functools.cache
+def device_facts(index: int) -> DeviceFacts:
+    """Ask the driver what CUDA device ``index`` can hold."""
+    facts = DeviceFacts(
+        name=runtime.device_name(index),
+        capability=runtime.capability(index),
+        sms=runtime.attribute(index, "MULTIPROCESSOR_COUNT"),
+        smem_bytes_per_block=runtime.smem_bytes_per_block(index),
+        active_clusters={},
+        clock_mhz=runtime.attribute(index, "CLOCK_RATE") // 1000,
+    )
+    if facts.capability != DeviceFacts().capability:
+        return facts
+    with runtime.current(index):
+        probe = runtime.load(f'extern "C" __global__ void __launch_bounds__({THREADS}, 1) ds2_kernel() {{}}', index)
+        active = {
+            cluster: runtime.max_active_clusters(
+                probe, block=THREADS, cluster=cluster, smem_bytes=facts.smem_bytes_per_block, stream=0
+            )
+            for cluster in (2, 3, 4, 5, 6, 8, 9, 16)
+        }
+    return replace(facts, active_clusters=active)
+
+
+_adopted: list[Mapping[str, str]] = []  # one, or none
+
+
+def adopt(choices: Mapping[str, str] | None) -> None:
+    """Use these tiles from now on, as :func:`ds2_ops.recurrent.calibrate.calibrate` returned them.
+
+    All other problems get the model's choice then, whatever $DS2_OPS_CALIBRATE says: what runs is what a checkpoint
+    holds, on every rank. None ends that.
+    """
+    _adopted[:] = [] if choices is None else [dict(choices)]
+    choose_tile.cache_clear()
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool = False) -> Choice:
+    """Choose for CUDA device ``index``.
+
+    Args:
+        problem: what is to run.
+        index: the device.
+        max_sms: as of `Options`.
+        early: as of `Options`: only the cluster design can, and of its sizes the largest is taken, as each adds up in
+            an order of its own. So the bits of an utterance do not depend on its batch.
+
+    Returns:
+        The adopted tile of the problem, else the calibrated one if $DS2_OPS_CALIBRATE asks for it, else the model's.
+
+    Raises:
+        DoesNotFit: no design can; the message gives the reason and the way out.
+    """
+    ranked = rank(problem, device_facts(index), max_sms)
+    if early and (clusters := [choice for choice in ranked if choice.design == "cluster"]):
+        largest = max(choice.launch.cluster for choice in clusters)
+        ranked = [choice for choice in clusters if choice.launch.cluster == largest]
+    key = key_of(problem, index, max_sms)
+    name = _adopted[0].get(key) if _adopted else None
+    if not _adopted and (most := wanted()):
+        name = calibrate([(problem, max_sms)], index, most)[key]
+    if name is None:
+        return ranked[0]
+    for choice in ranked:
+        if choice.name == name:
+            return choice
+    if early:
+        return ranked[0]
+    warnings.warn(
+        f"the tile {name!r} that was kept for {key} is not one of this version's: the model's choice runs instead",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return ranked[0]
 
 
 def wanted() -> int:

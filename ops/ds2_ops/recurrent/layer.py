@@ -1,24 +1,110 @@
 """A recurrent layer for inference, projection and recurrence, whose kernels overlap where they can.
 
-Shape letters: T frames, B batch, K width of the input, H hidden.
+Shape letters: T frames, B batch, R = T B rows, K width of the input, H hidden.
 """
+
+import functools
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ds2_ops.checks import check_like, check_shape, check_x, contiguous
-from ds2_ops.jit.launch import device_index
+from ds2_ops.jit.launch import Launch, device_index, run
 from ds2_ops.jit.runtime import capability
+from ds2_ops.jit.source import names, parameters, translation_unit
 from ds2_ops.lengths import check_lengths, lengths_on
-from ds2_ops.recurrent import persistent, projection
-from ds2_ops.recurrent.backends import resolve
-from ds2_ops.recurrent.cells import ALL
-from ds2_ops.recurrent.gated import persistent as gated_persistent
-from ds2_ops.recurrent.gated.op import check_tensors, lstm
-from ds2_ops.recurrent.plan.problem import Problem
-from ds2_ops.recurrent.planned import plan_for
-from ds2_ops.recurrent.rnn import options_of, recurrence
+from ds2_ops.recurrent.autograd import options_of
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.backends.choose import resolve
+from ds2_ops.recurrent.calibrate import choose_tile
+from ds2_ops.recurrent.cells import CELLS
+from ds2_ops.recurrent.op import check_tensors, lstm, recurrence
+from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Problem
+
+MOST_ROWS = 4096  # beyond, a library's product is several times as fast
+_SHARE_ROWS = 64  # that a block takes at least
+_SMS = 132  # multiprocessors of an H200
+_WIDE_ROWS = 256  # of x; from so many on a block has two tiles of W
+_WIDE_PAIRS = 6  # along K for which two tiles' registers suffice, and _NARROW_PAIRS those of two such blocks
+_NARROW_PAIRS = 3
+_CLUSTER = 16  # blocks of one launch fill few GPCs, so that the recurrence behind finds a whole one
+_MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x are in registers beside the weights
+_PROJECTION = parameters(
+    """const void* x, const void* matrix, const void* bias, const int* begin, void* z,
+    int rows, int batch, int width, int hidden, int shares"""
+)
+
+
+def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
+    """Say why the kernel does not run this projection; None if it does.
+
+    Args:
+        x: (T, B, K).
+        weight: (H, K); bias: (H,).
+    """
+    rows, width = x.shape[0] * x.shape[1], x.shape[2]
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"x is {x.dtype}, the kernel multiplies 16-bit numbers"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"x has {rows} rows, the kernel takes 1 to {MOST_ROWS}"
+    if _pairs(width) > _MOST_PAIRS or width % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return f"rows of {width} numbers are too long, or do not start at multiples of 16 bytes"
+    if not (weight.is_contiguous() and bias.is_contiguous()):  # they are read before what would copy them has ended
+        return "weight or bias is not contiguous"
+    return None
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, beside: bool = False) -> Tensor:
+    """Compute z = x W^T + b, 0 before each utterance's first frame.
+
+    Args:
+        x: (T, B, K) contiguous, bfloat16 or float16, on a CUDA device.
+        weight: (H, K) and bias: (H,), contiguous.
+        begin: (B,) int32 first frames, or None for 0.
+        beside: start in turn, in blocks of their own: clusters would wait for those of recurrences on other streams.
+
+    Returns:
+        (T, B, H). Its bits do not depend on T, B or the other rows.
+    """
+    frames, batch, width = x.shape
+    hidden = weight.shape[0]
+    z = x.new_empty(frames, batch, hidden)
+    dtype = str(x.dtype).removeprefix("torch.")
+
+    def what() -> str:
+        return f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}"
+
+    rows = frames * batch
+    launch, shares = projection_launch(width, hidden, dtype, beside, rows)
+    run(launch, [x, weight, bias, begin, z, rows, batch, width, hidden, shares], what, x.device)
+    return z
+
+
+@functools.lru_cache(maxsize=256)
+def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1) -> tuple[Launch, int]:
+    """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
+    pairs = _pairs(width)
+    tiles = 2 if rows >= _WIDE_ROWS and pairs <= _WIDE_PAIRS else 1
+    blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # that run at once
+    across = -(-hidden // (tiles * MMA_ROWS))
+    shares = max(1, min(-(-rows // _SHARE_ROWS), blocks // across))
+    cluster = 1 if beside or shares > 1 else _CLUSTER
+    smem_bytes = tiles * WARPS * THREADS * 4
+    source = translation_unit(
+        "recurrent/projection.cuh",
+        _PROJECTION,
+        f"    ds2::project<Shape>({{{names(_PROJECTION)}}});\n",
+        ahead=f"using Shape = ds2::ProjectionShape<ds2::{NUMBERS[dtype][0]}, {pairs}, {tiles}, {cluster}>;\n"
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "layer.py and projection.cuh disagree");\n',
+        launch_bounds="Shape::ALL_THREADS, 1",
+    )
+    grid = -(-across // cluster) * cluster * shares
+    return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not beside), shares
+
+
+def _pairs(width: int) -> int:
+    return -(-width // (2 * 2 * MMA_WORDS * WARPS))
 
 
 @torch.no_grad()
@@ -39,10 +125,10 @@ def recurrent_layer(
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
-    On the persistent kernels and up to `projection.MOST_ROWS` rows T B, both kernels load their weights while those
+    On the persistent kernels and up to `MOST_ROWS` rows T B, both kernels load their weights while those
     before them on the stream still run (programmatic dependent launch), launched plainly or recorded in a CUDA graph.
     So the weights must be older than the kernels of this function that are still under way. The bits of an utterance
-    then depend neither on its batch nor on how its frames are cut (`ds2_ops.recurrent.planned.plan_for`).
+    then depend neither on its batch nor on how its frames are cut (`ds2_ops.recurrent.calibrate.choose_tile`).
 
     Args:
         x: (T, B, K).
@@ -65,12 +151,11 @@ def recurrent_layer(
     early = _starts_early(x, (weight_ih, bias, weight_hh), nonlinearity, backend, max_sms)
     z = _projected_aside(x, weight_ih, bias, begin, aside)
     if early:
-        if h0 is not None:
-            check_shape("h0", h0, (x.shape[1], hidden), "(B, H)")
-            check_like("h0", h0, x)
+        check_tensors(nonlinearity, z, weight_hh, None, h0, None)
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
-        return persistent.forward(z, weight_hh, contiguous(h0), _lengths_of(z, lengths), options)
-    return recurrence(z, weight_hh, h0, lengths, nonlinearity=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
+        return persistent.forward(z, weight_hh, None, contiguous(h0), None, _lengths_of(z, lengths), options)[:2]
+    y, h_n = recurrence(z, weight_hh, h0, lengths, cell=nonlinearity, clip=clip, backend=backend, max_sms=max_sms)
+    return y, h_n
 
 
 @torch.no_grad()
@@ -110,8 +195,11 @@ def lstm_layer(
     z = _projected_aside(x, weight_ih, bias, begin, aside)
     if early:
         check_tensors("lstm", z, weight_hh, None, h0, c0)
-        given = ("lstm", z, weight_hh, None, contiguous(h0), contiguous(c0), _lengths_of(z, lengths))
-        return gated_persistent.forward(*given, save=False, max_sms=max_sms, early=True)[:3]
+        options = options_of("lstm", 20.0, max_sms, x.dtype, early=True)
+        states = contiguous(h0), contiguous(c0)
+        y, h_n, c_n, _ = persistent.forward(z, weight_hh, None, *states, _lengths_of(z, lengths), options)
+        assert c_n is not None
+        return y, h_n, c_n
     return lstm(z, weight_hh, h0, c0, lengths, backend=backend, max_sms=max_sms)
 
 
@@ -135,20 +223,20 @@ def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> 
 def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, beside: bool = False) -> Tensor:
     """Compute W x + b without gradients, 0 before each utterance's first frame.
 
-    On a Hopper GPU in 16-bit types, up to `projection.MOST_ROWS` rows T B, its bits do not depend on T and B.
+    On a Hopper GPU in 16-bit types, up to `MOST_ROWS` rows T B, its bits do not depend on T and B.
 
     Args:
         x: (T, B, K) contiguous.
         weight: (H, K); bias: (H,); older than the kernels that are still under way.
         begin: (B,) int32 first frames on the device, or None for 0.
-        beside: as of `projection.project`.
+        beside: as of `project`.
 
     Returns:
         (T, B, H).
     """
     hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
-    if hopper and projection.why_not(x, weight, bias) is None:
-        return projection.project(x, weight, bias, begin, beside=beside)
+    if hopper and why_no_projection(x, weight, bias) is None:
+        return project(x, weight, bias, begin, beside=beside)
     z = functional.linear(x, weight, bias)
     return z if begin is None else z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
 
@@ -174,9 +262,9 @@ def why_not_beside(
     reason = persistent.why_not(1, batch, hidden, dtype, device, cell, max_sms)
     if reason is None:
         problem, index = persistent.problem_of(batch, hidden, dtype, cell, False), device_index(device)
-        if plan_for(problem, index, max_sms, True).launch.cooperative:
+        if choose_tile(problem, index, max_sms, True).launch.cooperative:
             reason = f"recurrences of {hidden} units and {batch} utterances wait for a whole chip"
-        elif ALL[cell].gates > 1 and (dtype == torch.float32 or not _in_clusters(problem, index, None)):
+        elif CELLS[cell].gates > 1 and (dtype == torch.float32 or not _in_clusters(problem, index, None)):
             reason = f"{cell} layers of {hidden} units in {dtype} would have other bits on few multiprocessors"
     return reason
 
@@ -189,14 +277,14 @@ def _starts_early(
     Those that are not contiguous are copied, and a copy is no older than what still runs.
     """
     weight_ih, bias, weight_hh = weights
-    if not (x.is_cuda and weight_hh.is_contiguous()) or projection.why_not(x, weight_ih, bias) is not None:
+    if not (x.is_cuda and weight_hh.is_contiguous()) or why_no_projection(x, weight_ih, bias) is not None:
         return False
     pre_activations = x[..., :1].expand(-1, -1, len(weight_ih))
     if resolve(backend, pre_activations, cell, max_sms) != "persistent":
         return False
-    index, hidden = device_index(x.device), len(weight_ih) // ALL[cell].gates
+    index, hidden = device_index(x.device), len(weight_ih) // CELLS[cell].gates
     problem = persistent.problem_of(x.shape[1], hidden, x.dtype, cell, False)
-    return _in_clusters(problem, index, max_sms) and plan_for(problem, index, max_sms, True).design == "cluster"
+    return _in_clusters(problem, index, max_sms) and choose_tile(problem, index, max_sms, True).design == "cluster"
 
 
 def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
@@ -205,5 +293,6 @@ def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
     Small layers with gates have a faster design, which does not start early.
     """
     return (
-        ALL[problem.nonlinearity].gates == 1 or plan_for(problem._replace(batch=1), index, max_sms).design == "cluster"
+        CELLS[problem.nonlinearity].gates == 1
+        or choose_tile(problem._replace(batch=1), index, max_sms).design == "cluster"
     )

@@ -19,10 +19,10 @@ from typing import Any
 from ds2_ops.jit import runtime
 from ds2_ops.jit.launch import launch_on
 from ds2_ops.recurrent.arrays import ALIGNMENT, Array, aligned, contiguous, move, product, stream_handle, view
-from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.calibrate import choose_tile
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.plan.entry import pass_arguments
 from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, DoesNotFit, Problem, check_rows
-from ds2_ops.recurrent.planned import plan_for
 
 
 class _Op:
@@ -31,7 +31,7 @@ class _Op:
     Args:
         frames, batch, hidden: T, B, H.
         dtype: "bfloat16", "float16" or "float32", of all arrays but lengths and c.
-        cell: a name in ``cells.ALL``: "relu", "clipped_relu", "tanh", "lstm", "gru_after" (reset after the product).
+        cell: a name in ``cells.CELLS``: "relu", "clipped_relu", "tanh", "lstm", "gru_after" (reset after the product).
         clip: of "clipped_relu", representable in the dtype.
         any_layout: arrays may have other strides than contiguous ones, results may be added to what is there: takes a
             larger workspace.
@@ -65,9 +65,9 @@ class _Op:
             raise DoesNotFit(f"(T, B, H) is {(frames, batch, hidden)}, allowed are sizes of 1 or more")
         check_rows(frames, batch)
         self.problem = Problem(batch, hidden, dtype, cell, self.backward)
-        self.choice = plan_for(self.problem, device, max_sms)
+        self.choice = choose_tile(self.problem, device, max_sms)
         self.frames, self.clip, self.device = frames, clip, device
-        self.cell = ALL[cell]
+        self.cell = CELLS[cell]
         self._shapes = self._arrays()
         self.workspace_bytes = aligned(4 * self.choice.exchange_words)  # the exchange comes first
         self._rooms: dict[str, int] = {}  # of arrays' copies: where they begin

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ds2_ops import recurrence
 from ds2_ops.jit import runtime
-from ds2_ops.recurrent import calibrate, planned
+from ds2_ops.recurrent import calibrate
 from ds2_ops.recurrent.plan.choose import rank
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
 from support.op_cases import relative_error
@@ -32,17 +32,17 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[l
     monkeypatch.delenv("DS2_OPS_CALIBRATE", raising=False)
     monkeypatch.setattr(calibrate, "measure", measure)
     monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
-    monkeypatch.setattr(planned, "device_facts", lambda index: DeviceFacts())
+    monkeypatch.setattr(calibrate, "device_facts", lambda index: DeviceFacts())
     monkeypatch.setattr(runtime, "device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(runtime, "driver_version", lambda: "13.0")
     monkeypatch.setattr(calibrate, "sources_digest", lambda: "abc")
-    planned.adopt(None)
+    calibrate.adopt(None)
     yield seen
-    planned.adopt(None)
+    calibrate.adopt(None)
 
 
 def test_nothing_is_measured_unless_asked_for(measured: list[list[str]]) -> None:
-    assert planned.plan_for(PROBLEM, 0, None).name == RANKED[0]
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[0]
     assert not measured
 
 
@@ -50,16 +50,16 @@ def test_the_fastest_of_the_best_runs_and_is_remembered(
     measured: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "3")
-    assert planned.plan_for(PROBLEM, 0, None).name == RANKED[2]
-    planned.plan_for.cache_clear()  # another process
-    assert planned.plan_for(PROBLEM, 0, None).name == RANKED[2]
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[2]
+    calibrate.choose_tile.cache_clear()  # another process
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[2]
     assert measured == [RANKED[:3]]
     ((path, record),) = calibrate.records()
     assert (record["gpu"], record["driver"], record["sources"]) == ("NVIDIA H200", "13.0", "abc")
     assert record["choices"][KEY]["name"] == RANKED[2]
-    planned.plan_for.cache_clear()
+    calibrate.choose_tile.cache_clear()
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "4")  # more than were measured
-    assert planned.plan_for(PROBLEM, 0, None).name == RANKED[3]
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[3]
     assert len(measured) == 2
     assert calibrate.forget() == 1
     assert not path.exists()
@@ -94,14 +94,14 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
     measured: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "2")
-    planned.adopt({KEY: RANKED[4]})
-    assert planned.plan_for(PROBLEM, 0, None).name == RANKED[4]
+    calibrate.adopt({KEY: RANKED[4]})
+    assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[4]
     other = PROBLEM._replace(batch=8)
-    assert planned.plan_for(other, 0, None).name == rank(other, DeviceFacts())[0].name
+    assert calibrate.choose_tile(other, 0, None).name == rank(other, DeviceFacts())[0].name
     assert not measured
-    planned.adopt({KEY: "of another version"})
+    calibrate.adopt({KEY: "of another version"})
     with pytest.warns(RuntimeWarning, match="'of another version' that was kept .* model's choice runs instead"):
-        assert planned.plan_for(PROBLEM, 0, None).name == RANKED[0]
+        assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[0]
 
 
 def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +123,10 @@ def test_calibrated_tiles_give_the_results_of_the_others(monkeypatch: pytest.Mon
     assert len(times) == 4
     assert name == min(times, key=times.get)
     try:
-        planned.adopt({key: max(times, key=times.get)})
+        calibrate.adopt({key: max(times, key=times.get)})
         ours, _ = recurrence(x, weight_hh, h0, nonlinearity="relu", backend="persistent")
     finally:
-        planned.adopt(None)
+        calibrate.adopt(None)
     assert relative_error(ours, expected) < 0.01
 
 
@@ -136,5 +136,5 @@ def test_what_starts_early_adds_up_in_one_order_whatever_the_batch(
 ) -> None:
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "2")
     for batch in (1, 2, 7, 32, 64, 128, 256):
-        found = planned.plan_for(Problem(batch, hidden, "bfloat16", "relu", False), 0, max_sms, True)
+        found = calibrate.choose_tile(Problem(batch, hidden, "bfloat16", "relu", False), 0, max_sms, True)
         assert (found.design, found.launch.cluster) == ("cluster", 16)

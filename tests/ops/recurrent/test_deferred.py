@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.recurrent import gemm, persistent, rnn, weights
+from ds2_ops import recurrence
+from ds2_ops.recurrent import op
+from ds2_ops.recurrent.backends import gemm, persistent
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.deferred import DeferredGradients
-from ds2_ops.recurrent.rnn import recurrence
+from support.op_cases import assert_same_bits
 from support.recording import pretend_to_record
+from support.sinks import like
 from torch import Tensor
 
 
@@ -29,16 +33,16 @@ def test_what_is_held_back_runs_beside_a_recurrence_and_is_waited_for_before_the
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = pretend_to_record(monkeypatch)
-    beside = DeferredGradients(lambda: log.append("joined"))
+    deferred = DeferredGradients(lambda: log.append("joined"))
     layers = [Layer(name, log) for name in "abcd"]
     for layer in layers:
-        beside.expect_backward(layer)
+        deferred.expect_backward(layer)
     for layer in (layers[2], layers[0]):  # nobody goes back through d; b is skipped
-        with beside.during_recurrence(layer):
+        with deferred.during_recurrence(layer):
             log.append(f"recurrence {layer.name}")
-        beside.later(*(functools.partial(log.append, f"{what} of {layer.name}") for what in ("product", "done")))
+        deferred.later(*(functools.partial(log.append, f"{what} of {layer.name}") for what in ("product", "done")))
         log.append(f"projection of {layer.name}")
-    beside.flush()
+    deferred.flush()
     assert log == [
         "recurrence c",
         "side waits for what came before 0",
@@ -57,7 +61,7 @@ def test_what_is_held_back_runs_beside_a_recurrence_and_is_waited_for_before_the
         "done of a",
         "joined",
     ]
-    beside.flush()
+    deferred.flush()
     assert log[-1] == "joined" and len(log) == 16
 
 
@@ -65,67 +69,59 @@ def test_what_is_done_for_the_first_time_behind_a_pass_that_failed_is_not_told_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = pretend_to_record(monkeypatch)
-    beside = DeferredGradients(lambda: log.append("joined"))
+    deferred = DeferredGradients(lambda: log.append("joined"))
     layer = Layer("a", log)
-    beside.expect_backward(layer)
-    beside.later(lambda: log.append("product"), lambda: log.append("done"))
-    with beside.during_recurrence(layer):
+    deferred.expect_backward(layer)
+    deferred.later(lambda: log.append("product"), lambda: log.append("done"))
+    with deferred.during_recurrence(layer):
         log.append("recurrence a")
-    beside.begin()
-    beside.flush()
+    deferred.begin()
+    deferred.flush()
     assert log == ["recurrence a", "side waits for what came before 0", "product"]
 
 
 def test_launch_by_launch_nothing_is_held_back() -> None:
     done: list[int] = []
-    beside = DeferredGradients()
-    beside.later(lambda: done.append(1), lambda: done.append(2))
-    assert done == [1, 2] and not beside.recording()
-
-
-class Gradient:
-    """A sink that keeps a gradient."""
-
-    def __init__(self, beside: DeferredGradients) -> None:
-        self.deferred, self.value = beside, torch.zeros(0)
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        def work() -> None:
-            self.value = left @ right
-
-        self.deferred.later(work)
+    deferred = DeferredGradients()
+    deferred.later(lambda: done.append(1), lambda: done.append(2))
+    assert done == [1, 2] and not deferred.recording()
 
 
 def test_gradients_with_products_and_transposes_beside_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
     frames, batch, hidden, depth = 6, 2, 8, 3
-    asked: list[Tensor] = []
+    loaded: list[Tensor] = []
 
-    def backward_data(*given: Any) -> tuple[Tensor, Tensor]:
-        asked.append(given[-1])
-        return gemm.backward_data(*given[:-1])
+    def backward_data(*inputs: Any) -> Any:
+        loaded.append(inputs[-1])
+        return gemm.backward_data(*inputs[:-1])
 
     def transpose(result: Tensor, matrix: Tensor) -> None:
         result.copy_(matrix.t())
 
-    results = []
-    for beside in (False, True):
-        if beside:
-            log = pretend_to_record(monkeypatch)
-            monkeypatch.setattr(rnn, "settle", lambda *_: "persistent")
-            monkeypatch.setattr(persistent, "forward", gemm.forward)
-            monkeypatch.setattr(persistent, "backward_data", backward_data)
-            monkeypatch.setattr(weights, "transpose_into", transpose)
-        generator = torch.Generator().manual_seed(1)
-        held = DeferredGradients()
-        sinks = [Gradient(held) for _ in range(depth)]
-        matrices = [(0.3 * torch.randn(hidden, hidden, generator=generator)).requires_grad_() for _ in sinks]
-        x = torch.randn(frames, batch, hidden, generator=generator).requires_grad_()
-        y = x
-        for matrix, sink in zip(matrices, sinks, strict=True):
-            y = recurrence(y, matrix, weight_sink=sink)[0]
-        y.square().sum().backward()
-        held.flush()
-        results.append([x.grad, *(sink.value for sink in sinks)])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    assert all(torch.equal(given, matrix.t()) for given, matrix in zip(asked, reversed(matrices), strict=True))
-    assert log.count("main waits for side") == depth
+    for cell in ("relu", "lstm", "gru_after"):
+        results = []
+        rows = CELLS[cell].gates * hidden
+        for recorded in (False, True):
+            with monkeypatch.context() as patch:
+                if recorded:
+                    loaded.clear()
+                    log = pretend_to_record(patch)
+                    patch.setattr(op, "backend_for", lambda *_: "persistent")
+                    patch.setattr(persistent, "forward", gemm.forward)
+                    patch.setattr(persistent, "backward_data", backward_data)
+                    patch.setattr(persistent, "transpose_into", transpose)
+                generator = torch.Generator().manual_seed(1)
+                deferred = DeferredGradients()
+                matrices = [0.3 * torch.randn(rows, hidden, generator=generator) for _ in range(depth)]
+                sinks = [like(matrix, deferred) for matrix in matrices]
+                x = torch.randn(frames, batch, hidden, generator=generator).requires_grad_()
+                y = x
+                for matrix, sink in zip(matrices, sinks, strict=True):
+                    z = y.repeat(1, 1, CELLS[cell].gates)
+                    y = recurrence(z, matrix.requires_grad_(), cell=cell, weight_sink=sink)[0]
+                y.square().sum().backward()
+                deferred.flush()
+                results.append([x.grad, *(sink.value for sink in sinks)])
+        assert_same_bits(*results)
+        assert all(torch.equal(one, matrix.t()) for one, matrix in zip(loaded, reversed(matrices), strict=True))
+        assert log.count("main waits for side") == depth

@@ -6,11 +6,16 @@ import pytest
 import torch
 from ds2_ops import lstm, recurrence
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.gated import persistent as gated_persistent
-from ds2_ops.recurrent.layer import lstm_layer, recurrent_layer
-from ds2_ops.recurrent.projection import MOST_ROWS, project, projection_launch, why_not
-from ds2_ops.recurrent.rnn import options_of
+from ds2_ops.recurrent.autograd import options_of
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.layer import (
+    MOST_ROWS,
+    lstm_layer,
+    project,
+    projection_launch,
+    recurrent_layer,
+    why_no_projection,
+)
 from support.op_cases import CUDA, assert_same_bits, relative_error
 from torch import Tensor
 
@@ -63,9 +68,9 @@ def test_wrong_arguments_are_refused() -> None:
 def test_the_projection_takes_weights_only_as_they_lie_in_rows() -> None:
     ih, bias, _ = weights(32, 16, torch.bfloat16, torch.device("cpu"))
     x = torch.zeros(4, 2, 16, dtype=torch.bfloat16)
-    assert why_not(x, ih, bias) is None
+    assert why_no_projection(x, ih, bias) is None
     for wrong in ((ih.t().contiguous().t(), bias), (ih, torch.zeros(64, dtype=torch.bfloat16)[::2])):
-        assert why_not(x, *wrong) == "weight or bias is not contiguous"
+        assert why_no_projection(x, *wrong) == "weight or bias is not contiguous"
 
 
 @pytest.mark.parametrize(
@@ -162,15 +167,12 @@ def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: di
 
     `recurrence` may choose another design or size of cluster than what starts early, which adds up in another order.
     """
-    options = options_of("relu", 0.0, None, x.dtype, early=True)
     for ih, bias, hh in layers:
         z = project(x, ih, bias, None)
         torch.cuda.synchronize()
-        if len(ih) == len(hh.t()):
-            x, _ = persistent.forward(z, hh, given["h0"], given["lengths"], options)
-        else:
-            states = given["h0"], None, given["lengths"]
-            x, *_ = gated_persistent.forward("lstm", z, hh, None, *states, save=False, early=True)
+        cell = "relu" if len(ih) == len(hh.t()) else "lstm"
+        options = options_of(cell, 20.0, None, x.dtype, early=True)
+        x = persistent.forward(z, hh, None, given["h0"], None, given["lengths"], options)[0]
         torch.cuda.synchronize()
     return x
 

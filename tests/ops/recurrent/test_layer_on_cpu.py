@@ -7,16 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops.recurrent import persistent, projection
-from ds2_ops.recurrent.gated import gemm
-from ds2_ops.recurrent.gated import persistent as gated_persistent
-from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent import layer
+from ds2_ops.recurrent.backends import gemm, persistent
+from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Problem
 from support.chip import Faults, patch, small_chip
 from support.gated_cases import problem
 from support.op_cases import CPU, ragged_lengths, relative_error
-from support.persistent_cases import CLIP, forward_loop, inputs
+from support.persistent_cases import CLIP, forward, forward_loop, inputs
 
 CLUSTER, PROJECTION = (f"recurrent/{name}.cuh" for name in ("cluster", "projection"))
 
@@ -35,7 +34,7 @@ def recur(chip: Callable[..., None], shape: tuple[int, int, int], groups: int, f
     chip(next(choice for choice in choices if choice.groups == groups), 1, faults)
     x, weight_hh, h0, _, _ = inputs(shape, torch.bfloat16, CPU)
     lengths = ragged_lengths(frames, batch).to(torch.int32)
-    found = persistent.forward(x, weight_hh, h0, lengths, Options("tanh", CLIP, early=True))
+    found = forward(x, weight_hh, h0, lengths, Options("tanh", CLIP, early=True))
     true = forward_loop(x.double(), weight_hh.double(), h0.double(), lengths, "tanh")
     stock = forward_loop(x, weight_hh, h0, lengths, "tanh")
     for ours, exact, other in zip(found, true, stock, strict=True):
@@ -49,12 +48,12 @@ def recur_gates(chip: Callable[..., None], cell: str, shape: tuple[int, int, int
     (x, weight_hh, bias, h0, c0), _ = problem(cell, shape, CPU, torch.bfloat16)
     assert x is not None and weight_hh is not None and h0 is not None
     lengths = ragged_lengths(*shape[:2]).to(torch.int32)
-    found = gated_persistent.forward(cell, x, weight_hh, bias, h0, c0, lengths, save=False, early=True)[:3]
+    found = persistent.forward(x, weight_hh, bias, h0, c0, lengths, Options(cell, early=True))[:3]
     exact = (None if t is None else t.double() for t in (x, weight_hh, bias, h0, c0))
-    true = gemm.forward(cell, *exact, lengths, False)[:3]  # type: ignore[arg-type]
-    stock = gemm.forward(cell, x, weight_hh, bias, h0, c0, lengths, False)[:3]
+    true = gemm.forward(*exact, lengths, Options(cell))[:3]  # type: ignore[arg-type]
+    stock = gemm.forward(x, weight_hh, bias, h0, c0, lengths, Options(cell))[:3]
     for ours, right, other in zip(found, true, stock, strict=True):
-        assert not ours.numel() or relative_error(ours, right) <= 2 * relative_error(other, right)
+        assert ours is None or relative_error(ours, right) <= 2 * relative_error(other, right)
 
 
 def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], faults: Faults = ()) -> None:
@@ -70,9 +69,9 @@ def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], fault
     begun = (torch.arange(frames)[:, None] >= begin)[:, :, None]
     true = torch.nn.functional.linear(x.double(), weight.double(), bias.double()) * begun
     stock = torch.nn.functional.linear(x, weight, bias) * begun
-    found = projection.project(x, weight, bias, begin)
+    found = layer.project(x, weight, bias, begin)
     assert relative_error(found, true) <= 2 * relative_error(stock, true)
-    alone = [projection.project(frame[None], weight, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)]
+    alone = [layer.project(frame[None], weight, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)]
     assert torch.equal(found, torch.cat(alone))  # of many rows a block has two tiles, of few one
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops.recurrent.reference import recurrence_reference
+from ds2_ops.recurrent.backends.reference import recurrence_reference
 from support.op_cases import CPU, outputs_and_gradients, ragged_lengths
 from support.recurrence_cases import CLIP, problem
 from support.rounding import Arithmetic, variances, worst_share
@@ -70,7 +70,7 @@ def case(
     inputs, cotangents = problem(shape, CPU, dtype, nonlinearity=nonlinearity)
     lengths = ragged_lengths(*shape[:2])
     truth = outputs_and_gradients(
-        lambda *leaves: recurrence_reference(*leaves, lengths, nonlinearity=nonlinearity, clip=CLIP),
+        lambda *leaves: recurrence_reference(*leaves, lengths, cell=nonlinearity, clip=CLIP),
         [t.double() for t in inputs],
         [t.double() for t in cotangents],
     )

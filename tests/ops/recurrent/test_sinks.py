@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
-from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.deferred import DeferredGradients
 from support.op_cases import CPU, CUDA, assert_same_bits, draw, ragged_lengths, relative_error
 from support.sinks import like
@@ -25,14 +25,14 @@ def call(cell: str, x: Tensor, weight_hh: Tensor, bias: Tensor | None, h0: Tenso
 
 def tensors(cell: str, device: torch.device, dtype: torch.dtype, ways: tuple[int, ...] = ()) -> list[Tensor | None]:
     """x, weight_hh and bias_hn."""
-    gates, hidden = ALL[cell].gates, 8
+    gates, hidden = CELLS[cell].gates, 8
     x = draw(1, 5, 3, *ways, gates * hidden, device=device, dtype=dtype)
     weight = draw(2, *ways, gates * hidden, hidden, device=device, dtype=dtype, scale=0.9 * hidden**-0.5)
     bias = draw(3, *ways, hidden, device=device, dtype=dtype) if cell.startswith("gru") else None
     return [x, weight, bias]
 
 
-@pytest.mark.parametrize("cell", ALL)
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("with_h0", [False, True])
 def test_sinks_get_what_autograd_would(cell: str, with_h0: bool) -> None:
     lengths = ragged_lengths(5, 3)
@@ -53,7 +53,7 @@ def test_sinks_get_what_autograd_would(cell: str, with_h0: bool) -> None:
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("cell", ALL)
+@pytest.mark.parametrize("cell", CELLS)
 def test_sinks_of_both_directions_get_what_autograd_would(cell: str) -> None:
     lengths = ragged_lengths(5, 3)
     results = []
@@ -74,7 +74,7 @@ def test_sinks_of_both_directions_get_what_autograd_would(cell: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ways", [(), (2,)])
-@pytest.mark.parametrize("cell", ALL)
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_recorded_step_with_deferred_gradients_gives_those_of_an_eager_one(cell: str, ways: tuple[int, ...]) -> None:
     """Two layers, so that the first one's recurrence runs beside products and the transpose of the second's."""
     x, weight, bias = tensors(cell, CUDA, torch.bfloat16, ways)
@@ -100,7 +100,7 @@ def test_a_recorded_step_with_deferred_gradients_gives_those_of_an_eager_one(cel
                 y = bidirectional(cell, inputs, weight, bias, backend="persistent", **sinks)
             else:
                 y = call(cell, inputs, weight, bias, None, backend="persistent", **sinks)
-            inputs = y.repeat_interleave(ALL[cell].gates, dim=-1)
+            inputs = y.repeat_interleave(CELLS[cell].gates, dim=-1)
         y.sin().sum().backward()
         deferred.flush()
 

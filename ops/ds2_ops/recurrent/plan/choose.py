@@ -3,7 +3,7 @@
 Shape letters: B batch, H hidden.
 """
 
-from ds2_ops.recurrent.cells import ALL
+from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
 from ds2_ops.recurrent.plan.grid_wide import wide_choices
@@ -37,8 +37,8 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
     """
     if problem.dtype not in NUMBERS:
         raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
-    if problem.nonlinearity not in ALL:
-        known = ", ".join(ALL)
+    if problem.nonlinearity not in CELLS:
+        known = ", ".join(CELLS)
         raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {known}: use backend='gemm'")
     if device.capability != (9, 0):
         major, minor = device.capability
@@ -48,7 +48,7 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
         )
     sms = usable_sms(device, max_sms)
     choices = units_choices(problem, device, sms)
-    if ALL[problem.nonlinearity].phases == 1:
+    if CELLS[problem.nonlinearity].phases == 1:
         choices += cluster_choices(problem, device, sms) + grid_choices(problem, device, sms)
     if not choices:
         raise DoesNotFit(_reason(problem, device, sms, largest_grid_hidden(problem, device, sms)))
@@ -61,14 +61,14 @@ def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
 
 
 def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) -> str:
-    if ALL[problem.nonlinearity].phases > 1 and problem.directions == 1:
+    if CELLS[problem.nonlinearity].phases > 1 and problem.directions == 1:
         even, odd = largest_units_hidden(problem, device, sms)
         return (
             f"hidden size {problem.hidden} in {problem.dtype} does not fit: on the {sms} multiprocessors that may be "
             f"used on {device.name}, {problem.nonlinearity} has kernels for at most {even}, or {odd} if it is odd; use "
             "reset_after=True, a smaller size, or backend='gemm'"
         )
-    gates = ALL[problem.nonlinearity].gates
+    gates = CELLS[problem.nonlinearity].gates
     largest_cluster = largest_cluster_hidden(problem.dtype, gates)
     times = f"{gates} x " if gates > 1 else ""
     if problem.directions > 1:

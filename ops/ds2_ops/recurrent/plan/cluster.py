@@ -1,7 +1,7 @@
 """Tiles of the cluster design, whose blocks hand the state to each other through distributed shared memory."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
@@ -26,7 +26,7 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
     found = []
     for cluster in (8, 16):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        cell = ALL[problem.nonlinearity]
+        cell = CELLS[problem.nonlinearity]
         owned = cluster_units(problem.hidden, problem.dtype, cluster, cell.gates, device.registers)
         if clusters == 0 or owned is None:
             continue
@@ -92,7 +92,7 @@ def _choice(
     problem: Problem, cluster: int, clusters: int, owned: int, groups: int, head_tiles: int, samples: int
 ) -> Choice:
     number, per_word = NUMBERS[problem.dtype]
-    cell = ALL[problem.nonlinearity]
+    cell = CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     words = owned // per_word
     m_tiles, k_tiles = _tiles(owned, per_word, cluster, sums, sent)
@@ -144,7 +144,7 @@ def _choice(
 
 def _smem_bytes(
     problem: Problem,
-    cell: Cell | GatedCell,
+    cell: Cell,
     cluster: int,
     words: int,
     m_tiles: int,

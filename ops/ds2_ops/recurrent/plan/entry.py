@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ds2_ops.jit.build import LAUNCH_REGISTERS
 from ds2_ops.jit.source import Source, names, parameters, translation_unit
-from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, Choice, Problem
 
 REGISTER_FILE = 65536  # of a multiprocessor, in 32 bits
@@ -23,7 +23,7 @@ def kernel(
     header: str,
     function: str,
     shape: str,
-    cell: Cell | GatedCell,
+    cell: Cell,
     smem_bytes: int,
     *,
     threads: int,
@@ -84,7 +84,7 @@ def common(addresses: Sequence[int]) -> int:
 
 def array_bytes(problem: Problem, frames: int) -> list[int]:
     """Sizes of the arrays whose addresses `pass_arguments` takes, 0 for those that a pass can do without."""
-    cell, size = ALL[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
+    cell, size = CELLS[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
     state = problem.directions * problem.batch * problem.hidden * size
     rows, matrix = frames * state, problem.directions * problem.hidden**2 * size * cell.gates
     of_gates = rows * cell.gates

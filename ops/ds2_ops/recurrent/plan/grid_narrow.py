@@ -1,7 +1,7 @@
 """Tiles of the narrow whole-chip design: groups of up to 8 utterances, any number type."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import GATED_SLOTS, INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
@@ -31,7 +31,7 @@ MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     found = []
-    words, cell = state_words(problem), ALL[problem.nonlinearity]
+    words, cell = state_words(problem), CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     for cluster in CLUSTERS:
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
@@ -82,7 +82,7 @@ def _choice(
 ) -> Choice | None:
     """None where registers hold no weights, or sums leave none for the rest."""
     number, per_word = NUMBERS[problem.dtype]
-    cell = ALL[problem.nonlinearity]
+    cell = CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     m_tiles = -(-block_words * cluster * sums * per_word // MMA_ROWS)
     k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
@@ -142,7 +142,7 @@ def _pairs(samples: int) -> int:
 
 def _smem_bytes(
     problem: Problem,
-    cell: Cell | GatedCell,
+    cell: Cell,
     cluster: int,
     block_words: int,
     m_tiles: int,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, SLOTS, state_words, turns
 from ds2_ops.recurrent.plan.problem import (
@@ -45,7 +45,7 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     whole: list[Choice] = []
     halves: list[Choice] = []
-    may = PLAIN if ALL[problem.nonlinearity].gates == 1 else GATES
+    may = PLAIN if CELLS[problem.nonlinearity].gates == 1 else GATES
     for warp_groups, cluster in itertools.product(may.most_k_tiles, may.clusters):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
@@ -78,7 +78,7 @@ def _choice(
         streams: parts of the chip, each of which keeps all weights and runs groups of its own, one at a time.
     """
     number, per_word = NUMBERS[problem.dtype]
-    cell = ALL[problem.nonlinearity]
+    cell = CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     words = state_words(problem)
     k_tiles = -(-sent * words // (cluster * MMA_WORDS))
@@ -150,9 +150,7 @@ def _parcels(sets: int, cluster: int) -> int:
     return -(-sets * SAMPLES // 8 // cluster)
 
 
-def _smem_bytes(
-    problem: Problem, cell: Cell | GatedCell, warps: int, cluster: int, k_tiles: int, most_groups: int
-) -> int:
+def _smem_bytes(problem: Problem, cell: Cell, warps: int, cluster: int, k_tiles: int, most_groups: int) -> int:
     """Two buffers of the state, two of received sums for each group, what is read and written, carries and the rest.
 
     As in grid_wide_shape.cuh; every finishing warp has memory of its own.

@@ -1,7 +1,7 @@
 """Tiles of the design for small layers, whose warps own hidden units with all of K, on one multiprocessor or a few."""
 
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.cells import ALL, Cell, GatedCell
+from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.entry import kernel
 from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, DeviceFacts, Problem
 from ds2_ops.recurrent.plan.work import Work
@@ -44,7 +44,7 @@ def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tup
 
 def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, samples: int) -> Choice | None:
     number, per_word = NUMBERS[problem.dtype]
-    cell = ALL[problem.nonlinearity]
+    cell = CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     warp_units = 16 if sums == 1 else 8
     step = warp_units if cluster == 1 else PAIR_WORDS * per_word
@@ -112,7 +112,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     )
 
 
-def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:
+def _registers(cell: Cell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:
     """What a thread needs to keep weights and the loop without spills: as compiled, of every tile."""
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
     wide, shared = max(columns - 1, 0), 16 if columns == 0 else 0
@@ -124,7 +124,7 @@ def _registers(cell: Cell | GatedCell, backward: bool, k_tiles: int, columns: in
 
 
 def _smem_bytes(
-    problem: Problem, cell: Cell | GatedCell, cluster: int, warps: int, words: int, columns: int, lane_words: int
+    problem: Problem, cell: Cell, cluster: int, warps: int, words: int, columns: int, lane_words: int
 ) -> int:
     """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
     vectors = cell.gates - (cell.phases - 1) if problem.backward else 1

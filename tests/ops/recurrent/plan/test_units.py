@@ -2,7 +2,7 @@
 
 import pytest
 from ds2_ops.jit.build import Binary, build
-from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.plan.choose import choose
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
 from ds2_ops.recurrent.plan.units import units_choices
@@ -18,7 +18,7 @@ H200 = DeviceFacts()
     hidden=st.integers(1, 600),
     batch=st.integers(1, 1000),
     dtype=st.sampled_from(sorted(NUMBERS)),
-    cell=st.sampled_from(sorted(ALL)),
+    cell=st.sampled_from(sorted(CELLS)),
     backward=st.booleans(),
     sms=st.integers(1, H200.sms),
 )
@@ -27,7 +27,7 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
 ) -> None:
     choices = units_choices(Problem(batch, hidden, dtype, cell, backward), H200, sms)
     # Backwards all gates' weights in float32 leave a lane no registers for a second column, of more than 4 utterances.
-    crowded = backward and dtype == "float32" and ALL[cell].gates > 1 and batch > 4 * sms
+    crowded = backward and dtype == "float32" and CELLS[cell].gates > 1 and batch > 4 * sms
     assert choices or hidden > (32 if crowded else 64)
     assert len({choice.name for choice in choices}) == len(choices)
     for choice in choices:
@@ -36,7 +36,7 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
         assert launch.cluster == 1 or launch.grid // launch.cluster <= H200.active_clusters[launch.cluster]
         assert choice.step_us > 0
         assert launch.smem_bytes <= H200.smem_bytes_per_block and launch.threads <= 1024
-        assert choice.rows * launch.cluster >= hidden * (1 if backward else ALL[cell].gates)
+        assert choice.rows * launch.cluster >= hidden * (1 if backward else CELLS[cell].gates)
         assert launch.grid // launch.cluster * choice.samples * choice.work.tiles >= batch
 
 
@@ -76,7 +76,7 @@ EVERY_TILE = {(cell, dtype) for cell in ("clipped_relu", *GATED) for dtype in NU
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", NUMBERS)
-@pytest.mark.parametrize("cell", ALL)
+@pytest.mark.parametrize("cell", CELLS)
 def test_every_tile_compiles_without_spills(cell: str, dtype: str, backward: bool) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     hiddens = (*range(32, 641, 32), 77) if (cell, dtype) in EVERY_TILE else (77, 640)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.gated.op import gated
+from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
-from support.gated_cases import assert_as_good_as_stock, problem, run
+from support.gated_cases import assert_as_good_as_stock, gated, problem, run
 from support.op_cases import CUDA, assert_same_bits, nan_filled_memory, poison_padding, ragged_lengths
 from support.persistent_cases import H200, one_a_kernel
 
@@ -36,7 +35,7 @@ def use_tile(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         found = tiles(wanted)
         return found[min(number, len(found) - 1)]
 
-    monkeypatch.setattr(persistent, "plan_for", plan_for)
+    monkeypatch.setattr(persistent, "choose_tile", plan_for)
 
 
 def most_tiles(cell: str, batch: int, hidden: int, dtype: str = "bfloat16") -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ds2_ops.recurrent import persistent
+from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, Problem
@@ -34,7 +34,7 @@ def test_rests_at_random_places_change_no_bit(shape: tuple[int, int, int], monke
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16)
     given = (poison_padding(x, lengths), weight_hh, h0, poison_padding(grad_y, lengths), grad_h_n)
     for tile in range(len(tiles(Problem(batch, hidden, "bfloat16", "relu", False)))):
-        monkeypatch.setattr(persistent, "plan_for", lambda problem, *_, i=tile: tiles(problem)[i])
+        monkeypatch.setattr(persistent, "choose_tile", lambda problem, *_, i=tile: tiles(problem)[i])
         expected = run(given, lengths, "relu")
 
         def with_rests(problem: Problem, *_: object, i: int = tile) -> Choice:
@@ -42,7 +42,7 @@ def test_rests_at_random_places_change_no_bit(shape: tuple[int, int, int], monke
             source = replace(choice.launch.source, text="#define DS2_JITTER\n" + choice.launch.source.text)
             return replace(choice, launch=replace(choice.launch, source=source))
 
-        monkeypatch.setattr(persistent, "plan_for", with_rests)
+        monkeypatch.setattr(persistent, "choose_tile", with_rests)
         for attempt in range(60):
             ours = run(given, lengths, "relu")
             assert all(map(torch.equal, ours, expected)), (tile, attempt)

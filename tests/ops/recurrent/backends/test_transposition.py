@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent import weights
-from ds2_ops.recurrent.weights import transposed, transposition
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.backends.persistent import transposed, transposition
 from support.kernel_on_cpu import patch_run
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -19,7 +19,7 @@ def test_the_transpose_has_every_number_in_its_place(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
     if device == "cpu":
-        patch_run(monkeypatch, weights)
+        patch_run(monkeypatch, persistent)
     matrix = torch.arange(shape[0] * shape[1]).view(shape).to(dtype).to(device)
     result = transposed(matrix)
     assert result.is_contiguous() and torch.equal(result, matrix.t())

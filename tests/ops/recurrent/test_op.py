@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from ds2_ops import Recurrence, recurrence
-from ds2_ops.recurrent.reference import recurrence_reference
-from ds2_ops.recurrent.rnn import NONLINEARITIES, _backward_data, _forward
+from ds2_ops.recurrent.autograd import backward_data, forward
+from ds2_ops.recurrent.backends.reference import recurrence_reference
+from ds2_ops.recurrent.modules import NONLINEARITIES
 from support.op_cases import (
     CPU,
     CUDA,
@@ -57,7 +58,7 @@ def test_error_is_at_most_twice_that_of_stock_pytorch(
     """
     for (shape, dtype), with_h0 in itertools.product(cases(device, wide=nonlinearity == "relu"), (False, True)):
         lengths = ragged_lengths(shape[0], shape[1]).to(device) if ragged else None
-        options = {"nonlinearity": nonlinearity, "clip": CLIP}
+        options = {"cell": nonlinearity, "clip": CLIP}
         inputs, cotangents = problem(shape, device, dtype, with_h0, nonlinearity)
         ours = outputs_and_gradients(bind(recurrence, lengths, backend=backend, **options), inputs, cotangents)
         # The persistent kernels multiply float32 as TF32, which is then also what stock PyTorch is allowed.
@@ -101,7 +102,7 @@ def test_whole_numbers_are_computed_exactly(device: torch.device, backend: str, 
         weight_hh = weight_hh.sign() * largest_two
         x = away_from_kinks(x, weight_hh, h0, nonlinearity, clip=3.0, margin=0.5)
         inputs, cotangents = [x, weight_hh, h0], [grad_y, grad_h_n]
-        options = {"nonlinearity": nonlinearity, "clip": 3.0}
+        options = {"cell": nonlinearity, "clip": 3.0}
         truth = outputs_and_gradients(bind(recurrence_reference, lengths, **options), inputs, cotangents)
         assert max(t.abs().max() for t in truth) <= 256, "bfloat16 holds every whole number up to here"
         ours = outputs_and_gradients(
@@ -265,11 +266,11 @@ def test_is_a_sound_torch_op(device: torch.device) -> None:
     for h, n in ((h0, lengths), (None, None)):
         options = ("tanh", 20.0, "auto", None)
         leaves = [None if t is None else t.clone().requires_grad_() for t in (x, weight_hh, h)]
-        torch.library.opcheck(_forward, (*leaves, n, *options))
-        y = recurrence(x, weight_hh, h, n, nonlinearity="tanh")[0]
+        torch.library.opcheck(forward, (*leaves[:2], None, leaves[2], None, n, *options, True))
+        y = recurrence(x, weight_hh, h, n, cell="tanh")[0]
         torch.library.opcheck(
-            _backward_data,
-            (grad_y, grad_h_n, y, weight_hh, n, *options),
+            backward_data,
+            (grad_y, grad_h_n, None, y, y.new_empty(0), weight_hh, n, *options),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
         )
 
@@ -328,16 +329,16 @@ def test_cuda_graph_replay_reads_the_new_input(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_persistent_runs_the_largest_size_and_refuses_the_next() -> None:
-    from ds2_ops.recurrent import device
+    from ds2_ops.recurrent.calibrate import device_facts
     from ds2_ops.recurrent.plan.choose import largest_grid_hidden
     from ds2_ops.recurrent.plan.problem import Problem
 
-    facts = device.device_facts(torch.cuda.current_device())
+    facts = device_facts(torch.cuda.current_device())
     largest = largest_grid_hidden(Problem(4, 1, "bfloat16", "relu", False), facts, facts.sms)
     op = bind(recurrence, None, nonlinearity="relu", backend="persistent")
     inputs, cotangents = problem((3, 4, largest), CUDA, torch.bfloat16, nonlinearity="relu")
     truth = outputs_and_gradients(
-        bind(recurrence_reference, None, nonlinearity="relu"),
+        bind(recurrence_reference, None, cell="relu"),
         [None if t is None else t.double() for t in inputs],
         [t.double() for t in cotangents],
     )

@@ -1,4 +1,4 @@
-"""Which implementation of the recurrence runs: the one that was asked for, or the fastest that can."""
+"""Which backend runs: the one that was named, or the fastest that can."""
 
 import functools
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ds2_ops.checks import check_choice, check_frames, take_fastest
-from ds2_ops.recurrent.cells import ALL, CELLS, GATED
-from ds2_ops.recurrent.persistent import why_not
+from ds2_ops.recurrent.backends.persistent import why_not
+from ds2_ops.recurrent.cells import CELLS
 
 BACKENDS = ("auto", "persistent", "gemm", "reference", "cpu")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -21,32 +21,35 @@ def resolve(backend: str, x: Tensor, cell: str, max_sms: int | None) -> str:
     Args:
         backend: one of `BACKENDS`.
         x: (T, B, G H), pre-activations, with the G gates of the cell.
-        cell: a name in ``cells.ALL``.
+        cell: a name in ``cells.CELLS``.
         max_sms: the most multiprocessors to use, or None.
     """
     return _resolve(backend, x.shape, x.dtype, x.device, cell, max_sms, *_ambient(x.dtype))
 
 
 def _ambient(dtype: torch.dtype) -> tuple[bool, str]:
-    """What a backend is chosen by that nobody gives: whether tensors may have tangents, and float32's precision."""
+    """The global state that decides about a backend: whether tensors may have tangents, and float32's precision."""
     dual = getattr(forward_ad, "_current_level", -1) >= 0
     return dual, torch.get_float32_matmul_precision() if dtype == torch.float32 else ""
 
 
-def settle(what: str, cell: str, x: Tensor, backend: str, max_sms: int | None) -> str:
-    """Do as `check_call`, then as `resolve`, once for all x of a shape, dtype and device; arguments as there."""
-    given = (what, cell, x.shape, x.dtype, x.device, backend, max_sms, *_ambient(x.dtype))
+def backend_for(cell: str, x: Tensor, backend: str, max_sms: int | None) -> str:
+    """Check the arguments as `check_call` does, then `resolve` the backend.
+
+    Both depend on the shape, dtype and device of ``x`` only, and are looked up for those seen before. Arguments and
+    errors are those of the two.
+    """
+    arguments = (cell, x.shape, x.dtype, x.device, backend, max_sms, *_ambient(x.dtype))
     try:
-        return _settled(*given)
+        return _checked(*arguments)
     except TypeError:
         if not any(isinstance(size, torch.SymInt) for size in x.shape):  # sizes that are traced have no hash
             raise
-        return _settled.__wrapped__(*given)
+        return _checked.__wrapped__(*arguments)
 
 
 @functools.lru_cache(maxsize=1024)
-def _settled(
-    what: str,
+def _checked(
     cell: str,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -56,27 +59,24 @@ def _settled(
     dual: bool,
     float32_precision: str,
 ) -> str:
-    check_call(what, cell, shape, dtype, backend, max_sms)
+    check_call(cell, shape, dtype, backend, max_sms)
     return _resolve(backend, shape, dtype, device, cell, max_sms, dual, float32_precision)
 
 
-def check_call(
-    what: str, cell: str, shape: Sequence[int], dtype: torch.dtype, backend: str, max_sms: int | None
-) -> None:
+def check_call(cell: str, shape: Sequence[int], dtype: torch.dtype, backend: str, max_sms: int | None) -> None:
     """Raise ValueError or TypeError unless these are allowed.
 
     Args:
-        what: as what the caller knows the cell: "nonlinearity", or "cell" of those with gates.
         cell: its name.
-        shape, dtype: of the pre-activations.
+        shape, dtype: of the pre-activations (T, B, G H).
         backend, max_sms: as of `resolve`.
     """
-    check_choice(what, cell, tuple(CELLS if what == "nonlinearity" else GATED))
+    check_choice("cell", cell, tuple(CELLS))
     check_choice("backend", backend, BACKENDS)
     if max_sms is not None and max_sms < 1:
         raise ValueError(f"max_sms is {max_sms}, allowed are 1 or more, or None for all")
     check_frames(shape, dtype, _DTYPES)
-    gates = ALL[cell].gates
+    gates = CELLS[cell].gates
     if shape[2] % gates:
         raise ValueError(f"x has shape {tuple(shape)}, expected (T, B, {gates} H): {gates} gates a hidden unit")
 
@@ -92,15 +92,15 @@ def _resolve(
     float32_precision: str,
 ) -> str:
     frames, batch, width = shape
-    if backend in ("gemm", "reference") or (0 in shape and device.type != "cpu"):  # nothing to run: any does the same
+    if backend in ("gemm", "reference") or (0 in shape and device.type != "cpu"):  # nothing to run: all do the same
         return backend if backend == "reference" else "gemm"
     if backend == "cpu" or (backend == "auto" and device.type == "cpu"):
         if device.type != "cpu":
             raise RuntimeError(f"backend 'cpu' cannot run tensors on {device}: move them, or use backend='auto'")
         return "cpu"
-    hidden = width // ALL[cell].gates
+    hidden = width // CELLS[cell].gates
     reason = why_not(frames, batch, hidden, dtype, device, cell, max_sms)
-    if dual:  # a tangent would be lost without a word
+    if dual:  # a tangent would be lost silently
         reason = "its kernels have no forward-mode derivative: use backend='gemm'"
     if backend == "auto":
         reason = reason or why_not_unasked(dtype, float32_precision)
@@ -109,7 +109,7 @@ def _resolve(
 
 
 def why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:
-    """Why "auto" leaves a persistent kernel that could run to those who ask for it by name; None if it takes it."""
+    """Why "auto" does not take a persistent kernel that could run; None if it does."""
     if dtype == torch.float32 and float32_precision == "highest":
         return (
             "its products are TF32, and torch.get_float32_matmul_precision() is 'highest': "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ds2_ops import lstm, recurrence
-from ds2_ops.recurrent.backends import why_not_unasked
+from ds2_ops.recurrent.backends.choose import why_not_unasked
 from support.op_cases import CPU, CUDA, draw
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -33,7 +33,7 @@ def example(**changes: object) -> dict[str, object]:
         (example(nonlinearity="relu6"), ValueError, "'relu6', allowed are .* did you mean 'relu'"),
         (example(backend="persistant"), ValueError, "did you mean 'persistent'"),
         (example(clip=0.0), ValueError, "clip is 0.0, allowed is a positive"),
-        (example(clip=float("inf")), ValueError, "nonlinearity='relu'"),
+        (example(clip=float("inf")), ValueError, "cell='relu'"),
         (example(max_sms=0), ValueError, "max_sms is 0"),
         (example(backend="persistent"), RuntimeError, "'persistent' cannot run this: .* on cpu.*backend='cpu'"),
     ],

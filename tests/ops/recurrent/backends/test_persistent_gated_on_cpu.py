@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ds2_ops.recurrent.cells import GATED
-from ds2_ops.recurrent.gated import gemm, persistent
+from ds2_ops.recurrent.backends import gemm, persistent
+from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan import grid_wide
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
@@ -14,7 +14,7 @@ from ds2_ops.recurrent.plan.grid_wide import wide_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from support.chip import Faults, patch, small_chip
-from support.gated_cases import in_float64, problem
+from support.gated_cases import both_passes, in_float64, problem
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
 from torch import Tensor
 
@@ -65,10 +65,11 @@ def wrong_results(
     for index, (run, tensors, above) in enumerate(((persistent, given, grads), (gemm, given, grads), (gemm, *true))):
         with nan_filled_memory():
             chip(the_choice(tile, cell, batch, hidden, False), 1, faults[0])
-            *outputs, saved = run.forward(cell, *tensors, lengths, True)  # type: ignore[attr-defined]
-            chip(the_choice(tile, cell, batch, hidden, True), 2, faults[1])
-            weight = tensors[1]
-            results[index] = [*outputs, *run.backward_data(cell, *above, saved, weight, lengths)]  # type: ignore[attr-defined]
+
+            def backward() -> None:
+                chip(the_choice(tile, cell, batch, hidden, True), 2, faults[1])
+
+            results[index] = both_passes(run, cell, tensors, above, lengths, backward)
     triples = enumerate(zip(*results, strict=True))
     return [i for i, (our, stock, true) in triples if not relative_error(our, true) <= 2 * relative_error(stock, true)]
 
@@ -134,12 +135,13 @@ def test_weights_in_shared_memory(
     results: list[list[Tensor]] = []
     doubles = in_float64(given), in_float64(above)
     for run, tensors, grads in ((persistent, given, above), (gemm, given, above), (gemm, *doubles)):
-        saved = gemm.forward(cell, *tensors, None, True)[-1]
+        y, _, _, saved = gemm.forward(*tensors, None, Options(cell), True)
         with nan_filled_memory():
             chip(forward, 3, fewer)
-            outputs = run.forward(cell, *tensors, None, True)  # type: ignore[attr-defined]
+            outputs = run.forward(*tensors, None, Options(cell), True)  # type: ignore[attr-defined]
             chip(backward, 4, fewer)
-            results.append([*outputs, *run.backward_data(cell, *grads, saved, tensors[1], None)])  # type: ignore[attr-defined]
+            back = run.backward_data(*grads, y, saved, tensors[1], None, Options(cell))  # type: ignore[attr-defined]
+            results.append([t for t in (*outputs, *back) if t is not None])
     assert all(relative_error(a, c) <= 2 * relative_error(b, c) for a, b, c in zip(*results, strict=True))
 
 
@@ -253,8 +255,8 @@ def test_a_long_memory_rests_on_exact_gates(faults: Faults, batch: int, right: b
     x = torch.tensor([-5.0, 7.0, 0.5, 0.0]).repeat_interleave(hidden).repeat(frames, batch, 1).bfloat16()
     c0, lengths = torch.ones(batch, hidden), torch.full((batch,), frames, dtype=torch.int32)
     given = (x, torch.zeros(4 * hidden, hidden).bfloat16(), None, None, c0, lengths)
-    c_n = persistent.forward("lstm", *given, False)[2]
-    truth = gemm.forward("lstm", *in_float64(given[:5]), given[5], False)[2]
+    c_n = persistent.forward(*given, Options("lstm"))[2]
+    truth = gemm.forward(*in_float64(given[:5]), given[5], Options("lstm"))[2]
     assert (relative_error(c_n, truth) <= 2**-11) == right
 
 
@@ -266,7 +268,7 @@ def test_the_bits_do_not_depend_on_what_is_kept(cell: str, chip: Callable[..., N
     for kept in (True, False):
         with nan_filled_memory():
             chip(the_choice(("units", 1, 3, 1), cell, 3, 24, False), 1, ())
-            results.append([made.clone() for made in persistent.forward(cell, *given, None, kept)[:2]])
+            results.append([made.clone() for made in persistent.forward(*given, None, Options(cell), kept)[:2]])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 

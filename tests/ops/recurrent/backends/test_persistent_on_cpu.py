@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops.recurrent import persistent
-from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.choose import grid_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
 from support.chip import patch, small_chip
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
-from support.persistent_cases import CLIP, backward_loop, forward_loop, inputs
+from support.persistent_cases import CLIP, backward_data, backward_loop, forward, forward_loop, inputs
 from support.rounding import Arithmetic, allowed_beside_stock, variances
 
 # cluster -> clusters of a chip small enough to run here
@@ -54,13 +53,13 @@ def test_slow_warps_and_late_messages_change_nothing(
     frames, batch, hidden = shape
     x, weight_hh, h0, grad_y, grad_h_n = inputs(shape, torch.bfloat16, CPU)
     lengths = ragged_lengths(frames, batch).to(torch.int32)
-    forward, backward = (the_choice(active, batch, hidden, b) for b in (False, True))
+    tile, tile_back = (the_choice(active, batch, hidden, b) for b in (False, True))
     options = Options("tanh", CLIP)
     with nan_filled_memory():
-        chip(forward, seed)
-        y, h_n = persistent.forward(x, weight_hh, h0, lengths, options)
-        chip(backward, seed)
-        grads = persistent.backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)
+        chip(tile, seed)
+        y, h_n = forward(x, weight_hh, h0, lengths, options)
+        chip(tile_back, seed)
+        grads = backward_data(grad_y, grad_h_n, y, weight_hh, lengths, options)
     given, gradients = (x, weight_hh, h0), (grad_y, grad_h_n, y, weight_hh)
     truth = (
         *forward_loop(*(a.double() for a in given), lengths, "tanh"),

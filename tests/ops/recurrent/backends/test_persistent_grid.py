@@ -6,8 +6,9 @@ import pytest
 import torch
 from ds2_ops.jit.launch import Launch, launch_on
 from ds2_ops.jit.source import Source
-from ds2_ops.recurrent import device, persistent
-from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.calibrate import device_facts
+from ds2_ops.recurrent.cells import Options
 from support.op_cases import CUDA, draw, nan_filled_memory, poison_padding, ragged_lengths, relative_error
 from support.persistent_cases import (
     CLIP,
@@ -17,6 +18,7 @@ from support.persistent_cases import (
     assert_few_multiprocessors_give_the_same_bits,
     assert_split_in_time_gives_the_same_bits,
     backward_loop,
+    forward,
     forward_loop,
     grid_choices_of,
     inputs,
@@ -64,7 +66,7 @@ def test_every_tile_against_float64(
     for tile in range(len(one_a_kernel(grid_choices_of(hidden, batch, name)))):
         monkeypatch.setattr(
             persistent,
-            "plan_for",
+            "choose_tile",
             lambda problem, *_, i=tile: one_a_kernel(
                 grid_choices_of(hidden, batch, name, cell=problem.nonlinearity, backward=problem.backward)
             )[i],
@@ -107,11 +109,11 @@ def test_rows_off_16_bytes_change_no_bit(batch: int) -> None:
 def test_nan_weights_and_states_show_in_the_output_and_do_not_hang(batch: int) -> None:
     x, weight_hh, h0, _, _ = inputs((6, batch, 1300), torch.bfloat16)
     options = Options("relu", CLIP)
-    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, options)
+    y, _ = forward(x, torch.full_like(weight_hh, torch.nan), h0, None, options)
     assert y.isnan().all()
     # Every bit set is the exchange's own "empty".
     every_bit_set = torch.full(h0.shape, -1, dtype=torch.int16, device=CUDA).view(torch.bfloat16)
-    y, _ = persistent.forward(x, weight_hh, every_bit_set, None, options)
+    y, _ = forward(x, weight_hh, every_bit_set, None, options)
     assert y.isnan().all()
 
 
@@ -135,8 +137,8 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
     tensors = inputs((60, 4, 1760), torch.bfloat16)
     x, weight_hh, h0, _, _ = tensors
     options = Options("relu", CLIP)
-    expected = persistent.forward(x, weight_hh, h0, None, options)[0]
-    facts = device.device_facts(0)
+    expected = forward(x, weight_hh, h0, None, options)[0]
+    facts = device_facts(0)
     busy = Source(
         """extern "C" __global__ void ds2_kernel(int us) {
             unsigned long long start, now;
@@ -154,7 +156,7 @@ def test_two_at_once_on_a_chip_that_empties_slowly_finish() -> None:
         results = []
         for stream in (first, second):
             with torch.cuda.stream(stream):
-                results.append(persistent.forward(x, weight_hh, h0, None, options)[0])
+                results.append(forward(x, weight_hh, h0, None, options)[0])
             time.sleep(0.0005 * attempt)  # a part of the chip is free by now
         deadline = time.monotonic() + 20
         while not (first.query() and second.query()):
@@ -177,7 +179,7 @@ def test_calls_that_overlap_in_memory_used_again_change_no_bit(batches: tuple[in
     ]
 
     def forward(x: Tensor) -> Tensor:
-        return persistent.forward(x, weight_hh, x[0], None, options)[0]
+        return forward(x, weight_hh, x[0], None, options)[0]
 
     with nan_filled_memory():
         expected = [[forward(x) for x in of_stream] for of_stream in given]

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops import gru, lstm, recurrence
-from ds2_ops.recurrent.cells import ALL, GATED
-from ds2_ops.recurrent.gated.autograd import backward_data, forward
-from ds2_ops.recurrent.gated.op import gated
-from support.gated_cases import NAMES, assert_as_good_as_stock, on_every_target, problem, rounding_floor, run
+from ds2_ops.recurrent.autograd import backward_data, forward
+from ds2_ops.recurrent.cells import CELLS, GATED
+from support.gated_cases import NAMES, assert_as_good_as_stock, gated, on_every_target, problem, rounding_floor, run
 from support.op_cases import (
     CPU,
     CUDA,
@@ -147,10 +146,11 @@ def test_registered_ops_pass_opcheck(cell: str) -> None:
     inputs, cotangents = problem(cell, (3, 2, 4), CPU, torch.float32)
     leaves = [None if t is None else t.requires_grad_() for t in inputs]
     lengths = torch.tensor([3, 1], dtype=torch.int32)
-    torch.library.opcheck(forward, (*leaves, lengths, cell, "cpu", None, True))
-    saved = forward(*leaves, lengths, cell, "cpu", None, True)[3].detach()
+    options = (cell, 20.0, "cpu", None)
+    torch.library.opcheck(forward, (*leaves, lengths, *options, True))
+    y, _, _, saved = (t.detach() for t in forward(*leaves, lengths, *options, True))
     grads = (cotangents[0], cotangents[1], cotangents[2] if GATED[cell].carries_c else None)
-    torch.library.opcheck(backward_data, (*grads, saved, leaves[1].detach(), lengths, cell, "cpu", None))
+    torch.library.opcheck(backward_data, (*grads, y, saved, leaves[1].detach(), lengths, *options))
 
 
 @each_cell
@@ -168,7 +168,7 @@ def test_compiled_is_eager(cell: str) -> None:
 
 @pytest.mark.parametrize("cell", [*GATED, "relu"])
 def test_sizes_may_be_symbols(cell: str) -> None:
-    rows = 8 * ALL[cell].gates
+    rows = 8 * CELLS[cell].gates
     x, weight_hh = (
         draw(i, *shape, device=CPU, dtype=torch.float32) for i, shape in enumerate(((5, 2, rows), (rows, 8)))
     )

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ds2_ops.recurrent.bidirectional import backward_data, bidirectional, forward
-from ds2_ops.recurrent.cells import ALL, GATED
+from ds2_ops import recurrence
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.cells import CELLS, GATED, Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from support.chip import Faults, patch, small_chip
@@ -32,28 +33,41 @@ def the_choice(tile: Tile, cell: str, batch: int, hidden: int, backward: bool) -
 def wrong_results(
     chip: Callable[..., None], cell: str, tile: Tile, shape: tuple[int, int, int], faults: tuple[Faults, Faults]
 ) -> list[str]:
-    """Which of y and grad_x has an error that is not at most twice that of plain autograd in bfloat16."""
+    """Which results have an error that is not at most twice that of plain autograd in bfloat16."""
     frames, batch, hidden = shape
-    gates = ALL[cell].gates
-    x = draw(1, frames, batch, 2, gates * hidden, device=CPU, dtype=torch.bfloat16)
-    weight = draw(2, 2, gates * hidden, hidden, device=CPU, dtype=torch.bfloat16, scale=0.9 * hidden**-0.5)
+    row, options = CELLS[cell], Options(cell, CLIP)
+    x = draw(1, frames, batch, 2, row.gates * hidden, device=CPU, dtype=torch.bfloat16)
+    weight = draw(2, 2, row.gates * hidden, hidden, device=CPU, dtype=torch.bfloat16, scale=0.9 * hidden**-0.5)
     bias = draw(3, 2, hidden, device=CPU, dtype=torch.bfloat16) if cell == "gru_after" else None
     grad_y = draw(4, frames, batch, 2, hidden, device=CPU, dtype=torch.bfloat16)
+    h0, grad_h_n = (draw(seed, batch, 2, hidden, device=CPU, dtype=torch.bfloat16) for seed in (5, 6))
+    c0, grad_c_n = (
+        draw(seed, batch, 2, hidden, device=CPU, dtype=torch.float32) if row.carries_c else None for seed in (7, 8)
+    )
     lengths = ragged_lengths(frames, batch).to(torch.int32)
     with nan_filled_memory():
         chip(the_choice(tile, cell, batch, hidden, False), 1, faults[0])
-        y, saved = forward(x, weight, bias, lengths, cell, CLIP, None, True)
+        y, h_n, c_n, saved = persistent.forward(x, weight, bias, h0, c0, lengths, options, True)
         chip(the_choice(tile, cell, batch, hidden, True), 2, faults[1])
-        grad_x, _ = backward_data(grad_y, y, saved, weight, lengths, cell, CLIP, None)
+        above = (grad_y, grad_h_n, grad_c_n)
+        grad_x, _, grad_h0, grad_c0 = persistent.backward_data(*above, y, saved, weight, lengths, options)
+    ours = {"y": y, "h_n": h_n, "c_n": c_n, "grad_x": grad_x, "grad_h0": grad_h0, "grad_c0": grad_c0}
+    ours = {name: tensor for name, tensor in ours.items() if tensor is not None}
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
-        def op(x: Tensor) -> Tensor:
-            given = (weight.to(dtype), None if bias is None else bias.to(dtype), lengths)
-            return bidirectional(cell, x, *given, clip=CLIP, backend="reference")
+        wide = torch.promote_types(dtype, torch.float32)
 
-        return outputs_and_gradients(op, [x.to(dtype)], [grad_y.to(dtype)])
+        def op(x: Tensor, h0: Tensor, c0: Tensor | None) -> tuple[Tensor, ...]:
+            tensors = (x, weight.to(dtype), h0.transpose(0, 1), lengths)
+            b, c = None if bias is None else bias.to(dtype), None if c0 is None else c0.transpose(0, 1)
+            y, *last = recurrence(*tensors, cell=cell, bias_hn=b, c0=c, clip=CLIP, backend="reference")
+            return y, *(state.transpose(0, 1) for state in last)
 
-    results = zip(("y", "grad_x"), (y, grad_x), plain(torch.bfloat16), plain(torch.float64), strict=True)
+        inputs = [x.to(dtype), h0.to(dtype), None if c0 is None else c0.to(wide)]
+        cotangents = [grad_y.to(dtype), grad_h_n.to(dtype), *([] if grad_c_n is None else [grad_c_n.to(wide)])]
+        return outputs_and_gradients(op, inputs, cotangents)
+
+    results = zip(ours, ours.values(), plain(torch.bfloat16), plain(torch.float64), strict=True)
     return [n for n, our, stock, true in results if not relative_error(our, true) <= 2 * relative_error(stock, true)]
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from ds2_ops.jit.build import build
-from ds2_ops.recurrent import device, persistent
-from ds2_ops.recurrent.backends import resolve
-from ds2_ops.recurrent.options import Options
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.backends.choose import resolve
+from ds2_ops.recurrent.calibrate import device_facts
+from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
@@ -21,6 +22,7 @@ from support.persistent_cases import (
     assert_few_multiprocessors_give_the_same_bits,
     assert_split_in_time_gives_the_same_bits,
     backward_loop,
+    forward,
     forward_loop,
     inputs,
     one_a_kernel,
@@ -36,7 +38,7 @@ NONLINEARITIES = ["relu", "clipped_relu", "tanh"]
 
 def choices_of(batch: int, hidden: int, dtype: torch.dtype, nonlinearity: str, backward: bool) -> list[Choice]:
     problem = Problem(batch, hidden, str(dtype).removeprefix("torch."), nonlinearity, backward)
-    facts = device.device_facts(torch.cuda.current_device())
+    facts = device_facts(torch.cuda.current_device())
     return one_a_kernel(cluster_choices(problem, facts, facts.sms) + units_choices(problem, facts, facts.sms))
 
 
@@ -56,7 +58,7 @@ def test_every_tile_against_float64(
     for index, nonlinearity in itertools.product(range(tiles), NONLINEARITIES):
         monkeypatch.setattr(
             persistent,
-            "plan_for",
+            "choose_tile",
             lambda problem, *_, i=index: choices_of(
                 problem.batch, problem.hidden, dtype, problem.nonlinearity, problem.backward
             )[i],
@@ -100,14 +102,14 @@ def test_views_that_start_inside_a_word_are_read_right() -> None:
     options = Options("relu", CLIP)
     shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
     assert shifted.data_ptr() % 4
-    y, h_n = persistent.forward(shifted, weight_hh, h0, None, options)
-    assert all(map(torch.equal, (y, h_n), persistent.forward(x, weight_hh, h0, None, options)))
+    y, h_n = forward(shifted, weight_hh, h0, None, options)
+    assert all(map(torch.equal, (y, h_n), forward(x, weight_hh, h0, None, options)))
 
 
 @pytest.mark.gpu
 def test_nan_weights_show_in_the_output_and_do_not_hang() -> None:
     x, weight_hh, h0, _, _ = inputs((6, 5, 256), torch.bfloat16)
-    y, _ = persistent.forward(x, torch.full_like(weight_hh, torch.nan), h0, None, Options("relu", CLIP))
+    y, _ = forward(x, torch.full_like(weight_hh, torch.nan), h0, None, Options("relu", CLIP))
     assert y.isnan().all()
 
 
@@ -129,11 +131,11 @@ def test_refused_launch_names_op_shape_dtype_tile_and_gpu(monkeypatch: pytest.Mo
     x, weight_hh, h0, _, _ = inputs((4, 3, 128), torch.bfloat16)
     choice = choices_of(3, 128, torch.bfloat16, "relu", False)[0]
     too_much = replace(choice, launch=replace(choice.launch, smem_bytes=10**6))
-    monkeypatch.setattr(persistent, "plan_for", lambda *_: too_much)
+    monkeypatch.setattr(persistent, "choose_tile", lambda *_: too_much)
     with pytest.raises(
         RuntimeError, match=r"forward of \(T, B, H\) = \(4, 3, 128\), torch.bfloat16, cluster.* failed on .*H\d00"
     ):
-        persistent.forward(x, weight_hh, h0, None, Options("relu", CLIP))
+        forward(x, weight_hh, h0, None, Options("relu", CLIP))
 
 
 def test_without_a_gpu_the_reason_is_named() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from ds2_ops.recurrent import device, persistent
+from ds2_ops.recurrent.backends import persistent
+from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import GATED
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import Choice, Problem
@@ -17,7 +18,7 @@ CASES += [((5, 20, 250), torch.bfloat16), ((6, 3, 65), torch.float16), ((5, 9, 9
 
 
 def tiles(problem: Problem) -> list[Choice]:
-    facts = device.device_facts(torch.cuda.current_device())
+    facts = device_facts(torch.cuda.current_device())
     return one_a_kernel([choice for choice in space(problem, facts) if choice.design != "grid"])
 
 
@@ -40,7 +41,7 @@ def test_every_tile_is_as_good_as_stock(
             found = tiles(problem)
             return found[i % len(found)]
 
-        monkeypatch.setattr(persistent, "plan_for", tile)
+        monkeypatch.setattr(persistent, "choose_tile", tile)
 
         def ours() -> list[Tensor]:
             with nan_filled_memory():
