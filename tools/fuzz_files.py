@@ -20,8 +20,8 @@ from ds2.data.check import check
 from ds2.data.corpora import import_corpus
 from ds2.data.manifest import read_manifest
 from ds2.data.statistics import statistics
-from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
-from ds2.lm.recurrent_training import Position, StateFile
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import StateFile, TrainingPosition
 from ds2.system.tensor_file import optimizer_tensors
 from ds2.text.alphabet import Alphabet
 
@@ -99,7 +99,9 @@ def _imported(format_name: str) -> Callable[[Path], Any]:
 def _make_recurrent(folder: Path) -> None:
     torch.manual_seed(0)
     letters = sorted({" ", *"".join(WORDS_OF_LM)})
-    save_recurrent(folder / "lm", RecurrentLM(Alphabet(("", *letters)), Shape(hidden=8, layers=2)), {"step": 1})
+    save_recurrent(
+        folder / "lm", RecurrentLM(Alphabet(("", *letters)), RecurrentShape(hidden=8, layers=2)), {"step": 1}
+    )
 
 
 def _read_recurrent(folder: Path) -> Any:
@@ -108,7 +110,7 @@ def _read_recurrent(folder: Path) -> Any:
 
 def _training(folder: Path) -> tuple[StateFile, RecurrentLM, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = RecurrentLM(Alphabet(("", *sorted({" ", *"".join(WORDS_OF_LM)}))), Shape(hidden=8, layers=2))
+    model = RecurrentLM(Alphabet(("", *sorted({" ", *"".join(WORDS_OF_LM)}))), RecurrentShape(hidden=8, layers=2))
     return StateFile(folder / "state", {"text": "of words"}, 0.0), model, torch.optim.AdamW(model.parameters())
 
 
@@ -116,7 +118,7 @@ def _make_state(folder: Path) -> None:
     state, model, optimizer = _training(folder)
     torch.autograd.backward(-model.log_probs(torch.tensor([[1], [0]]), torch.tensor([2])).sum())
     optimizer.step()
-    state.save(model, optimizer, Position(1, 1, 1, 0.1))
+    state.save(model, optimizer, TrainingPosition(1, 1, 1, 0.1))
 
 
 def _read_state(folder: Path) -> Any:

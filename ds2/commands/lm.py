@@ -19,7 +19,7 @@ from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
-from ds2.lm.sentences import SentenceReader, cut, perplexity
+from ds2.lm.sentences import SentenceReader, perplexity, tokenise
 from ds2.system.files import check_writable
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
@@ -73,7 +73,7 @@ def _build(arguments: argparse.Namespace) -> int:
     )
     print(f"read {reader.report()}")
     for n, (kept, counted, discounts) in enumerate(
-        zip(result.kept, result.counts, result.discounts, strict=True), start=1
+        zip(result.kept_counts, result.counts, result.discounts, strict=True), start=1
     ):
         print(f"{n}-grams {kept} of {counted}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
     save_ngram(result.model, output)
@@ -121,7 +121,7 @@ def _query(arguments: argparse.Namespace) -> int:
     alphabet = _stored_alphabet(model)
     for line in sys.stdin:
         text = line if alphabet is None else alphabet.normalise(line)[0]
-        tokens = list(text.strip()) if model.unit == "character" else cut(text, model.unit, alphabet)
+        tokens = list(text.strip()) if model.unit == "character" else tokenise(text, model.unit, alphabet)
         scores = model.sentence(tokens)
         known = ["" if token in model.ids or token == " " else " OOV" for token in tokens]
         parts: Iterator[str] = (

@@ -14,8 +14,8 @@ from ds2.commands.common import real, within
 from ds2.config.allowed import KEY, UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
-from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
-from ds2.lm.recurrent_training import Passed, Settings, StateFile, Text, train
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import StateFile, TrainingProgress, TrainingSettings, TrainingText, train
 from ds2.lm.sentences import SentenceReader
 from ds2.system.files import check_writable
 from ds2.system.machine import git_commit
@@ -42,7 +42,7 @@ _HELP = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `ds2 lm train` beside those of the alphabet."""
-    for kind in (Shape, Settings):
+    for kind in (RecurrentShape, TrainingSettings):
         for field in fields(kind):
             kind_of: Any = type(field.default)
             parser.add_argument(
@@ -70,11 +70,11 @@ def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
     output: Path = arguments.output
     check_writable(output, state_file(output))
     reader = SentenceReader(arguments.text, unit_of(alphabet), alphabet, arguments.unknown)
-    text = Text.of(reader, alphabet)
+    text = TrainingText.of(reader, alphabet)
     print(f"read {reader.report()}", flush=True)
     device = resolve_device(arguments.device)
     torch.manual_seed(arguments.seed)
-    shape, settings = _settings(Shape, arguments), _settings(Settings, arguments)
+    shape, settings = _settings(RecurrentShape, arguments), _settings(TrainingSettings, arguments)
     model = RecurrentLM(alphabet, shape).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     given = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
@@ -129,7 +129,7 @@ def judge(model: RecurrentLM, texts: list[Path]) -> None:
     )
 
 
-def _show(passed: Passed) -> None:
+def _show(passed: TrainingProgress) -> None:
     print(
         f"epoch {passed.epoch}, step {passed.step}, {100 * passed.part:.0f} %: {passed.loss / math.log(2):.3f} bits a "
         f"label, {passed.tokens_per_s:,.0f} labels a second",

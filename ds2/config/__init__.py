@@ -1,7 +1,6 @@
-"""The typed settings; no Hydra.
+"""The configuration as typed dataclasses, without Hydra.
 
-schema: the dataclasses. check: values that cannot work, or not together. convert: trees to dataclasses and back,
-unknown keys with the nearest right one. device: names of devices and precisions. allowed: what a setting may be, said
-where it is declared. document: the settings with their comments, for help. inherit: settings taken from a model to
-start from.
+schema: all settings. allowed: declarations of ranges and choices. check: values and combinations that cannot work.
+convert: from Hydra, YAML and JSON to dataclasses and back, inheritance from a model, the texts of --help. device: names
+of devices and precisions.
 """

@@ -1,4 +1,7 @@
-"""Trees to dataclasses and back, for YAML and JSON, with errors that name the nearest right key."""
+"""Conversion of configurations: from Hydra, YAML and JSON to dataclasses and back, inheritance from a model, and help.
+
+Errors name the most similar key.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from ds2.config.schema import AlphabetConfig, Config, ConfigError
 from ds2.system.files import write_text
 from ds2.system.plain import FieldError, UnknownField, from_plain
 
-FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys are the user's
+FREE_FORM = ("alphabet.replace", "optim.layer_rates")  # mappings whose keys the user chooses
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Turn a composed tree into dataclasses, once, and check it across fields.
+    """Convert a composed configuration to dataclasses and check it.
 
     Raises:
-        ConfigError: an unknown key (Hydra's `+key=value` adds one), a wrong type, or values that cannot work together.
+        ConfigError: an unknown key (such as Hydra's `+key=value`), a wrong type, or values that do not work together.
     """
     known = {*_keys(OmegaConf.structured(Config))}
     try:
@@ -38,7 +41,7 @@ def to_config(composed: DictConfig) -> Config:
             if key not in known and not any(key.startswith(f"{free}.") for free in FREE_FORM):
                 _unknown(key)
         config = cast(Config, OmegaConf.to_object(composed))
-        from_plain(Config, asdict(config), "config")  # an interpolation may have brought another type
+        from_plain(Config, asdict(config), "config")  # an interpolation may have given another type
     except OmegaConfBaseException as error:
         explain(error)
     except FieldError as error:
@@ -53,29 +56,29 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """The configuration as plain containers, for JSON."""
+    """Return the configuration as plain containers, for JSON."""
     return asdict(config)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key."""
-    found: dict[str, Any] = {}
+    """Return nested settings by dotted key."""
+    settings: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return settings
 
 
 def not_default(config: Config) -> dict[str, Any]:
-    """The settings that differ from the schema's defaults, by dotted key."""
+    """Return the settings that differ from their defaults, by dotted key."""
     default = flat(asdict(Config(run_dir="")))
     return {key: value for key, value in flat(asdict(config)).items() if key not in default or value != default[key]}
 
 
 def config_from_dict(values: object) -> Config:
-    """The inverse of `config_to_dict`: values of files are data, nothing in them is interpolated.
+    """Return the configuration of plain containers: the inverse of `config_to_dict`. Nothing is interpolated.
 
     Raises:
-        ConfigError: a key that this version does not know, a wrong type, or values that cannot work together.
+        ConfigError: an unknown key, a wrong type, or values that do not work together.
     """
     try:
         config = from_plain(Config, {"run_dir": MISSING, **values} if isinstance(values, dict) else values, "config")
@@ -99,12 +102,12 @@ _SHORT = {"lr": "optim.learning_rate", "batch_size": "batching.utterances", "bs"
 
 
 def nearest_key(key: str) -> str | None:
-    """The configuration key most like `key`, by its whole path or, failing that, by its last part."""
+    """Return the setting most similar to `key`, by its full name or else by its last part."""
     section, _, leaf = key.rpartition(".")
     if leaf in _SHORT:
         return _SHORT[leaf]
     known = [*_keys(OmegaConf.structured(Config)), "recipe"]
-    if section:  # of a key in a section the section itself is no mending
+    if section:  # do not suggest the section itself
         known = [other for other in known if "." in other]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if close:
@@ -115,7 +118,7 @@ def nearest_key(key: str) -> str | None:
 
 
 def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
-    """Raise what an error of OmegaConf, or one with such a cause, means to the user as ConfigError."""
+    """Raise ConfigError with what an error of OmegaConf, or its cause, means for the user."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
@@ -124,14 +127,14 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
         raise ConfigError(text) from error
     key = str(cause.full_key or cause.key or "")
     detail = (cause.msg or str(cause) or text).splitlines()[0]
-    given = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
+    full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        _unknown(given)
+        _unknown(full_key)
     raise ConfigError(f"{key}: {shape_hint(key) or detail}") from error
 
 
 def shape_hint(key: str) -> str:
-    """What a key takes if that is a list or a mapping, whatever was given; empty for single values and unknown keys."""
+    """Return how to write a list or a mapping for this key; empty for single values and unknown keys."""
     value: Any = Config()
     for name in key.split("."):
         value = getattr(value, name, None)
@@ -148,28 +151,28 @@ def _unknown(key: str) -> NoReturn:
 
 
 _SECTIONS = ("model", "features", "alphabet")
-_OF_THE_RUN = ("model.backend",)  # what the machine can do, not what the model is
+_OF_THE_RUN = ("model.backend",)  # a property of the machine, not of the model
 _LABELS = ("symbols", "pieces", "pieces_file")
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What came of two configurations: sentences for the log, each empty where there is nothing to say."""
+    """The result of `inherit`, as sentences for the log; empty if there is nothing to report."""
 
-    replaced: str  # values of a recipe or a default that gave way to the model's
-    differing: str  # values that were given and are not the model's
+    replaced: str  # values of a recipe or a default that were replaced by the model's
+    differing: str  # values of the command line that differ from the model's
 
 
-def inherit(config: Config, stored: Config, given: Collection[str]) -> Inheritance:
-    """Give `config` the architecture, features, sample rate and alphabet of another run, but for what was given.
+def inherit(config: Config, stored: Config, explicit: Collection[str]) -> Inheritance:
+    """Copy architecture, features, sample rate and alphabet from the model that a run starts from.
 
-    What a recipe says of model and features gives way: it is meant for training from nothing. What it says of the
-    alphabet is of the language and stays, as do values given on the command line.
+    They replace those of a recipe, which are meant for training from scratch. Values of the command line stay, and so
+    does the alphabet of a recipe, which belongs to the language.
 
     Args:
         config: changed in place.
-        stored: of the model that this run starts from.
-        given: keys and groups of the command line, such as `model`, `model.depth`, `alphabet.symbols`.
+        stored: configuration of the model.
+        explicit: keys and groups set on the command line, such as `model`, `model.depth`, `alphabet.symbols`.
     """
     replaced, differing = [], []
     for section in _SECTIONS:
@@ -180,25 +183,25 @@ def inherit(config: Config, stored: Config, given: Collection[str]) -> Inheritan
             mine, theirs = getattr(getattr(config, section), name), getattr(getattr(stored, section), name)
             if mine == theirs:
                 continue
-            if _explicit(config, section, name, given):
+            if _is_explicit(config, section, name, explicit):
                 if name != "pieces_file":
-                    differing.append(f"{key}={_short(mine)} (there {_short(theirs)})")
+                    differing.append(f"{key}={_short(mine)} (the model has {_short(theirs)})")
             else:
                 setattr(getattr(config, section), name, theirs)
                 replaced.append(f"{key}={_short(theirs)} (not {_short(mine)})")
     rate_hz, theirs_hz = config.data.sample_rate_hz, stored.data.sample_rate_hz
     if rate_hz != theirs_hz:
-        if "data.sample_rate_hz" in given:
-            differing.append(f"data.sample_rate_hz={rate_hz} (there {theirs_hz})")
+        if "data.sample_rate_hz" in explicit:
+            differing.append(f"data.sample_rate_hz={rate_hz} (the model has {theirs_hz})")
         else:
             config.data.sample_rate_hz = theirs_hz
             replaced.append(f"data.sample_rate_hz={theirs_hz} (not {rate_hz})")
     return Inheritance(", ".join(replaced), ", ".join(differing))
 
 
-def _explicit(config: Config, section: str, name: str, given: Collection[str]) -> bool:
+def _is_explicit(config: Config, section: str, name: str, explicit: Collection[str]) -> bool:
     names = _LABELS if section == "alphabet" and name in _LABELS else (name,)
-    if section in given or any(f"{section}.{one}" in given for one in names):
+    if section in explicit or any(f"{section}.{one}" in explicit for one in names):
         return True
     default = AlphabetConfig()
     return section == "alphabet" and any(getattr(config.alphabet, one) != getattr(default, one) for one in names)
@@ -211,7 +214,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, its default as it would be written, its choices and the comment beside it."""
+    """A setting for the help: dotted name, default as written on the command line, choices and comment."""
 
     name: str
     default: str
@@ -219,7 +222,7 @@ class Key:
 
 
 def documented_keys() -> list[tuple[str, str, list[Key]]]:
-    """Return the sections of the configuration, each as (name, docstring, keys), in the order of the schema."""
+    """Return the sections of the configuration as (name, docstring, settings), without removed settings."""
     comments = _comments()
     sections: list[tuple[str, str, list[Key]]] = [("", "", [])]
     for field, kind in _fields(Config):
@@ -239,7 +242,7 @@ def _key(prefix: str, owner: Any, field: Field[Any], comments: dict[tuple[str, s
     elif isinstance(value, bool):
         shown = str(value).lower()
     elif isinstance(value, list) and value and is_dataclass(value[0]):
-        shown = f"[{len(value)} of them]"
+        shown = f"[{len(value)} entries]"
     else:
         shown = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
     allowed, comment = field.metadata.get(KEY), comments.get((owner.__name__, field.name), "")

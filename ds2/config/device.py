@@ -1,4 +1,4 @@
-"""Where a process computes and in which precision, by the names that users give."""
+"""Devices and precisions by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ds2.config.schema import ConfigError
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device that a rank uses: `auto` and `cuda` are the host's GPU number `local_rank`, counted round.
+    """Return the device of a rank: `auto` and `cuda` are GPU number `local_rank` modulo the GPUs of the host.
 
     Raises:
-        ConfigError: an unknown name, or a GPU that is not there.
+        ConfigError: an unknown name, or a GPU that does not exist.
     """
     count = torch.cuda.device_count()
     if name == "auto" and not count:
@@ -30,5 +30,5 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """`auto` is bf16 on a GPU and fp32 on a CPU."""
+    """Return the precision; `auto` is bf16 on a GPU and fp32 on a CPU."""
     return name if name != "auto" else ("bf16" if device.type == "cuda" else "fp32")

@@ -1,4 +1,7 @@
-"""ARPA files, the exchange format of back-off models: base-10 logarithms, one section an order."""
+"""ARPA files, the text format of back-off models: base-10 logarithms, one section for each order.
+
+C++ decoders read ARPA files only. `arpa_file` writes one for a binary model and keeps it in the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,34 @@ from typing import TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.lm.ngram import END, SPACE, START, TENSORS, UNKNOWN, LanguageModelError, Level, NGram, blocks, link, unlink
+from ds2.lm.ngram import (
+    END,
+    SPACE,
+    START,
+    TENSORS,
+    UNKNOWN,
+    LanguageModelError,
+    Level,
+    NGram,
+    from_levels,
+    slices,
+    to_levels,
+)
 from ds2.system.files import atomic_file, cache_dir, remove_stale, temporary_folder
 from ds2.system.text_files import read_lines
 
+log = logging.getLogger(__name__)
+_FORMAT = 1  # change it when `write_arpa` changes, which makes cached files invalid
+CACHE_LIMIT_BYTES = 4 << 30  # of cached files; the newest one is never deleted
 _LN10 = math.log(10.0)
-_ABSENT_LOG10 = -100.0  # what -inf becomes, and <unk> gets in a file without it
+_ABSENT_LOG10 = -100.0  # of -inf, and of <unk> in a file without it
 _BLOCK_LINES = 1 << 12
 _COUNT = re.compile(r"[0-9]{1,18}")
 _UNKNOWN_SPELLINGS = {"<UNK>": UNKNOWN}
 
 
 def write_arpa(model: NGram, path: Path) -> None:
-    """Write a model as ARPA text, whole or not at all.
+    """Write a model as an ARPA file, atomically.
 
     Raises:
         LanguageModelError: the folder is not writable or the disk is full.
@@ -43,13 +61,13 @@ def write_arpa(model: NGram, path: Path) -> None:
 
 def _write(model: NGram, out: TextIO) -> None:
     words = np.array(model.vocabulary, dtype=object)
-    levels = unlink(model)
+    levels = to_levels(model)
     out.write("\\data\\\n")
     out.writelines(f"ngram {n}={len(level)}\n" for n, level in enumerate(levels, start=1))
-    history: list[NDArray[np.int32]] = []  # columns of the words of the n-grams one order below
+    history: list[NDArray[np.int32]] = []  # columns with the words of the n-grams one order below
     for n, level in enumerate(levels, start=1):
         out.write(f"\n\\{n}-grams:\n")
-        for part in blocks(len(level)):
+        for part in slices(len(level)):
             columns = [words[c[level.prefix[part]]] for c in history] + [words[level.word[part]]]
             log_probs = (level.log_prob[part] / _LN10).tolist()
             texts = map(" ".join, zip(*columns, strict=True))
@@ -64,11 +82,12 @@ def _write(model: NGram, out: TextIO) -> None:
 
 
 def read_arpa(path: Path) -> NGram:
-    """Read an ARPA file (.gz and .xz too) of any tool; a file without <unk> gives it 10^-100.
+    """Read an ARPA file of any tool, also .gz and .xz. If <unk> is missing, it gets the probability 10^-100.
 
     Raises:
-        LanguageModelError: a cut-off or malformed file (the line is named), a wrong encoding, repeated n-grams, n-grams
-            whose beginning is not listed, or no <s> or </s>.
+        LanguageModelError: the file is truncated or malformed (the message names the line), an n-gram is repeated or
+            its prefix is not listed, or <s> or </s> is missing.
+        TextError: the file does not exist, is no UTF-8 or a damaged archive.
     """
     return _Reader(path).read()
 
@@ -93,15 +112,15 @@ class _Reader:
             self._number = number
             if stripped := line.strip():
                 return stripped
-        raise self._error(f"the file ends where {expected} should follow: it is cut off, copy it again")
+        raise self._error(f"the file ends where {expected} is expected: it is truncated, copy it again")
 
     def _check_size(self, n: int, count: int) -> None:
-        """Refuse a count that the file has no room for; the size of a packed file says nothing of its lines."""
+        """Refuse a count of n-grams that needs a larger file. The size of a compressed file has no such limit."""
         size = self._path.stat().st_size
         if self._path.suffix not in (".gz", ".xz") and count * _least_line_bytes(n) > size:
             raise self._error(
                 f"the header promises {count} {n}-grams, which need {count * _least_line_bytes(n)} bytes or more, but "
-                f"the file has {size}: it is cut off or damaged, copy it again"
+                f"the file has {size}: it is truncated or damaged, copy it again"
             )
 
     def read(self) -> NGram:
@@ -115,11 +134,11 @@ class _Reader:
             counts.append(int(promised))
             self._check_size(len(counts), counts[-1])
         if not counts or 0 in counts:
-            raise self._error(f"an order is empty: the header lists {counts} n-grams")
+            raise self._error(f"an order is empty: the header lists the counts {counts}")
         levels: list[Level] = []
         for n, count in enumerate(counts, start=1):
             if line != f"\\{n}-grams:":
-                raise self._error(f"{line!r} stands where \\{n}-grams: should")
+                raise self._error(f"{line!r} instead of \\{n}-grams:")
             words, log_prob, backoff = self._section(n, count, top=n == len(counts))
             if n == 1:
                 log_prob, backoff = self._specials(log_prob, backoff)
@@ -127,20 +146,20 @@ class _Reader:
             levels.append(self._level(words, log_prob, backoff, levels))
             line = self._next("\\end\\" if n == len(counts) else f"\\{n + 1}-grams:")
         if line != "\\end\\":
-            raise self._error(f"{line!r} stands where \\end\\ should: the header promises {counts} n-grams")
+            raise self._error(f"{line!r} instead of \\end\\: the header promises {counts} n-grams")
         letters = [token for token in self._ids if token not in (UNKNOWN, START, END, SPACE)]
         unit = "character" if SPACE in self._ids and all(len(token) == 1 for token in letters) else "word"
-        return link(levels, list(self._ids), unit)
+        return from_levels(levels, list(self._ids), unit)
 
     def _section(
         self, n: int, count: int, top: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]:
-        word_blocks, value_blocks = [], []  # of the lines read: a count of a damaged file reserves no memory
-        for part in blocks(count, _BLOCK_LINES):
+        word_blocks, value_blocks = [], []  # grow with the lines that are read: a wrong count allocates nothing
+        for part in slices(count, _BLOCK_LINES):
             numbered = [(number, line.split()) for number, line in islice(self._lines, part.stop - part.start)]
             self._check(numbered, n, part.stop - part.start, top)
             rows = [fields for _, fields in numbered]
-            columns = list(zip_longest(*rows, fillvalue="0"))  # a back-off that is not written is 0
+            columns = list(zip_longest(*rows, fillvalue="0"))  # a missing back-off is 0
             log_probs = [float(value) if value != "-inf" else _ABSENT_LOG10 for value in columns[0]]
             backoffs = list(map(float, columns[n + 1])) if len(columns) == n + 2 else [0.0] * len(rows)
             value_blocks.append(np.array([log_probs, backoffs]))
@@ -154,7 +173,7 @@ class _Reader:
         return words, values[0] * _LN10, values[1] * _LN10
 
     def _check(self, rows: list[tuple[int, list[str]]], n: int, count: int, top: bool) -> None:
-        """Name the first numbered line that is not an n-gram; at n = 1, number the words."""
+        """Raise an error for the first line that is not an n-gram; for n = 1, number the words."""
         ids, allowed = self._ids, (n + 1,) if top else (n + 1, n + 2)
         for number, fields in rows:
             try:
@@ -172,11 +191,11 @@ class _Reader:
                         raise ValueError(f"{word} is not among the unigrams")
             except ValueError as error:
                 self._number = number
-                raise self._error(f"{' '.join(fields)[:80]!r} is not one of the {n}-grams promised: {error}") from error
+                raise self._error(f"{' '.join(fields)[:80]!r} is no {n}-gram: {error}") from error
         self._number = rows[-1][0] if rows else self._number
         if len(rows) < count:
             raise self._error(
-                f"the file ends {count - len(rows)} or more {n}-grams early: it is cut off, copy it again"
+                f"the file ends {count - len(rows)} or more {n}-grams early: it is truncated, copy it again"
             )
 
     def _specials(
@@ -184,7 +203,7 @@ class _Reader:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         missing = {START, END} - self._ids.keys()
         if missing:
-            raise self._error(f"no unigram {' or '.join(sorted(missing))}: a decoder needs sentence starts and ends")
+            raise self._error(f"no unigram {' or '.join(sorted(missing))}: decoders need them")
         if UNKNOWN not in self._ids:
             self._ids[UNKNOWN] = len(self._ids)
             log_prob, backoff = np.append(log_prob, _ABSENT_LOG10 * _LN10), np.append(backoff, 0.0)
@@ -197,13 +216,13 @@ class _Reader:
         prefix = np.zeros(len(words), np.int64)
         for column, level in enumerate(below):
             keys = level.prefix * size + level.word
-            wanted = prefix * size + words[:, column]
-            prefix = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-            lost = np.flatnonzero(keys[prefix] != wanted)
-            if lost.size:
-                text = " ".join(np.array(list(self._ids), dtype=object)[words[lost[0]]])
+            queries = prefix * size + words[:, column]
+            prefix = np.searchsorted(keys, queries).clip(max=len(keys) - 1)
+            missing = np.flatnonzero(keys[prefix] != queries)
+            if missing.size:
+                text = " ".join(np.array(list(self._ids), dtype=object)[words[missing[0]]])
                 raise self._error(
-                    f"the beginning of {text!r} is not listed among the lower orders ({lost.size} such n-grams)"
+                    f"the prefix of {text!r} is not listed among the lower orders ({missing.size} such n-grams)"
                 )
         keys = prefix * size + words[:, -1]
         order = np.argsort(keys, kind="stable")
@@ -215,33 +234,28 @@ class _Reader:
         )
 
 
-log = logging.getLogger(__name__)
-_FORMAT = 1  # another one when `write_arpa` writes the same model otherwise
-CACHE_LIMIT_BYTES = 4 << 30  # of the files used last; the newest stays whatever its size
-
-
 @contextmanager
-def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
-    """The model as a file that KenLM reads, for as long as this lasts.
+def arpa_file(lm: NGram, source: str) -> Iterator[Path]:
+    """Yield the path of an ARPA file of the model that KenLM can read.
 
     Args:
         lm: the model.
-        given: the file it was read from, which is taken if it is ARPA that KenLM reads. Else one is written under
-            `cache_dir` where an equal model has none there yet, or, where that fails, which is logged, to a temporary
-            file.
+        source: the file that the model was read from. It is yielded if KenLM can read it. Otherwise a file is written
+            to the cache folder, unless it has one of an equal model. If that fails, it is logged and a temporary file
+            is written.
 
     Raises:
-        LanguageModelError: a temporary file cannot be written either.
+        LanguageModelError: the temporary file cannot be written.
     """
-    if ".arpa" in Path(given).suffixes and _kenlm_reads(Path(given)):
-        yield Path(given)
+    if ".arpa" in Path(source).suffixes and _kenlm_reads(Path(source)):
+        yield Path(source)
         return
     try:
-        kept = _kept(lm)
-    except (LanguageModelError, OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        log.warning("%s; every start writes it anew: set DS2_CACHE_DIR to a folder with room for it", error)
+        cached = _cached_file(lm)
+    except (LanguageModelError, OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        log.warning("%s; it is written at every start: set DS2_CACHE_DIR to a folder with enough space", error)
     else:
-        yield kept
+        yield cached
         return
     with temporary_folder(Path(tempfile.gettempdir()), "ds2-lm") as folder:
         write_arpa(lm, folder / "model.arpa")
@@ -249,7 +263,7 @@ def arpa_file(lm: NGram, given: str) -> Iterator[Path]:
 
 
 def _kenlm_reads(path: Path) -> bool:
-    """Whether a file starts as KenLM wants it: without a byte-order mark, and no words before the first section."""
+    """Whether KenLM accepts the start of a file: no byte-order mark and no text before the first section."""
     if path.suffix != ".arpa":  # compressed
         return True
     with suppress(OSError), open(path, "rb") as file:
@@ -257,14 +271,14 @@ def _kenlm_reads(path: Path) -> bool:
     return True
 
 
-def _kept(lm: NGram) -> Path:
+def _cached_file(lm: NGram) -> Path:
     path = cache_dir() / "arpa" / f"{_content_key(lm)}.arpa"
     if path.is_file():
-        with suppress(OSError):  # a cache that others filled for all to read
+        with suppress(OSError):  # the file belongs to another user
             path.touch()
     else:
         write_arpa(lm, path)
-        _drop_least_recent(path)
+        _limit_cache(path)
     return path
 
 
@@ -275,16 +289,16 @@ def _content_key(lm: NGram) -> str:
     return digest.hexdigest()[:24]
 
 
-def _drop_least_recent(newest: Path) -> None:
-    """Remove what was not used for longest, and what killed processes left, until the folder is within its limit."""
+def _limit_cache(newest: Path) -> None:
+    """Delete the least recently used files until the folder is within its limit; the newest one stays."""
     remove_stale(newest.parent)
     others = []
     for path in newest.parent.iterdir():
         with suppress(OSError):  # another process removed it meanwhile
             others += [(path.stat().st_mtime, path.stat().st_size, path)] if path != newest else []
-    left_bytes = CACHE_LIMIT_BYTES - newest.stat().st_size
+    remaining_bytes = CACHE_LIMIT_BYTES - newest.stat().st_size
     for _, size, path in sorted(others, reverse=True):
-        left_bytes -= size
-        if left_bytes < 0:
+        remaining_bytes -= size
+        if remaining_bytes < 0:
             with suppress(OSError):
                 path.unlink()

@@ -1,8 +1,7 @@
-"""Distinct n-grams of a text and their counts, order by order, on disk: sorted runs of packed integers, merged.
+"""Counts of the n-grams of a text, order by order, by an external merge sort: memory does not grow with the text.
 
-An n-gram of order n is the integer (position of its prefix among those of order n - 1) x V + last word, so that any
-order fits 64 bits. What the text holds at each token is kept as a stream of positions, one file an order, and all is
-done in chunks: memory does not grow with the text.
+The key of an n-gram of order n is (position of its prefix among the n-grams of order n - 1) x V + last word, so that
+keys of any order fit 64 bits. A file of positions says for each token of the text which n-gram ends there.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError, blocks
+from ds2.lm.ngram import END, START, UNKNOWN, LanguageModelError, slices
 from ds2.system.files import temporary_folder
 
 Ints = NDArray[np.int64]
 UNKNOWN_ID, START_ID, END_ID = 0, 1, 2
-_BYTES_PER_TOKEN = 64  # of a chunk, with its temporary arrays
+_BYTES_PER_TOKEN = 64  # of a chunk, including temporary arrays
 
 
 class Scratch:
-    """Arrays in a temporary folder, mapped into memory; a full disk is an error, not a signal."""
+    """Memory-mapped arrays in a temporary folder, whose space is reserved so that a full disk raises an error."""
 
     def __init__(self, folder: Path | None) -> None:
         self._open = ExitStack()
@@ -37,7 +36,7 @@ class Scratch:
             self._folder = self._open.enter_context(temporary_folder(folder or Path(tempfile.gettempdir()), "ds2-lm"))
         except OSError as error:
             raise LanguageModelError(
-                f"no temporary folder in {folder}: {error}; choose another with --temp-dir"
+                f"no temporary folder can be created in {folder}: {error}; choose another folder with --temp-dir"
             ) from error
         self._files = 0
 
@@ -50,7 +49,7 @@ class Scratch:
         self._open.close()
         if isinstance(error, OSError):
             raise LanguageModelError(
-                f"the n-grams do not fit {self._folder.parent} ({error}): choose another folder with --temp-dir"
+                f"the n-grams do not fit in {self._folder.parent} ({error}): choose another folder with --temp-dir"
             ) from error
 
     def _path(self) -> Path:
@@ -58,18 +57,18 @@ class Scratch:
         return self._folder / str(self._files)
 
     def zeros(self, length: int, dtype: type = np.int64) -> NDArray[Any]:
-        """An array (length,) of zeros whose space on disk is reserved."""
+        """Return an array (length,) of zeros."""
         path = self._path()
         with open(path, "wb") as out:
             os.posix_fallocate(out.fileno(), 0, max(1, length * np.dtype(dtype).itemsize))
         return np.memmap(path, dtype, "r+", shape=(length,)) if length else np.zeros(0, dtype)
 
     def append(self, parts: Iterable[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
-        """The parts (N,), one after the other."""
+        """Return the concatenation of the parts."""
         return self.append_pairs(((part,) for part in parts), (dtype,))[0]
 
     def append_pairs(self, parts: Iterable[tuple[NDArray[Any], ...]], dtypes: tuple[type, ...]) -> list[NDArray[Any]]:
-        """As `append`, for several arrays that come together."""
+        """Return the concatenations of the parts of several arrays."""
         paths = [self._path() for _ in dtypes]
         with ExitStack() as stack:
             outs = [stack.enter_context(open(path, "wb")) for path in paths]
@@ -83,44 +82,44 @@ class Scratch:
 
 
 @dataclass
-class Counted:
-    """The distinct n-grams of one order, sorted by key."""
+class NgramCounts:
+    """The n-grams of one order, sorted by key."""
 
     keys: Ints  # prefix position x V + last word
     counts: Ints  # occurrences
     suffix: Ints  # position, one order below, of the n-gram without its first word
-    from_start: NDArray[np.bool_]  # begins with <s>
+    from_start: NDArray[np.bool_]  # starts with <s>
 
 
 def count_ngrams(
     sentences: Iterable[list[str]], order: int, memory_bytes: int, scratch: Scratch
-) -> tuple[list[str], list[Counted]]:
+) -> tuple[list[str], list[NgramCounts]]:
     """Count the n-grams of orders 1 .. `order` of sentences, each as <s> tokens </s>.
 
     Returns:
         The vocabulary (<unk>, <s>, </s>, then in order of appearance) and the n-grams by order.
 
     Raises:
-        LanguageModelError: no sentence, no n-gram of some order, or no space on the disk.
+        LanguageModelError: there is no sentence, no n-gram of some order, or the disk is full.
     """
     chunk = max(1024, memory_bytes // _BYTES_PER_TOKEN)
     vocabulary = _Vocabulary()
     words = scratch.append(_encoded(sentences, vocabulary, chunk), np.int32)
     if not len(words):
-        raise LanguageModelError("the text is empty: no line holds a token that can be counted")
+        raise LanguageModelError("the text is empty: no line has a token")
     size = len(vocabulary)
     counts = scratch.zeros(size)
-    for part in blocks(len(words), chunk):
+    for part in slices(len(words), chunk):
         counts += np.bincount(words[part], minlength=size)
     from_start = np.zeros(size, np.bool_)
     from_start[START_ID] = True
-    counted = [Counted(np.arange(size), counts, np.zeros(size, np.int64), from_start)]
+    counted = [NgramCounts(np.arange(size), counts, np.zeros(size, np.int64), from_start)]
     positions: Ints = words
     for n in range(2, order + 1):
         level, positions = _count_order(positions, words, counted[-1], size, chunk, scratch)
         if not len(level.keys):
             raise LanguageModelError(
-                f"the text has no {n}-gram: its longest line is shorter; choose --order {n - 1} or less"
+                f"the text has no {n}-gram: its longest line is too short; choose --order {n - 1} or less"
             )
         counted.append(level)
     return list(vocabulary), counted
@@ -148,11 +147,11 @@ def _encoded(sentences: Iterable[list[str]], vocabulary: _Vocabulary, chunk: int
 
 
 def _count_order(
-    shorter: Ints, words: NDArray[np.int32], below: Counted, size: int, chunk: int, scratch: Scratch
-) -> tuple[Counted, Ints]:
-    """Count the n-grams that end at each token, from the (n-1)-grams that end there (-1: none within the sentence)."""
+    shorter: Ints, words: NDArray[np.int32], below: NgramCounts, size: int, chunk: int, scratch: Scratch
+) -> tuple[NgramCounts, Ints]:
+    """Count n-grams; `shorter` has the position of the (n-1)-gram that ends at each token, -1 if there is none."""
 
-    def packed(part: slice) -> tuple[Ints, NDArray[np.bool_]]:
+    def keys_of(part: slice) -> tuple[Ints, NDArray[np.bool_]]:
         prefix = shorter[max(part.start - 1, 0) : part.stop - 1].astype(np.int64)
         if part.start == 0:
             prefix = np.concatenate((np.full(1, -1), prefix))
@@ -160,28 +159,28 @@ def _count_order(
         return prefix[valid] * size + words[part][valid], valid
 
     runs = [
-        scratch.append_pairs([_summed(np.sort(packed(part)[0]))], (np.int64, np.int64))
-        for part in blocks(len(words), chunk)
+        scratch.append_pairs([_sum_counts(np.sort(keys_of(part)[0]))], (np.int64, np.int64))
+        for part in slices(len(words), chunk)
     ]
     keys, counts = runs[0] if len(runs) == 1 else scratch.append_pairs(merge_runs(runs, chunk), (np.int64, np.int64))
     suffix = scratch.zeros(len(keys))
 
-    def located() -> Iterator[Ints]:
-        for part in blocks(len(words), chunk):
-            wanted, valid = packed(part)
-            found = np.searchsorted(keys, wanted)
-            suffix[found] = shorter[part][valid]
+    def find_positions() -> Iterator[Ints]:
+        for part in slices(len(words), chunk):
+            queries, valid = keys_of(part)
+            indices = np.searchsorted(keys, queries)
+            suffix[indices] = shorter[part][valid]
             positions = np.full(len(valid), -1)
-            positions[valid] = found
+            positions[valid] = indices
             yield positions
 
-    positions = scratch.append(located())
-    from_start = scratch.append((below.from_start[keys[part] // size] for part in blocks(len(keys), chunk)), np.bool_)
-    return Counted(keys, counts, suffix, from_start), positions
+    positions = scratch.append(find_positions())
+    from_start = scratch.append((below.from_start[keys[part] // size] for part in slices(len(keys), chunk)), np.bool_)
+    return NgramCounts(keys, counts, suffix, from_start), positions
 
 
-def _summed(keys: Ints, counts: Ints | None = None) -> tuple[Ints, Ints]:
-    """Distinct keys of a sorted array, and the sums of their counts (of ones where none are given)."""
+def _sum_counts(keys: Ints, counts: Ints | None = None) -> tuple[Ints, Ints]:
+    """Return the distinct keys of a sorted array and the sums of their counts, by default 1 for each."""
     first = np.flatnonzero(np.concatenate((np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1])))
     if counts is None:
         return keys[first], np.diff(first, append=len(keys))
@@ -189,7 +188,7 @@ def _summed(keys: Ints, counts: Ints | None = None) -> tuple[Ints, Ints]:
 
 
 def merge_runs(runs: list[list[Ints]], chunk: int) -> Iterator[tuple[Ints, Ints]]:
-    """Merge sorted runs of (keys, counts) block by block: each round takes what no unread key can precede."""
+    """Merge sorted runs of (keys, counts) block by block; each round takes the keys below every unread key."""
     block = max(1, chunk // len(runs))
     at = [0] * len(runs)
     while unread := [r for r, (keys, _) in enumerate(runs) if at[r] < len(keys)]:
@@ -200,6 +199,6 @@ def merge_runs(runs: list[list[Ints]], chunk: int) -> Iterator[tuple[Ints, Ints]
         keys = np.concatenate([runs[r][0][at[r] : stops[r]] for r in unread])
         counts = np.concatenate([runs[r][1][at[r] : stops[r]] for r in unread])
         order = np.argsort(keys, kind="stable")
-        yield _summed(keys[order], counts[order])
+        yield _sum_counts(keys[order], counts[order])
         for r in unread:
             at[r] = stops[r]

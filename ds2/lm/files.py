@@ -1,4 +1,4 @@
-"""Language model files: a compact binary that opens memory-mapped without running code, and ARPA text of any tool."""
+"""N-gram model files: a memory-mapped binary, which runs no code when it is opened, and ARPA files of any tool."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ds2.system.tensor_file import WAY_OUT, check_digest, has_digest, make_heade
 from ds2.text.alphabet import Alphabet, AlphabetError
 
 FORMAT_VERSION = 2  # 1 had no digest of the header
-_HEAD_BYTES = 4096  # an ARPA file says so within these
+_HEAD_BYTES = 4096  # an ARPA file has its first header line in these
 
 
 def save_ngram(model: NGram, path: Path) -> None:
-    """Write the compact binary: a safetensors file, either the old one or the whole new one.
+    """Write the binary, a safetensors file, atomically.
 
     Raises:
         LanguageModelError: the folder is not writable or the disk is full.
@@ -49,11 +49,11 @@ def save_ngram(model: NGram, path: Path) -> None:
 
 
 def load_ngram(path: Path) -> NGram:
-    """Open a language model: a binary of `save_ngram`, whose pages are read as queries need them, or an ARPA file.
+    """Open a language model: a binary of `save_ngram`, which is memory-mapped, or an ARPA file.
 
     Raises:
-        LanguageModelError: no such file, a cut-off, damaged or foreign file, or a binary of a newer format. The numbers
-            of a binary are not looked at: `NGram.check` does.
+        LanguageModelError: the file is missing, truncated, damaged, of another program or of a newer format. The
+            contents of a binary's tensors are not checked: `NGram.check` does.
     """
     if not path.is_file():
         raise LanguageModelError(f"there is no language model {path}")
@@ -66,24 +66,24 @@ def load_ngram(path: Path) -> NGram:
             if metadata.get("kind") != "n-gram":
                 raise ValueError(
                     f"is a {metadata.get('kind')}, not an n-gram model: `ds2 lm build` writes "
-                    "them, and decode.rescore takes recurrent ones"
+                    "n-gram models; a recurrent model belongs in decode.rescore"
                 )
-            stored = from_plain(_Header, metadata, "metadata")
+            stored = from_plain(_NgramHeader, metadata, "metadata")
             tensors = {name: opened.get_tensor(name) for name in (*TENSORS, "vocabulary")}
         if has_digest(header):
             check_digest(header, tensors, content=False)
         return _model(stored, tensors)
     except (SafetensorError, OSError) as error:
         raise LanguageModelError(
-            f"{path} is not a whole language model ({error}): cut off, or not written by ds2 lm build"
+            f"{path} is no language model or is truncated ({error}): `ds2 lm build` writes them"
         ) from error
     except (ValueError, LanguageModelError) as error:
         raise LanguageModelError(f"{path}: {error}") from error
 
 
 @dataclass
-class _Header:
-    """The metadata of a binary."""
+class _NgramHeader:
+    """The metadata of a binary n-gram model."""
 
     format: int
     kind: str
@@ -93,14 +93,14 @@ class _Header:
     alphabet: dict[str, Any] | None
 
 
-def _model(stored: _Header, tensors: dict[str, Tensor]) -> NGram:
-    """Put a model together; raises ValueError where header and tensors do not fit. Pages of tensors are not read."""
+def _model(stored: _NgramHeader, tensors: dict[str, Tensor]) -> NGram:
+    """Build the model; raises ValueError if header and tensors do not match. Reads no contents of tensors."""
     text = tensors.pop("vocabulary")
     types = {"keys": torch.int64, "log_prob": torch.float32, "next_state": torch.int32, "backoff": torch.float32,
              "suffix": torch.int32, "vocabulary": torch.uint8}  # fmt: skip
     for name, tensor in {**tensors, "vocabulary": text}.items():
         if tensor.dtype != types[name] or tensor.ndim != 1:
-            raise ValueError(f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, expected {types[name]}, one row")
+            raise ValueError(f"{name}: is {tensor.dtype} {tuple(tensor.shape)}, expected {types[name]} in 1-D")
     vocabulary = tuple(bytes(text.numpy()).decode().split("\n"))
     entries, states = stored.entry_starts, stored.state_starts
     for name, starts, held in (

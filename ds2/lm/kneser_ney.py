@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.lm.counts import START_ID, UNKNOWN_ID, Counted, Ints, Scratch, count_ngrams
-from ds2.lm.ngram import LanguageModelError, Level, NGram, blocks, link
+from ds2.lm.counts import START_ID, UNKNOWN_ID, Ints, NgramCounts, Scratch, count_ngrams
+from ds2.lm.ngram import LanguageModelError, Level, NGram, from_levels, slices
 
 Floats = NDArray[np.float64]
 MAX_ORDER = 20
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Estimate:
-    """A model and what its estimation found."""
+    """A model and the statistics of its estimation."""
 
     model: NGram
     counts: tuple[int, ...]  # distinct n-grams by order, before pruning
-    kept: tuple[int, ...]
+    kept_counts: tuple[int, ...]  # n-grams by order, after pruning
     discounts: tuple[tuple[float, ...], ...]  # D1, D2, D3+ by order
 
 
@@ -54,55 +54,55 @@ def estimate(
     Args:
         sentences: tokens of each, without <s> and </s>.
         order: the longest n-gram, in tokens.
-        prune: n-grams of order n seen at most prune[n - 1] times are left out; non-decreasing, 0 for unigrams, the last
-            value holds for higher orders.
-        unit, alphabet: kept with the model.
-        memory_bytes: of working arrays; the vocabulary and the finished model come on top.
-        temp_dir: for counts on disk, 40 bytes a distinct n-gram and 8 a token.
+        prune: n-grams of order n with at most prune[n - 1] occurrences are pruned; non-decreasing, 0 for unigrams, the
+            last value applies to higher orders.
+        unit, alphabet: stored in the model.
+        memory_bytes: of working arrays, without the vocabulary and the finished model.
+        temp_dir: folder for counts, 40 bytes for each distinct n-gram and 8 for each token.
 
     Raises:
-        LanguageModelError: settings that cannot work, no text, an order that the text lacks or pruning empties, a full
-            disk.
+        LanguageModelError: invalid settings, an empty text, an order without n-grams in the text or after pruning, or
+            a full disk.
     """
     if not 1 <= order <= MAX_ORDER:
         raise LanguageModelError(f"order {order} is not in 1 .. {MAX_ORDER}")
     thresholds = [*prune, *([prune[-1] if prune else 0] * (order - len(prune)))]
     if len(thresholds) > order or thresholds[0] != 0 or sorted(thresholds) != thresholds:
         raise LanguageModelError(
-            f"prune {' '.join(map(str, prune))} must be at most {order} thresholds that start with 0 (unigrams are "
-            "kept) and never decrease: what a longer n-gram builds on must stay"
+            f"prune {' '.join(map(str, prune))} must be at most {order} thresholds that start with 0 (no "
+            "unigram is pruned) and never decrease: the prefix of an n-gram must stay"
         )
     with Scratch(temp_dir) as scratch:
         vocabulary, counted = count_ngrams(sentences, order, memory_bytes, scratch)
         adjusted = [
             _adjusted_counts(level, above, scratch) for level, above in zip(counted, [*counted[1:], None], strict=True)
         ]
-        adjusted[0][[UNKNOWN_ID, START_ID]] = 0  # neither is ever predicted from counts
+        adjusted[0][[UNKNOWN_ID, START_ID]] = 0  # neither is predicted from counts
         discounts = [_discounts(counts, n) for n, counts in enumerate(adjusted, start=1)]
-        thresholds[0] = -1  # all unigrams stay, <unk> that occurs nowhere too
+        thresholds[0] = -1  # no unigram is pruned, not even <unk>, which does not occur
         levels = _levels(counted, adjusted, discounts, thresholds, len(vocabulary), scratch)
-    model = link(levels, vocabulary, unit, alphabet)
+    model = from_levels(levels, vocabulary, unit, alphabet)
     counts = tuple(len(level.keys) for level in counted)
     return Estimate(model, counts, tuple(map(len, levels)), tuple(tuple(d[1:].tolist()) for d in discounts))
 
 
-def _adjusted_counts(level: Counted, above: Counted | None, scratch: Scratch) -> Ints:
-    """Occurrences at the highest order and after <s>, else the number of distinct words seen before the n-gram."""
+def _adjusted_counts(level: NgramCounts, above: NgramCounts | None, scratch: Scratch) -> Ints:
+    """Return occurrences at the highest order and after <s>, else the number of distinct words before the n-gram."""
     adjusted: Ints = scratch.zeros(len(level.keys))
     if above is None:
         adjusted[:] = level.counts
         return adjusted
-    for part in blocks(len(above.keys)):
+    for part in slices(len(above.keys)):
         suffixes, times = np.unique(above.suffix[part], return_counts=True)
         adjusted[suffixes] += times
-    for part in blocks(len(level.keys)):
+    for part in slices(len(level.keys)):
         adjusted[part] = np.where(level.from_start[part], level.counts[part], adjusted[part])
     return adjusted
 
 
 def _discounts(adjusted: Ints, n: int) -> Floats:
-    """D(0) = 0, D(1), D(2), D(3 and more): Chen and Goodman, equation (26), over the counts of counts."""
-    t = sum((np.bincount(adjusted[part].clip(max=5), minlength=6) for part in blocks(len(adjusted))), np.zeros(6))
+    """Return D(0) = 0, D(1), D(2), D(3 and more) by Chen and Goodman, equation (26)."""
+    t = sum((np.bincount(adjusted[part].clip(max=5), minlength=6) for part in slices(len(adjusted))), np.zeros(6))
     if t[1:4].all():
         y = t[1] / (t[1] + 2 * t[2])
         j = np.arange(1, 4)
@@ -110,36 +110,36 @@ def _discounts(adjusted: Ints, n: int) -> Floats:
         if ((discounts >= 0) & (discounts <= j)).all():
             return np.concatenate(([0.0], discounts))
     log.warning(
-        "the numbers of %d-grams with adjusted counts 1, 2 and 3 (%s) give no discounts: D1, D2, D3+ = %s, %s, %s "
-        "are used. This is usual for short texts and for characters",
+        "the numbers of %d-grams with adjusted counts 1, 2 and 3 (%s) give no discounts; using D1, D2, D3+ = %s, %s, "
+        "%s. This is normal for short texts and for characters",
         n, ", ".join(f"{value:.0f}" for value in t[1:4]), *_FALLBACK_DISCOUNTS[1:],
     )  # fmt: skip
     return np.array(_FALLBACK_DISCOUNTS)
 
 
 def _levels(
-    counted: Sequence[Counted],
+    counted: Sequence[NgramCounts],
     adjusted: Sequence[Ints],
     discounts: Sequence[Floats],
     thresholds: Sequence[int],
     size: int,
     scratch: Scratch,
 ) -> list[Level]:
-    """Probabilities and back-offs of the n-grams that pruning keeps."""
+    """Return the n-grams after pruning with their probabilities and back-offs."""
     levels: list[Level] = []
-    lower = np.full(1, 1.0 / (size - 1))  # below unigrams: uniform over all that can be predicted, so not <s>
-    new_position = np.zeros(1, np.int64)  # of the n-grams one order below, among those kept
+    lower = np.full(1, 1.0 / (size - 1))  # below unigrams: uniform over all words but <s>
+    new_position = np.zeros(1, np.int64)  # of the n-grams one order below, after pruning
     for n, (level, counts, discount, threshold) in enumerate(
         zip(counted, adjusted, discounts, thresholds, strict=True), start=1
     ):
         total, gamma = _masses(level, counts, discount, threshold, len(lower), size, scratch)
         if n > 1:
             levels[-1].backoff[:] = _backoffs(gamma, new_position)
-        share = _Share(discount, total, gamma, lower)
-        made, probability, position = _kept_level(level, counts, share, threshold, new_position, size, scratch)
+        terms = _Terms(discount, total, gamma, lower)
+        made, probability, position = _pruned_level(level, counts, terms, threshold, new_position, size, scratch)
         if not len(made):
             raise LanguageModelError(
-                f"pruning {n}-grams seen at most {threshold} times leaves none: lower it or the order"
+                f"pruning {n}-grams with at most {threshold} occurrences removes all: lower the threshold or the order"
             )
         levels.append(made)
         lower, new_position = probability, position
@@ -147,8 +147,8 @@ def _levels(
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What the probabilities of one order are made of, by history; `lower` are those of the order below."""
+class _Terms:
+    """The terms of the probabilities of one order, by history; `lower` are the probabilities of the order below."""
 
     discount: Floats
     total: Floats
@@ -156,27 +156,33 @@ class _Share:
     lower: Floats
 
 
-def _kept_level(
-    level: Counted, counts: Ints, share: _Share, threshold: int, new_position: Ints, size: int, scratch: Scratch
+def _pruned_level(
+    level: NgramCounts,
+    counts: Ints,
+    terms: _Terms,
+    threshold: int,
+    new_position: Ints,
+    size: int,
+    scratch: Scratch,
 ) -> tuple[Level, Floats, Ints]:
-    """The n-grams of one order that pruning keeps; of all n-grams the probability and the place among those kept."""
+    """Return the n-grams of one order after pruning; for all n-grams the probability and the position after pruning."""
     probability = scratch.zeros(len(counts), np.float64)
     position = scratch.zeros(len(counts))
     parts: list[Level] = []
     done = 0
-    for part in blocks(len(counts)):
+    for part in slices(len(counts)):
         prefix, word = np.divmod(level.keys[part], size)
         a = counts[part]
-        shorter = share.lower[level.suffix[part]]
-        p = (a - share.discount[a.clip(max=3)]) / share.total[prefix] + share.gamma[prefix] * shorter
-        if len(share.lower) == 1:  # unigrams
-            p[word == START_ID] = 1.0  # so that scoring <s> as a token changes nothing
+        shorter = terms.lower[level.suffix[part]]
+        p = (a - terms.discount[a.clip(max=3)]) / terms.total[prefix] + terms.gamma[prefix] * shorter
+        if len(terms.lower) == 1:  # unigrams
+            p[word == START_ID] = 1.0  # scoring <s> as a token changes nothing
         probability[part] = p
-        kept = level.counts[part] > threshold
-        position[part] = np.where(kept, done - 1 + np.cumsum(kept), -1)
-        done += int(np.count_nonzero(kept))
-        logs = np.minimum(0.0, np.log(p[kept])).astype(np.float32)
-        parts.append(Level(new_position[prefix[kept]], word[kept].astype(np.int32), logs, np.zeros(0, np.float32)))
+        stays = level.counts[part] > threshold
+        position[part] = np.where(stays, done - 1 + np.cumsum(stays), -1)
+        done += int(np.count_nonzero(stays))
+        logs = np.minimum(0.0, np.log(p[stays])).astype(np.float32)
+        parts.append(Level(new_position[prefix[stays]], word[stays].astype(np.int32), logs, np.zeros(0, np.float32)))
     whole = Level(
         np.concatenate([part.prefix for part in parts]),
         np.concatenate([part.word for part in parts]),
@@ -187,22 +193,22 @@ def _kept_level(
 
 
 def _masses(
-    level: Counted, counts: Ints, discount: Floats, threshold: int, contexts: int, size: int, scratch: Scratch
+    level: NgramCounts, counts: Ints, discount: Floats, threshold: int, contexts: int, size: int, scratch: Scratch
 ) -> tuple[Floats, Floats]:
-    """Of each history, the sum of adjusted counts and gamma: the share that discounts and pruned n-grams leave."""
-    total, left = scratch.zeros(contexts, np.float64), scratch.zeros(contexts, np.float64)
-    for part in blocks(len(counts)):
+    """Return for each history the sum of adjusted counts and gamma, the share of discounts and pruned n-grams."""
+    total, gamma = scratch.zeros(contexts, np.float64), scratch.zeros(contexts, np.float64)
+    for part in slices(len(counts)):
         prefix = level.keys[part] // size
         at = slice(int(prefix[0]), int(prefix[-1]) + 1)
         a = counts[part]
-        given_up = np.where(level.counts[part] > threshold, discount[a.clip(max=3)], a)
+        discounted = np.where(level.counts[part] > threshold, discount[a.clip(max=3)], a)
         total[at] += np.bincount(prefix - at.start, a)
-        left[at] += np.bincount(prefix - at.start, given_up)
-    for part in blocks(contexts):  # nothing follows some histories: they back off with weight 1
-        left[part] = np.divide(left[part], total[part], where=total[part] > 0, out=np.ones(len(left[part])))
-    return total, left
+        gamma[at] += np.bincount(prefix - at.start, discounted)
+    for part in slices(contexts):  # histories without continuation back off with weight 1
+        gamma[part] = np.divide(gamma[part], total[part], where=total[part] > 0, out=np.ones(len(gamma[part])))
+    return total, gamma
 
 
 def _backoffs(gamma: Floats, new_position: Ints) -> NDArray[np.float32]:
-    parts = [np.log(np.maximum(gamma[part][new_position[part] >= 0], _LEAST_MASS)) for part in blocks(len(gamma))]
+    parts = [np.log(np.maximum(gamma[part][new_position[part] >= 0], _LEAST_MASS)) for part in slices(len(gamma))]
     return np.concatenate(parts).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A recurrent language model over the labels of an alphabet, on our own LSTM; and its file.
+"""A recurrent language model over the labels of an alphabet, on the LSTM of ds2_ops, and its file format.
 
 Shape letters: T tokens, B texts, H hidden, V labels.
 """
@@ -26,35 +26,35 @@ from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import WAY_OUT, CheckpointError, load, read_metadata, save
 from ds2.text.alphabet import BLANK, Alphabet, AlphabetError, describe
 
-BOUNDARY = BLANK  # the label that writes nothing stands before and behind every text
+BOUNDARY = BLANK  # stands before and after each text: the blank label writes nothing
 _KIND = "recurrent-lm"
-_BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**18}  # padded, scored at once
+_BATCH_TOKENS = {"cpu": 2**13, "cuda": 2**18}  # padded tokens of a batch to score
 
 
 @dataclass(frozen=True)
-class Shape:
+class RecurrentShape:
     """The size of a recurrent language model."""
 
     hidden: int = number(512, 1, 65_536)
     layers: int = number(2, 1, 100)
-    dropout: float = number(0.1, 0, 1, below=True)  # of inputs of layers and classifier, and of recurrent weights
+    dropout: float = number(0.1, 0, 1, below=True)  # of the inputs of layers and classifier, and of recurrent weights
 
 
 class RecurrentLM(nn.Module):
-    """Labels to the log-probs of the next ones: an embedding, LSTM layers with residual skips, a classifier.
+    """Predict the next label: an embedding, LSTM layers with residual skips, a classifier.
 
-    The character-level network of Karpathy et al. 2015 that GRNN (Holmes et al. 2019) times, with skips as
-    Persistent RNNs' (Diamos et al. 2016, Figure 7), so that layers may be added without another learning rate.
+    The character-level network of Karpathy et al. 2015, which GRNN (Holmes et al. 2019) measures, with the residual
+    skips of Persistent RNNs (Diamos et al. 2016, Figure 7), so that deeper models need no other learning rate.
 
-    In training `dropout` leaves out inputs of layers and of the classifier and, once a batch, recurrent weights (Merity
+    Dropout applies to the inputs of layers and classifier and, with one mask for a batch, to recurrent weights (Merity
     et al. 2018).
 
     Args:
-        alphabet: of the text; its labels are the tokens, label 0 is `BOUNDARY`.
-        shape: of the network.
+        alphabet: its labels are the tokens; label 0 is `BOUNDARY`.
+        shape: sizes of the network.
     """
 
-    def __init__(self, alphabet: Alphabet, shape: Shape) -> None:
+    def __init__(self, alphabet: Alphabet, shape: RecurrentShape) -> None:
         super().__init__()
         check_allowed(shape, "recurrent language model")
         self.alphabet, self.shape = alphabet, shape
@@ -64,7 +64,7 @@ class RecurrentLM(nn.Module):
         self.drop = nn.Dropout(shape.dropout)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Map (T, B) int64 tokens, of which `lengths` (B,) count, to logits (T, B, V) float32 of what follows each."""
+        """Return the logits (T, B, V) float32 of the label after each of the tokens (T, B) int64 of `lengths` (B,)."""
         x = self.embedding(tokens)
         for layer in cast(Iterable[nn.LSTM], self.layers):
             weight_ih, weight_hh, bias_ih, bias_hh = layer.parameters()
@@ -79,11 +79,11 @@ class RecurrentLM(nn.Module):
         return logits
 
     def log_probs(self, targets: Tensor, lengths: Tensor) -> Tensor:
-        """Natural-log probabilities (T, B) of texts, token by token, each after those before it; 0 past a length.
+        """Return the natural-log probability (T, B) of each token after those before it; 0 beyond a text's length.
 
         Args:
-            targets: (T, B) int64, texts with `BOUNDARY` behind them.
-            lengths: (B,) int64 with it, on the CPU or the device.
+            targets: (T, B) int64, texts that end with `BOUNDARY`.
+            lengths: (B,) int64 including `BOUNDARY`, on the CPU or the device.
         """
         tokens = functional.pad(targets, (0, 0, 1, 0), value=BOUNDARY)[:-1]
         logits = self(tokens, lengths)
@@ -93,14 +93,14 @@ class RecurrentLM(nn.Module):
 
     @torch.inference_mode()
     def score(self, texts: Sequence[str], *, normalised: bool = False) -> list[float]:
-        """The natural-log probability of each text, its end included; in bfloat16 on a GPU, but for the classifier.
+        """Return the natural-log probability of each text and its end; on a GPU in bfloat16 except the classifier.
 
         Args:
-            texts: of any kind, and as many as there are.
-            normalised: they are as the alphabet's `normalise` would have them, which is not done again.
+            texts: any number of texts.
+            normalised: whether the texts are normalised by the alphabet already.
 
         Raises:
-            LanguageModelError: a text with characters that the model does not know.
+            LanguageModelError: a text has characters outside the alphabet.
         """
         if not texts:
             return []
@@ -109,49 +109,47 @@ class RecurrentLM(nn.Module):
         starts = np.cumsum(sizes) - sizes
         device = self.classifier.weight.device
         labels = torch.from_numpy(np.fromiter(chain.from_iterable(spelled), np.int32, int(sizes.sum()))).to(device)
-        stretches = torch.from_numpy(np.stack([starts, sizes], 1)).to(device)
+        spans = torch.from_numpy(np.stack([starts, sizes], 1)).to(device)
         order, parts = np.argsort(-sizes, kind="stable"), []
         for rows in _batches(sizes[order] + 1, _BATCH_TOKENS[device.type]):
-            targets, lengths = gather(
-                labels, stretches[torch.from_numpy(order[rows]).to(device)], sizes[order[rows][0]]
-            )
+            targets, lengths = pad_texts(labels, spans[torch.from_numpy(order[rows]).to(device)], sizes[order[rows][0]])
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 parts.append(self.log_probs(targets, lengths).double().sum(0))
-        found = np.empty(len(texts))
-        found[order] = torch.cat(parts).cpu().numpy()
-        scores: list[float] = found.tolist()
-        return scores
+        scores = np.empty(len(texts))
+        scores[order] = torch.cat(parts).cpu().numpy()
+        listed: list[float] = scores.tolist()
+        return listed
 
     def spell(self, text: str, *, normalised: bool = False) -> list[int]:
-        """The labels of a text without its end; arguments and errors as `score`."""
+        """Return the labels of a text without its end; arguments and errors as in `score`."""
         try:
             return self.alphabet.spell(text if normalised else self.alphabet.normalise(text)[0])
         except KeyError:
             unknown = self.alphabet.normalise(text)[1]
         raise LanguageModelError(
-            f"the recurrent language model does not know {describe(unknown)}: train one with "
-            "`ds2 lm train --model` of the network that writes them"
+            f"the recurrent language model does not know {describe(unknown)}: train a model for the "
+            "alphabet of your network with `ds2 lm train --model MODEL`"
         )
 
 
-def gather(labels: Tensor, stretches: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Texts (T, B) int64 with a boundary behind each, and their lengths (B,) with it.
+def pad_texts(labels: Tensor, spans: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """Return padded texts (T, B) int64 that end with a boundary, and their lengths (B,) including it.
 
     Args:
         labels: (N,) int32, all texts one after the other.
-        stretches: (B, 2) int64, the first label of each text and the number of its labels.
-        longest: the largest of these numbers: T - 1.
+        spans: (B, 2) int64, position of the first label and number of labels of each text.
+        longest: the largest number of labels, T - 1.
     """
-    first, sizes = stretches.unbind(1)
+    first, sizes = spans.unbind(1)
     at = torch.arange(int(longest) + 1, device=labels.device)[:, None]
     if not len(labels):
         return at.expand(-1, len(sizes)) * 0, sizes + 1
-    found = labels[(first + at).clamp(max=len(labels) - 1)].long()
-    return torch.where(at < sizes, found, BOUNDARY), sizes + 1
+    texts = labels[(first + at).clamp(max=len(labels) - 1)].long()
+    return torch.where(at < sizes, texts, BOUNDARY), sizes + 1
 
 
 def _batches(sizes: NDArray[np.int64], budget: int) -> Iterator[slice]:
-    """Cut texts, longest first, into batches of at most `budget` padded tokens, or of one text."""
+    """Split texts, longest first, into batches of at most `budget` padded tokens, at least one text each."""
     start = 0
     while start < len(sizes):
         count = max(1, budget // int(sizes[start]))
@@ -160,18 +158,18 @@ def _batches(sizes: NDArray[np.int64], budget: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """The metadata of a file."""
+class _RecurrentHeader:
+    """The metadata of a model file."""
 
     format: int
     kind: str
-    shape: Shape
+    shape: RecurrentShape
     alphabet: dict[str, Any]
     facts: dict[str, Any]
 
 
 def save_recurrent(path: Path, model: RecurrentLM, facts: dict[str, Any]) -> None:
-    """Write a model as one file, the old one or the whole new one; `facts` say how it came about.
+    """Write a model file atomically; `facts` describe its training.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -181,22 +179,22 @@ def save_recurrent(path: Path, model: RecurrentLM, facts: dict[str, Any]) -> Non
 
 
 def load_recurrent(path: Path, device: torch.device | str = "cpu") -> RecurrentLM:
-    """Open what `save_recurrent` wrote, ready to score.
+    """Load a model file in evaluation mode.
 
     Raises:
-        CheckpointError: no such file, or a damaged one.
+        CheckpointError: the file is missing or damaged.
         LanguageModelError: a file of another kind.
     """
-    kind = read_metadata(path).get("kind")  # before tensors: an n-gram model's digest is not of their content
+    kind = read_metadata(path).get("kind")  # read before the tensors: the digest of an n-gram model does not cover them
     if kind != _KIND:
         raise LanguageModelError(
-            f"{path} is a {kind}, not a recurrent language model: `ds2 lm train` writes them, and n-gram models "
-            "are given as decode.lm"
+            f"{path} is a {kind}, not a recurrent language model: `ds2 lm train` writes recurrent models; an n-gram "
+            "model belongs in decode.lm"
         )
     tensors, metadata = load(path, device)
     try:
-        stored = from_plain(_Stored, metadata, "metadata")
-        with torch.device("meta"):  # memory is taken for what the file holds, not for what it says that it holds
+        stored = from_plain(_RecurrentHeader, metadata, "metadata")
+        with torch.device("meta"):  # allocates nothing: a damaged file may name any size
             model = RecurrentLM(Alphabet.from_dict(stored.alphabet), stored.shape)
         model.load_state_dict({name: tensor.float().clone() for name, tensor in tensors.items()}, assign=True)
     except (FieldError, AlphabetError, ConfigError, RuntimeError) as error:

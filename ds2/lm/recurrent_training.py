@@ -1,4 +1,4 @@
-"""Training of a recurrent language model: a text as one row of labels on the device, of which steps take stretches."""
+"""Training of a recurrent language model, and the state from which an interrupted training continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn import utils
 from ds2.config.allowed import COUNT, SEED, UNLIMITED, number
 from ds2.config.check import check_allowed
 from ds2.lm.ngram import SPACE, LanguageModelError
-from ds2.lm.recurrent import BOUNDARY, RecurrentLM, gather
+from ds2.lm.recurrent import BOUNDARY, RecurrentLM, pad_texts
 from ds2.system.plain import FieldError, from_plain
 from ds2.system.tensor_file import (
     CheckpointError,
@@ -33,57 +33,58 @@ from ds2.system.tensor_file import (
 from ds2.text.alphabet import Alphabet
 
 _CLIP_NORM = 1.0
-_JITTER = 0.1  # of a stretch's length, before like lengths become batches: epochs have other batches
+_JITTER = 0.1  # of lengths, before texts of similar length become batches: every epoch has other batches
+_KIND = "recurrent-lm-training"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a model is trained."""
+class TrainingSettings:
+    """Settings of a training."""
 
     epochs: int = number(10, 1, COUNT)
-    max_minutes: float = number(0.0, 0, UNLIMITED)  # the rate falls to zero by then; 0: no limit
+    max_minutes: float = number(0.0, 0, UNLIMITED)  # the learning rate reaches zero after this time; 0: no limit
     learning_rate: float = number(2e-3, 0, 1e6, above=True)
     warmup_steps: int = number(200, 0, COUNT)
     weight_decay: float = number(0.01, 0, 1e6)
-    batch_tokens: int = number(32_768, 1, COUNT)  # padded, a step
-    join: int = number(1, 1, 1000)  # up to so many lines that follow each other become one text, drawn each epoch
-    longest: int = number(1000, 1, 1_000_000)  # tokens of a text; what is longer is cut
+    batch_tokens: int = number(32_768, 1, COUNT)  # padded tokens of a step
+    join: int = number(1, 1, 1000)  # 1 to this many consecutive lines become one text, drawn in each epoch
+    longest: int = number(1000, 1, 1_000_000)  # tokens of a text; longer texts are split
     seed: int = number(1, 0, SEED)
 
 
 @dataclass(frozen=True)
-class Text:
-    """The lines of a text, one after the other: `labels` (N,) uint16, of which line i has starts[i] .. starts[i + 1].
+class TrainingText:
+    """The lines of a text in one array: line i has the labels (N,) uint16 from starts[i] to starts[i + 1].
 
-    Where the alphabet has a space, each line ends with one, so that lines that follow each other join as words do.
+    If the alphabet has a space, each line ends with one, which separates lines that are joined.
     """
 
     labels: NDArray[np.uint16]
     starts: NDArray[np.int64]
-    separator: int  # labels between lines
+    separator: int  # labels between two lines: 1 or 0
 
     @classmethod
-    def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> Text:
-        """Take what a `SentenceReader` of this alphabet yields.
+    def of(cls, sentences: Iterable[list[str]], alphabet: Alphabet) -> TrainingText:
+        """Convert the sentences of a `SentenceReader` with the same alphabet.
 
         Raises:
-            LanguageModelError: there is nothing.
+            LanguageModelError: there are no sentences.
         """
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         labels[SPACE] = labels.get(" ", BOUNDARY)
-        between = [labels[" "]] if " " in labels else []
-        rows = [np.array([*map(labels.__getitem__, tokens), *between], np.uint16) for tokens in sentences]
+        separator = [labels[" "]] if " " in labels else []
+        rows = [np.array([*map(labels.__getitem__, tokens), *separator], np.uint16) for tokens in sentences]
         if not rows:
-            raise LanguageModelError("the text is empty: no line holds a token")
-        return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), len(between))
+            raise LanguageModelError("the text is empty: no line has a token")
+        return cls(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), len(separator))
 
     @property
     def digest(self) -> str:
-        """Of all lines."""
+        """A hash of all lines."""
         return hashlib.sha256(self.labels.tobytes() + self.starts.tobytes()).hexdigest()[:16]
 
-    def stretches(self, join: int, longest: int, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Cut all lines into texts of 1 to `join` lines, drawn evenly: (S, 2) first label and number of labels."""
+    def draw_spans(self, join: int, longest: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return texts of 1 to `join` lines as spans (S, 2): position of the first label and number of labels."""
         lines = len(self.starts) - 1
         ends = np.minimum(np.cumsum(rng.integers(1, join + 1, lines)), lines)
         edges = self.starts[np.unique(np.append(0, ends))]
@@ -95,60 +96,57 @@ class Text:
         )
 
 
-def plan(stretches: NDArray[np.int64], batch_tokens: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Put stretches (S, 2) of like length together in batches (B, 2) of at most `batch_tokens` padded tokens each.
-
-    Both hold first labels and numbers of labels; batches come in random order.
-    """
-    sizes = stretches[:, 1]
+def plan_batches(spans: NDArray[np.int64], batch_tokens: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Group spans (S, 2) of similar length into batches (B, 2) of at most `batch_tokens` padded tokens, shuffled."""
+    sizes = spans[:, 1]
     order = np.argsort(sizes * (1 + _JITTER * rng.random(len(sizes))), kind="stable")[::-1]
     batches, at = [], 0
     while at < len(order):
         longest = int(sizes[order[at : at + 1]].max() * (1 + _JITTER)) + 2  # with the boundary
         batches.append(order[at : at + max(1, batch_tokens // longest)])
         at += len(batches[-1])
-    return [stretches[batches[index]] for index in rng.permutation(len(batches))]
+    return [spans[batches[index]] for index in rng.permutation(len(batches))]
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What came of the steps so far."""
+class TrainingProgress:
+    """The progress of a training."""
 
     epoch: int
     step: int
-    part: float  # of the planned training
-    loss: float  # nats a token, mean of the steps since the last report
+    part: float  # share of the planned training, 0 to 1
+    loss: float  # nats for each token, mean of the steps since the last report
     tokens_per_s: float
-    elapsed_s: float = 0.0  # of training, that before a restart too
+    elapsed_s: float = 0.0  # time of training, including that before a restart
 
 
 def train(
     model: RecurrentLM,
-    text: Text,
-    settings: Settings,
-    report: Callable[[Passed], None],
+    text: TrainingText,
+    settings: TrainingSettings,
+    report: Callable[[TrainingProgress], None],
     report_every_s: float = 10.0,
     stop: Callable[[], bool] = lambda: False,
     state: StateFile | None = None,
-) -> Passed:
-    """Fit a model to a text: AdamW, a rate that rises in the first steps and falls by half a cosine to zero.
+) -> TrainingProgress:
+    """Train a model with AdamW, a linear warm-up and a half cosine of the learning rate to zero.
 
-    Each step draws dropout by its own seed, so that a training that goes on from a state takes the steps of an
-    unbroken one; with `max_minutes` but for what the clock says of the rate.
+    The random numbers of a step depend on its number only: a training that continues from a state takes the same steps
+    as one without interruption, unless `max_minutes` makes the learning rate depend on the clock.
 
     Args:
-        model: changed in place, on the device where it is to be trained; left ready to score.
+        model: trained in place on its device; in evaluation mode afterwards.
         text: in the model's alphabet.
         settings: of the training.
-        report: is told now and then how far it is.
-        report_every_s: seconds between two reports.
-        stop: asked before each step whether to end there.
-        state: from which it goes on where there is one, and in which it is kept where it is stopped or time for it;
-            who has written the model removes it.
+        report: called with the progress at intervals.
+        report_every_s: seconds from one report to the next.
+        stop: called before each step; the training ends if it returns True.
+        state: file to continue from, if it exists, and to save to when the training is stopped and at intervals. The
+            caller removes it after the model was saved.
 
     Raises:
-        LanguageModelError: settings out of range, or a loss that is not finite.
-        CheckpointError: the state is damaged, of another training, or cannot be written.
+        LanguageModelError: a setting is out of range, or the loss is not finite.
+        CheckpointError: the state is damaged, belongs to another training, or cannot be written.
     """
     check_allowed(settings, "lm train")
     device = model.classifier.weight.device
@@ -161,27 +159,27 @@ def train(
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    position = Position() if state is None else state.restore(model, optimizer)
+    position = TrainingPosition() if state is None else state.restore(model, optimizer)
     rate: Tensor = optimizer.param_groups[0]["lr"]
-    began = time.monotonic() - position.elapsed_s
-    window = _Window(device)
-    passed = Passed(position.epoch, position.step, 0.0, math.nan, 0.0, position.elapsed_s)
+    start_s = time.monotonic() - position.elapsed_s
+    window = _ReportWindow(device)
+    progress = TrainingProgress(position.epoch, position.step, 0.0, math.nan, 0.0, position.elapsed_s)
     model.train()
-    for epoch, behind, batches, batch in _batches(text, settings, position):
-        part = (epoch - 1 + behind / batches) / settings.epochs
+    for epoch, done, batches, batch in _batches(text, settings, position):
+        part = (epoch - 1 + done / batches) / settings.epochs
         if settings.max_minutes:
-            part = max(part, (time.monotonic() - began) / (60 * settings.max_minutes))
+            part = max(part, (time.monotonic() - start_s) / (60 * settings.max_minutes))
         stopped = stop()
-        if state is not None and (stopped or state.due) and window.steps:
-            passed = window.close(passed)  # which says if there is nothing worth keeping
-            report(passed)
-            state.save(model, optimizer, Position(epoch, behind, passed.step, passed.elapsed_s))
+        if state is not None and (stopped or state.is_due) and window.steps:
+            progress = window.close(progress)  # raises an error instead of saving weights of a non-finite loss
+            report(progress)
+            state.save(model, optimizer, TrainingPosition(epoch, done, progress.step, progress.elapsed_s))
         if part >= 1 or stopped:
             break
-        torch.manual_seed(_step_seed(settings.seed, passed.step))
-        warm = min(1.0, (passed.step + 1) / max(1, settings.warmup_steps))
+        torch.manual_seed(_step_seed(settings.seed, progress.step))
+        warm = min(1.0, (progress.step + 1) / max(1, settings.warmup_steps))
         rate.fill_(settings.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * part)))
-        targets, lengths = gather(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
+        targets, lengths = pad_texts(labels, torch.from_numpy(batch).to(device), int(batch[:, 1].max()))
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss = -model.log_probs(targets, lengths).sum() / lengths.sum()
         optimizer.zero_grad()
@@ -189,143 +187,140 @@ def train(
         utils.clip_grad_norm_(model.parameters(), _CLIP_NORM, foreach=True)
         optimizer.step()
         window.add(loss.detach(), int(batch[:, 1].sum()) + len(batch))
-        elapsed_s = time.monotonic() - began
-        passed = replace(passed, epoch=epoch, step=passed.step + 1, part=part, elapsed_s=elapsed_s)
+        elapsed_s = time.monotonic() - start_s
+        progress = replace(progress, epoch=epoch, step=progress.step + 1, part=part, elapsed_s=elapsed_s)
         if window.age_s >= report_every_s:
-            passed = window.close(passed)
-            report(passed)
+            progress = window.close(progress)
+            report(progress)
     if window.steps:
-        passed = window.close(passed)
-        report(passed)
+        progress = window.close(progress)
+        report(progress)
     model.eval()
-    return passed
+    return progress
 
 
-class _Window:
-    """The steps since the last report."""
+class _ReportWindow:
+    """Loss and tokens of the steps since the last report."""
 
     def __init__(self, device: torch.device) -> None:
-        self._loss, self.steps, self._tokens, self._began = torch.zeros((), device=device), 0, 0, time.monotonic()
+        self._loss, self.steps, self._tokens, self._start_s = torch.zeros((), device=device), 0, 0, time.monotonic()
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._start_s
 
     def add(self, loss: Tensor, tokens: int) -> None:
         self._loss += loss
         self.steps, self._tokens = self.steps + 1, self._tokens + tokens
 
-    def close(self, passed: Passed) -> Passed:
-        """Fill in what the window saw, and begin another; waits for the device."""
+    def close(self, progress: TrainingProgress) -> TrainingProgress:
+        """Return the progress with loss and speed of this window, and start the next one; synchronises the device."""
         mean = float(self._loss) / self.steps
         if not math.isfinite(mean):
-            raise LanguageModelError(f"the loss is {mean} at step {passed.step}: lower --learning-rate")
-        found = replace(passed, loss=mean, tokens_per_s=self._tokens / self.age_s)
+            raise LanguageModelError(f"the loss is {mean} at step {progress.step}: lower --learning-rate")
+        closed = replace(progress, loss=mean, tokens_per_s=self._tokens / self.age_s)
         self._loss.zero_()
-        self.steps, self._tokens, self._began = 0, 0, time.monotonic()
-        return found
+        self.steps, self._tokens, self._start_s = 0, 0, time.monotonic()
+        return closed
 
 
 def _step_seed(seed: int, step: int) -> int:
-    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1  # torch takes signed ones
+    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]) >> 1  # torch takes signed seeds
 
 
-def _batches(text: Text, settings: Settings, start: Position) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
-    """Yield (epoch, batches of it that are behind, batches of the epoch, the batch's stretches) from a position on."""
+def _batches(
+    text: TrainingText, settings: TrainingSettings, start: TrainingPosition
+) -> Iterator[tuple[int, int, int, NDArray[np.int64]]]:
+    """Yield (epoch, completed batches of the epoch, batches of the epoch, spans of the batch) from a position on."""
     for epoch in range(start.epoch, settings.epochs + 1):
         rng = np.random.default_rng([settings.seed, epoch])
-        batches = plan(text.stretches(settings.join, settings.longest, rng), settings.batch_tokens, rng)
-        for behind in range(start.batch if epoch == start.epoch else 0, len(batches)):
-            yield epoch, behind, len(batches), batches[behind]
-
-
-_KIND = "recurrent-lm-training"
+        batches = plan_batches(text.draw_spans(settings.join, settings.longest, rng), settings.batch_tokens, rng)
+        for done in range(start.batch if epoch == start.epoch else 0, len(batches)):
+            yield epoch, done, len(batches), batches[done]
 
 
 @dataclass(frozen=True)
-class Position:
-    """How far a training is."""
+class TrainingPosition:
+    """Where a training continues."""
 
-    epoch: int = 1  # that is running
-    batch: int = 0  # batches of it that are behind
+    epoch: int = 1
+    batch: int = 0  # completed batches of this epoch
     step: int = 0
     elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """The metadata of a file."""
+class _StateHeader:
+    """The metadata of a state file."""
 
     format: int
     kind: str
-    position: Position
+    position: TrainingPosition
     made_of: dict[str, Any]
 
 
 class StateFile:
-    """Weights, optimizer and position beside the model that is to be, until that is whole.
+    """A file of weights, optimizer and position, next to the model file, while the training is not finished.
 
     Args:
         path: of the file.
-        made_of: what must be the same for a training to go on, by the name that messages call it; JSON-serialisable.
-        every_s: seconds between two saves; 0: only where the training is stopped.
+        made_of: everything that must be equal for a training to continue, by name for messages; JSON-serialisable.
+        every_s: seconds from one save to the next; 0: save only when the training is stopped.
     """
 
     def __init__(self, path: Path, made_of: Mapping[str, Any], every_s: float) -> None:
         self.path, self._made_of, self._every_s = path, dict(made_of), every_s
-        self._saved = time.monotonic()
+        self._saved_s = time.monotonic()
 
     @property
-    def due(self) -> bool:
-        """Whether the time between two saves has passed."""
-        return 0 < self._every_s < time.monotonic() - self._saved
+    def is_due(self) -> bool:
+        """Whether it is time for the next save."""
+        return 0 < self._every_s < time.monotonic() - self._saved_s
 
-    def save(self, model: RecurrentLM, optimizer: torch.optim.Optimizer, position: Position) -> None:
-        """Write the file, the old one or the whole new one.
+    def save(self, model: RecurrentLM, optimizer: torch.optim.Optimizer, position: TrainingPosition) -> None:
+        """Write the file atomically.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
-        tensors = {
-            **with_prefix("model", model.state_dict()), **with_prefix("optimizer", optimizer_tensors(optimizer)),
-        }  # fmt: skip
+        tensors = with_prefix("model", model.state_dict()) | with_prefix("optimizer", optimizer_tensors(optimizer))
         save(self.path, tensors, {"kind": _KIND, "position": asdict(position), "made_of": self._made_of})
-        self._saved = time.monotonic()
+        self._saved_s = time.monotonic()
 
-    def restore(self, model: RecurrentLM, optimizer: torch.optim.Optimizer) -> Position:
-        """Make model and optimizer those of the file, and return its position; without a file it is the start.
+    def restore(self, model: RecurrentLM, optimizer: torch.optim.Optimizer) -> TrainingPosition:
+        """Load model and optimizer from the file and return its position; without a file return the start.
 
         Raises:
-            CheckpointError: the file is damaged, or of a training of other things; the message says which.
+            CheckpointError: the file is damaged, or belongs to a training of other things, which the message names.
         """
         if not self.path.is_file():
-            return Position()
+            return TrainingPosition()
         try:
             return self._restore(model, optimizer)
         except (CheckpointError, FieldError, RuntimeError, KeyError, ValueError) as error:
             reason = " ".join(str(error).split()).removeprefix(f"{self.path}: ")
-            raise CheckpointError(f"{self.path}: {reason}; remove this file to begin anew") from error
+            raise CheckpointError(f"{self.path}: {reason}; delete this file to start from the beginning") from error
 
-    def _restore(self, model: RecurrentLM, optimizer: torch.optim.Optimizer) -> Position:
+    def _restore(self, model: RecurrentLM, optimizer: torch.optim.Optimizer) -> TrainingPosition:
         tensors, metadata = load(self.path)
         if metadata.get("kind") != _KIND:
             raise CheckpointError(f"is a {metadata.get('kind')}, not the state of `ds2 lm train`")
-        stored = from_plain(_Stored, metadata, "metadata")
-        here = self._made_of
-        other = [name for name in sorted({*here, *stored.made_of}) if here.get(name) != stored.made_of.get(name)]
-        if other:
-            raise CheckpointError(f"a training with other {', '.join(other)} was stopped there: go on with the same")
-        if min(stored.position.epoch - 1, stored.position.batch, stored.position.step) < 0:
-            raise CheckpointError(f"metadata.position: counts from before the start, {stored.position}")
+        header = from_plain(_StateHeader, metadata, "metadata")
+        names = sorted({*self._made_of, *header.made_of})
+        different = [name for name in names if self._made_of.get(name) != header.made_of.get(name)]
+        if different:
+            raise CheckpointError(f"was saved by a training with another {', '.join(different)}: use the same")
+        if min(header.position.epoch - 1, header.position.batch, header.position.step) < 0:
+            raise CheckpointError(f"metadata.position: has a negative count, {header.position}")
         model.load_state_dict(without_prefix("model", tensors))
         momenta, weights = without_prefix("optimizer", tensors), list(model.parameters())
-        wanted = {f"{n}.{name}": w.shape for n, w in enumerate(weights) for name in ("exp_avg", "exp_avg_sq")}
-        wanted |= {f"{n}.step": torch.Size() for n in range(len(weights))}
-        if {name: value.shape for name, value in momenta.items()} != wanted:
-            raise CheckpointError("optimizer: its momenta are those of other weights")
+        shapes = {f"{n}.{name}": w.shape for n, w in enumerate(weights) for name in ("exp_avg", "exp_avg_sq")}
+        shapes |= {f"{n}.step": torch.Size() for n in range(len(weights))}
+        if {name: value.shape for name, value in momenta.items()} != shapes:
+            raise CheckpointError("optimizer: the momenta belong to other weights")
         restore_optimizer(optimizer, momenta)
-        return stored.position
+        return header.position
 
     def remove(self) -> None:
-        """Remove the file: the model is whole."""
+        """Delete the file after the model was saved."""
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Text for language models: plain, .gz or .xz files, line by line, normalised and cut into tokens, with a report."""
+"""Texts of language models: files to sentences of tokens, and the perplexity of a model on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds2.system.text_files import read_lines
 from ds2.text.alphabet import Alphabet, describe
 
 
-def cut(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
+def tokenise(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
     """Return the tokens of a normalised line."""
     if unit == "character":
         return [SPACE if character == " " else character for character in line.strip()]
@@ -27,26 +27,29 @@ def cut(line: str, unit: str, alphabet: Alphabet | None) -> list[str]:
 
 
 def _transcript(line: str, where: str) -> str:
-    """The text of a manifest's line."""
+    """Return the transcript of a line of a manifest."""
     try:
         record = json.loads(line) if line.strip() else {"text": ""}
     except (ValueError, RecursionError) as error:
-        raise LanguageModelError(f"{where} is not JSON ({error}): a text that is no manifest ends in .txt") from error
+        raise LanguageModelError(f"{where} is not JSON ({error}): a plain text must not be called .jsonl") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise LanguageModelError(f'{where} has no "text": expected the lines of a manifest')
+        raise LanguageModelError(f'{where} has no "text": a .jsonl file must be a manifest')
     return text
 
 
 @dataclass
 class SentenceReader:
-    """The sentences of texts as tokens, one a line, normalised by the alphabet; what was left out is counted.
+    """Iterate over the sentences of text files, one a line, as normalised tokens; counts what was skipped.
 
-    A file whose name has .jsonl is a manifest, of which the transcripts count.
+    Of manifests (.jsonl) the transcripts are read. Files may be compressed (.gz, .xz).
 
-    `unit` "word" splits on white space; "character" writes a space as <space>; "piece" cuts words as an alphabet of
-    pieces does, without one it splits on white space and takes the tokens as they are. Where the alphabet cannot write
-    a character, `unknown` decides: "skip" the line, "drop" the character or "stop".
+    Args:
+        paths: text files.
+        unit: "word" splits at white space; "character" writes a space as <space>; "piece" splits words into the pieces
+            of the alphabet, or at white space if the alphabet has no pieces.
+        alphabet: normalises the lines; None: unchanged lines.
+        unknown: what to do with a character outside the alphabet: "skip" the line, "drop" the character or "stop".
     """
 
     paths: Sequence[Path]
@@ -68,7 +71,7 @@ class SentenceReader:
             )
 
     def __iter__(self) -> Iterator[list[str]]:
-        """Raises LanguageModelError: an unreadable text, a reserved token, or, on "stop", an unknown character."""
+        """Yield sentences; raises LanguageModelError for reserved tokens and, on "stop", unknown characters."""
         for path in self.paths:
             for number, line in read_lines(path):
                 self.lines += 1
@@ -85,40 +88,38 @@ class SentenceReader:
                 self.characters.update(unknown)
                 if self.unknown == "stop":
                     raise LanguageModelError(
-                        f"{where} holds characters outside the alphabet: {describe(unknown)}; "
-                        "map them with --replace, or choose --unknown skip or drop"
+                        f"{where} has characters outside the alphabet: {describe(unknown)}; "
+                        "replace them with --replace, or choose --unknown skip or drop"
                     )
                 if self.unknown == "skip":
                     self.skipped_lines += 1
                     return []
                 line = " ".join("".join(c for c in line if c not in unknown).split())
-        tokens = cut(line, self.unit, self.alphabet)
+        tokens = tokenise(line, self.unit, self.alphabet)
         if not tokens:
             self.empty_lines += 1
         elif reserved := {UNKNOWN, START, END}.intersection(tokens):
-            raise LanguageModelError(
-                f"{where} holds {', '.join(sorted(reserved))}, which the model itself adds: remove it"
-            )
+            raise LanguageModelError(f"{where} has the reserved token {', '.join(sorted(reserved))}: remove it")
         return tokens
 
     def report(self) -> str:
-        """Describe what was read and what was left out."""
+        """Return the numbers of lines, tokens and skipped lines as a sentence."""
         text = f"{self.lines} lines, {self.tokens} {self.unit}s, {self.empty_lines} empty lines"
         if self.characters:
-            fate = f"{self.skipped_lines} lines skipped for" if self.unknown == "skip" else "dropped"
+            action = f"{self.skipped_lines} lines skipped for" if self.unknown == "skip" else "dropped"
             common = dict(self.characters.most_common(20))
             more = f" and {len(self.characters) - len(common)} others" if len(self.characters) > len(common) else ""
-            text += f", {fate} characters outside the alphabet: {describe(common)}{more}"
+            text += f", {action} characters outside the alphabet: {describe(common)}{more}"
         return text
 
 
 _BATCH_SENTENCES = 4096
-_MOST_NATS = 700.0  # a token: beyond that a perplexity is no number
+_MOST_NATS = 700.0  # for each token; beyond that the perplexity overflows
 
 
 @dataclass
 class Perplexity:
-    """Scores of a text: sums of natural-log probabilities, </s> included, <s> not."""
+    """Sums of natural-log probabilities of a text, with </s> and without <s>."""
 
     tokens: int = 0
     sentences: int = 0
@@ -127,14 +128,14 @@ class Perplexity:
     unknown_log_prob: float = 0.0
 
     def format(self) -> str:
-        """One line a figure: perplexity with and without the tokens outside the vocabulary, and their rate."""
+        """Return the perplexity with and without tokens outside the vocabulary (OOV), and their rate, as text."""
         if not self.sentences:
-            raise LanguageModelError("the text to score is empty: no line holds a token")
+            raise LanguageModelError("the text is empty: no line has a token")
         mean = -self.log_prob / (self.tokens + self.sentences)
         if not 0 <= mean < _MOST_NATS:
             raise LanguageModelError(
-                f"the language model is damaged: it gives a token {-mean:g} on average, which is no log-prob: copy the "
-                "file again or build it anew"
+                f"the language model is damaged: the mean log-prob of a token is {-mean:g}: copy the file again or "
+                "build the model again"
             )
         known = self.tokens - self.unknown + self.sentences
         return (
@@ -146,7 +147,7 @@ class Perplexity:
 
 
 def perplexity(model: NGram, sentences: Iterable[list[str]]) -> Perplexity:
-    """Score sentences, many at a time."""
+    """Score sentences in batches."""
     total = Perplexity()
     remaining = iter(sentences)
     end, unknown = model.ids[END], model.ids[UNKNOWN]

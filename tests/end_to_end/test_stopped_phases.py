@@ -104,7 +104,7 @@ def test_a_language_model_in_training_is_written_as_far_as_it_is(
     (tmp_path / "t.txt").write_text("the cat sat\non the mat\n" * 20, encoding="utf-8")
     model = tmp_path / "lm.safetensors"
     sizes = ["--hidden", "8", "--layers", "1", "--epochs", "50", "--batch-tokens", "64", "--device", "cpu"]
-    steps = signalled(monkeypatch, recurrent_training, "gather")
+    steps = signalled(monkeypatch, recurrent_training, "pad_texts")
     assert main(["lm", "train", str(tmp_path / "t.txt"), "--output", str(model), *sizes]) == 143
     said = capsys.readouterr()
     assert len(steps) == 1 and "after 1 steps" in said.out and "ds2: stopped by SIGTERM" in said.err

@@ -14,7 +14,7 @@ from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import EMPTY
 from ds2.decoding.methods import make_decoder
 from ds2.lm.ngram import LanguageModelError
-from ds2.lm.recurrent import RecurrentLM, Shape, save_recurrent
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, save_recurrent
 from ds2.recognition.tuning import DevSet, tune_rescoring
 from ds2.text.alphabet import Alphabet
 
@@ -24,7 +24,7 @@ LETTERS_AND_PIECES = Alphabet(("", "\u2581a", "\u2581", "a", "b"))
 
 def recurrent(folder: Path, alphabet: Alphabet = CHARACTERS) -> tuple[str, RecurrentLM]:
     torch.manual_seed(4)
-    model = RecurrentLM(alphabet, Shape(hidden=8, layers=1)).eval()
+    model = RecurrentLM(alphabet, RecurrentShape(hidden=8, layers=1)).eval()
     with torch.no_grad():
         model.classifier.weight.mul_(20)  # of decided opinions
     save_recurrent(folder / "rnn.safetensors", model, {})

@@ -17,7 +17,7 @@ from ds2.lm import arpa
 from ds2.lm.arpa import arpa_file, read_arpa, write_arpa
 from ds2.lm.files import load_ngram
 from ds2.lm.kneser_ney import estimate
-from ds2.lm.ngram import TENSORS, LanguageModelError, NGram, unlink
+from ds2.lm.ngram import TENSORS, LanguageModelError, NGram, to_levels
 from ds2.system import files
 from ds2.system.files import cache_dir
 from ds2.system.text_files import TextError
@@ -66,7 +66,7 @@ def test_a_written_model_reads_back(tmp_path: Path) -> None:
         write_arpa(model, tmp_path / "m.arpa")
         back = read_arpa(tmp_path / "m.arpa")
         assert back.vocabulary == model.vocabulary
-        for found, wanted in zip(unlink(back), unlink(model), strict=True):
+        for found, wanted in zip(to_levels(back), to_levels(model), strict=True):
             assert (found.prefix == wanted.prefix).all() and (found.word == wanted.word).all()
             torch.testing.assert_close(torch.from_numpy(found.log_prob), torch.from_numpy(wanted.log_prob))
             torch.testing.assert_close(torch.from_numpy(found.backoff), torch.from_numpy(wanted.backoff))
@@ -97,22 +97,22 @@ def test_habits_of_other_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "match"),
     [
-        ("\\end\\\n", "", r":22: the file ends where \\end\\ should follow: it is cut off"),
+        ("\\end\\\n", "", r":22: the file ends where \\end\\ is expected: it is truncated"),
         ("-0.2\ta b <UNK>\n\n\\end\\\n", "", ":21: the file ends 1 or more 3-grams early"),
-        ("3=2", "3=3", r"m.arpa:24: .* is not one of the 3-grams promised: 1 fields instead of 4"),
-        ("3=2", "3=1", r":22: .* stands where \\end\\ should"),
+        ("3=2", "3=3", r"m.arpa:24: .* is no 3-gram: 1 fields instead of 4"),
+        ("3=2", "3=1", r":22: .* instead of \\end\\: "),
         ("2=3", "2=0", "an order is empty"),
         ("ngram 2=3\n", "", "is not 'ngram 2=COUNT'"),
-        ("-0.6\ta b", "-0.x\ta b", "m.arpa:17: '-0.x a b -0.25' is not one of the 2-grams promised: could not convert"),
+        ("-0.6\ta b", "-0.x\ta b", "m.arpa:17: '-0.x a b -0.25' is no 2-gram: could not convert"),
         ("-0.6\ta b", "-0.6\ta", ":17: .*-0.25 is not among the unigrams"),
         ("-0.6\ta b", "-0.6\ta q", ":17: .*q is not among the unigrams"),
         ("-0.6\ta b", "0.6\ta b", "log-prob above 0"),
         ("-0.6\ta b", "nan\ta b", "not finite"),
         ("-0.6\ta b", "-0.6\t<s> a", "listed twice"),
         ("-0.8\tb", "-0.8\ta", "a is listed twice"),
-        ("-0.2\ta b <UNK>", "-0.2\tb a b", "the beginning of 'b a b' is not listed"),
+        ("-0.2\ta b <UNK>", "-0.2\tb a b", "the prefix of 'b a b' is not listed"),
         ("-1.0\t</s>", "-1.0\tc", "no unigram </s>"),
-        ("\\data\\", "data", r"the file ends where \\data\\ should follow"),
+        ("\\data\\", "data", r"the file ends where \\data\\ is expected"),
     ],
 )
 def test_broken_files_are_named(old: str, new: str, match: str, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_count_that_the_file_cannot_hold_is_refused(count: str, packed: bool, 
     if packed:
         path = tmp_path / "m.arpa.gz"
         path.write_bytes(gzip.compress(text.encode()))
-    with pytest.raises(LanguageModelError, match=r"m\.arpa.*:\d+: .*(1=COUNT|the file has|1-grams promised)"):
+    with pytest.raises(LanguageModelError, match=r"m\.arpa.*:\d+: .*(1=COUNT|the file has|is no 1-gram)"):
         load_ngram(path)
 
 

@@ -45,7 +45,7 @@ def test_equals_the_published_equations(order: int, prune: tuple[int, ...]) -> N
     result = estimate(sentences, order, prune)
     for found, wanted in zip(result.discounts, oracle.discounts, strict=True):
         assert found == pytest.approx(wanted[1:])
-    assert sum(result.kept) == len(oracle.kept)
+    assert sum(result.kept_counts) == len(oracle.kept)
     for sentence in [*sentences[:40], *zipf_text(40, 90, seed=4)]:
         known = [token if token in result.model.ids else "<unk>" for token in sentence]
         scores = result.model.sentence(sentence)
@@ -178,9 +178,9 @@ def test_command_builds_converts_and_scores(tmp_path: Path, capsys: pytest.Captu
     [
         (0, (), "order 0 is not in"),
         (21, (), "order 21"),
-        (3, (0, 0, 99), "pruning 3-grams seen at most 99"),
+        (3, (0, 0, 99), "pruning 3-grams with at most 99"),
         (3, (0, 2, 1), "never decrease"),
-        (3, (1,), "unigrams"),
+        (3, (1,), "unigram"),
         (2, (0, 0, 0), "at most 2 thresholds"),
         (12, (), "no 11-gram.*--order 10"),
     ],
@@ -212,7 +212,7 @@ def test_bad_texts_are_named(name: str, content: bytes, match: str, tmp_path: Pa
 
 def test_reserved_tokens_and_missing_texts_are_named(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a b\nc <unk>\n")
-    with pytest.raises(LanguageModelError, match=r"p\.txt:2 holds <unk>"):
+    with pytest.raises(LanguageModelError, match=r"p\.txt:2 has the reserved token <unk>"):
         list(SentenceReader([tmp_path / "p.txt"], "piece"))
     with pytest.raises(LanguageModelError, match=r"no text .*absent\.txt"):
         run(["build", str(tmp_path / "absent.txt"), "--output", str(tmp_path / "out.lm")])
@@ -232,4 +232,4 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_estimates_say_what_they_found() -> None:
     result: Estimate = estimate([line.split() for line in TINY], 3, (0, 1, 1))
-    assert result.counts == (12, 23, 26) and result.kept == (12, 9, 6)
+    assert result.counts == (12, 23, 26) and result.kept_counts == (12, 9, 6)

@@ -18,8 +18,8 @@ from ds2.commands.lm import run
 from ds2.config.schema import ConfigError
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import LanguageModelError
-from ds2.lm.recurrent import RecurrentLM, Shape, load_recurrent, save_recurrent
-from ds2.lm.recurrent_training import Passed, Settings, Text, plan, train
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import TrainingProgress, TrainingSettings, TrainingText, plan_batches, train
 from ds2.model.checkpoint import load_model
 from ds2.system.tensor_file import CheckpointError, save
 from ds2.text.alphabet import Alphabet
@@ -30,7 +30,7 @@ PIECES = Alphabet(("", "\u2581a", "\u2581", "a", "b"))
 
 def small(alphabet: Alphabet = AB, seed: int = 1, **shape: float) -> RecurrentLM:
     torch.manual_seed(seed)
-    return RecurrentLM(alphabet, replace(Shape(hidden=16, layers=2), **shape)).eval()  # type: ignore[arg-type]
+    return RecurrentLM(alphabet, replace(RecurrentShape(hidden=16, layers=2), **shape)).eval()  # type: ignore[arg-type]
 
 
 def test_the_layers_are_torchs_lstm_with_skips() -> None:
@@ -113,19 +113,19 @@ def _text(folder: Path) -> Path:
 
 def test_stretches_cover_every_line_once() -> None:
     lines = [list(line) for line in ("a", "bb", "aba", "b", "aaaaaaaa")]
-    text = Text.of(([c if c != " " else "<space>" for c in line] for line in lines), AB)
+    text = TrainingText.of(([c if c != " " else "<space>" for c in line] for line in lines), AB)
     rng = np.random.default_rng(1)
     for join, longest in ((1, 100), (3, 100), (3, 4)):
-        found = text.stretches(join, longest, rng)
+        found = text.draw_spans(join, longest, rng)
         spelled = ["".join(AB.symbols[label] for label in text.labels[at : at + n]) for at, n in found.tolist()]
         assert all(1 <= n <= longest for _, n in found.tolist())
         joined = " ".join(spelled) if longest == 100 else "".join(spelled).replace(" ", "")
         assert joined == (" " if longest == 100 else "").join("".join(line) for line in lines)
         if join == 1 and longest == 100:
             assert spelled == ["".join(line) for line in lines]
-    batches = plan(text.stretches(3, 100, rng), 12, rng)
+    batches = plan_batches(text.draw_spans(3, 100, rng), 12, rng)
     assert sorted(row for batch in batches for row in batch.tolist()) == sorted(
-        row for batch in plan(np.concatenate(batches), 1, rng) for row in batch.tolist()
+        row for batch in plan_batches(np.concatenate(batches), 1, rng) for row in batch.tolist()
     )
 
 
@@ -134,29 +134,29 @@ def test_training_finds_what_is_regular(device: str) -> None:
     """Of words that alternate, all but the first and the end are certain: one bit and the end's are left."""
     lines = [["a", "b"] * 3, ["b", "a"] * 3] * 64
     model = small(seed=3, dropout=0.0).to(device)
-    told: list[Passed] = []
-    settings = Settings(epochs=40, learning_rate=1e-2, warmup_steps=5, batch_tokens=256)
-    train(model, Text.of(iter(lines), AB), settings, told.append, report_every_s=0.0)
+    told: list[TrainingProgress] = []
+    settings = TrainingSettings(epochs=40, learning_rate=1e-2, warmup_steps=5, batch_tokens=256)
+    train(model, TrainingText.of(iter(lines), AB), settings, told.append, report_every_s=0.0)
     good, bad = model.score(["ababab", "abbaba"])
     assert good > -1.0 > bad  # ln 2 = 0.69 at the first letter, the rest learnt
     assert told[-1].part > 0.9 and told[-1].loss < told[0].loss and told[-1].epoch == 40
 
 
 def test_equal_seeds_give_equal_models() -> None:
-    text = Text.of(iter([["a", "b", "<space>", "b"]] * 20), AB)
+    text = TrainingText.of(iter([["a", "b", "<space>", "b"]] * 20), AB)
     found = []
     for _ in range(2):
         model = small()
-        train(model, text, Settings(epochs=2, batch_tokens=32, join=2), lambda _: None)
+        train(model, text, TrainingSettings(epochs=2, batch_tokens=32, join=2), lambda _: None)
         found.append(model.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_the_time_limit_ends_training() -> None:
     model = small()
-    text = Text.of(iter([["a"]] * 5), AB)
-    told: list[Passed] = []
-    passed = train(model, text, Settings(epochs=10**9, max_minutes=1e-3), told.append)
+    text = TrainingText.of(iter([["a"]] * 5), AB)
+    told: list[TrainingProgress] = []
+    passed = train(model, text, TrainingSettings(epochs=10**9, max_minutes=1e-3), told.append)
     assert told == [passed] and 0 < passed.step == passed.epoch and passed.part < 1
 
 
@@ -172,7 +172,7 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(LanguageModelError, match="does not know 'c'"):
         small().score(["abc"])
     with pytest.raises(LanguageModelError, match="empty"):
-        Text.of(iter([]), AB)
+        TrainingText.of(iter([]), AB)
     with pytest.raises(ConfigError, match="hidden=0"):
         small(hidden=0)
     with pytest.raises(CheckpointError, match="no checkpoint"):

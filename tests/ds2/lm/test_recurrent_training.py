@@ -15,34 +15,43 @@ from torch import Tensor
 
 from ds2.cli import main
 from ds2.commands.lm import run
-from ds2.lm.recurrent import RecurrentLM, Shape
-from ds2.lm.recurrent_training import Passed, Position, Settings, StateFile, Text, train
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape
+from ds2.lm.recurrent_training import (
+    StateFile,
+    TrainingPosition,
+    TrainingProgress,
+    TrainingSettings,
+    TrainingText,
+    train,
+)
 from ds2.system.tensor_file import CheckpointError, load, save
 from ds2.text.alphabet import Alphabet
 
 AB = Alphabet(("", " ", "a", "b"))
 LINES = [["a", "b", "b"], ["b"], ["a", "<space>", "a", "b"]] * 8
-SETTINGS = Settings(epochs=3, batch_tokens=32, join=2, warmup_steps=3)
+SETTINGS = TrainingSettings(epochs=3, batch_tokens=32, join=2, warmup_steps=3)
 SIZES = ["--hidden", "8", "--layers", "2", "--epochs", "3", "--batch-tokens", "64", "--join", "2", "--device", "cpu"]
 KILLED_AT_STEP = """
 import os, signal, sys
 from ds2.cli import main
 from ds2.lm import recurrent_training
-healthy, left = recurrent_training.gather, [int(sys.argv[1])]
-def gather(*arguments):
+original, left = recurrent_training.pad_texts, [int(sys.argv[1])]
+def pad_texts(*arguments):
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return healthy(*arguments)
-recurrent_training.gather = gather
+    return original(*arguments)
+recurrent_training.pad_texts = pad_texts
 sys.exit(main(sys.argv[2:]))
 """
 
 
-def trained(state: StateFile | None = None, most: int = 10**9, device: str = "cpu") -> tuple[RecurrentLM, Passed]:
+def trained(
+    state: StateFile | None = None, most: int = 10**9, device: str = "cpu"
+) -> tuple[RecurrentLM, TrainingProgress]:
     """A model after at most so many steps of this start, with dropout."""
     torch.manual_seed(1)
-    model = RecurrentLM(AB, Shape(hidden=16, layers=2, dropout=0.3)).to(device)
+    model = RecurrentLM(AB, RecurrentShape(hidden=16, layers=2, dropout=0.3)).to(device)
     left = [most]
 
     def stop() -> bool:
@@ -50,7 +59,7 @@ def trained(state: StateFile | None = None, most: int = 10**9, device: str = "cp
         return left[0] < 0
 
     torch.seed()  # what a process drew before says nothing
-    return model, train(model, Text.of(iter(LINES), AB), SETTINGS, lambda _: None, stop=stop, state=state)
+    return model, train(model, TrainingText.of(iter(LINES), AB), SETTINGS, lambda _: None, stop=stop, state=state)
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -78,7 +87,7 @@ def test_a_state_is_kept_by_the_clock_and_no_oftener(tmp_path: Path) -> None:
     assert [state.path.is_file() for state in kept] == [True, False]
     kept[0].remove()
     kept[0].remove()
-    assert kept[0].restore(*_fresh()) == Position()
+    assert kept[0].restore(*_fresh()) == TrainingPosition()
 
 
 def test_killed_it_goes_on_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,10 +119,10 @@ def test_another_training_is_refused_by_what_differs(tmp_path: Path, changes: li
     command = ["train", str(text), "--output", str(model), *SIZES]
     state = tmp_path / "m.safetensors.state"
     _save_one_step(state, command)
-    with pytest.raises(CheckpointError, match=f"state: a training with other {named} was stopped.*remove this file"):
+    with pytest.raises(CheckpointError, match=f"training with another {named}: .*delete this file"):
         run([*command, *changes])
     text.write_text("the hat\n", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="other text was stopped"):
+    with pytest.raises(CheckpointError, match="another text: use the same"):
         run(command)
     state.unlink()
     assert run([*command, *changes]) == 0
@@ -137,7 +146,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
         "digest": lambda: path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]),
         "not a whole safetensors file": lambda: path.write_bytes(whole[:-100]),
         "not the state of `ds2 lm train`": lambda: save(path, tensors, {**metadata, "kind": "trainer"}),
-        "counts from before": lambda: save(path, tensors, {**metadata, "position": {"epoch": 0}}),
+        "negative count": lambda: save(path, tensors, {**metadata, "position": {"epoch": 0}}),
         "position.step": lambda: save(path, tensors, {**metadata, "position": {"step": "1"}}),
         "classifier.bias": lambda: save(
             path, {name: value for name, value in tensors.items() if name != "model.classifier.bias"}, metadata
@@ -148,12 +157,12 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     }
     for message, damage in damages.items():
         damage()
-        with pytest.raises(CheckpointError, match=rf"m\.state: .*{re.escape(message)}.*remove this file to begin anew"):
+        with pytest.raises(CheckpointError, match=rf"m\.state: .*{re.escape(message)}.*delete this file to start"):
             trained(StateFile(path, {}, 0.0))
 
 
 def _fresh() -> tuple[RecurrentLM, torch.optim.Optimizer]:
-    model = RecurrentLM(AB, Shape(hidden=16, layers=2))
+    model = RecurrentLM(AB, RecurrentShape(hidden=16, layers=2))
     return model, torch.optim.AdamW(model.parameters())
 
 
