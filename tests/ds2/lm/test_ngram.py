@@ -263,11 +263,11 @@ def test_a_model_of_numbers_that_are_no_log_probs_is_refused_wherever_it_is_used
     with pytest.raises(LanguageModelError, match="damaged: the mean log-prob"):
         perplexity(bad, [["w1", "w2"]]).format()
     if not math.isfinite(value):
-        with pytest.raises(LanguageModelError, match="no log-probs"):
+        with pytest.raises(LanguageModelError, match="invalid log-probs"):
             bad.sentence(["w1"])
     hole = sound.backoff.clone()
     hole[-1] = math.nan
-    with pytest.raises(LanguageModelError, match="no log-probs"):
+    with pytest.raises(LanguageModelError, match="invalid log-probs"):
         replace(sound, backoff=hole).check()
 
 
