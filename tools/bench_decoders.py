@@ -35,7 +35,7 @@ from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
 from ds2.decoding.decoder import Decoder
-from ds2.decoding.external.adapter import thread_count
+from ds2.decoding.external import thread_count
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.methods import make_decoder

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.external.adapter import find_package
+from ds2.decoding.external import find_package
 from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.lexicon import Spelling
 from ds2.lm.ngram import END, START, UNKNOWN, NGram

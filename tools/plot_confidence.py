@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.decoding.confidence import calibrate, fit_calibration, judge
+from ds2.decoding.confidence import calibrate, correct_words, fit_calibration
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read(path: Path) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         said = [word["text"] for word in record["words"]]
         if said != record["pred_text"].split():
             raise ValueError(f"{path}:{number}: the words differ from pred_text: evaluate with decode.times=true")
-        right += judge(record["text"].split(), said)
+        right += correct_words(record["text"].split(), said)
         confidences += [word["confidence"] for word in record["words"]]
     if not confidences:
         raise ValueError(f"{path} holds no recognised words")

@@ -1,7 +1,7 @@
-"""Log-probs to words.
+"""From log-probs to words.
 
-hypothesis: what decoders return. decoder: what they all are. methods: one row a `decode.method`. greedy: the best
-path. beam: our search. external: other people's. frames, lexicon, alignment: what searches look at, spell with and
-are timed by. confidence: calibrated confidences of words. rescore: the N best ranked
-anew. timeline: when words were said in sources of any length.
+hypothesis: the results of decoders. decoder: their interface. methods: the table of decode methods. greedy: the best
+path. beam: our beam search. external: beam searches of other packages. frames: packed frames for a search. lexicon:
+words as tries, and hot words of sessions. alignment: times of labels and words, for utterances and streams. confidence:
+calibration of word confidences. rescore: the second pass with a recurrent language model.
 """

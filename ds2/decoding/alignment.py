@@ -1,4 +1,9 @@
-"""Forced alignment: the best path of a batch of log-probs that spells given labels, and what it says of a transcript.
+"""Forced alignment: the times of labels and words, for whole utterances and for streams of any length.
+
+`force_align` aligns whole utterances. `IncrementalAligner` aligns a stream in bounded memory and time: up to
+`SINGLE_ALIGNMENT_S` it keeps all frames, and words get the times of one alignment of the whole. Beyond that, every
+`PERIOD_S` it fixes the times of labels that all hypotheses share and that end `GUARD_S` before the last frame. These
+moments depend on the number of frames only, so times do not depend on how a stream was cut into chunks.
 
 Shapes: T frames, B utterances, V labels (0 is the blank), S = 2 L + 1 states of the longest label sequence with blanks.
 """
@@ -6,6 +11,7 @@ Shapes: T frames, B utterances, V labels (0 is the blank), S = 2 L + 1 states of
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,25 +20,31 @@ import torch
 from ds2_ops.ctc import align as kernel
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ds2.decoding.hypothesis import Hypothesis, Run, spell_words
 from ds2.text.alphabet import BLANK, Alphabet
 
-_STAY, _NEXT, _SKIP = range(3)
+_STAY = 0  # a move of the path: 0 stays in a state, 1 enters the next one, 2 skips a blank
+PERIOD_S = 5.0
+SINGLE_ALIGNMENT_S = 20.0
+MAX_PENDING_S = 60.0  # frames kept while hypotheses disagree; beyond it the best hypothesis is taken as final
+GUARD_S = 5.0
+_SILENCE_S = 1.0  # a longer silence is cut to this length in streams beyond `SINGLE_ALIGNMENT_S`
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Where each label of one utterance lies on its best path; label i has the frames starts[i] .. ends[i] - 1."""
+    """The frames of each label of one utterance on its best path; label i has frames starts[i] .. ends[i] - 1."""
 
     labels: tuple[int, ...]
     starts: NDArray[np.int64]  # (L,) frames
     ends: NDArray[np.int64]  # (L,)
     peaks: NDArray[np.float32]  # (L,) natural log-prob of the label at its most certain frame
-    log_prob: float  # of the whole path
+    log_prob: float  # natural, of the whole path
 
     def runs(self) -> list[Run]:
-        """The runs of the labels, as `spell_words` takes them."""
+        """The labels with their frames, as `spell_words` takes them."""
         columns = (self.starts.tolist(), self.ends.tolist(), self.peaks.tolist())
         return list(zip(self.labels, *columns, strict=True))
 
@@ -53,7 +65,7 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
     if not batch:
         return []
     if log_probs.is_cuda and kernel.why_not(longest, device) is None:
-        return align_by_kernel(log_probs, lengths, targets)
+        return align_on_gpu(log_probs, lengths, targets)
     states = torch.zeros(batch, 2 * longest + 1, dtype=torch.int64)
     for row, target in zip(states, targets, strict=True):
         row[1 : 2 * len(target) : 2] = torch.tensor(list(target), dtype=torch.int64)
@@ -76,13 +88,13 @@ def force_align(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[i
             two = torch.nn.functional.pad(score, (2, 0), value=-math.inf)[:, : score.shape[1]] + barred
             score, moves[frame] = torch.stack([score, one, two]).max(0)
             score = score + emitted[frame]
-        here = torch.stack([score[rows, ends], score[rows, (ends - 1).clamp(min=0)]])
-        finals = torch.where(last_frames == frame, here, finals)
+        final = torch.stack([score[rows, ends], score[rows, (ends - 1).clamp(min=0)]])
+        finals = torch.where(last_frames == frame, final, finals)
     return _trace(moves.cpu().numpy(), finals.cpu().numpy(), emitted, lengths.numpy(), targets)
 
 
-def align_by_kernel(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
-    """Align in one launch; two copies to the device and one back.
+def align_on_gpu(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[int]]) -> list[Alignment | None]:
+    """`force_align` in one kernel launch, with two copies to the device and one back.
 
     Args:
         log_probs: (T, B, V) float32 on a GPU.
@@ -94,10 +106,10 @@ def align_by_kernel(log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequen
     table = np.zeros((len(targets), longest + 1), np.int32)
     table[:, 0] = sizes
     table[:, 1:][np.arange(longest) < table[:, :1]] = [label for target in targets for label in target]
-    given = torch.from_numpy(table).to(device)
-    labels, counts = given[:, 1:].contiguous(), given[:, 0].contiguous()
-    found = kernel.align(log_probs.contiguous(), lengths.to(device), labels, counts)
-    columns = [found.log_prob[:, None].view(torch.int32), found.spans.flatten(1), found.peaks.view(torch.int32)]
+    on_device = torch.from_numpy(table).to(device)
+    labels, counts = on_device[:, 1:].contiguous(), on_device[:, 0].contiguous()
+    result = kernel.align(log_probs.contiguous(), lengths.to(device), labels, counts)
+    columns = [result.log_prob[:, None].view(torch.int32), result.spans.flatten(1), result.peaks.view(torch.int32)]
     packed = torch.cat(columns, 1)
     host = packed.cpu().numpy()
     log_prob, peaks = host[:, 0].view(np.float32), host[:, 1 + 2 * longest :].view(np.float32)
@@ -117,7 +129,7 @@ def _trace(
     lengths: NDArray[np.int64],
     targets: Sequence[Sequence[int]],
 ) -> list[Alignment | None]:
-    """Walk back from each utterance's better final state, all utterances at once."""
+    """Trace the paths back from the better final state of each utterance, all utterances at once."""
     frames, batch, _ = moves.shape
     sizes = np.array([len(target) for target in targets])
     state = 2 * sizes - (finals[1] > finals[0])
@@ -127,47 +139,48 @@ def _trace(
         path[frame] = state
         state = np.where(frame < lengths, state - moves[frame, rows, state], state)
     on_path = emitted.gather(2, torch.from_numpy(path)[..., None].to(emitted.device))[..., 0].cpu().numpy()
-    found: list[Alignment | None] = []
+    alignments: list[Alignment | None] = []
     for row, target in enumerate(targets):
         log_prob = float(finals[:, row].max()) if sizes[row] else float(finals[0, row])
         if not math.isfinite(log_prob):
-            found.append(None)
+            alignments.append(None)
             continue
-        visited, heard = path[: lengths[row], row], on_path[: lengths[row], row]
+        visited, path_log_probs = path[: lengths[row], row], on_path[: lengths[row], row]
         spans = np.arange(sizes[row]) * 2 + 1
         starts, ends = np.searchsorted(visited, spans), np.searchsorted(visited, spans, side="right")
         bounds = np.stack([starts, ends], 1).reshape(-1)
-        peaks = np.maximum.reduceat(np.append(heard, np.float32(-np.inf)), bounds)[::2] if len(bounds) else heard[:0]
-        found.append(Alignment(tuple(target), starts, ends, peaks.astype(np.float32), log_prob))
-    return found
+        padded = np.append(path_log_probs, np.float32(-np.inf))
+        peaks = np.maximum.reduceat(padded, bounds)[::2] if len(bounds) else padded[:0]
+        alignments.append(Alignment(tuple(target), starts, ends, peaks.astype(np.float32), log_prob))
+    return alignments
 
 
 def align_all(
     log_probs: Tensor, lengths: Tensor, targets: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Alignment | None]]:
-    """`force_align` for any number of targets an utterance, those of one rank at once; log-probs as there."""
-    found: list[list[Alignment | None]] = [[] for _ in targets]
+    """`force_align` for any number of targets per utterance; the n-th targets of all utterances form one batch."""
+    alignments: list[list[Alignment | None]] = [[] for _ in targets]
     for rank in range(max(map(len, targets), default=0)):
         chosen = [index for index, row in enumerate(targets) if rank < len(row)]
-        at = torch.tensor(chosen)
-        some = log_probs if len(chosen) == len(targets) else log_probs[:, at.to(log_probs.device)]
-        aligned = force_align(some, lengths[at], [targets[index][rank] for index in chosen])
+        rows = torch.tensor(chosen)
+        own = log_probs if len(chosen) == len(targets) else log_probs[:, rows.to(log_probs.device)]
+        aligned = force_align(own, lengths[rows], [targets[index][rank] for index in chosen])
         for index, alignment in zip(chosen, aligned, strict=True):
-            found[index].append(alignment)
-    return found
+            alignments[index].append(alignment)
+    return alignments
 
 
-def with_times(
+def add_word_times(
     rows: Sequence[Sequence[Hypothesis]], log_probs: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float
 ) -> list[list[Hypothesis]]:
-    """Give words to the hypotheses, with times and confidences from their best paths through the log-probs.
+    """Return the hypotheses with words, whose times and confidences come from a forced alignment.
 
     Args:
         rows: hypotheses of each utterance.
         log_probs: (T', B, V) natural log-probs.
         lengths: (B,) CPU int64, valid frames.
         alphabet: of the labels.
-        frame_s: seconds between two frames.
+        frame_s: seconds per frame.
     """
     aligned = align_all(log_probs, lengths, [[h.labels for h in row] for row in rows])
     return [
@@ -176,4 +189,119 @@ def with_times(
             for h, alignment in zip(row, alignments, strict=True)
         ]
         for row, alignments in zip(rows, aligned, strict=True)
+    ]
+
+
+class IncrementalAligner:
+    """Aligns the labels of one stream; holds the frames that are not aligned for good, and the runs that are.
+
+    Args:
+        alphabet: of the labels.
+        frame_s: seconds per frame.
+        silent_log_prob: a frame is silent if all labels but the blank lie below it.
+    """
+
+    def __init__(self, alphabet: Alphabet, frame_s: float, silent_log_prob: float) -> None:
+        self.alphabet, self.frame_s, self.silent_log_prob = alphabet, frame_s, silent_log_prob
+        self.total_frames = 0
+        self._period = max(1, round(PERIOD_S / frame_s))
+        self.final_runs: list[Run] = []
+        self.pending_frames = 0
+        self._frames: list[Tensor] = []  # (T, V) each
+        self._numbers: list[Tensor] = []  # (T,) their positions in the stream
+        # Frames are cut out of their batches only when they are needed: a new object for every chunk of every stream
+        # would make garbage collections frequent and long.
+        self._batches: list[Tensor] = []  # (T, B, V)
+        self._spans = array("q")  # row, first and last frame in each of `_batches`
+
+    def append(self, log_probs: Tensor, row: int, first: int, last: int) -> None:
+        """Add the next frames: `first` to before `last` of a row of a batch (T, B, V), which must not change."""
+        self._batches.append(log_probs)
+        self._spans.extend((row, first, last))
+        self.total_frames += last - first
+        self.pending_frames += last - first
+
+    def frames_until_due(self) -> int:
+        """Return the number of frames until `finalise` is due next, at least 1."""
+        frames = self._period - self.total_frames % self._period
+        while (self.pending_frames + frames) * self.frame_s <= SINGLE_ALIGNMENT_S:
+            frames += self._period
+        return frames
+
+    def is_due(self) -> bool:
+        """Return whether to call `finalise` now: more frames are pending than one alignment should take."""
+        return self.total_frames % self._period == 0 and self.pending_frames * self.frame_s > SINGLE_ALIGNMENT_S
+
+    def finalise(self, labels: Sequence[int], shared: int) -> int:
+        """Fix the times of labels, and drop their frames.
+
+        Args:
+            labels: of the best hypothesis, from the start of the stream.
+            shared: the number of first labels that all hypotheses share.
+
+        Returns:
+            The number of labels with final times. It is larger than `shared` after `MAX_PENDING_S` without agreement:
+            the caller then drops the hypotheses that have other labels.
+        """
+        self._drop_long_silences()
+        frames, numbers = self.window()
+        done, overdue = len(self.final_runs), self.pending_frames * self.frame_s > MAX_PENDING_S
+        [alignment] = force_align(frames[:, None], torch.tensor([len(frames)]), [labels[done:]])
+        if alignment is None:
+            return done
+        limit = max(0, len(frames) - round(GUARD_S / self.frame_s))
+        known = len(labels) - done if overdue else shared - done
+        count = min(known, int(alignment.ends.searchsorted(limit, side="right")))
+        self.final_runs += _in_stream(alignment.runs()[:count], numbers)
+        cut = int(alignment.ends[count - 1]) if count else 0
+        if overdue or count < known:  # the next label is final too: keep its frames from its start on
+            cut = min([limit, *alignment.starts[count : count + 1].tolist()])
+        self._keep(frames[cut:].clone(), numbers[cut:].clone())
+        return len(self.final_runs)
+
+    def window(self) -> tuple[Tensor, Tensor]:
+        """Return the pending frames (T, V) and their positions (T,) in the stream."""
+        rows, firsts, lasts = (self._spans[at::3] for at in range(3))
+        self._frames += [
+            b[first:last, row] for b, row, first, last in zip(self._batches, rows, firsts, lasts, strict=True)
+        ]
+        self._numbers.append(torch.arange(self.total_frames - sum(lasts) + sum(firsts), self.total_frames))
+        self._batches, self._spans = [], array("q")
+        return torch.cat(self._frames), torch.cat(self._numbers)
+
+    def _keep(self, frames: Tensor, numbers: Tensor) -> None:
+        self._frames, self._numbers, self.pending_frames = [frames], [numbers], len(numbers)
+
+    def _drop_long_silences(self) -> None:
+        frames, numbers = self.window()
+        silent = (frames[:, BLANK + 1 :].amax(1) < self.silent_log_prob).cpu()
+        positions = torch.arange(len(frames))
+        silence_start = torch.where(silent, 0, positions + 1).cummax(0).values
+        wanted = positions - silence_start < round(_SILENCE_S / self.frame_s)
+        self._keep(frames[wanted.to(frames.device)], numbers[wanted])
+
+
+def _in_stream(runs: Sequence[Run], numbers: Tensor) -> list[Run]:
+    """Convert runs in frames of a window to runs in frames of the stream, whose positions are `numbers`."""
+    return [(label, int(numbers[start]), int(numbers[end - 1]) + 1, peak) for label, start, end, peak in runs]
+
+
+def add_stream_word_times(
+    rows: Sequence[Sequence[Hypothesis]], aligners: Sequence[IncrementalAligner]
+) -> list[list[Hypothesis]]:
+    """`add_word_times` for the N best hypotheses of streams, each with one frame or more and its aligner."""
+    windows, numbers = map(list, zip(*(aligner.window() for aligner in aligners), strict=True))
+    lengths = torch.tensor([len(window) for window in windows])
+    targets = [[h.labels[len(a.final_runs) :] for h in row] for row, a in zip(rows, aligners, strict=True)]
+    aligned = align_all(pad_sequence(windows), lengths, targets)
+
+    def with_words(
+        hypothesis: Hypothesis, alignment: Alignment | None, aligner: IncrementalAligner, positions: Tensor
+    ) -> Hypothesis:
+        runs = aligner.final_runs + ([] if alignment is None else _in_stream(alignment.runs(), positions))
+        return replace(hypothesis, words=spell_words(runs, aligner.alphabet, aligner.frame_s))
+
+    return [
+        [with_words(h, alignment, aligner, positions) for h, alignment in zip(row, alignments, strict=True)]
+        for row, alignments, aligner, positions in zip(rows, aligned, aligners, numbers, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""One interface over all decoders: log-probs and lengths in, N-best hypotheses with split scores and word times out."""
+"""The interface of all decoders: log-probs and lengths to the N best hypotheses, for batches and for streams."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds2.decoding.alignment import with_times
+from ds2.decoding.alignment import add_word_times
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.rescore import SecondPass
 from ds2.text.alphabet import BLANK, Alphabet
 
-Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs, lengths to N best without word times
-_SUM_TOLERANCE = 0.02  # of a frame's probabilities: what log-probs rounded to bfloat16 miss 1 by
+Search = Callable[[Tensor, Tensor], list[list[Hypothesis]]]  # log-probs and lengths to the N best, without word times
+_SUM_TOLERANCE = 0.02  # of the probabilities of a frame: the error of log-probs rounded to bfloat16
 
 
 class Decoding(Protocol):
-    """Utterances that a decoder is hearing, as flashlight's decoders step: the frames come chunk by chunk."""
+    """Streams that are being decoded chunk by chunk."""
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Hear the next frames.
+        """Decode the next frames.
 
         Args:
             log_probs: (T', B, V) natural log-probs of any floating type on any device, T' >= 0.
-            lengths: (B,) CPU int64, valid frames of each utterance, 0 too.
+            lengths: (B,) CPU int64, valid frames of each stream, 0 too.
 
         Raises:
             DecodeError: NaN or infinite values, or frames that do not sum to one.
         """
 
     def best(self) -> list[Hypothesis]:
-        """Return the best hypothesis of each utterance as far as it was heard; empty before the first frame.
+        """Return the best hypothesis of each stream so far; empty before the first frame.
 
-        A search gives its text and labels, but no words: their times cost an alignment.
+        A beam search returns text and labels only, as words cost an alignment.
         """
         ...
 
     def finish(self) -> list[list[Hypothesis]]:
-        """Return the N best hypotheses of each utterance, best first, at least one."""
+        """Return the N best hypotheses of each stream, best first, at least one."""
         ...
 
 
 class Decoder(Protocol):
-    """What recognises a batch."""
+    """Decodes batches of utterances, and streams."""
 
     @property
     def hot_characters(self) -> frozenset[str]:
@@ -56,27 +56,27 @@ class Decoder(Protocol):
         ...
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Decoding:
-        """Begin `rows` utterances whose frames come chunk by chunk.
+        """Begin a decoding of `rows` streams.
 
         Args:
-            rows: utterances.
-            hot_words: words and phrases that are likelier in them, and what each is worth, natural log.
+            rows: the number of streams.
+            hot_words: words and phrases to prefer in them, and the bonus of each, natural log.
 
         Raises:
-            LexiconError: hot words that the network cannot write, or a decoder that takes none.
+            LexiconError: the network cannot write these hot words, or the decoder takes none.
         """
         ...
 
     def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
-        """Let what `start` began hear the next frames in one batch: as `Decoding.step`, rows in order of decodings."""
+        """`Decoding.step` of several decodings in one batch, whose rows are their streams in order."""
         ...
 
     def best(self, decodings: Sequence[Any]) -> list[list[Hypothesis]]:
-        """`Decoding.best` of several in one batch."""
+        """`Decoding.best` of several decodings in one batch."""
         ...
 
     def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
-        """`Decoding.finish` of several in one batch."""
+        """`Decoding.finish` of several decodings in one batch."""
         ...
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
@@ -91,11 +91,17 @@ class Decoder(Protocol):
         """
 
 
-def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, empty_too: bool = False) -> None:
-    """Raise what cannot be decoded; waits for the device once. Utterances of no frames are let through if `empty_too`.
+def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, allow_empty: bool = False) -> None:
+    """Check log-probs before decoding; waits for the device once.
+
+    Args:
+        log_probs: (T', B, V).
+        lengths: (B,) CPU integers.
+        labels: V of the alphabet.
+        allow_empty: accept utterances without frames.
 
     Raises:
-        DecodeError: NaN or +inf, frames whose probabilities do not sum to one, utterances of no frames; names rows.
+        DecodeError: NaN or +inf, frames whose probabilities do not sum to one, utterances without frames.
         ValueError: shapes or lengths that do not fit, or another number of labels.
     """
     if log_probs.dim() != 3 or log_probs.shape[2] != labels or lengths.shape != log_probs.shape[1:2]:
@@ -107,7 +113,7 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, empty_to
     if any(not 0 <= count <= len(log_probs) for count in counts):
         raise ValueError(f"lengths {counts} must lie between 0 and the {len(log_probs)} frames of the log-probs")
     empty = [row for row, count in enumerate(counts) if count == 0]
-    if empty and not empty_too:
+    if empty and not allow_empty:
         raise DecodeError(f"the utterances at {empty} in the batch have no frames (T = 0): leave them out", empty)
     sums = log_probs.float().exp().sum(2)
     ok = (sums - 1).abs() <= _SUM_TOLERANCE  # false for NaN too
@@ -116,101 +122,105 @@ def check_log_probs(log_probs: Tensor, lengths: Tensor, labels: int, *, empty_to
     if bad:
         values = sums[: counts[bad[0]], bad[0]].tolist()
         frame, value = next((t, v) for t, v in enumerate(values) if not abs(v - 1) <= _SUM_TOLERANCE)
-        what = (
+        problem = (
             f"sum to {value:.4g}, not to one: apply log_softmax to logits first"
             if math.isfinite(value)
             else "are NaN or infinite: the model's weights are broken, or its input was"
         )
-        raise DecodeError(f"log-probs of the utterances at {bad} in the batch {what} (first at frame {frame})", bad)
+        raise DecodeError(f"log-probs of the utterances at {bad} in the batch {problem} (first at frame {frame})", bad)
 
 
 def refuse_hot_words(hot_words: HotWords | None) -> None:
-    """Raise LexiconError where a decoder that takes none is given hot words of a session."""
+    """Raise LexiconError if there are hot words, for decoders that take none."""
     if hot_words:
-        raise LexiconError(f"hot words {sorted(hot_words)[:3]}: decode.method=beam alone takes those of a session")
+        raise LexiconError(
+            f"hot words of a session {sorted(hot_words)[:3]}: this decoder takes none, use decode.method=beam"
+        )
 
 
 class SearchDecoder:
-    """A search of whole utterances on the CPU, guarded against bad log-probs, and word times for what it finds."""
+    """A decoder on a CPU search of whole utterances; it checks log-probs and adds word times."""
 
     def __init__(
-        self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, second: SecondPass | None = None
+        self, search: Search, alphabet: Alphabet, frame_s: float, times: bool, second_pass: SecondPass | None = None
     ) -> None:
-        self.search, self.alphabet, self.frame_s, self.times, self.second = search, alphabet, frame_s, times, second
+        self.search, self.alphabet, self.frame_s, self.times = search, alphabet, frame_s, times
+        self.second_pass = second_pass
         self.hot_characters = frozenset[str]()
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode as :class:`Decoder` says; log-probs come to the CPU if they are elsewhere."""
+        """Decode a batch; see :class:`Decoder`. Log-probs on another device are copied to the CPU."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
         if not len(lengths):
             return []
         log_probs = log_probs.float().cpu()
         rows = self.search(log_probs, lengths)
-        rows = self.second(rows) if self.second is not None else rows
-        return with_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
+        rows = self.second_pass(rows) if self.second_pass is not None else rows
+        return add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.times else rows
 
-    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> Kept:
-        """Begin utterances of any length; what was heard is kept, and searched when it is asked for."""
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> BufferedDecoding:
+        """Begin streams; their frames are buffered, and searched by `best` and `finish`."""
         refuse_hot_words(hot_words)
-        return Kept(self, rows, self.alphabet, self.frame_s)
+        return BufferedDecoding(self, rows, self.alphabet, self.frame_s)
 
-    def best(self, decodings: Sequence[Kept]) -> list[list[Hypothesis]]:
-        """The best of each."""
+    def best(self, decodings: Sequence[BufferedDecoding]) -> list[list[Hypothesis]]:
+        """Return the best hypotheses of each decoding."""
         return [decoding.best() for decoding in decodings]
 
-    def finish(self, decodings: Sequence[Kept]) -> list[list[list[Hypothesis]]]:
-        """The N best of each."""
+    def finish(self, decodings: Sequence[BufferedDecoding]) -> list[list[list[Hypothesis]]]:
+        """Return the N best hypotheses of each decoding."""
         return [decoding.finish() for decoding in decodings]
 
-    def step(self, decodings: Sequence[Kept], log_probs: Tensor, lengths: Tensor) -> None:
-        """Keep the next frames of each; see :class:`Decoder`."""
-        step_apart(decodings, log_probs, lengths)
+    def step(self, decodings: Sequence[BufferedDecoding], log_probs: Tensor, lengths: Tensor) -> None:
+        """Buffer the next frames; see :class:`Decoder`."""
+        step_each(decodings, log_probs, lengths)
 
 
-def step_apart(decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
-    """`Decoder.step` one after the other, for decodings of one utterance each that gain nothing from a batch."""
+def step_each(decodings: Sequence[Decoding], log_probs: Tensor, lengths: Tensor) -> None:
+    """Step decodings of one stream each one by one, for decoders that gain nothing from a batch."""
     for row, decoding in enumerate(decodings):
         decoding.step(log_probs[:, row : row + 1], lengths[row : row + 1])
 
 
-class Kept:
-    """Frames kept until they are asked for, for decoders that take whole utterances: some kilobytes a second."""
+class BufferedDecoding:
+    """Streams of a decoder of whole utterances: buffers their frames, some kilobytes per second."""
 
     def __init__(self, decoder: Decoder, rows: int, alphabet: Alphabet, frame_s: float) -> None:
         self.decoder, self.alphabet, self.frame_s = decoder, alphabet, frame_s
-        self._heard: list[list[Tensor]] = [[] for _ in range(rows)]
+        self._frames: list[list[Tensor]] = [[] for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Keep the next frames; see :class:`Decoding`."""
-        check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
+        """Buffer the next frames; see :class:`Decoding`."""
+        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
         for row, length in enumerate(lengths.tolist()):
             if length:
-                self._heard[row].append(log_probs[:length, row].float())
+                self._frames[row].append(log_probs[:length, row].float())
 
     def best(self) -> list[Hypothesis]:
-        """Decode what was heard so far; see :class:`Decoding`."""
+        """Decode all frames so far; see :class:`Decoding`."""
         return [row[0] for row in self.finish()]
 
     def finish(self) -> list[list[Hypothesis]]:
-        """Decode what was heard, in pieces where it is long, of which only the best remain; see :class:`Decoding`."""
+        """Decode all frames by `decode_long`, which returns one hypothesis; see :class:`Decoding`."""
         return [
-            [decode_long(self.decoder, torch.cat(heard), self.alphabet, self.frame_s)] if heard else [EMPTY]
-            for heard in self._heard
+            [decode_long(self.decoder, torch.cat(frames), self.alphabet, self.frame_s)] if frames else [EMPTY]
+            for frames in self._frames
         ]
 
 
 def decode_long(
     decoder: Decoder, log_probs: Tensor, alphabet: Alphabet, frame_s: float, piece_s: float = 20.0
 ) -> Hypothesis:
-    """Decode a recording of any length in pieces, as searching and aligning take memory by the square of the length.
+    """Decode a recording of any length in pieces: memory of search and alignment grows with the square of the length.
 
-    A piece ends amid the surest silence (blank over 0.2 s) of its last quarter; its language model starts a sentence.
+    A piece ends in the most certain silence (blank for 0.2 s) of its last quarter; each piece starts a new sentence for
+    the language model.
 
     Args:
-        decoder: any.
+        decoder: of whole utterances.
         log_probs: (T, V) natural log-probs, T above 0.
         alphabet, frame_s: of the decoder.
-        piece_s: the longest piece, seconds.
+        piece_s: length of the longest piece, seconds.
     """
     longest, cuts = max(4, round(piece_s / frame_s)), [0]
     blanks = log_probs[:, BLANK].float().cpu()
@@ -221,15 +231,15 @@ def decode_long(
         cuts.append(first + int(silence[first : cuts[-1] + longest].argmax()))
     pieces = [log_probs[a:b] for a, b in pairwise([*cuts, len(blanks)])]
     lengths = torch.tensor([len(piece) for piece in pieces])
-    found = [row[0] for row in decoder.decode(torch.nn.utils.rnn.pad_sequence(pieces), lengths)]
+    best = [row[0] for row in decoder.decode(torch.nn.utils.rnn.pad_sequence(pieces), lengths)]
     separator = tuple(label for label, symbol in enumerate(alphabet.symbols) if symbol and symbol.isspace())
     labels: tuple[int, ...] = ()
     words: list[Word] = []
-    for piece, start in zip(found, cuts, strict=True):
-        parted = not labels or labels[-1:] == separator or not piece.labels
-        labels += (() if parted else separator) + piece.labels
+    for piece, start in zip(best, cuts, strict=True):
+        separated = not labels or labels[-1:] == separator or not piece.labels
+        labels += (() if separated else separator) + piece.labels
         shift_s = start * frame_s
         words += [replace(w, start_s=w.start_s + shift_s, end_s=w.end_s + shift_s) for w in piece.words]
-    score, acoustic, lm, bonus = (sum(getattr(h, k) for h in found) for k in ("score", "acoustic", "lm", "bonus"))
-    text = " ".join(piece.text for piece in found if piece.text)
+    score, acoustic, lm, bonus = (sum(getattr(h, k) for h in best) for k in ("score", "acoustic", "lm", "bonus"))
+    text = " ".join(piece.text for piece in best if piece.text)
     return Hypothesis(text, score, labels, tuple(words), acoustic, lm, bonus)

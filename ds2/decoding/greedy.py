@@ -1,4 +1,4 @@
-"""The best path: the most probable label of every frame, collapsed, with times and confidences.
+"""Greedy decoding: the most probable label of every frame, collapsed, with times and confidences.
 
 Shapes: T' output frames, B batch, V labels (0 is the CTC blank).
 """
@@ -22,11 +22,11 @@ def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], 
     """Find the most probable label of every frame; one copy from the device a batch.
 
     Args:
-        logits: (T', B, V) of any floating type on any device; log-probs will do, as softmax leaves them as they are.
+        logits: (T', B, V) of any floating type on any device; log-probs too, which log_softmax does not change.
         lengths: (B,) integers on the CPU, valid frames.
 
     Returns:
-        For each utterance its labels (length,) int64 and their natural log-probs (length,) float32.
+        For each utterance the labels (length,) int64 and their natural log-probs (length,) float32.
 
     Raises:
         DecodeError: an utterance has NaN or infinite logits in a valid frame.
@@ -51,27 +51,27 @@ def best_path(logits: Tensor, lengths: Tensor) -> list[tuple[NDArray[np.int64], 
 
 
 class BestPath:
-    """The best path of one utterance on its way: repeats merged, blanks taken away, words gathered.
+    """Collapses the best path of one stream: merges repeats, drops blanks and groups labels into words.
 
     Args:
-        alphabet: symbols of the labels; white space or word marks among them separate words.
-        frame_s: seconds an output frame.
+        alphabet: symbols of the labels; white space and word marks separate words.
+        frame_s: seconds per output frame.
     """
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
         self._starts_word = [symbol.isspace() or symbol.startswith(WORD_MARK) for symbol in alphabet.symbols]
         self._frames, self._score = 0, 0.0
-        self._labels: list[int] = []  # of the runs that are complete
-        self._words: list[Word] = []  # that are complete
-        self._runs: list[Run] = []  # complete, of the last word
-        self._open: Run = (BLANK, 0, 0, 0.0)  # which the next frames may go on
+        self._labels: list[int] = []  # of complete runs
+        self._words: list[Word] = []  # complete ones
+        self._runs: list[Run] = []  # complete ones of the last word
+        self._open: Run = (BLANK, 0, 0, 0.0)  # the last run, which the next frame may extend
 
-    def hear(self, labels: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
-        """Take the labels (T',) of the next frames and their natural log-probs (T',)."""
+    def step(self, labels: NDArray[np.int64], log_probs: NDArray[np.float32]) -> None:
+        """Add the labels (T',) of the next frames and their natural log-probs (T',)."""
         if not len(labels):
             return
-        self._score = float(np.add.accumulate(np.append(self._score, log_probs))[-1])  # in order, whatever the chunks
+        self._score = float(np.add.accumulate(np.append(self._score, log_probs))[-1])  # in order
         starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
         ends = np.concatenate([starts[1:], [len(labels)]]) + self._frames
         peaks = np.maximum.reduceat(log_probs, starts)
@@ -95,7 +95,7 @@ class BestPath:
         self._runs.append(self._open)
 
     def hypothesis(self) -> Hypothesis:
-        """What was heard so far."""
+        """Return the hypothesis of all frames so far."""
         last = [] if self._open[0] == BLANK else [self._open]
         words = (*self._words, *spell_words(self._runs + last, self.alphabet, self.frame_s))
         labels = (*self._labels, *(run[0] for run in last))
@@ -109,7 +109,7 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
         logits: (T', B, V), as :func:`best_path`.
         lengths: (B,) integers on the CPU, valid frames.
         alphabet: symbols of the V labels.
-        frame_s: seconds an output frame.
+        frame_s: seconds per output frame.
 
     Raises:
         DecodeError: NaN or infinite logits in a valid frame.
@@ -117,62 +117,62 @@ def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: 
     """
     if logits.shape[-1] != len(alphabet):
         raise ValueError(f"logits have {logits.shape[-1]} labels, the alphabet has {len(alphabet)} with the blank")
-    found = []
+    hypotheses = []
     for labels, log_probs in best_path(logits, lengths):
         path = BestPath(alphabet, frame_s)
-        path.hear(labels, log_probs)
-        found.append(path.hypothesis())
-    return found
+        path.step(labels, log_probs)
+        hypotheses.append(path.hypothesis())
+    return hypotheses
 
 
 class GreedyDecoder:
-    """The most probable label of every frame, collapsed."""
+    """Decodes each utterance by its best path; one hypothesis per utterance."""
 
     def __init__(self, alphabet: Alphabet, frame_s: float) -> None:
         self.alphabet, self.frame_s = alphabet, frame_s
         self.hot_characters = frozenset[str]()
 
     def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode as :class:`Decoder` says; one hypothesis each."""
+        """Decode a batch; see :class:`~ds2.decoding.decoder.Decoder`."""
         check_log_probs(log_probs, lengths, len(self.alphabet))
-        return [[found] for found in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
+        return [[h] for h in greedy_decode(log_probs, lengths, self.alphabet, self.frame_s)]
 
     def start(self, rows: int = 1, hot_words: HotWords | None = None) -> GreedyDecoding:
-        """Begin utterances whose frames come chunk by chunk; the result is that of the whole."""
+        """Begin streams; the result of their chunks is that of the whole."""
         refuse_hot_words(hot_words)
         return GreedyDecoding(rows, self.alphabet, self.frame_s)
 
     def step(self, decodings: Sequence[GreedyDecoding], log_probs: Tensor, lengths: Tensor) -> None:
-        """Let decodings hear their next frames in one batch; see :class:`~ds2.decoding.decoder.Decoder`."""
-        check_log_probs(log_probs, lengths, len(self.alphabet), empty_too=True)
+        """Decode the next frames of several decodings; see :class:`~ds2.decoding.decoder.Decoder`."""
+        check_log_probs(log_probs, lengths, len(self.alphabet), allow_empty=True)
         paths = [path for decoding in decodings for path in decoding.paths]
         for path, frames in zip(paths, best_path(log_probs, lengths), strict=True):
-            path.hear(*frames)
+            path.step(*frames)
 
     def best(self, decodings: Sequence[GreedyDecoding]) -> list[list[Hypothesis]]:
-        """The best of each."""
+        """Return the hypotheses so far of each decoding."""
         return [decoding.best() for decoding in decodings]
 
     def finish(self, decodings: Sequence[GreedyDecoding]) -> list[list[list[Hypothesis]]]:
-        """What was heard of each."""
+        """Return the hypotheses of each decoding, in lists of one."""
         return [decoding.finish() for decoding in decodings]
 
 
 class GreedyDecoding:
-    """Best paths on their way: nothing is kept of frames."""
+    """Streams of a greedy decoder; no frames are kept."""
 
     def __init__(self, rows: int, alphabet: Alphabet, frame_s: float) -> None:
         self.decoder = GreedyDecoder(alphabet, frame_s)
         self.paths = [BestPath(alphabet, frame_s) for _ in range(rows)]
 
     def step(self, log_probs: Tensor, lengths: Tensor) -> None:
-        """Hear the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
+        """Decode the next frames; see :class:`~ds2.decoding.decoder.Decoding`."""
         self.decoder.step([self], log_probs, lengths)
 
     def best(self) -> list[Hypothesis]:
-        """What was heard so far, words and all; see :class:`~ds2.decoding.decoder.Decoding`."""
+        """Return the hypotheses so far, with words; see :class:`~ds2.decoding.decoder.Decoding`."""
         return [path.hypothesis() for path in self.paths]
 
     def finish(self) -> list[list[Hypothesis]]:
-        """What was heard; see :class:`~ds2.decoding.decoder.Decoding`."""
-        return [[found] for found in self.best()]
+        """Return the hypotheses in lists of one; see :class:`~ds2.decoding.decoder.Decoding`."""
+        return [[h] for h in self.best()]

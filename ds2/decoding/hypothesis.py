@@ -1,4 +1,4 @@
-"""What decoders return: hypotheses of words with times, and the error of what cannot be decoded."""
+"""Hypotheses, which decoders return: texts with scores, labels, and words with times; and the error of decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds2.text.alphabet import WORD_MARK, Alphabet
 
 
 class DecodeError(UserError):
-    """Logits that cannot be decoded; `rows` are the utterances' places in the batch."""
+    """Logits that cannot be decoded; `rows` are the indices of the utterances in the batch."""
 
     def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -20,10 +20,10 @@ class DecodeError(UserError):
 
 @dataclass(frozen=True)
 class Word:
-    """A word and where it was heard.
+    """A recognised word and its time span.
 
-    `confidence`, 0 to 1, is the product of its labels' probabilities, each at its most certain frame; where
-    `decode.confidence` was fitted on a dev set, the share of such words that were right there.
+    `confidence`, 0 to 1, is the product of the probabilities of its labels, each at its most certain frame. With
+    `decode.confidence` fitted on a dev set it is the estimated probability that the word is right.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Word:
 
 
 def word_record(word: Word) -> dict[str, str | float]:
-    """Return a word for JSON: times to the millisecond, which is finer than any output frame."""
+    """Return a word for JSON, with times rounded to milliseconds."""
     return {
         "text": word.text,
         "start_s": round(word.start_s, 3),
@@ -44,21 +44,21 @@ def word_record(word: Word) -> dict[str, str | float]:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What was recognised in one utterance; scores are natural logarithms.
+    """One transcription of one utterance; all scores are natural logarithms.
 
-    `score` is Q(y) = acoustic + alpha x lm + bonus, of a greedy one the best path's log-prob.
+    `score` is Q(y) = acoustic + alpha x lm + bonus; for greedy decoding it is the log-prob of the best path.
     """
 
     text: str
     score: float
     labels: tuple[int, ...]
     words: tuple[Word, ...]
-    acoustic: float = 0.0  # log p_ctc(y|x), summed over the alignments that the search followed
-    lm: float = 0.0  # log p_lm(y), not weighted
+    acoustic: float = 0.0  # log p_ctc(y|x), over the alignments that the search followed
+    lm: float = 0.0  # log p_lm(y), unweighted
     bonus: float = 0.0  # beta x words + hot words
 
 
-EMPTY = Hypothesis("", 0.0, (), ())  # of what is too short for a frame
+EMPTY = Hypothesis("", 0.0, (), ())  # of an utterance shorter than one frame
 
 
 Run = tuple[int, int, int, float]
@@ -66,12 +66,12 @@ Run = tuple[int, int, int, float]
 
 
 def spell_words(runs: Sequence[Run], alphabet: Alphabet, frame_s: float) -> tuple[Word, ...]:
-    """Gather labels into words, at white space or, in alphabets of pieces, before the word mark.
+    """Group labels into words: white space separates them; in alphabets of pieces a word mark starts one.
 
     Args:
-        runs: of the labels, in order.
+        runs: the labels with their frames, in order.
         alphabet: symbols of the labels.
-        frame_s: seconds an output frame.
+        frame_s: seconds per output frame.
     """
     spelled: list[list[Run]] = [[]]
     for run in runs:

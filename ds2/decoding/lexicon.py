@@ -1,10 +1,17 @@
-"""How labels spell words: where a label starts a new word, and a trie of known and hot words over characters.
+"""Words as a search sees them: what each label writes, a trie of known and hot words, and the hot words of sessions.
+
+`SessionTrie` gives each session with hot words a root of its own in the shared trie: a copy of the root, in which only
+the nodes on the paths of its phrases are copied, a handful of rows beside a vocabulary of any size. A word that ends
+within a phrase leads to a root from which the next word of the phrase gets its share of the bonus; after other words
+the root of the session follows again.
 
 Shapes: V labels (0 is the CTC blank), L most characters of a label, A characters with the empty one, N trie nodes.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -16,28 +23,31 @@ from torch import Tensor
 from ds2.decoding.hypothesis import DecodeError
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
-HotWords = Mapping[str, float | None]  # phrases, and what each is worth, natural log; None: decode.hot_word_bonus
-OFF, ROOT = 0, 1  # trie nodes: left the trie for good, the empty prefix
+HotWords = Mapping[str, float | None]  # phrase to bonus, natural log; None: decode.hot_word_bonus
+OFF, ROOT = 0, 1  # trie nodes: outside the trie, the empty prefix
+MAX_PHRASES = 1000  # of one session
+MAX_PHRASE_CHARACTERS = 200
+_SPARE_NODES = 1024
 _NONE_KNOWN: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 class LexiconError(DecodeError):
-    """Words that a decoder cannot look for; the message names them and the way out."""
+    """Words that a decoder cannot search for; the message names them and the way out."""
 
 
 @dataclass(frozen=True)
 class Spelling:
     """What each label writes."""
 
-    starts_word: Tensor  # (V,) bool: a space, or a piece with the word mark: the word before it is complete
+    starts_word: Tensor  # (V,) bool: a space, or a piece with the word mark; it completes the word before it
     characters: Tensor  # (V, L) int64 character codes after the mark, 0 pads
     counts: Tensor  # (V,) int64 characters
-    space: int  # the label that only separates words; -1 where there is none
+    space: int  # the label that only separates words, or -1
     codes: Mapping[str, int]  # character to code, from 1
 
     @classmethod
     def of(cls, alphabet: Alphabet) -> Spelling:
-        """Return what the labels of an alphabet of characters or of word-marked pieces write."""
+        """Return the spelling of an alphabet of characters or of word-marked pieces."""
         bare = [symbol.removeprefix(WORD_MARK) for symbol in alphabet.symbols]
         spaces = [label for label, symbol in enumerate(alphabet.symbols) if symbol and symbol.isspace()]
         if len(spaces) > 1:
@@ -63,26 +73,26 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Trie:
-    """Prefixes of known and hot words; node 0 stands for everything else, node 1 for the empty prefix."""
+    """Prefixes of known and hot words; node 0 is everything else, node 1 the empty prefix."""
 
     children: Tensor  # (N, A) int32
-    word: Tensor  # (N,) int64: position of the known word that ends here, -1 where none does
+    word: Tensor  # (N,) int64: position of the known word that ends here, or -1
     is_word: Tensor  # (N,) bool: a known or hot word ends here
     hot: Tensor  # (N,) float64: 1 where a hot word ends
-    hot_part: Tensor  # (N,) float64: share of the shortest hot word that goes on from here which is written already
-    ahead: Tensor  # (N,) float32: log-prob of the likeliest word that goes on from here or ends here; 0 at OFF and ROOT
+    hot_part: Tensor  # (N,) float64: the share of the shortest hot word through this node that is written here
+    lookahead: Tensor  # (N,) float32: log-prob of the most probable word through this node; 0 at OFF and ROOT
 
     def to(self, device: torch.device) -> Trie:
         """Return the trie with its tensors on `device`."""
         return Trie(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
-        """As :func:`walk` among `children`."""
+        """:func:`walk` in this trie."""
         return walk(self.children, nodes, characters)
 
 
 def walk(children: Tensor, nodes: Tensor, characters: Tensor) -> Tensor:
-    """Return the nodes after writing `characters` (..., L), zero-padded codes, from `nodes` (...)."""
+    """Return the nodes that `characters` (..., L), zero-padded codes, lead to from `nodes` (...)."""
     width = children.shape[1]
     for position in range(characters.shape[-1]):
         codes = characters[..., position]
@@ -97,17 +107,17 @@ def build_trie(
     unigrams: NDArray[np.float32] = _NONE_KNOWN,
     unknown: float = 0.0,
 ) -> Trie:
-    """Build the trie of known words and of hot words.
+    """Build the trie of known and hot words.
 
     Known words that the labels cannot spell are left out: the network never writes them.
 
     Args:
-        words: known words, with the positions to report.
+        words: known words and their positions.
         hot_words: more words; some may be known too.
         spelling: of the labels.
-        unigrams: (W,) natural log-probs of words by position.
-        unknown: log-prob of a hot word that is not known, charged in the share of it that is written, as its bonus is
-            paid: charged at once it would prune the word before the bonus outweighs it.
+        unigrams: (W,) natural log-probs of the known words by position.
+        unknown: log-prob of an unknown hot word. A prefix is charged the share of it that is written, as its bonus is
+            paid: the whole charge would prune the word before the bonus outweighs it.
 
     Raises:
         LexiconError: a hot word is empty, holds white space, or cannot be spelled.
@@ -122,29 +132,30 @@ def build_trie(
     positions = np.array([words[w] for w in listed], np.int64)
     values = np.full(len(everything), -np.inf, np.float32)
     values[:known] = unigrams[positions]
-    ends, children, ahead = _insert([[codes[c] for c in word] for word in everything], values, len(codes) + 1)
+    ends, children, lookahead = _insert([[codes[c] for c in word] for word in everything], values, len(codes) + 1)
     word = np.full(len(children), -1, np.int64)
     word[ends[:known]] = positions
     is_word = np.zeros(len(children), bool)
     is_word[ends] = True
     hot, hot_part = np.zeros((2, len(children)))
     hot[ends[known:]] = 1.0
-    for text in sorted(hot_words, key=len, reverse=True):  # the shortest last: it has the say
+    for text in sorted(hot_words, key=len, reverse=True):  # the shortest comes last and overwrites the others
         node = ROOT
         for position, character in enumerate(text, start=1):
             node = int(children[node, codes[character]])
             hot_part[node] = position / len(text)
             if text not in words:
-                ahead[node] = max(ahead[node], unknown * position / len(text))
-    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, ahead)))
+                lookahead[node] = max(lookahead[node], unknown * position / len(text))
+    return Trie(*(torch.from_numpy(a) for a in (children, word, is_word, hot, hot_part, lookahead)))
 
 
 def _insert(
     words: Iterable[Sequence[int]], values: NDArray[np.float32], width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-    """Return the end node of each word, the child table (N, width) and each node's largest value (N,) of its words.
+    """Insert all words at once, level by level.
 
-    Goes level by level over all words at once.
+    Returns:
+        The end node of each word, the child table (N, width), and the largest value (N,) of the words through a node.
     """
     spelled = list(words)
     lengths = np.array([len(word) for word in spelled], dtype=np.int64)
@@ -165,3 +176,225 @@ def _insert(
     children = np.zeros((total, width), np.int32)
     children.reshape(-1)[np.concatenate(keys)] = np.arange(ROOT + 1, total, dtype=np.int32)
     return nodes, children, np.concatenate(largest)
+
+
+@dataclass
+class Nodes:
+    """The tables of a trie that searches read; the last rows are spare."""
+
+    children: Tensor  # (N, A) int32
+    word: Tensor  # (N,) int64 vocabulary id of the word that ends here, or -1
+    is_word: Tensor  # (N,) bool: a known or hot word ends here
+    hot: Tensor  # (N,) float64 bonus of the hot words and phrases that end here
+    unfinished: Tensor  # (N,) float64 added to the score of a prefix whose unfinished word ends here
+    follow: Tensor  # (N,) int32 root of the next word after one that ends here; 0: the root of the session
+
+
+@dataclass
+class _Phrases:
+    """The nodes of one set of phrases, and the number of its users."""
+
+    key: frozenset[tuple[tuple[str, ...], float]]
+    nodes: int
+    users: int = 0
+
+
+class SessionTrie:
+    """A trie with added nodes for the hot words of sessions; sessions may begin and end in any thread.
+
+    Args:
+        trie: of known words and of the hot words of all sessions, on the CPU.
+        spelling: of the labels.
+        hot_bonus: of the hot words of all sessions.
+        lookahead: factor of the log-prob of the most probable word through a node; 0: no look-ahead.
+        unknown: log-prob of an unknown word, with look-ahead.
+        device: of the searches.
+    """
+
+    def __init__(
+        self, trie: Trie, spelling: Spelling, hot_bonus: float, lookahead: float, unknown: float, device: torch.device
+    ) -> None:
+        self.codes, self.alpha, self.unknown, self.has_hot = spelling.codes, lookahead, unknown, bool(trie.hot.any())
+        self.children, self.word, self.is_word = (t.numpy() for t in (trie.children, trie.word, trie.is_word))
+        self.bonus = hot_bonus
+        self.hot, self.share = hot_bonus * trie.hot.numpy(), hot_bonus * trie.hot_part.numpy()
+        self.lookahead = trie.lookahead.numpy().astype(np.float64)
+        unfinished = self.share + self.alpha * self.lookahead if self.alpha else self.share.copy()
+        if self.alpha:
+            unfinished[OFF] = -math.inf
+        follow = np.zeros(len(self.word), np.int32)
+        arrays = (self.children, self.word, self.is_word, self.hot, unfinished, follow)
+        self.nodes = Nodes(*(_with_spare(torch.from_numpy(a).to(device), _SPARE_NODES) for a in arrays))
+        self._lock = threading.Lock()
+        self.phrases: dict[int, _Phrases] = {}  # by root, which is the first node
+        self.roots: dict[frozenset[tuple[tuple[str, ...], float]], int] = {}
+
+    @torch.inference_mode()  # the tables are inference tensors once they have grown
+    def add_phrases(self, phrases: HotWords) -> int:
+        """Add hot phrases of a session and return their root; equal phrases share nodes.
+
+        Raises:
+            LexiconError: phrases that are empty, too long, too many, or hold characters that the network does not
+                write; a bonus that is no finite number.
+        """
+        words = {tuple(p.split()): self.bonus if bonus is None else float(bonus) for p, bonus in phrases.items()}
+        self._check(phrases, words)
+        key = frozenset(words.items())
+        with self._lock:
+            if key not in self.roots:
+                added = _SessionNodes(self, words)
+                first = self._allocate(len(added.word))
+                added.write(self.nodes, first)
+                self.roots[key], self.phrases[first] = first, _Phrases(key, len(added.word))
+                self.has_hot = True
+            self.phrases[self.roots[key]].users += 1
+            return self.roots[key]
+
+    def remove_phrases(self, root: int) -> None:
+        """Undo one `add_phrases`; the nodes are free again when all users have done so."""
+        with self._lock:
+            self.phrases[root].users -= 1
+            if not self.phrases[root].users:
+                del self.roots[self.phrases.pop(root).key]
+
+    def _check(self, phrases: HotWords, words: Mapping[tuple[str, ...], float]) -> None:
+        if len(phrases) > MAX_PHRASES:
+            raise LexiconError(f"{len(phrases)} hot phrases: {MAX_PHRASES} at most")
+        bad = [" ".join(p) for p in words if not p or not self.codes.keys() >= set("".join(p))]
+        if bad:
+            allowed = "".join(sorted(self.codes))
+            raise LexiconError(f"hot phrases {bad}: give words in the characters that the network writes: {allowed}")
+        long = [phrase[:20] for phrase in phrases if len(phrase) > MAX_PHRASE_CHARACTERS]
+        if long:
+            raise LexiconError(f"hot phrases {long}...: {MAX_PHRASE_CHARACTERS} characters at most")
+        if not all(math.isfinite(bonus) for bonus in words.values()):
+            raise LexiconError("the bonus of a hot phrase must be a finite number (natural log)")
+
+    def _allocate(self, count: int) -> int:
+        """Return the first of `count` free nodes in a row, growing the tables if needed."""
+        start = len(self.word)
+        for first, phrases in sorted(self.phrases.items()):
+            if first - start >= count:
+                break
+            start = first + phrases.nodes
+        missing = start + count - len(self.nodes.word)
+        if missing > 0:
+            spare = max(missing, len(self.nodes.word) - len(self.word))
+            self.nodes = Nodes(*(_with_spare(tensor, spare) for tensor in vars(self.nodes).values()))
+        return start
+
+
+def _with_spare(tensor: Tensor, rows: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])])
+
+
+def _longest_suffix(
+    prefix: tuple[str, ...], suffixes: Mapping[tuple[str, ...], tuple[str, ...]], roots: Mapping[tuple[str, ...], int]
+) -> tuple[str, ...]:
+    """Return the longest proper suffix of a prefix that has a root: the failure links of Aho and Corasick.
+
+    It follows the links of shorter prefixes, so all links together take time linear in the length of the phrases.
+    """
+    shorter = prefix[:-1]
+    while shorter:
+        shorter = suffixes[shorter]
+        if (suffix := (*shorter, prefix[-1])) in roots:
+            return suffix
+    return ()
+
+
+class _SessionNodes:
+    """The nodes of one set of phrases, numbered -1, -2, ... until they are written into the tables."""
+
+    def __init__(self, trie: SessionTrie, phrases: Mapping[tuple[str, ...], float]) -> None:
+        self.trie = trie
+        self.children: list[NDArray[np.int64]] = []
+        self.word: list[int] = []
+        self.is_word: list[bool] = []
+        self.hot: list[float] = []
+        self.share: list[float] = []
+        self.lookahead: list[float] = []
+        self.follow: list[int] = []
+        totals = {phrase: sum(map(len, phrase)) for phrase in phrases}
+        roots: dict[tuple[str, ...], int] = {(): self._copy(ROOT)}
+        ends: dict[tuple[str, ...], int] = {}
+        suffixes: dict[tuple[str, ...], tuple[str, ...]] = {}  # of the prefixes in `roots`, see `_longest_suffix`
+        for length in range(max(map(len, phrases), default=0)):
+            with_prefix: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+            for phrase in phrases:
+                if len(phrase) > length:
+                    with_prefix.setdefault(phrase[:length], []).append(phrase)
+            for prefix in sorted(with_prefix) if length else []:
+                suffix = suffixes[prefix] = _longest_suffix(prefix, suffixes, roots)
+                roots[prefix] = self._copy(roots[suffix])
+                self.follow[~ends[prefix]] = roots[prefix]
+            for prefix in sorted(with_prefix):
+                own: set[int] = set()
+                done = sum(map(len, prefix))
+                for phrase in with_prefix[prefix]:
+                    bonus = phrases[phrase]
+                    self._raise_share(roots[prefix], bonus * done / totals[phrase])
+                    node = self._insert(roots[prefix], own, phrase[length], done, totals[phrase], bonus)
+                    ends[phrase[: length + 1]] = node
+                    if len(phrase) == length + 1:
+                        self.hot[~node] = bonus + (self.hot[~node] if length else 0.0)
+
+    def _insert(self, root: int, own: set[int], word: str, done: int, total: int, bonus: float) -> int:
+        """Copy the nodes of a word from a root on, with their shares of a bonus; return the last node."""
+        node, path = root, []
+        for position, character in enumerate(word, start=1):
+            code = self.trie.codes[character]
+            child = int(self.children[~node][code])
+            if child not in own:
+                child = self._copy(child)
+                own.add(child)
+                self.children[~node][code] = child
+            node = child
+            path.append(node)
+            self._raise_share(node, bonus * (done + position) / total)
+        if self.word[~node] < 0:
+            for position, passed in enumerate(path, start=1):
+                charge = self.trie.unknown * position / len(word)
+                self.lookahead[~passed] = max(self.lookahead[~passed], charge)
+        self.is_word[~node] = True
+        return node
+
+    def _raise_share(self, node: int, share: float) -> None:
+        """Set the share of a node to the largest one of the phrases through it."""
+        if abs(share) > abs(self.share[~node]):
+            self.share[~node] = share
+
+    def _copy(self, node: int) -> int:
+        """Add a copy of a node of this set, of the trie, or of no node yet (OFF); return its number."""
+        base = self.trie
+        if node < 0:
+            at = ~node
+            numbers = (self.hot[at], self.share[at], self.lookahead[at])
+            self._add(self.children[at].copy(), self.word[at], self.is_word[at], numbers, self.follow[at])
+        elif node == OFF:
+            self._add(np.zeros(base.children.shape[1], np.int64), -1, False, (0.0, 0.0, -math.inf), 0)
+        else:
+            numbers = (float(base.hot[node]), float(base.share[node]), float(base.lookahead[node]))
+            self._add(base.children[node].astype(np.int64), int(base.word[node]), bool(base.is_word[node]), numbers, 0)
+        return -len(self.word)
+
+    def _add(
+        self, children: NDArray[np.int64], word: int, is_word: bool, numbers: tuple[float, float, float], follow: int
+    ) -> None:
+        self.children.append(children)
+        self.word.append(word)
+        self.is_word.append(is_word)
+        for column, number in zip((self.hot, self.share, self.lookahead), numbers, strict=True):
+            column.append(number)
+        self.follow.append(follow)
+
+    def write(self, nodes: Nodes, first: int) -> None:
+        """Write the nodes into tables, from row `first` on."""
+        numbered = (np.stack(self.children), np.array(self.follow))
+        children, follow = (np.where(a < 0, first - 1 - a, a).astype(np.int32) for a in numbered)
+        unfinished = np.array(self.share)
+        if self.trie.alpha:
+            unfinished += self.trie.alpha * np.array(self.lookahead)
+        arrays = (children, np.array(self.word), np.array(self.is_word), np.array(self.hot), unfinished, follow)
+        for tensor, array in zip(vars(nodes).values(), arrays, strict=True):
+            tensor[first : first + len(array)] = torch.from_numpy(array).to(tensor.device)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.confidence import AS_IT_IS, fit_calibration, judge
+from ds2.decoding.confidence import IDENTITY, correct_words, fit_calibration
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.methods import make_decoder
-from ds2.decoding.rescore import mixed
+from ds2.decoding.rescore import mix_scores
 from ds2.lm.ngram import NGram
 from ds2.lm.recurrent import RecurrentLM
 from ds2.scoring.wer import ErrorCounts, word_errors
@@ -136,7 +136,7 @@ def tune_rescoring(
             known = [(found, next(scores)) for found in row]
             for share in _SHARES:
                 mixture = replace(options, rescore_weight=share)
-                best = max((mixed(*pair, mixture) for pair in known), key=lambda found: found.score)
+                best = max((mix_scores(*pair, mixture) for pair in known), key=lambda found: found.score)
                 errors[share] += word_errors(reference, best.text)
     return list(errors.items())
 
@@ -145,15 +145,15 @@ def tune_confidence(
     dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
 ) -> tuple[float, float]:
     """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
-    plain = replace(options, nbest=1, times=True, confidence=list(AS_IT_IS))
+    plain = replace(options, nbest=1, times=True, confidence=list(IDENTITY))
     decoder = make_decoder(plain, alphabet, 1.0, device, lm)
     confidences: list[float] = []
     right: list[bool] = []
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
         for [found], reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
             confidences += [word.confidence for word in found.words]
-            right += judge(reference.split(), found.text.split())
-    return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else AS_IT_IS
+            right += correct_words(reference.split(), found.text.split())
+    return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else IDENTITY
 
 
 def draw(trials: Sequence[Trial], chosen: Trial, path: Path) -> None:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
-from ds2.decoding.beam.hot import MOST_CHARACTERS as MOST_PHRASE_CHARACTERS
-from ds2.decoding.beam.hot import MOST_PHRASES
+from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS as MOST_PHRASE_CHARACTERS
+from ds2.decoding.lexicon import MAX_PHRASES as MOST_PHRASES
 from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.serve.limits import BAD_DATA, FullError, LimitError, check_number
 from ds2.system.plain import parse_json

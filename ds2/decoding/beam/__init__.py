@@ -1,6 +1,5 @@
-"""Our beam search: in PyTorch for a whole batch, as one kernel on a GPU, fused with a language model.
+"""Our CTC prefix beam search with shallow fusion of an n-gram model.
 
-torch_search: in PyTorch, frame by frame. kernel_search: one kernel on a GPU, places: chunk by chunk. search: which of
-them runs. decoder: it steps. fusion: what words are worth beside their acoustics.
-hot: hot words of single sessions.
+decoder: the decoder, for batches and streams. search: chooses torch_search (PyTorch, frame by frame) or kernel_search
+(one GPU kernel). fusion: the scores of words.
 """

@@ -1,9 +1,9 @@
-"""What the words of a prefix are worth beside its acoustics: language model, word bonus, hot words, vocabulary.
+"""Shallow fusion: the part of a prefix's score that its words give (language model, word bonus, hot words, lexicon).
 
-Shapes: B utterances, K prefixes an utterance, V labels. A prefix carries five integers (language-model state, trie node
-of its unfinished word, characters of that word, words before it, its utterance's root of the trie) and two float64 sums
-(language-model log-prob, hot word bonus). Nothing here waits for the device or copies from the host, so that a CUDA
-graph can capture it.
+Shapes: B utterances, K prefixes per utterance, V labels. A prefix carries five integers (language-model state, trie
+node of its unfinished word, number of characters of that word, number of words before it, trie root of its utterance)
+and two float64 sums (language-model log-prob, hot-word bonus). Nothing in this module waits for the device or copies
+from the host, so a CUDA graph can record it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.beam.hot import Forest
-from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie, walk
+from ds2.decoding.lexicon import OFF, ROOT, LexiconError, SessionTrie, Spelling, build_trie, walk
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.text.alphabet import Alphabet
 
-STATE, NODE, LENGTH, WORDS, HOME = range(5)
+STATE, NODE, LENGTH, WORDS, SESSION_ROOT = range(5)
 LM, HOT = range(2)
-_TYPICAL_WORD_CHARACTERS = 6  # an unfinished unknown word longer than this is charged in proportion
+_TYPICAL_WORD_CHARACTERS = 6  # a longer unfinished unknown word is charged in proportion to its length
 
 
 @dataclass(frozen=True)
 class Extensions:
-    """Scores of every prefix and of its extension by every label, and what `take` needs of them."""
+    """Scores of every prefix and of its extension by every label, and the values that `select` needs."""
 
     stay: Tensor  # (B, K) float64
     extended: Tensor  # (B, K, V) float64
@@ -38,15 +37,15 @@ class Extensions:
 
 
 class Fusion:
-    """Scores prefixes with alpha x log p_lm + beta x words + hot words, by word or by label as the model's unit says.
+    """Scores prefixes with alpha x log p_lm + beta x words + hot words; the model reads words or labels.
 
-    A word model reads a word when the next one starts or the utterance ends. What an unfinished word is worth until
-    then only ranks prefixes; no hypothesis is scored by it. One that starts a hot word is paid the share of its bonus
-    that it has spelled. In the open vocabulary one that starts no known word is charged `unknown_score` / ln 10 (more
-    if it is long): pyctcdecode's rules, so that searches prune alike. Bound to a lexicon it is charged alpha x the
-    unigram log-prob of the likeliest word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead
-    for large vocabulary speech recognition"); what an unknown hot word is charged grows with its bonus. A character
-    model reads a space together with the character after it, so a space at the end costs nothing.
+    A model of words reads a word when the next one starts or the utterance ends. Until then the score of the unfinished
+    word only ranks prefixes; no hypothesis contains it. A prefix of a hot word gets the spelled share of its bonus.
+    With an open vocabulary, a prefix of no known word is charged `unknown_score` / ln 10, more if it is long: these are
+    pyctcdecode's rules, so that both searches prune alike. With a lexicon it is charged alpha x the unigram log-prob of
+    the most probable word that it may become (Ortmanns, Ney and Eiden 1996, "Language-model look-ahead for large
+    vocabulary speech recognition"); the charge of an unknown hot word grows with its bonus. A model of characters reads
+    a space together with the character after it, so a space at the end costs nothing.
     """
 
     def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None, device: torch.device) -> None:
@@ -71,24 +70,28 @@ class Fusion:
             trie = build_trie(words, options.hot_words, self.spelling, unigrams, unknown)
         else:
             unknown, trie = 0.0, build_trie({}, options.hot_words, self.spelling)
-        ahead = self.alpha if self.lexicon else 0.0
-        self.forest = Forest(trie, self.spelling, options.hot_word_bonus, ahead, unknown, device)
+        lookahead = self.alpha if self.lexicon else 0.0
+        self.trie = SessionTrie(trie, self.spelling, options.hot_word_bonus, lookahead, unknown, device)
         if lm is not None and self.by_label:
             self.label_ids = torch.tensor(lm.token_ids(alphabet.symbols), device=device)
 
     def start(self, batch: int, beam: int, root: int = ROOT) -> tuple[Tensor, Tensor]:
-        """Return (B, K, 5) int64 and (B, K, 2) float64 of empty prefixes; `root` of hot words, as planted."""
+        """Return (B, K, 5) int64 and (B, K, 2) float64 of empty prefixes; `root` is of `SessionTrie.add_phrases`."""
         integers = torch.zeros(batch, beam, 5, dtype=torch.int64, device=self.device)
-        integers[..., STATE], integers[..., NODE], integers[..., HOME] = self._start, root, root
+        integers[..., STATE], integers[..., NODE], integers[..., SESSION_ROOT] = self._start, root, root
         return integers, torch.zeros(batch, beam, 2, dtype=torch.float64, device=self.device)
 
     def extend(self, integers: Tensor, floats: Tensor) -> Extensions:
-        """Score prefixes as `start` gives them, and extended by every label; the caller takes out the blank."""
-        state, node, length, words, home = integers.unbind(-1)
+        """Score prefixes, and their extensions by every label; the caller ignores the blank.
+
+        Args:
+            integers, floats: (B, K, 5) and (B, K, 2) of the prefixes, as `start` returns them.
+        """
+        state, node, length, words, root = integers.unbind(-1)
         base = self.alpha * floats[..., LM] + self.beta * words + floats[..., HOT]
         complete, word_score, word_state = self._complete(state, node)
         starts = self.spelling.starts_word
-        next_node = torch.where(length > 0, self._next_root(node, home), node)
+        next_node = torch.where(length > 0, self._next_root(node, root), node)
         inside = torch.where(starts, next_node[..., None], node[..., None])
         nodes = self._walk(inside, self.spelling.characters.expand(*inside.shape, -1))
         lengths = length[..., None].masked_fill(starts, 0) + self.spelling.counts
@@ -102,42 +105,42 @@ class Fusion:
             base + self._unfinished(node, length), extended, word_score, word_state, label_score, label_state
         )
 
-    def take(
-        self, integers: Tensor, floats: Tensor, found: Extensions, source: Tensor, label: Tensor
+    def select(
+        self, integers: Tensor, floats: Tensor, extensions: Extensions, source: Tensor, label: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the integers and floats of K chosen prefixes.
+        """Return the integers and floats of K selected prefixes.
 
         Args:
             integers, floats: of the prefixes that were extended.
-            found: their extensions.
-            source: (B, K) int64, which prefix each comes from.
-            label: (B, K) int64, the label that it is extended by, 0 for none.
+            extensions: of these prefixes.
+            source: (B, K) int64, the prefix that each selected one extends.
+            label: (B, K) int64, the label that extends it, 0 for none.
         """
         integers = integers.gather(1, source[..., None].expand(-1, -1, 5))
         floats = floats.gather(1, source[..., None].expand(-1, -1, 2))
-        state, node, length, words, home = integers.unbind(-1)
+        state, node, length, words, root = integers.unbind(-1)
         log_prob, hot = floats.unbind(-1)
         starts = self.spelling.starts_word[label]
-        done = starts & (length > 0)
-        if found.word_score is not None and found.word_state is not None:
-            log_prob = log_prob + found.word_score.gather(1, source).masked_fill(~done, 0.0)
-            state = torch.where(done, found.word_state.gather(1, source), state)
-        if found.label_score is not None and found.label_state is not None:
+        done = starts & (length > 0)  # the unfinished word is complete
+        if extensions.word_score is not None and extensions.word_state is not None:
+            log_prob = log_prob + extensions.word_score.gather(1, source).masked_fill(~done, 0.0)
+            state = torch.where(done, extensions.word_state.gather(1, source), state)
+        if extensions.label_score is not None and extensions.label_state is not None:
             at = source * self.spelling.counts.numel() + label
-            grown = label > 0
-            log_prob = log_prob + found.label_score.flatten(1).gather(1, at).masked_fill(~grown, 0.0)
-            state = torch.where(grown, found.label_state.flatten(1).gather(1, at), state)
-        hot = hot + self.forest.nodes.hot[node] * done
-        node = self._walk(torch.where(done, self._next_root(node, home), node), self.spelling.characters[label])
+            longer = label > 0
+            log_prob = log_prob + extensions.label_score.flatten(1).gather(1, at).masked_fill(~longer, 0.0)
+            state = torch.where(longer, extensions.label_state.flatten(1).gather(1, at), state)
+        hot = hot + self.trie.nodes.hot[node] * done
+        node = self._walk(torch.where(done, self._next_root(node, root), node), self.spelling.characters[label])
         length = length.masked_fill(starts, 0) + self.spelling.counts[label]
-        return torch.stack([state, node, length, words + done, home], -1), torch.stack([log_prob, hot], -1)
+        return torch.stack([state, node, length, words + done, root], -1), torch.stack([log_prob, hot], -1)
 
     def finish(self, integers: Tensor, floats: Tensor, alive: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """End every prefix: (B, K) language-model log-prob, bonus of words and hot words, and their weighted sum.
+        """End every prefix; return (B, K) language-model log-prob, bonus of words and hot words, and weighted sum.
 
-        Bound to a lexicon, prefixes that end inside a word are out, unless all that are `alive` (B, K) do.
+        With a lexicon the sum is -inf for prefixes that end inside a word, unless all `alive` (B, K) ones do.
         """
-        state, node, length, words = integers[..., :HOME].unbind(-1)
+        state, node, length, words = integers[..., :SESSION_ROOT].unbind(-1)
         log_prob, hot = floats.unbind(-1)
         open_word = length > 0
         _, word_score, word_state = self._complete(state, node)
@@ -147,56 +150,56 @@ class Fusion:
         if self.lm is not None:
             ends = torch.full_like(state, self._end_id)
             log_prob = log_prob + self.lm.score_batch(state.flatten(), ends.flatten())[0].view_as(state)
-        hot = hot + torch.where(open_word, self.forest.nodes.hot[node], 0.0)
+        hot = hot + torch.where(open_word, self.trie.nodes.hot[node], 0.0)
         bonus = self.beta * (words + open_word) + hot
         total = self.alpha * log_prob + bonus
         if self.lexicon:
-            inside = open_word & ~self.forest.nodes.is_word[node]
+            inside = open_word & ~self.trie.nodes.is_word[node]
             total = total.masked_fill(inside & ~(inside | ~alive).all(1, keepdim=True), -math.inf)
         return log_prob, bonus, total
 
     def _complete(self, state: Tensor, node: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the unfinished word adds once complete, its log-prob and the state after it."""
-        gain = self.beta + self.forest.nodes.hot[node]
+        """Return what the unfinished word adds when it is complete, its log-prob and the state after it."""
+        gain = self.beta + self.trie.nodes.hot[node]
         if not self.by_word or self.lm is None:
             return gain, None, None
-        word = self.forest.nodes.word[node]
+        word = self.trie.nodes.word[node]
         known = word >= 0
-        asked = word.masked_fill(~known, self._unknown_id)
-        scores, following = self.lm.score_batch(state.flatten(), asked.flatten())
+        tokens = word.masked_fill(~known, self._unknown_id)
+        scores, following = self.lm.score_batch(state.flatten(), tokens.flatten())
         word_score = scores.view_as(state).double() + self.unknown_score * (~known).double()
         gain = gain + self.alpha * word_score
         if self.lexicon:
-            gain = gain.masked_fill(~self.forest.nodes.is_word[node], -math.inf)
+            gain = gain.masked_fill(~self.trie.nodes.is_word[node], -math.inf)
         return gain, word_score, following.view_as(state)
 
-    def _next_root(self, node: Tensor, home: Tensor) -> Tensor:
-        """Where the word after one that ends at a node starts."""
-        follow = self.forest.nodes.follow[node]
-        return torch.where(follow > 0, follow, home)
+    def _next_root(self, node: Tensor, root: Tensor) -> Tensor:
+        """Return the root of the word after one that ends at a node."""
+        follow = self.trie.nodes.follow[node]
+        return torch.where(follow > 0, follow, root)
 
     def _walk(self, nodes: Tensor, characters: Tensor) -> Tensor:
-        return walk(self.forest.nodes.children, nodes, characters)
+        return walk(self.trie.nodes.children, nodes, characters)
 
     def _unfinished(self, node: Tensor, length: Tensor) -> Tensor:
-        worth = self.forest.nodes.unfinished[node]
+        score = self.trie.nodes.unfinished[node]
         if self.by_word and not self.lexicon:
             charge = self.unknown_score / math.log(10) * (length / _TYPICAL_WORD_CHARACTERS).clamp(min=1.0)
-            worth = torch.where(node == OFF, charge.double(), worth)
-        return worth
+            score = torch.where(node == OFF, charge.double(), score)
+        return score
 
     def _by_label(self, state: Tensor, after_space: Tensor) -> tuple[Tensor, Tensor]:
         assert self.lm is not None
         batch, beam = state.shape
         flat, space = state.flatten(), self.spelling.space
-        held = torch.zeros_like(flat, dtype=torch.float64)
+        of_space = torch.zeros_like(flat, dtype=torch.float64)
         if space >= 0:
             ids = self.label_ids[space].expand_as(flat)
             space_score, space_state = self.lm.score_batch(flat, ids)
-            held = space_score.double().masked_fill(~after_space.flatten(), 0.0)
+            of_space = space_score.double().masked_fill(~after_space.flatten(), 0.0)
             flat = torch.where(after_space.flatten(), space_state, flat)
         scores, following = self.lm.score_all(flat)
-        scores = scores.index_select(1, self.label_ids).double() + held[:, None]
+        scores = scores.index_select(1, self.label_ids).double() + of_space[:, None]
         following = following.index_select(1, self.label_ids)
         if space >= 0:
             scores[:, space] = 0.0

@@ -1,22 +1,39 @@
-"""The batched beam search as one GPU kernel: what `ds2_ops.ctc.beam` needs of a fusion, and when it can be used."""
+"""The beam search as a GPU kernel (`ds2_ops.ctc.beam`), for whole utterances and for streams.
+
+`KernelSearch` searches whole utterances in one launch. `KernelStreams` goes on from chunk to chunk: the state of all
+streams lies in tables on the GPU. A stream has a slot, one row of the tables, from its first chunk to its last, and a
+batch is a list of slots.
+
+Shapes: N slots, B streams in a batch, K beam, V labels, L labels of a prefix that not all prefixes share.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from ds2_ops.ctc import beam as kernel
+from ds2_ops.ctc.labels import spell
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import Fusion
+from ds2.decoding.beam.torch_search import Beams
+from ds2.decoding.frames import OpenRun, pack_next
 from ds2.lm.ngram import UNKNOWN, NGram
 
 log = logging.getLogger(__name__)
+MAX_REMOVED = 32  # shared labels that one launch takes away from the prefixes of a stream
+_FIRST_CAPACITY = 256  # L; doubled when prefixes disagree for long
+_FIRST_SLOTS = 16  # N; doubled when all are taken
 
 
 class KernelSearch:
-    """The search of `BatchedBeamSearch` with the same settings and results, all frames in one launch."""
+    """The search of `torch_search` with the same settings and results, all frames in one launch."""
 
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.beam = options.beam
@@ -29,15 +46,15 @@ class KernelSearch:
             prune=options.prune,
             closed=fusion.lexicon,
         )
-        self._told = False
+        self._warned = False
 
     def fits(self, log_probs: Tensor) -> bool:
-        """Whether the kernel takes log-probs (T, B, V); where not, the reason is logged once."""
+        """Return whether the kernel takes log-probs (T, B, V); if not, log the reason once."""
         frames, _, labels = log_probs.shape
         device = self.fusion.device
         reason = kernel.why_not(self.beam, labels, frames, self.grams.order if self.grams else 0, device)
-        if reason is not None and not self._told:
-            self._told = True
+        if reason is not None and not self._warned:
+            self._warned = True
             log.warning("the beam search runs in PyTorch, which is many times slower: %s", reason)
         return reason is None
 
@@ -45,18 +62,18 @@ class KernelSearch:
         self,
         log_probs: Tensor,
         frames: Tensor,
-        going_on: kernel.Found | None = None,
-        places: Tensor | None = None,
+        before: kernel.Found | None = None,
+        slots: Tensor | None = None,
         roots: Tensor | None = None,
     ) -> kernel.Found:
-        """Search packed log-probs (T, B, V) with (B,) int64 frames each; the rest as the kernel takes it."""
-        lexicon = lexicon_tables(self.fusion)  # hot words come and go
-        return kernel.search(log_probs, frames, self.beam, self.weights, lexicon, self.grams, going_on, places, roots)
+        """Search packed log-probs (T, B, V) with (B,) int64 frames each; other arguments as the kernel's."""
+        lexicon = lexicon_tables(self.fusion)  # anew for each call: sessions add and remove hot words
+        return kernel.search(log_probs, frames, self.beam, self.weights, lexicon, self.grams, before, slots, roots)
 
 
 def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
-    """Return the spelling and the trie of a fusion as the kernel reads them."""
-    spelling, nodes = fusion.spelling, fusion.forest.nodes
+    """Return the spelling and the trie of a fusion in the form of the kernel."""
+    spelling, nodes = fusion.spelling, fusion.trie.nodes
     return kernel.Lexicon(
         starts_word=spelling.starts_word,
         characters=spelling.characters,
@@ -68,12 +85,12 @@ def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
         unfinished=nodes.unfinished,
         follow=nodes.follow,
         space=spelling.space,
-        has_hot=fusion.forest.has_hot,
+        has_hot=fusion.trie.has_hot,
     )
 
 
 def grams_tables(lm: NGram, fusion: Fusion) -> kernel.Grams:
-    """Return a model on the fusion's device as the kernel reads it: with the first entry of every state."""
+    """Return a model on the device of the fusion in the form of the kernel: with the first entry of every state."""
     size = len(lm.vocabulary)
     starts = torch.arange(lm.backoff.numel() + 1, device=lm.keys.device) * size
     return kernel.Grams(
@@ -92,10 +109,180 @@ def grams_tables(lm: NGram, fusion: Fusion) -> kernel.Grams:
 
 
 def read_labels(traced: Tensor) -> list[list[tuple[int, ...]]]:
-    """Turn (B, N, T) int16 labels, the last first and -1 at the end, into tuples; waits for the device."""
+    """Convert (B, N, T) int16 labels, reversed and with -1 at the end, to tuples; waits for the device."""
     rows = traced.cpu().numpy()
     ended = (rows < 0).argmax(2)
     return [
         [tuple(labels[:count][::-1].tolist()) for labels, count in zip(row, counts, strict=True)]
         for row, counts in zip(rows, ended, strict=True)
     ]
+
+
+@dataclass(eq=False)
+class Slots:
+    """The slots of the streams of one decoding; they are free again when this object is deleted."""
+
+    numbers: list[int]
+    root: int  # of the trie, where words start
+    empty: bool = True  # nothing is written into the tables yet
+    __weakref__: object = field(init=False, repr=False)
+
+
+@dataclass
+class _Tables:
+    """The state of all streams, by slot."""
+
+    blank: Tensor  # (N, K), as in `Beams`
+    label: Tensor
+    names: Tensor  # (N, K, 4)
+    integers: Tensor  # (N, K, 4), without the roots
+    floats: Tensor
+    labels: Tensor  # (N, K, L)
+    counts: Tensor  # (N, K) int32
+    open_runs: Tensor  # (N, V)
+    has_open_run: Tensor  # (N,)
+    roots: Tensor  # (N,) int32
+
+
+class KernelStreams:
+    """A search that goes on from chunk to chunk on the GPU; one thread steps, others may start streams.
+
+    Tables are written in inference mode only, as they may be inference tensors.
+    """
+
+    def __init__(self, search: KernelSearch, options: DecodeConfig, alphabet_size: int) -> None:
+        self.search, self.options, self.device = search, options, search.fusion.device
+        self._first = Beams.start(search.fusion, 1, search.beam, alphabet_size)
+        self._lock = threading.Lock()
+        self.used, self.free = 0, list[int]()
+        self._halves, self.tables = self._allocate(_FIRST_SLOTS, _FIRST_CAPACITY)
+        self._longest: dict[int, int] = {}  # by slot: labels of its longest prefix
+
+    def _allocate(self, slots: int, capacity: int) -> tuple[Tensor, _Tables]:
+        first, beam, device = self._first, self.search.beam, self.device
+        halves = torch.zeros(2, slots, beam, dtype=torch.float64, device=device)
+        integers = torch.zeros(2, slots, beam, 4, dtype=torch.int64, device=device)
+        return halves, _Tables(
+            halves[0],
+            halves[1],
+            integers[0],
+            integers[1],
+            torch.zeros(slots, beam, 2, dtype=torch.float64, device=device),
+            torch.zeros(slots, beam, capacity, dtype=torch.int16, device=device),
+            torch.zeros(slots, beam, dtype=torch.int32, device=device),
+            torch.zeros(slots, first.run.log_probs.shape[1], device=device),
+            torch.zeros(slots, dtype=torch.bool, device=device),
+            torch.zeros(slots, dtype=torch.int32, device=device),
+        )
+
+    def start(self, rows: int, root: int) -> Slots:
+        """Take slots for new streams whose words start at a root of the trie."""
+        with self._lock:
+            numbers = [self.free.pop() for _ in range(min(rows, len(self.free)))]
+            while len(numbers) < rows:
+                numbers.append(self.used)
+                self.used += 1
+        slots = Slots(numbers, root)
+        weakref.finalize(slots, self.free.extend, list(numbers))
+        return slots
+
+    @torch.inference_mode()
+    def step(self, parts: Sequence[Slots], log_probs: Tensor, lengths: Tensor) -> list[list[int]]:
+        """Search the next frames (T, B, V); remove and return the first labels that all prefixes of a stream share."""
+        rows = self._prepare(parts, len(log_probs) + 1)
+        tables = self.tables
+        before = OpenRun(tables.open_runs[rows], tables.has_open_run[rows])
+        packed, counts, run = pack_next(log_probs, lengths, self.options, before)
+        tables.open_runs[rows], tables.has_open_run[rows] = run.log_probs, run.exists
+        return self._search(packed, counts, rows)
+
+    @torch.inference_mode()
+    def flushed(self, parts: Sequence[Slots]) -> Beams:
+        """Return the beams after the open runs as well; the streams themselves do not change."""
+        count = sum(len(part.numbers) for part in parts)
+        copies = self.start(count, 0)
+        copies.empty = False
+        rows, to = self._prepare(parts, 2), self._prepare([copies], 2)
+        for table in vars(self.tables).values():
+            table[to] = table[rows]
+        tables = self.tables
+        self._search(tables.open_runs[rows][None].contiguous(), tables.has_open_run[rows].long(), to, max_removed=0)
+        return self.beams([copies])
+
+    @torch.inference_mode()
+    def beams(self, parts: Sequence[Slots]) -> Beams:
+        """Return a copy of the beams of streams."""
+        rows = self._prepare(parts, 0)
+        t = self.tables
+        roots = t.roots[rows].long()[:, None, None].expand(-1, self.search.beam, 1)
+        longest = 1 + max(self._longest.get(number, 0) for part in parts for number in part.numbers)
+        run = OpenRun(t.open_runs[rows], t.has_open_run[rows])
+        integers = torch.cat([t.integers[rows], roots], 2)
+        names, labels, counts = t.names[rows][..., :3], t.labels[rows][..., :longest], t.counts[rows].long()
+        return Beams(t.blank[rows], t.label[rows], names, integers, t.floats[rows], labels, counts, run)
+
+    @torch.inference_mode()
+    def mask(self, parts: Sequence[Slots], wanted: Tensor) -> list[list[int]]:
+        """Drop the prefixes that are not `wanted` (B, K); remove and return the first labels that the others share."""
+        rows, tables = self._prepare(parts, 1), self.tables
+        beams = self.beams(parts).masked(wanted)
+        tables.blank[rows], tables.label[rows] = beams.blank, beams.label
+        tables.names[rows] = torch.nn.functional.pad(beams.names, (0, 1))
+        frame = beams.run.log_probs[None].contiguous()
+        shared: list[list[int]] = [[] for _ in rows]
+        more = [[0] * MAX_REMOVED]
+        while any(len(labels) == MAX_REMOVED for labels in more):
+            more = self._search(frame, torch.zeros_like(rows), rows)  # no frames: shared labels are removed only
+            shared = [before + labels for before, labels in zip(shared, more, strict=True)]
+        return shared
+
+    def _search(self, packed: Tensor, counts: Tensor, rows: Tensor, max_removed: int = MAX_REMOVED) -> list[list[int]]:
+        tables, slots = self.tables, rows.int()
+        grown = torch.empty(0, dtype=torch.int32, device=self.device)
+        before = kernel.Found(self._halves, tables.names, tables.integers, tables.floats, grown)
+        after = self.search.search(packed, counts, before, slots, tables.roots)
+        shared = spell(counts, slots, after, tables.labels, tables.counts, max_removed).cpu().numpy()
+        self._longest.update(zip(rows.tolist(), shared[:, 1].tolist(), strict=True))
+        return [row[2 : 2 + row[0]].tolist() for row in shared]
+
+    def _prepare(self, parts: Sequence[Slots], more_labels: int) -> Tensor:
+        """Return (B,) int64 rows of streams, once the tables hold them, with capacity for more labels."""
+        self._grow(max(self._longest.get(n, 0) for part in parts for n in part.numbers) + more_labels)
+        empty = [part for part in parts if part.empty]
+        if empty:
+            self._initialise(empty)
+        return torch.tensor([number for part in parts for number in part.numbers], device=self.device)
+
+    def _initialise(self, parts: Sequence[Slots]) -> None:
+        """Write the first state of new streams, all at once: a batch may hold hundreds."""
+        tables, first = self.tables, self._first
+        pairs = [(number, part.root) for part in parts for number in part.numbers]
+        rows, roots = torch.tensor(pairs, device=self.device).unbind(1)
+        tables.blank[rows], tables.label[rows], tables.floats[rows] = first.blank, first.label, first.floats
+        tables.names[rows] = torch.nn.functional.pad(first.names, (0, 1))
+        integers = first.integers[..., :4].repeat(len(pairs), 1, 1)
+        integers[..., 1] = roots[:, None]
+        tables.integers[rows] = integers
+        tables.roots[rows] = roots.int()
+        for table, value in ((tables.counts, 0), (tables.open_runs, 0), (tables.has_open_run, False)):
+            table[rows] = value
+        for part in parts:
+            part.empty = False
+        self._longest.update((number, 0) for number, _ in pairs)
+
+    def _grow(self, labels: int) -> None:
+        """Grow the tables to a slot for every stream and capacity for `labels` per prefix."""
+        slots, _, capacity = before = self.tables.labels.shape
+        while slots < self.used:
+            slots *= 2
+        while capacity < labels:
+            capacity *= 2
+        if (slots, self.search.beam, capacity) == tuple(before):
+            return
+        old, old_halves = self.tables, self._halves
+        self._halves, self.tables = self._allocate(slots, capacity)
+        self._halves[:, : before[0]] = old_halves
+        self.tables.labels[: before[0], :, : before[2]] = old.labels
+        for name, table in vars(old).items():
+            if name not in ("blank", "label", "labels"):
+                getattr(self.tables, name)[: before[0]] = table

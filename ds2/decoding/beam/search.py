@@ -1,4 +1,4 @@
-"""The batched beam search on whichever device: prefixes ranked and read out."""
+"""The batched beam search: chooses PyTorch or the GPU kernel, and ranks the prefixes at the end."""
 
 from __future__ import annotations
 
@@ -15,37 +15,36 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.fusion import LENGTH, Fusion
-from ds2.decoding.beam.kernel_search import KernelSearch, read_labels
-from ds2.decoding.beam.places import PlacedSearch, Places
+from ds2.decoding.beam.kernel_search import KernelSearch, KernelStreams, Slots, read_labels
 from ds2.decoding.beam.torch_search import HASH, PARENT, Beams, join, search, split
 from ds2.decoding.frames import NONE, pack, pack_next
 from ds2.decoding.lexicon import ROOT
 
 Labels = tuple[int, ...]
-Held = Beams | list[Places]  # utterances that a search in PyTorch, or the kernel, hears chunk by chunk
+SearchState = Beams | list[Slots]  # of streams: of the search in PyTorch, or of the kernel
 
 
 @dataclass(frozen=True)
-class Found:
+class NBest:
     """The N best label sequences of each utterance, best first, on the CPU."""
 
     labels: list[list[Labels]]
-    scores: NDArray[np.float64]  # (B, N, 4): total, acoustic, language model, bonus; total -inf: none
+    scores: NDArray[np.float64]  # (B, N, 4): total, acoustic, language model, bonus; total -inf: no hypothesis
 
 
 class BatchedBeamSearch:
-    """Searches batches of any sizes with fixed settings; not to be shared between threads."""
+    """Searches batches of any size with fixed settings; only one thread may use it at a time."""
 
     def __init__(self, fusion: Fusion, options: DecodeConfig) -> None:
         self.fusion, self.options = fusion, options
         self.kernel = KernelSearch(fusion, options) if fusion.device.type == "cuda" else None
-        self.placed: PlacedSearch | None = None
+        self.streams: KernelStreams | None = None
 
-    def search(self, log_probs: Tensor, lengths: Tensor) -> Found:
-        """Find the best label sequences of whole utterances: by one launch of the kernel where it takes them.
+    def search(self, log_probs: Tensor, lengths: Tensor) -> NBest:
+        """Find the best label sequences of whole utterances, with one launch of the kernel if it takes them.
 
         Args:
-            log_probs: (T, B, V) float32 on the fusion's device, finite or -inf, checked by the caller.
+            log_probs: (T, B, V) float32 on the device of the fusion, finite or -inf; the caller checks them.
             lengths: (B,) CPU int64, at least 1.
         """
         if self.kernel is not None and self.kernel.fits(log_probs):
@@ -53,102 +52,100 @@ class BatchedBeamSearch:
             end = self.kernel.search(packed, counts)
             table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
             entries = end.names[..., _ENTRY].gather(1, slots)
-            return Found(read_labels(traces.trace(entries, end.grown)), table.cpu().numpy())
+            return NBest(read_labels(traces.trace(entries, end.grown)), table.cpu().numpy())
         start = Beams.start(self.fusion, len(lengths), self.options.beam, log_probs.shape[2])
-        held, certain = self.hear(start, log_probs, lengths)
-        return self.found(self.closed(held), certain)
+        state, shared = self.step(start, log_probs, lengths)
+        return self.nbest(self.flushed(state), shared)
 
-    def start(self, batch: int, labels: int, root: int = ROOT) -> Held:
-        """Begin utterances that come chunk by chunk; their words start at a root of the fusion's forest."""
-        placed = self._placed(labels)
-        return (
-            [placed.start(batch, root)] if placed else Beams.start(self.fusion, batch, self.options.beam, labels, root)
-        )
+    def start(self, batch: int, alphabet_size: int, root: int = ROOT) -> SearchState:
+        """Return the first state of streams whose words start at a root of the trie."""
+        fits = self.kernel is not None and self.kernel.fits(torch.empty(1, 1, alphabet_size, device="meta"))
+        if self.kernel is None or not fits:
+            return Beams.start(self.fusion, batch, self.options.beam, alphabet_size, root)
+        if self.streams is None:
+            self.streams = KernelStreams(self.kernel, self.options, alphabet_size)
+        return [self.streams.start(batch, root)]
 
-    def join(self, parts: Sequence[Held]) -> Held:
-        """The utterances of several as one batch, in order."""
+    def join(self, parts: Sequence[SearchState]) -> SearchState:
+        """Concatenate the streams of several states into one batch."""
         if isinstance(parts[0], Beams):
             return join(cast(Sequence[Beams], parts))
-        return [places for part in parts for places in cast(list[Places], part)]
+        return [slots for part in parts for slots in cast(list[Slots], part)]
 
-    def split(self, held: Held, parts: Sequence[Held], sizes: Sequence[int]) -> Sequence[Held]:
-        """The inverse of `join`, of what came from those parts."""
-        return split(held, sizes) if isinstance(held, Beams) else parts
+    def split(self, state: SearchState, parts: Sequence[SearchState], sizes: Sequence[int]) -> Sequence[SearchState]:
+        """Undo `join` after steps: `parts` are the states that were joined, `sizes` their numbers of streams."""
+        return split(state, sizes) if isinstance(state, Beams) else parts
 
-    def hear(self, held: Held, log_probs: Tensor, lengths: Tensor) -> tuple[Held, list[list[int]]]:
-        """Hear the next frames, as in `search` but for lengths, that may be 0; a run of blanks at their end waits.
+    def step(self, state: SearchState, log_probs: Tensor, lengths: Tensor) -> tuple[SearchState, list[list[int]]]:
+        """Search the next frames; a run of blanks at their end stays open.
+
+        Args:
+            state: of B streams; it must not be used again.
+            log_probs: as `search`.
+            lengths: (B,) CPU int64, 0 too.
 
         Returns:
-            The utterances, and the first labels of each, that all its prefixes share: they are not kept here any more.
+            The next state, and the first labels that all prefixes of a stream share: the state no longer holds them.
         """
-        if not isinstance(held, Beams):
-            assert self.placed is not None
-            return held, self.placed.hear(held, log_probs, lengths)
-        packed, counts, run = pack_next(log_probs, lengths, self.options, held.run)
-        heard = search(self.fusion, held, packed, counts, self.options.prune)
-        return _without_shared(replace(heard, run=run))
+        if not isinstance(state, Beams):
+            assert self.streams is not None
+            return state, self.streams.step(state, log_probs, lengths)
+        packed, counts, run = pack_next(log_probs, lengths, self.options, state.run)
+        beams = search(self.fusion, state, packed, counts, self.options.prune)
+        return _without_shared(replace(beams, run=run))
 
-    def closed(self, held: Held) -> Beams:
-        """Hear the runs of blanks that waited, as if the utterances ended."""
-        if not isinstance(held, Beams):
-            assert self.placed is not None
-            return self.placed.closed(held)
-        run = held.run
-        heard = search(self.fusion, held, run.log_probs[None], run.there.long(), self.options.prune)
-        return replace(heard, run=run.emptied())
+    def flushed(self, state: SearchState) -> Beams:
+        """Return the beams after the open runs of blanks, as if the streams ended; the state stays valid."""
+        if not isinstance(state, Beams):
+            assert self.streams is not None
+            return self.streams.flushed(state)
+        run = state.run
+        beams = search(self.fusion, state, run.log_probs[None], run.exists.long(), self.options.prune)
+        return replace(beams, run=run.cleared())
 
-    def read(self, held: Held) -> Beams:
-        """The utterances as values."""
-        if isinstance(held, Beams):
-            return held
-        assert self.placed is not None
-        return self.placed.beams(held)
+    def beams(self, state: SearchState) -> Beams:
+        """Return the beams of a state."""
+        if isinstance(state, Beams):
+            return state
+        assert self.streams is not None
+        return self.streams.beams(state)
 
-    def only(self, held: Held, wanted: Tensor) -> tuple[Held, list[list[int]]]:
-        """Drop prefixes that are not among the wanted (B, K); what is left, and its shared labels, as `hear`."""
-        if not isinstance(held, Beams):
-            assert self.placed is not None
-            return held, self.placed.only(held, wanted)
-        return _without_shared(held.only(wanted))
+    def mask(self, state: SearchState, wanted: Tensor) -> tuple[SearchState, list[list[int]]]:
+        """Drop prefixes that are not `wanted` (B, K); returns as `step`."""
+        if not isinstance(state, Beams):
+            assert self.streams is not None
+            return state, self.streams.mask(state, wanted)
+        return _without_shared(state.masked(wanted))
 
-    def _placed(self, labels: int) -> PlacedSearch | None:
-        if (
-            self.placed is None
-            and self.kernel is not None
-            and self.kernel.fits(torch.empty(1, 1, labels, device="meta"))
-        ):
-            self.placed = PlacedSearch(self.kernel, self.options, labels)
-        return self.placed
-
-    def found(self, beams: Beams, certain: Sequence[Sequence[int]] = ()) -> Found:
-        """Rank prefixes and read them out; `certain` labels of each utterance come before those of its prefixes."""
+    def nbest(self, beams: Beams, shared: Sequence[Sequence[int]] = ()) -> NBest:
+        """Rank prefixes; `shared` are the labels of each utterance that `step` took away from its prefixes."""
         table, slots = _rank(self.fusion, beams.acoustic, beams, self.options.nbest)
-        spelled = beams.spelled.gather(1, slots[..., None].expand(-1, -1, beams.spelled.shape[2])).cpu().numpy()
+        rows = beams.labels.gather(1, slots[..., None].expand(-1, -1, beams.labels.shape[2])).cpu().numpy()
         counts = beams.counts.gather(1, slots).tolist()
-        before = [tuple(labels) for labels in certain] or [()] * len(spelled)
+        before = [tuple(labels) for labels in shared] or [()] * len(rows)
         labels = [
             [first + tuple(prefix[:count].tolist()) for prefix, count in zip(prefixes, sizes, strict=True)]
-            for first, prefixes, sizes in zip(before, spelled, counts, strict=True)
+            for first, prefixes, sizes in zip(before, rows, counts, strict=True)
         ]
-        return Found(labels, table.cpu().numpy())
+        return NBest(labels, table.cpu().numpy())
 
 
 def _without_shared(beams: Beams) -> tuple[Beams, list[list[int]]]:
-    """The first labels that all prefixes share, taken away from them."""
-    counts = beams.certain()
+    """Take the first labels that all prefixes share away from them."""
+    counts = beams.shared_counts()
     if not counts.any():
         return beams, [[] for _ in counts]
     slots = (beams.acoustic > NONE).int().argmax(1)
-    shared = beams.spelled[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
+    shared = beams.labels[torch.arange(len(slots), device=slots.device), slots].cpu().numpy()
     labels = [row[:count].tolist() for row, count in zip(shared, counts.tolist(), strict=True)]
     return beams.without_first(counts), labels
 
 
-_ENTRY = 3  # of the names that the kernel gives
+_ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
 
 
 def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.Found | Beams, nbest: int) -> tuple[Tensor, Tensor]:
-    """Join prefixes that differ in a last space only: scores (B, N, 4) as in `Found` and slots (B, N) of the best."""
+    """Join prefixes that differ in a last space only; return scores (B, N, 4) as in `NBest` and slots (B, N)."""
     log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > NONE)
     hashes, parents = end.names[..., HASH], end.names[..., PARENT]
     beam = hashes.shape[1]

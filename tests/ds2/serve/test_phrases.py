@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds2.decoding.beam.hot import Forest
-from ds2.decoding.lexicon import LexiconError, Spelling, build_trie
+from ds2.decoding.lexicon import LexiconError, SessionTrie, Spelling, build_trie
 from ds2.serve.limits import LimitError
 from ds2.serve.phrases import MOST_CHARACTERS, MOST_WAITING, FullError, PhraseReader
 from ds2.text.alphabet import Alphabet
@@ -83,17 +82,17 @@ class Counting(dict[Any, Any]):
         return super().__getitem__(key)
 
 
-def test_planting_reads_each_character_of_the_phrases_once() -> None:
+def test_adding_phrases_reads_each_character_of_the_phrases_once() -> None:
     """Of phrases that share their words, whose work grew with the square of their number."""
     import torch
 
     spelling = Spelling.of(ALPHABET)
-    forest = Forest(build_trie({}, [], spelling), spelling, 1.0, 0.0, 0.0, torch.device("cpu"))
-    forest.codes = Counting(forest.codes)
+    trie = SessionTrie(build_trie({}, [], spelling), spelling, 1.0, 0.0, 0.0, torch.device("cpu"))
+    trie.codes = Counting(trie.codes)
     letters = [a + b + c + d for a in "abc" for b in "abc" for c in "abc" for d in "abc"]
     phrases = {f"a b {first} {second}": 1.0 for first in letters[:40] for second in letters[:20]}
     characters = sum(len(phrase.replace(" ", "")) for phrase in phrases)
     assert len(phrases) == 800 and characters <= MOST_CHARACTERS
-    root = forest.plant(phrases)
+    root = trie.add_phrases(phrases)
     assert Counting.reads == characters
-    forest.uproot(root)
+    trie.remove_phrases(root)

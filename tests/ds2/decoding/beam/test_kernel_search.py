@@ -18,10 +18,10 @@ from support.decoding_cases import CHARACTERS, PIECES, language_model, random_lo
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.alignment import align_by_kernel, force_align
+from ds2.decoding.alignment import align_on_gpu, force_align
 from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch
-from ds2.decoding.beam.search import BatchedBeamSearch, Found
+from ds2.decoding.beam.search import BatchedBeamSearch, NBest
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
 
@@ -80,7 +80,7 @@ def log_probs_of(case: Case) -> tuple[Tensor, Tensor]:
     return log_probs, lengths
 
 
-def search(case: Case, lm: NGram | None, device: torch.device, by_kernel: bool) -> Found:
+def search(case: Case, lm: NGram | None, device: torch.device, by_kernel: bool) -> NBest:
     """Search on a device, by the kernel or in PyTorch."""
     log_probs, lengths = log_probs_of(case)
     fusion = Fusion(case.alphabet, case.options, lm, device)
@@ -89,7 +89,7 @@ def search(case: Case, lm: NGram | None, device: torch.device, by_kernel: bool) 
     return batched.search(log_probs.to(device), lengths)
 
 
-def assert_same(found: Found, wanted: Found) -> None:
+def assert_same(found: NBest, wanted: NBest) -> None:
     alive = wanted.scores[..., 0] > -math.inf
     assert ((found.scores[..., 0] > -math.inf) == alive).all()
     for ours, theirs, live in zip(found.labels, wanted.labels, alive, strict=True):
@@ -155,7 +155,7 @@ def test_alignments_agree(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = force_align(log_probs, lengths, targets)
     if where == "cpu":
         kernel_on_cpu.patch(monkeypatch)
-    for ours, theirs in zip(align_by_kernel(log_probs.to(where), lengths, targets), wanted, strict=True):
+    for ours, theirs in zip(align_on_gpu(log_probs.to(where), lengths, targets), wanted, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is None or theirs is None:
             continue

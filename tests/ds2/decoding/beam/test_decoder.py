@@ -14,10 +14,9 @@ from support.decoding_cases import CHARACTERS, CPU, PIECES, language_model, spee
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.decoding.alignment import with_times
+from ds2.decoding.alignment import GUARD_S, MAX_PENDING_S, PERIOD_S, SINGLE_ALIGNMENT_S, add_word_times
 from ds2.decoding.beam.decoder import BeamDecoder, BeamDecoding
 from ds2.decoding.hypothesis import EMPTY, Hypothesis
-from ds2.decoding.timeline import GUARD_S, LONGEST_S, MOST_S, PERIOD_S
 from ds2.text.alphabet import Alphabet
 
 OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
@@ -112,40 +111,42 @@ def spoken(words: int, seed: int = 0, margin: float = 12.0) -> Tensor:
     return log_probs.log_softmax(2)
 
 
-@pytest.mark.parametrize(("margin", "kept_s"), [(12.0, LONGEST_S + PERIOD_S + GUARD_S), (6.0, MOST_S + PERIOD_S)])
+@pytest.mark.parametrize(
+    ("margin", "kept_s"), [(12.0, SINGLE_ALIGNMENT_S + PERIOD_S + GUARD_S), (6.0, MAX_PENDING_S + PERIOD_S)]
+)
 def test_a_long_source_keeps_little_and_has_the_words_and_times_of_the_whole(
     margin: float, kept_s: float, tmp_path: Path
 ) -> None:
     decoder = make(SURE, CHARACTERS, "word", tmp_path, SLOW_S)
     log_probs = spoken(45, margin=margin)
     seconds = len(log_probs) * SLOW_S
-    assert seconds > 2 * MOST_S
+    assert seconds > 2 * MAX_PENDING_S
     decoding, kept, room = decoder.start(), 0, 0
     for start, end in cuts(len(log_probs), 30, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        kept = max(kept, decoding.rows[0].timeline.kept)
-        room = max(room, decoding.held.spelled.shape[2])
+        kept = max(kept, decoding.rows[0].aligner.pending_frames)
+        room = max(room, decoding.state.labels.shape[2])
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert kept * SLOW_S <= kept_s
     assert room * SLOW_S <= kept_s
-    in_one_piece = with_times([[found]], log_probs, torch.tensor([len(log_probs)]), CHARACTERS, SLOW_S)[0][0]
+    in_one_piece = add_word_times([[found]], log_probs, torch.tensor([len(log_probs)]), CHARACTERS, SLOW_S)[0][0]
     assert len(found.words) > 40
     assert found.words == in_one_piece.words
 
 
 def test_a_chunk_is_one_search_until_words_are_to_be_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, searches, size = make(SURE, CHARACTERS, "", tmp_path, SLOW_S), 0, 7
-    heard = decoder.beams.hear
+    heard = decoder.search.step
 
     def counted(*given: Any) -> Any:
         nonlocal searches
         searches += 1
         return heard(*given)
 
-    monkeypatch.setattr(decoder.beams, "hear", counted)
+    monkeypatch.setattr(decoder.search, "step", counted)
     log_probs, decoding = spoken(12), decoder.start()
-    longest = round(LONGEST_S / SLOW_S)
+    longest = round(SINGLE_ALIGNMENT_S / SLOW_S)
     for start in range(0, longest - size, size):
         decoding.step(log_probs[start : start + size], torch.tensor([size]))
     assert searches == len(range(0, longest - size, size))
@@ -161,7 +162,7 @@ def test_endless_silence_is_not_kept(tmp_path: Path) -> None:
     decoding = decoder.start()
     for start, end in cuts(len(log_probs), 20, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        assert decoding.rows[0].timeline.kept * SLOW_S <= LONGEST_S + PERIOD_S + GUARD_S
+        assert decoding.rows[0].aligner.pending_frames * SLOW_S <= SINGLE_ALIGNMENT_S + PERIOD_S + GUARD_S
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([len(log_probs)]))
     assert len(found.words) == 4
@@ -183,9 +184,9 @@ def test_hypotheses_that_never_agree_are_settled_for_the_best_after_a_minute(tmp
     decoding = decoder.start()
     for start, end in cuts(len(log_probs), 30, 1):
         decoding.step(log_probs[start:end], torch.tensor([end - start]))
-        assert decoding.rows[0].timeline.kept * SLOW_S <= MOST_S + PERIOD_S
-        undecided_yet = not decoding.rows[0].certain
-        assert undecided_yet == (end * SLOW_S < MOST_S + PERIOD_S)
+        assert decoding.rows[0].aligner.pending_frames * SLOW_S <= MAX_PENDING_S + PERIOD_S
+        undecided_yet = not decoding.rows[0].shared
+        assert undecided_yet == (end * SLOW_S < MAX_PENDING_S + PERIOD_S)
     [[found]] = decoding.finish()
     assert [[found]] == decoder.decode(log_probs, torch.tensor([400]))
     assert found.text.split()[0] in ("aab", "bab")
@@ -206,6 +207,6 @@ def test_without_times_no_frame_is_kept(tmp_path: Path) -> None:
     decoder = make(replace(SURE, times=False), CHARACTERS, "word", tmp_path)
     decoding = in_chunks(decoder, speechlike(60, 2, 4), torch.tensor([60, 9]), 11, 0)
     found: list[list[Hypothesis]] = decoding.finish()
-    assert all(row.timeline.kept == 0 for row in decoding.rows)
+    assert all(row.aligner.pending_frames == 0 for row in decoding.rows)
     assert all(h.text and not h.words for h in found[0])
     assert found == decoder.decode(speechlike(60, 2, 4), torch.tensor([60, 9]))

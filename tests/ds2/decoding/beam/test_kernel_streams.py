@@ -39,7 +39,7 @@ def by_kernel(case: str, folder: Path, where: str, monkeypatch: pytest.MonkeyPat
     if where == "cpu":
         kernel_on_cpu.patch(monkeypatch)
     found = BeamDecoder(alphabet, options, lm, 0.02, torch.device(where))
-    found.beams.kernel = KernelSearch(found.beams.fusion, options)
+    found.search.kernel = KernelSearch(found.search.fusion, options)
     return found, wanted
 
 
@@ -56,9 +56,9 @@ def assert_same(found: list[Hypothesis], wanted: list[Hypothesis]) -> None:
 def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
     case: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.decoding.beam.places._PLACES", 1)
-    monkeypatch.setattr("ds2.decoding.beam.places._ROOM", 2)
-    monkeypatch.setattr("ds2.decoding.beam.places.MOST", 3)
+    monkeypatch.setattr("ds2.decoding.beam.kernel_search._FIRST_SLOTS", 1)
+    monkeypatch.setattr("ds2.decoding.beam.kernel_search._FIRST_CAPACITY", 2)
+    monkeypatch.setattr("ds2.decoding.beam.kernel_search.MAX_REMOVED", 3)
     found, wanted = by_kernel(case, tmp_path, where, monkeypatch)
     draw, log_probs, count = random.Random(5), speechlike(60, 5, len(found.alphabet)), 5
     log_probs[10:19, :, 1:] -= 12.0  # a run of blanks, that chunks end in
@@ -92,7 +92,7 @@ def test_utterances_that_join_and_leave_have_the_words_of_the_whole(
             assert (best.text, best.labels) == (first.text, first.labels)
             assert_same(hypotheses, alone.finish()[0])
     del leaving
-    placed = found.beams.placed
+    placed = found.search.streams
     assert placed is not None
     gc.collect()
     assert len(set(placed.free)) == placed.used
@@ -106,7 +106,7 @@ def _filled(chunk: Tensor, lengths: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", WHERE)
 def test_prefixes_that_never_agree_are_bounded(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds2.decoding.beam.places._ROOM", 4)
+    monkeypatch.setattr("ds2.decoding.beam.kernel_search._FIRST_CAPACITY", 4)
     found, _ = by_kernel("no model", tmp_path, where, monkeypatch)
     found.frame_s = 1.0
     decoding = found.start()
@@ -114,7 +114,7 @@ def test_prefixes_that_never_agree_are_bounded(where: str, tmp_path: Path, monke
     blank = torch.tensor([0.97, 0.01, 0.01, 0.01]).log().expand(1, 1, 4)
     for _ in range(150):
         decoding.step(torch.cat([frames, blank]).to(where), torch.tensor([2]))
-    placed = found.beams.placed
+    placed = found.search.streams
     assert placed is not None
-    assert placed.tables.spelled.shape[2] <= 128
+    assert placed.tables.labels.shape[2] <= 128
     assert len(decoding.finish()[0][0].labels) == 150

@@ -114,9 +114,9 @@ def test_every_node_looks_ahead_to_the_likeliest_word_below_it() -> None:
         codes = torch.tensor([spelling.codes[character] for character in prefix])
         node = trie.walk(torch.tensor(ROOT), codes)
         below = [value for word, value in values if word.startswith(prefix)]
-        assert float(trie.ahead[node]) == pytest.approx(max([*below, shares.get(prefix, -np.inf)]), rel=1e-6)
-    assert trie.ahead.numel() == len(prefixes) + 2
-    assert trie.ahead[OFF] == trie.ahead[ROOT] == 0.0
+        assert float(trie.lookahead[node]) == pytest.approx(max([*below, shares.get(prefix, -np.inf)]), rel=1e-6)
+    assert trie.lookahead.numel() == len(prefixes) + 2
+    assert trie.lookahead[OFF] == trie.lookahead[ROOT] == 0.0
 
 
 def rare_and_common(folder: Path) -> NGram:
@@ -154,4 +154,4 @@ def test_a_narrow_beam_keeps_an_unknown_hot_word_whose_bonus_outweighs_its_charg
 
 
 def test_the_open_vocabulary_does_not_look_ahead(lm: NGram) -> None:
-    assert not Fusion(CHARACTERS, DecodeConfig(method="beam"), lm, CPU).forest.nodes.unfinished.any()
+    assert not Fusion(CHARACTERS, DecodeConfig(method="beam"), lm, CPU).trie.nodes.unfinished.any()

@@ -94,24 +94,24 @@ def test_an_unknown_hot_word_is_heard_in_a_lexicon(tmp_path: Path) -> None:
 
 
 def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds2.decoding.beam.hot._SPARE", 4)
+    monkeypatch.setattr("ds2.decoding.lexicon._SPARE_NODES", 4)
     decoder = BeamDecoder(CHARACTERS, OPEN, None, 0.02, CPU)
-    forest = decoder.beams.fusion.forest
+    trie = decoder.search.fusion.trie
     texts = ["".join(letters) for letters in product("ab", repeat=4)]
     kept = []
     for number, text in enumerate(texts):
         with torch.inference_mode(number % 2 == 0):  # within a batch and outside
             kept.append(decoder.start(1, {text: 1.0}))
-    most = len(forest.nodes.word)
-    assert len(forest.planted) == len(texts)
+    most = len(trie.nodes.word)
+    assert len(trie.phrases) == len(texts)
     del kept
     gc.collect()
-    assert not forest.planted and not forest.roots
+    assert not trie.phrases and not trie.roots
     for text in texts * 3:
         same = [decoder.start(1, {text: 1.0}) for _ in range(3)]
-        assert len(forest.planted) == 1
+        assert len(trie.phrases) == 1
         del same
-    assert len(forest.nodes.word) == most
+    assert len(trie.nodes.word) == most
 
 
 @pytest.mark.parametrize(

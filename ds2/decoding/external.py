@@ -1,0 +1,299 @@
+"""Beam searches of other packages: ctc-beam-decoder, flashlight-text and ctcdecode.
+
+Each class reads our settings, searches the utterances of a batch on the CPU, and returns our hypotheses.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2.config.schema import DecodeConfig
+from ds2.decoding.frames import pack
+from ds2.decoding.hypothesis import DecodeError, Hypothesis
+from ds2.decoding.lexicon import LexiconError, Spelling, build_trie
+from ds2.lm.arpa import arpa_file
+from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.text.alphabet import WORD_MARK, Alphabet
+
+_NATIVE_SPARE = 14  # results of ctc-beam-decoder beyond twice `nbest` that are ranked again
+_NATIVE_MIN_LOG_PROB = -34.0  # ctc-beam-decoder raises smaller probabilities to 1e-15: such labels are never followed
+_CTCDECODE_UNKNOWN = -1000.0  # score of an n-gram with an unknown word, OOV_SCORE of ctcdecode
+_FLASHLIGHT_MAX_LABELS = 5  # per frame: more take time and remove no errors, even of a network with many errors
+UtteranceSearch = Callable[[NDArray[np.float32]], list[Hypothesis]]
+_worker_search: UtteranceSearch  # of a worker process of `LexiconSearch`
+
+
+def find_package(name: str, project: str, method: str) -> Any:
+    """Import the package of a decode method; raise a DecodeError that names it if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DecodeError(
+            f"decode.method={method} needs the package {project}: pip install {project}, or take decode.method=beam"
+        ) from error
+
+
+def thread_count(options: DecodeConfig) -> int:
+    """Return the number of utterances to search in parallel."""
+    return options.threads or len(os.sched_getaffinity(0))
+
+
+def packed_rows(log_probs: Tensor, lengths: Tensor, options: DecodeConfig) -> list[NDArray[np.float32]]:
+    """Return the packed frames (T'', V) of each utterance: fewer frames, the same result."""
+    packed, counts = pack(log_probs.cpu(), lengths, options)
+    rows = packed.transpose(0, 1).contiguous().numpy()
+    return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
+
+
+class ScoreSplitter:
+    """Splits the score of a text into Q(y) = acoustic + alpha x lm + bonus, as all decoders report it."""
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        self.alphabet, self.options, self.lm = alphabet, options, lm
+        self.beta = options.beta if lm is not None else 0.0
+
+    def hypothesis(self, text: str, acoustic: float) -> Hypothesis:
+        """Return the hypothesis of a text, without word times."""
+        words, log_prob = text.split(), 0.0
+        if self.lm is not None:
+            state = self.lm.start()
+            for word in words:
+                score, state = self.lm.score(state, word)
+                log_prob += score + (0.0 if word in self.lm.ids else self.options.unknown_score)
+            log_prob += self.lm.finish(state)
+        hot = sum(word in self.options.hot_words for word in words) * self.options.hot_word_bonus
+        bonus = self.beta * len(words) + hot
+        labels = tuple(self.alphabet.spell(" ".join(words)))
+        score = acoustic + (self.options.alpha * log_prob if self.lm is not None else 0.0) + bonus
+        return Hypothesis(" ".join(words), score, labels, (), acoustic, log_prob, bonus)
+
+
+class NativeSearch:
+    """decode.method=native: the C++ beam search of ctc-beam-decoder, one thread per core (it releases Python's lock).
+
+    It follows pyctcdecode, as our search does: with equal settings both keep the same prefixes. Differences: it reads
+    models of words only and has no lexicon (see `LexiconSearch`). In alphabets of pieces it joins prefixes that spell
+    one text in several ways, where ours joins them at the end. It charges a hypothesis that ends in a space an unknown
+    empty word; so with a language model we close every utterance with a frame that is a space for certain, all
+    hypotheses get the same charge, and the best are ranked again without it.
+    """
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        package = find_package("ctc_beam_decoder", "ctc-beam-decoder", "native")
+        if lm is not None and lm.unit != "word":
+            raise DecodeError(f"decode.method=native reads models of words, not of {lm.unit}s: take decode.method=beam")
+        if lm is not None:
+            lm.check_alphabet(alphabet)
+        build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that the network cannot write
+        self.options, self.splitter = options, ScoreSplitter(alphabet, options, lm)
+        self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
+        self.threads = thread_count(options)
+        if lm is None:
+            self.decoder = package.BeamSearchDecoder(list(alphabet.symbols))
+            return
+        with arpa_file(lm, options.lm) as arpa:
+            self.decoder = package.BeamSearchDecoder(
+                list(alphabet.symbols),
+                kenlm_model_path=str(arpa),
+                unigrams=[word for word in lm.vocabulary if word not in (UNKNOWN, START, END)],
+                alpha=options.alpha,
+                beta=options.beta,
+                unk_score_offset=options.unknown_score / math.log(10),
+            )
+
+    def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(self._one, packed_rows(log_probs, lengths, self.options)))
+
+    def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
+        options = self.options
+        best = log_probs.max(1).astype(np.float64)
+        sums = best + np.log(np.exp(log_probs - best[:, None]).sum(1))
+        rest = float(sums.sum())  # the package scales the probabilities of a frame to sum to 1
+        if self.closing_space >= 0:
+            closing = np.full((1, log_probs.shape[1]), -np.inf, np.float32)
+            closing[0, self.closing_space] = 0.0
+            log_probs = np.concatenate([log_probs, closing])
+        beams = self.decoder.decode_beams(
+            log_probs,
+            beam_width=options.beam,
+            beam_prune_logp=-options.prune,
+            token_min_logp=max(options.label_min_log_prob, _NATIVE_MIN_LOG_PROB),
+            hotwords=options.hot_words,
+            hotword_weight=options.hot_word_bonus,
+        )
+        hypotheses = [
+            self.splitter.hypothesis(text, acoustic + rest)
+            for text, _, _, acoustic, _ in beams[: 2 * options.nbest + _NATIVE_SPARE]
+        ]
+        return sorted(hypotheses, key=lambda h: -h.score)[: options.nbest]
+
+
+class LexiconSearch:
+    """decode.method=native with decode.lexicon=true: the C++ search of flashlight-text, one process per core.
+
+    It follows the words of a trie whose nodes look ahead to the most probable word below them, and joins prefixes that
+    the language model cannot distinguish, summing their alignments. So it reaches a WER with a narrower beam than
+    decode.method=beam, but a score may contain alignments of texts that were joined. In each frame it follows as many
+    labels as the least certain frame of the utterance has above `label_min_log_prob`, at most five. If no hypothesis
+    ends with a whole word, the part after the last word is dropped at the cost of `prune`.
+
+    The package holds Python's lock, hence the processes; they share the memory of the model.
+    """
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        spelling = Spelling.of(alphabet)
+        if lm is None or lm.unit != "word":
+            raise LexiconError("decode.lexicon=true needs a language model of words: its vocabulary is the lexicon")
+        if options.hot_words or spelling.space < 0 or alphabet.has_pieces:
+            raise DecodeError(
+                "decode.method=native with decode.lexicon=true takes no hot words, and alphabets of characters with a "
+                "space only: take decode.method=beam"
+            )
+        self.decoding, kenlm, dictionary = (
+            find_package(f"flashlight.lib.text.{name}", "ufal-flashlight-text", "native with decode.lexicon=true")
+            for name in ("decoder", "decoder.kenlm", "dictionary")
+        )
+        lm.check_alphabet(alphabet)
+        self.options, self.alphabet, self.space = options, alphabet, spelling.space
+        labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
+        self.words = [w for w in lm.vocabulary if w not in (UNKNOWN, START, END) and labels.keys() >= set(w)]
+        known = dictionary.Dictionary([*self.words, UNKNOWN])
+        with arpa_file(lm, options.lm) as arpa:
+            self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
+        self.trie, start = self.decoding.Trie(len(alphabet), self.space), self.model.start(False)
+        for index, word in enumerate(self.words):
+            _, score = self.model.score(start, index)
+            self.trie.insert([*map(labels.__getitem__, word), self.space], index, score)
+        self.trie.smear(self.decoding.SmearingMode.MAX)
+        self.workers = thread_count(options)
+        self.pool: ProcessPoolExecutor | None = None
+
+    def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        rows = zip(log_probs.transpose(0, 1).cpu().numpy(), lengths.tolist(), strict=True)
+        inputs = [row[:length] for row, length in rows]
+        if self.workers == 1:
+            return list(map(self._one, inputs))
+        if self.pool is None:  # forked, as the decoder cannot be pickled
+            context = multiprocessing.get_context("fork")
+            self.pool = ProcessPoolExecutor(
+                self.workers, context, initializer=_set_worker_search, initargs=(self._one,)
+            )
+        return list(self.pool.map(_search_in_worker, inputs))
+
+    def _one(self, log_probs: NDArray[np.float32]) -> list[Hypothesis]:
+        options, decoding = self.options, self.decoding
+        log_probs = self._prepared(log_probs)
+        settings = decoding.LexiconDecoderOptions(
+            beam_size=options.beam,
+            beam_size_token=min(_FLASHLIGHT_MAX_LABELS, int((log_probs >= options.label_min_log_prob).sum(1).max())),
+            beam_threshold=options.prune,
+            lm_weight=options.alpha * math.log(10),
+            word_score=options.beta,
+            unk_score=-math.inf,
+            sil_score=0.0,
+            log_add=True,
+            criterion_type=decoding.CriterionType.CTC,
+        )
+        searcher = decoding.LexiconDecoder(settings, self.trie, self.model, self.space, 0, len(self.words), [], False)
+        best: dict[str, Hypothesis] = {}
+        for result in searcher.decode(log_probs.ctypes.data, *log_probs.shape)[: 2 * options.nbest]:
+            words = [self.words[word] for word in result.words if word >= 0]
+            text, lm, bonus = " ".join(words), result.lmScore * math.log(10), options.beta * len(words)
+            acoustic = result.score - options.alpha * lm - bonus
+            spelled = tuple(self.alphabet.spell(text))
+            best.setdefault(text, Hypothesis(text, result.score, spelled, (), acoustic, lm, bonus))
+        return list(best.values())[: options.nbest]
+
+    def _prepared(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Join runs of frames in which only the blank is followed; add a space, which completes the last word."""
+        silent = (log_probs[:, 1:] < self.options.label_min_log_prob).all(1) & (log_probs.argmax(1) == 0)
+        first = np.flatnonzero(~(silent & np.insert(silent[:-1], 0, False)))
+        closing = np.full((1, log_probs.shape[1]), -self.options.prune, np.float32)
+        closing[0, self.space] = 0.0
+        return np.concatenate([np.add.reduceat(log_probs, first), closing])
+
+
+def _set_worker_search(search: UtteranceSearch) -> None:
+    global _worker_search  # noqa: PLW0603 (one decoder per process)
+    _worker_search = search
+
+
+def _search_in_worker(log_probs: NDArray[np.float32]) -> list[Hypothesis]:
+    return _worker_search(log_probs)
+
+
+class CtcdecodeSearch:
+    """decode.method=ctcdecode: the beam search of the package ctcdecode, which users build themselves."""
+
+    def __init__(self, alphabet: Alphabet, options: DecodeConfig, lm: NGram | None) -> None:
+        package = find_package("ctcdecode", "ctcdecode", "ctcdecode")
+        if lm is not None and lm.unit != "word":
+            raise DecodeError(
+                f"decode.method=ctcdecode reads models of words, not of {lm.unit}s: take decode.method=beam"
+            )
+        if options.hot_words or options.lexicon:
+            raise DecodeError(
+                "decode.method=ctcdecode has no hot words and no lexicon apart from its model: take decode.method=beam"
+            )
+        self.splitter = ScoreSplitter(alphabet, options, lm)
+        self.options = options
+        settings = {
+            "beam_width": options.beam,
+            "cutoff_top_n": len(alphabet),
+            "cutoff_prob": 1.0,
+            "num_processes": thread_count(options),
+            "blank_id": 0,
+            "log_probs_input": True,
+        }
+        labels = ["_", *alphabet.symbols[1:]]
+        if lm is None:
+            self.decoder = package.CTCBeamDecoder(labels, **settings)
+            return
+        with arpa_file(lm, options.lm) as arpa:  # its KenLM does not read our binary format
+            self.decoder = package.CTCBeamDecoder(
+                labels, model_path=str(arpa), alpha=options.alpha, beta=options.beta, **settings
+            )
+
+    def search(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Return the N best of each utterance, without word times; arguments as `BatchedBeamSearch.search`."""
+        batch = log_probs.transpose(0, 1).contiguous().cpu()
+        labels, scores, _, sizes = self.decoder.decode(batch, lengths)
+        rows = []
+        for row in range(len(batch)):
+            hypotheses = []
+            for rank in range(min(self.options.nbest, labels.shape[1])):
+                written = labels[row, rank, : int(sizes[row, rank])].tolist()
+                text = self.splitter.alphabet.decode(written).replace(WORD_MARK, " ")
+                acoustic = self._acoustic(text, len(written), -float(scores[row, rank]))
+                hypotheses.append(self.splitter.hypothesis(text, acoustic))
+            rows.append(sorted(hypotheses, key=lambda h: -h.score))
+        return rows
+
+    def _acoustic(self, text: str, labels: int, returned: float) -> float:
+        """Return the log-prob of the labels alone, from the score that the package returns for a text.
+
+        With a model the package subtracts from its score alpha log p_lm including the end of the sentence, which it had
+        not added, and beta per label, where it had added beta per word (`ctc_beam_search_decoder.cpp`, approx_ctc).
+        """
+        lm, words = self.splitter.lm, text.split()
+        if lm is None:
+            return returned
+        state = lm.start()
+        for word in words:
+            _, state = lm.score(state, word)
+        last = words[len(words) - min(len(words), lm.order - 1) :]  # an unknown word here decides the whole n-gram
+        end = lm.finish(state) if all(word in lm.ids for word in last) else _CTCDECODE_UNKNOWN
+        return returned + self.options.alpha * end + self.options.beta * (labels - len(words))

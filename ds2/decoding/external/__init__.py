@@ -1,1 +1,0 @@
-"""Other people's searches behind our interface, each in a file; adapter is what they share."""
