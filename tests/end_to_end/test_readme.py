@@ -1,4 +1,4 @@
-"""What the README shows from Python runs as it is written there."""
+"""What the README and the guide show from Python runs as it is written there."""
 
 from __future__ import annotations
 
@@ -16,23 +16,39 @@ from ds2.config.schema import Config
 from ds2.training.loop import train
 
 
-def test_from_python_as_written(
-    tiny_config: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shown = re.search(r"## From Python\n\n((?:    .*\n)+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert shown
-    code = textwrap.dedent(shown[1])
-    assert len(code.splitlines()) == 3
+def shown(page: str) -> str:
+    """The code of a page's section "From Python"."""
+    code = re.search(r"## From Python\n\n((?:    .*\n|\n(?=    ))+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert code, page
+    return textwrap.dedent(code[1])
+
+
+@pytest.fixture
+def run_folder(tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `runs/an4` and `talk.mp3`, `talk.wav` of a second, which is the current one."""
     config = tiny_config("train.epochs=1", f"run_dir={tmp_path / 'runs' / 'an4'}")
     train(config, Path(config.run_dir))
-    soundfile.write(tmp_path / "talk.mp3", 0.1 * np.random.default_rng(0).standard_normal(16000), 16000)
+    for name in ("talk.mp3", "talk.wav"):
+        soundfile.write(tmp_path / name, 0.1 * np.random.default_rng(0).standard_normal(16000), 16000)
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_file_as_in_the_readme(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = shown("README.md")
+    assert len(code.splitlines()) == 3
     capsys.readouterr()
     names: dict[str, object] = {}
     exec(code, names)
     transcript = names["recogniser"].transcribe("talk.mp3")  # type: ignore[attr-defined]
     assert capsys.readouterr().out == transcript.text + "\n"
     assert transcript.duration_s == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_session_as_in_the_guide(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    names: dict[str, object] = {}
+    exec(shown("docs/guide/live.md"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == names["recogniser"].transcribe("talk.wav").text  # type: ignore[attr-defined]
