@@ -44,7 +44,7 @@ from ds2.lm.files import load_ngram
 from ds2.model.checkpoint import LoadedModel, load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.tuning import DevSet
+from ds2.recognition.tuning import DevLogProbs
 from ds2.scoring.wer import ErrorCounts, word_errors
 
 _TOKENS = 29  # flashlight's labels a frame, unless a method says
@@ -123,7 +123,7 @@ def bench_search(loaded: LoadedModel, utterances: list[Utterance], arguments: ar
     texts = [loaded.alphabet.normalise(u.text)[0] for u in utterances]
     loader = recognition_loader(utterances, loaded.config.data, device)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device)
-    dev = DevSet.of(recogniser.logits(loader, batch_audio_s=arguments.batch_audio_s), texts)
+    dev = DevLogProbs.of(recogniser.logits(loader, batch_audio_s=arguments.batch_audio_s), texts)
     references = [reference for batch in dev.references for reference in batch]
     contenders = decoders(loaded, arguments, device)
     best_s: dict[str, tuple[float, float]] = {}

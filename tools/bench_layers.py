@@ -18,6 +18,7 @@ from timing import graphed, machine, measure
 from torch import Tensor, nn
 
 from ds2.config.schema import ModelConfig
+from ds2.model.pass_context import OWN_PARAMETERS
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import GatedRecurrentLayer
 
@@ -51,14 +52,14 @@ class Stack:
     def together(self, x: Tensor) -> Tensor:
         """Our layers as the model runs them."""
         for layer in self.layers:
-            x, _ = layer(x, self.ragged)
+            x = layer(x, self.ragged)
         return x
 
     def apart(self, x: Tensor) -> Tensor:
         """Our kernels, one direction after the other."""
         for layer in self.layers:
-            y, _ = layer.cell(x, None, self.ragged, "auto")
-            flipped, _ = layer.cell_reverse(turned(x, self.ragged.lengths), None, self.ragged, "auto")
+            y = layer.cell(x, self.ragged, "auto", OWN_PARAMETERS)
+            flipped = layer.cell_reverse(turned(x, self.ragged.lengths), self.ragged, "auto", OWN_PARAMETERS)
             x = y + turned(flipped, self.ragged.lengths)
         return x
 

@@ -21,7 +21,7 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.settings import save_settings, tuned_file
-from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence, tune_rescoring
+from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence, tune_rescoring
 from ds2.system.files import check_writable
 
 _FURTHEST, _MOST = 1e6, 1000  # as decode.alpha and decode.beta may be; values of each
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     utterances = scored_utterances([str(path) for path in manifests], loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device, "auto")
     batches = recogniser.logits(recognition_loader(utterances, loaded.config.data, device))
-    dev = DevSet.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])
-    trials: list[Trial] = []
+    dev = DevLogProbs.of(batches, [loaded.alphabet.normalise(u.text)[0] for u in utterances])
+    trials: list[TuningTrial] = []
     for trial in search(
         dev, loaded.alphabet, lm, replace(options, rescore=""), arguments.alphas, arguments.betas, device
     ):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds2.export.network import CarriedRow, ExportWeights, Network, SourcePosition, collect
+from ds2.export.network import ExportWeights, Network, SourcePosition, StateRow, collect
 from ds2.export.operations import Operations, TorchOperations, Value
 from ds2.model.checkpoint import LoadedModel
 from ds2.system.errors import UserError
@@ -71,15 +71,15 @@ class Exported:
                 ops, Network(ops, self.weights, None, None), signal, SourcePosition(length - length, length)
             )
         rows = [None if inputs.get(name) is None else ops.reshape(inputs[name], (0, -1)) for name in STATES]
-        memory, tails = (CarriedRow(ops, row, signal) for row in rows[:2])
+        memory, tails = (StateRow(ops, row, signal) for row in rows[:2])
         before = length - length if rows[2] is None else rows[2]
         late = ops.to_int(tails.take(1))  # frames past the stream's end in the chunks so far
         length = ops.where(late >= 1, 0, length)
         tails.give(ops.to_float(late + self.chunk - length))
         at = SourcePosition(before + late, before + length)
         outputs, lag = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, at)
-        for name, carried in zip(STATES, (memory, tails), strict=False):
-            outputs[f"next_{name}"] = ops.reshape(carried.row(), (0, 1, 1, carried.size))
+        for name, state in zip(STATES, (memory, tails), strict=False):
+            outputs[f"next_{name}"] = ops.reshape(state.row(), (0, 1, 1, state.size))
         outputs[f"next_{STATES[2]}"] = ops.reshape(before + length, (-1,))
         return outputs, lag
 

@@ -87,7 +87,7 @@ def _feature_weights(features: Features) -> FeatureWeights:
     )
 
 
-class CarriedRow:
+class StateRow:
     """What layers carry from chunk to chunk, side by side in one row a stream.
 
     Args:
@@ -155,7 +155,7 @@ class Network:
     """
 
     def __init__(
-        self, ops: Operations, weights: ExportWeights, memory: CarriedRow | None, tails: CarriedRow | None
+        self, ops: Operations, weights: ExportWeights, memory: StateRow | None, tails: StateRow | None
     ) -> None:
         self.ops, self.weights, self.memory, self.tails = ops, weights, memory, tails
 
@@ -222,7 +222,7 @@ class Network:
         if module.lookahead and self.tails is not None:
             waiting = TimeWindow(module.lookahead + 1, 0, 1, 0)
             joined = self._with_past(skip, _SEQUENCE, (module.layers[0].hidden,), waiting)
-            skip = ops.cut(joined, _SEQUENCE, 0, -waiting.carried)
+            skip = ops.cut(joined, _SEQUENCE, 0, -waiting.cached)
         return LayerFrames(frames.x + skip, frames.at, frames.valid)
 
     def _row_conv(self, frames: LayerFrames, weight: Tensor) -> LayerFrames:
@@ -291,7 +291,7 @@ class Network:
         before: Value = None,
         mirrored: Value | None = None,
     ) -> Value:
-        """Put the carried frames before a chunk; around a whole utterance, zeros.
+        """Put the cached frames before a chunk; around a whole utterance, zeros.
 
         Args:
             x: the chunk.
@@ -304,12 +304,12 @@ class Network:
         ops = self.ops
         if self.tails is None:
             return ops.pad(x, axis, window.past, window.length - 1 - window.past)
-        if not window.carried:
+        if not window.cached:
             return x
-        tail = self.tails.take(*sizes, window.carried) if axis == _IMAGE else self.tails.take(window.carried, *sizes)
+        tail = self.tails.take(*sizes, window.cached) if axis == _IMAGE else self.tails.take(window.cached, *sizes)
         if mirrored is not None:
             started = ops.reshape(before >= 1, (0, 1, 1, 1))
-            tail = ops.where(started, tail, ops.pad(mirrored, axis, window.carried - window.past, 0))
+            tail = ops.where(started, tail, ops.pad(mirrored, axis, window.cached - window.past, 0))
         joined = ops.concat([tail, x], axis)
-        self.tails.give(ops.cut(joined, axis, -window.carried, None))
+        self.tails.give(ops.cut(joined, axis, -window.cached, None))
         return joined

@@ -16,7 +16,7 @@ Step = Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
 
 
 class Operations(Protocol):
-    """Operations whose shapes are known but for the batch, and for time where whole utterances are heard."""
+    """Operations whose shapes are known but for the batch, and for time for whole utterances."""
 
     def constant(self, tensor: Tensor) -> Value:
         """Weights."""

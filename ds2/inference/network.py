@@ -88,7 +88,7 @@ class BlockNetwork:
         counts = (
             (len(layers), self.dtype),
             (sum(layer.cell == "lstm" for layer in layers), self.wide),
-            (sum(module.carried for module in self.modules), self.dtype),
+            (sum(module.cached for module in self.modules), self.dtype),
         )
         tables = (torch.zeros(count, slots, self.hidden, dtype=dtype, device=self.device) for count, dtype in counts)
         return StreamState(tails, *tables)
@@ -160,7 +160,7 @@ class BlockNetwork:
             begins = (-first).clamp_min(0).int()
             lengths = torch.minimum((ends - first).clamp_min(0), self._lengths).int()
         hidden, cells = (iter(table.index_select(1, slots)) for table in (state.hidden, state.cells))
-        rows = iter(torch.split(state.rows, [module.carried for module in self.modules]))
+        rows = iter(torch.split(state.rows, [module.cached for module in self.modules]))
         stages, runs = list[wavefront.Stage](), list[ModuleRun]()
         for number, module in enumerate(self.modules):
             edge = None if begins is None or lengths is None else (begins[number], lengths[number])
@@ -211,25 +211,26 @@ class ConvLevel:
     stride: int
     delay: int  # of the output
     tail_shape: tuple[int, int, int]  # (F, R, C) that a stream carries
-    needed: int  # input frames, the carried and the new ones together
+    needed: int  # input frames, the cached and the new ones together
 
 
 def _conv_levels(weights: NetworkWeights, block_frames: int, dtype: torch.dtype) -> tuple[list[ConvLevel], int]:
     """The convolutions, and how many channels of the last one's output are its own."""
-    levels, frames, given, own = list[ConvLevel](), block_frames, 1, 1  # channels of the input: with and without zeros
+    levels, frames = list[ConvLevel](), block_frames
+    channels = own = 1  # of a layer's output, with zeros and without
     for layer in weights.convs:
         conv: LibraryConv | KernelConv
-        if KernelConv.why_not(layer, given, dtype) is None:
-            conv = KernelConv(layer, given, dtype)
-            given = CHANNELS
+        if KernelConv.why_not(layer, channels, dtype) is None:
+            conv = KernelConv(layer, channels, dtype)
+            channels = CHANNELS
         else:
             # Output frames up to which a GPU convolves faster by one product.
-            dense_frames = 0 if not layer.weight.is_cuda else 1 << 30 if given == 1 else 80
+            dense_frames = 0 if not layer.weight.is_cuda else 1 << 30 if channels == 1 else 80
             conv = LibraryConv(layer, dtype, dense_frames)
-            given = len(layer.weight)
+            channels = len(layer.weight)
         own, window = len(layer.weight), layer.window
         frames //= window.stride
-        tail_shape = (layer.bins, window.carried, conv.channels)
+        tail_shape = (layer.bins, window.cached, conv.channels)
         needed = (frames - 1) * window.stride + window.length
         levels.append(ConvLevel(conv, window.stride, window.delay, tail_shape, needed))
     return levels, own
@@ -267,7 +268,7 @@ class LibraryConv:
             self.all_bias = self.bias.repeat_interleave(self.bins)
 
     def step(self, x: ConvInput, tail: Tensor, slots: Tensor, needed: int) -> Tensor:
-        """Run on the next block of streams: see `ds2_ops.convolution.carried.joined`."""
+        """Run on the next block of streams: see `ds2_ops.convolution.cached.joined`."""
         return self(joined(x.first(self.channels), tail, slots, needed))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -414,7 +415,7 @@ class BlockModule:
         if module.projection is not None:
             weight = module.projection.to(dtype)
             self.projection = weight, weight.new_zeros(len(weight))
-        self.residual, self.carried = module.residual, module.carried
+        self.residual, self.cached = module.residual, module.cached
 
 
 class ModuleRun:

@@ -4,7 +4,7 @@ Batch norm in evaluation is y = s x + t with s = g / sqrt(var + eps) and t = b -
 (s W) x + t, before a product W (s x + t) = (W s) x + W t.
 
 A stream comes in blocks. Every layer gives as many frames as come in (divided by its stride) and is late by its
-lookahead; the end of its input is carried to the next block. `TimeWindow` has this arithmetic.
+lookahead; the end of its input is cached for the next block. `TimeWindow` has this arithmetic.
 
 Shape letters: C channels, F bins, D width of a layer's input, H hidden, G gates, V labels.
 """
@@ -27,9 +27,9 @@ from ds2.model.norm import SequenceBatchNorm
 class TimeWindow:
     """What a layer sees of its input: output frame m sees `length` input frames from m stride - past on.
 
-    With `carried` frames in front of it, a block has as many windows as strides if length - stride <= carried < length.
-    The first of them begins at input frame -delay_in - carried of the source, which is where output frame -delay begins
-    if carried = past + delay stride - delay_in. One delay fulfils both.
+    With `cached` frames in front of it, a block has as many windows as strides if length - stride <= cached < length.
+    The first of them begins at input frame -delay_in - cached of the source, which is where output frame -delay begins
+    if cached = past + delay stride - delay_in. One delay fulfils both.
 
     Attributes:
         length, past, stride: see above.
@@ -47,8 +47,8 @@ class TimeWindow:
         return -((self.past + self.stride - self.length - self.delay_in) // self.stride)
 
     @property
-    def carried(self) -> int:
-        """Input frames that are carried from block to block."""
+    def cached(self) -> int:
+        """Input frames that are cached from block to block."""
         return self.past + self.delay * self.stride - self.delay_in
 
 
@@ -110,8 +110,8 @@ class ModuleWeights:
         return sum(len(weight) - 1 for weight in self.row_convs)
 
     @property
-    def carried(self) -> int:
-        """Rows (H,) that a stream carries: inputs of the row convolutions, and frames of the skip that wait."""
+    def cached(self) -> int:
+        """Rows (H,) that a stream caches: inputs of the row convolutions, and frames of the skip that wait."""
         return self.lookahead * (1 + self.residual)
 
 

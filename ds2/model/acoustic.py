@@ -48,7 +48,7 @@ class RecurrentModule(nn.Module):
         """Map (T, B, D) to (T, B, H), both 0 past each length."""
         y = x
         for layer in self.recurrent:
-            y, _ = layer(y, ragged, context)
+            y = layer(y, ragged, context)
         for row_conv in self.row_convs:
             y = row_conv(y, ragged, context)
         return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y

@@ -1,6 +1,5 @@
 """The recurrent layers of the acoustic model: simple ones, LSTM and GRU.
 
-Every layer has one forward for whole utterances and for streams, so that both run the same arithmetic.
 Shape letters: T frames, B batch, H hidden, D width of a layer's input.
 
 Invariant: between layers, frames past an utterance's length are exactly 0, and no layer reads a gradient there.
@@ -20,7 +19,6 @@ from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.ragged import Ragged
 
-State = tuple[Tensor, ...] | None
 _RECURRENT_GAIN = 0.5
 
 
@@ -50,19 +48,16 @@ class RecurrentLayer(nn.Module):
         self.weight_hh = nn.Parameter(_recurrent_start(config))
         self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
 
-    def forward(
-        self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS, state: State = None
-    ) -> tuple[Tensor, State]:
-        """Run the layer over whole utterances, or over the next chunk of streams.
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        """Run the layer over whole utterances.
 
         Args:
             x: (T, B, D), 0 past each length.
             ragged: lengths of ``x``, keys of its dropout.
             context: of the pass.
-            state: one (B, H) tensor, h before frame 0; zeros when None.
 
         Returns:
-            (T, B, H), 0 past each length, and the state after each utterance's last frame; None of both directions.
+            (T, B, H), 0 past each length.
         """
         x = self.dropout(x, ragged.keys, ragged.share)
         bias = None if self.bias is None else context.weight(self.bias)
@@ -82,19 +77,17 @@ class RecurrentLayer(nn.Module):
                 backend=self.backend,
                 weight_sink=sinks_of(parameters, context),
             )
-            return ways.sum(2), None
-        h0 = None if state is None else state[0]
-        y, h_n = recurrence(
+            return ways.sum(2)
+        return recurrence(
             z,
             context.weight(self.weight_hh),
-            h0,
+            None,
             ragged.lengths,
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
             weight_sink=context.sink(self.weight_hh),
-        )
-        return y, (h_n,)
+        )[0]
 
 
 class GatedRecurrentLayer(nn.Module):
@@ -102,8 +95,7 @@ class GatedRecurrentLayer(nn.Module):
 
     Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
     projection as torch's kernels compute it, so it acts on the layer's input. Directions are summed, as in
-    :class:`RecurrentLayer`. Arguments, shapes and returns are those of :class:`RecurrentLayer`, the state of an LSTM
-    being (h, c).
+    :class:`RecurrentLayer`. Arguments, shapes and returns are those of :class:`RecurrentLayer`.
     """
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
@@ -115,21 +107,19 @@ class GatedRecurrentLayer(nn.Module):
         self.cell = make(width_in, config.hidden)
         self.cell_reverse = make(width_in, config.hidden) if config.bidirectional else None
 
-    def forward(
-        self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS, state: State = None
-    ) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """See :meth:`RecurrentLayer.forward`."""
         if self.norm is not None:
             x = self.norm(x, ragged.count, context)
         x = self.dropout(x, ragged.keys, ragged.share)
         if self.cell_reverse is None:
-            y, last = self.cell(x, state, ragged, self.backend, context)
-            return y, last
+            y: Tensor = self.cell(x, ragged, self.backend, context)
+            return y
         cells = (self.cell, self.cell_reverse)
         if not self.cell.ours(x, self.backend):
-            y, _ = self.cell(x, None, ragged, self.backend, context)
-            flipped, _ = self.cell_reverse(turned(x, ragged.lengths), None, ragged, self.backend, context)
-            return y + turned(flipped, ragged.lengths), None
+            y = self.cell(x, ragged, self.backend, context)
+            flipped = self.cell_reverse(turned(x, ragged.lengths), ragged, self.backend, context)
+            return y + turned(flipped, ragged.lengths)
         bias = torch.cat([cell.bias_of_input(context) for cell in cells])
         z = linear(x, [cell.weight_ih_l0 for cell in cells], bias, context)
         parameters = [cell.weight_hh_l0 for cell in cells]
@@ -142,7 +132,7 @@ class GatedRecurrentLayer(nn.Module):
             backend=self.backend,
             weight_sink=sinks_of(parameters, context),
         )
-        return ways.sum(2), None
+        return ways.sum(2)
 
 
 class _Lstm(nn.LSTM):
@@ -163,17 +153,14 @@ class _Lstm(nn.LSTM):
         return context.weight(self.bias_ih_l0) + context.weight(self.bias_hh_l0)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: State, ragged: Ragged, backend: str, context: PassContext
-    ) -> tuple[Tensor, State]:
+        self, x: Tensor, ragged: Ragged, backend: str, context: PassContext
+    ) -> Tensor:
         if not self.ours(x, backend):
-            h, c = (_zero_state(x, self.hidden_size),) * 2 if state is None else state
-            y, h_n, c_n = torch.lstm(x, (h[None], c[None]), *_torch_arguments(self, context))
-            return _cut(y, ragged), (h_n[0], c_n[0])
+            state = _zero_state(x, self.hidden_size)
+            return _cut(torch.lstm(x, (state, state), *_torch_arguments(self, context))[0], ragged)
         z = linear(x, [self.weight_ih_l0], self.bias_of_input(context), context)
-        h0, c0 = (None, None) if state is None else state
         weight, sink = context.weight(self.weight_hh_l0), context.sink(self.weight_hh_l0)
-        y, h_n, c_n = lstm(z, weight, h0, c0, ragged.lengths, backend=backend, weight_sink=sink)
-        return y, (h_n, c_n)
+        return lstm(z, weight, None, None, ragged.lengths, backend=backend, weight_sink=sink)[0]
 
 
 class _Gru(nn.GRU):
@@ -199,17 +186,13 @@ class _Gru(nn.GRU):
         return context.weight(self.bias_hh_l0)[2 * self.hidden_size :]
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, state: State, ragged: Ragged, backend: str, context: PassContext
-    ) -> tuple[Tensor, State]:
+        self, x: Tensor, ragged: Ragged, backend: str, context: PassContext
+    ) -> Tensor:
         if not self.ours(x, backend):
-            h = _zero_state(x, self.hidden_size) if state is None else state[0]
-            y, h_n = torch.gru(x, h[None], *_torch_arguments(self, context))
-            return _cut(y, ragged), (h_n[0],)
+            return _cut(torch.gru(x, _zero_state(x, self.hidden_size), *_torch_arguments(self, context))[0], ragged)
         z = linear(x, [self.weight_ih_l0], self.bias_of_input(context), context)
-        h0 = None if state is None else state[0]
         weight, sink = context.weight(self.weight_hh_l0), context.sink(self.weight_hh_l0)
-        y, h_n = gru(z, weight, self.bias_hn(context), h0, ragged.lengths, backend=backend, weight_sink=sink)
-        return y, (h_n,)
+        return gru(z, weight, self.bias_hn(context), None, ragged.lengths, backend=backend, weight_sink=sink)[0]
 
 
 def _ours(cell: str, hidden: int, x: Tensor, backend: str) -> bool:
@@ -242,7 +225,7 @@ def _torch_arguments(
 
 
 def _zero_state(x: Tensor, hidden: int) -> Tensor:
-    return x.new_zeros(x.shape[1], hidden)
+    return x.new_zeros(1, x.shape[1], hidden)
 
 
 def _cut(y: Tensor, ragged: Ragged) -> Tensor:

@@ -1,4 +1,4 @@
-"""Transcripts on their audio: word times, and which transcripts are probably wrong."""
+"""Transcripts aligned to their audio: word times, and transcripts that are probably wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds2.text.alphabet import Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _DEVIATIONS = 6.0  # above the median: what is listed
-_LEAST_SURPRISE = 2.0  # nats a label: where nearly all transcripts are certain, small doubts are no news
+_LEAST_SURPRISE = 2.0  # nats a label: where nearly all transcripts are certain, small doubts mean nothing
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AlignedTranscript:
     """A transcript on its audio.
 
     `surprise` is how much less probable the transcript's best path is than the best path of all, in natural log a
-    label: 0 where the network would have written just that, infinite where the transcript cannot fit in the audio.
+    label: 0 if the network would have written the same, infinite if the transcript is too long for the audio.
     """
 
     words: tuple[Word, ...]
@@ -55,7 +55,7 @@ def _aligned(
 
 
 def suspicious(surprises: Iterable[float]) -> list[int]:
-    """Return the places of outliers, worst first: above two nats, and six median deviations above the median."""
+    """Return the indices of outliers, worst first: above two nats, and six median deviations above the median."""
     values = list(surprises)
     finite = [value for value in values if math.isfinite(value)]
     limit = 0.0
@@ -77,6 +77,6 @@ def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> list[Align
     aligned: dict[int, AlignedTranscript] = {}
     for indices, logits, lengths in recogniser.logits(loader):
         rows = [targets[i] for i in indices]
-        found = align_batch(logits.float().log_softmax(2), lengths, rows, alphabet, recogniser.frame_s)
-        aligned.update(zip(indices, found, strict=True))
+        transcripts = align_batch(logits.float().log_softmax(2), lengths, rows, alphabet, recogniser.frame_s)
+        aligned.update(zip(indices, transcripts, strict=True))
     return [aligned[i] for i in range(len(targets))]

@@ -27,31 +27,31 @@ _SHARES = tuple(tenths / 10 for tenths in range(11))  # of a recurrent model in 
 
 
 @dataclass(frozen=True)
-class DevSet:
-    """Log-probs of a dev set, computed once, and what was said."""
+class DevLogProbs:
+    """Log-probs of a dev set, computed once, and the reference texts."""
 
     batches: list[tuple[Tensor, Tensor]]  # log-probs (T', B, V) float32, lengths (B,) CPU int64
     references: list[list[str]]  # of each batch, normalised
 
     @classmethod
-    def of(cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str]) -> DevSet:
-        """Keep the log-probs of `Recogniser.logits` where they are; utterances without frames are left out.
+    def of(cls, batches: Iterable[tuple[list[int], Tensor, Tensor]], references: Sequence[str]) -> DevLogProbs:
+        """Collect the log-probs of `Recogniser.logits` on their device; utterances without frames are dropped.
 
         Args:
-            batches: of each the utterances' positions, logits (T', B, V) and lengths (B,) CPU int64.
-            references: what was said in each utterance.
+            batches: indices of utterances, logits (T', B, V) and lengths (B,) CPU int64.
+            references: text of each utterance.
         """
-        kept: list[tuple[Tensor, Tensor]] = []
+        log_probs: list[tuple[Tensor, Tensor]] = []
         texts: list[list[str]] = []
         for indices, logits, lengths in batches:
-            heard = lengths.nonzero()[:, 0]
-            kept.append((logits.float().log_softmax(2)[:, heard.to(logits.device)], lengths[heard]))
-            texts.append([references[indices[row]] for row in heard.tolist()])
-        return cls(kept, texts)
+            nonempty = lengths.nonzero()[:, 0]
+            log_probs.append((logits.float().log_softmax(2)[:, nonempty.to(logits.device)], lengths[nonempty]))
+            texts.append([references[indices[row]] for row in nonempty.tolist()])
+        return cls(log_probs, texts)
 
 
 @dataclass(frozen=True)
-class Trial:
+class TuningTrial:
     """One setting and its word errors."""
 
     alpha: float
@@ -61,7 +61,7 @@ class Trial:
 
 
 def search(
-    dev: DevSet,
+    dev: DevLogProbs,
     alphabet: Alphabet,
     lm: NGram,
     options: DecodeConfig,
@@ -69,14 +69,14 @@ def search(
     betas: Sequence[float],
     device: torch.device,
     beams: Sequence[int] = _BEAMS,
-) -> Iterator[Trial]:
+) -> Iterator[TuningTrial]:
     """Yield trials: the grid of alpha and beta, finer grids around the best, and then beams of other widths there.
 
     Each is a whole decoding with `options`, method and all, but for what is tried; the best is what `choose` picks.
     """
-    done: dict[tuple[float, float, int], Trial] = {}
+    done: dict[tuple[float, float, int], TuningTrial] = {}
 
-    def run(points: Iterable[tuple[float, float, int]]) -> Iterator[Trial]:
+    def run(points: Iterable[tuple[float, float, int]]) -> Iterator[TuningTrial]:
         for alpha, beta, beam in points:
             point = (max(0.0, round(alpha, 4)), round(beta, 4), beam)
             if point not in done:
@@ -96,7 +96,7 @@ def search(
     yield from run((best.alpha, best.beta, beam) for beam in beams)
 
 
-def choose(trials: Sequence[Trial]) -> Trial:
+def choose(trials: Sequence[TuningTrial]) -> TuningTrial:
     """Return the trial with the fewest errors, or a narrower beam with its weights that is within 0.05 % WER of it."""
     best = min(trials, key=lambda trial: (trial.errors.errors, trial.beam))
     like = [t for t in trials if (t.alpha, t.beta) == (best.alpha, best.beta)]
@@ -105,13 +105,13 @@ def choose(trials: Sequence[Trial]) -> Trial:
 
 
 def _try(
-    dev: DevSet,
+    dev: DevLogProbs,
     alphabet: Alphabet,
     lm: NGram,
     options: DecodeConfig,
     point: tuple[float, float, int],
     device: torch.device,
-) -> Trial:
+) -> TuningTrial:
     alpha, beta, beam = point
     settings = replace(options, alpha=alpha, beta=beta, beam=beam, nbest=1, times=False)
     decoder = make_decoder(settings, alphabet, 1.0, device, lm)
@@ -119,11 +119,11 @@ def _try(
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
         for row, reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
             errors += word_errors(reference, row[0].text)
-    return Trial(alpha, beta, beam, errors)
+    return TuningTrial(alpha, beta, beam, errors)
 
 
 def tune_rescoring(
-    dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, model: RecurrentLM, device: torch.device
+    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, model: RecurrentLM, device: torch.device
 ) -> list[tuple[float, ErrorCounts]]:
     """Return the errors for each share of the recurrent model, over the N best of one search with `options`."""
     settings = replace(options, nbest=options.rescore_hypotheses, rescore="", times=False)
@@ -131,18 +131,18 @@ def tune_rescoring(
     errors = {share: ErrorCounts() for share in _SHARES}
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
         rows = decoder.decode(log_probs, lengths)
-        scores = iter(model.score([found.text for row in rows for found in row]))
+        scores = iter(model.score([hypothesis.text for row in rows for hypothesis in row]))
         for row, reference in zip(rows, references, strict=True):
-            known = [(found, next(scores)) for found in row]
+            scored = [(hypothesis, next(scores)) for hypothesis in row]
             for share in _SHARES:
                 mixture = replace(options, rescore_weight=share)
-                best = max((mix_scores(*pair, mixture) for pair in known), key=lambda found: found.score)
+                best = max((mix_scores(*pair, mixture) for pair in scored), key=lambda hypothesis: hypothesis.score)
                 errors[share] += word_errors(reference, best.text)
     return list(errors.items())
 
 
 def tune_confidence(
-    dev: DevSet, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
+    dev: DevLogProbs, alphabet: Alphabet, lm: NGram, options: DecodeConfig, device: torch.device
 ) -> tuple[float, float]:
     """Return the calibration of words' confidences that fits the dev set, decoded with `options`."""
     plain = replace(options, nbest=1, times=True, confidence=list(IDENTITY))
@@ -150,13 +150,13 @@ def tune_confidence(
     confidences: list[float] = []
     right: list[bool] = []
     for (log_probs, lengths), references in zip(dev.batches, dev.references, strict=True):
-        for [found], reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
-            confidences += [word.confidence for word in found.words]
-            right += correct_words(reference.split(), found.text.split())
+        for [hypothesis], reference in zip(decoder.decode(log_probs, lengths), references, strict=True):
+            confidences += [word.confidence for word in hypothesis.words]
+            right += correct_words(reference.split(), hypothesis.text.split())
     return fit_calibration(confidences, right) if 0 < sum(right) < len(right) else IDENTITY
 
 
-def draw(trials: Sequence[Trial], chosen: Trial, path: Path) -> None:
+def draw(trials: Sequence[TuningTrial], chosen: TuningTrial, path: Path) -> None:
     """Draw the WER surface over alpha and beta, at the beam that most points have, as a picture.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The convolution over a block of streams, which lie end to end as one utterance; for hearing only.
+"""The convolution on a block of streams, which lie end to end as one utterance; for inference.
 
 Shape letters: B streams, C = 32 channels or 1, F bins, T frames, K x J taps over bins and frames, S stride over bins.
 """
@@ -23,7 +23,7 @@ def why_not(weight: Tensor, stride: tuple[int, ...]) -> str | None:
 
 
 class StreamConvolution:
-    """A convolution whose bits depend neither on who shares a batch nor on how many frames a block has.
+    """A convolution whose bits depend neither on the batch nor on the length of a block.
 
     The kernel adds up a frame's products in one order; so it does for any tile.
 
@@ -39,28 +39,28 @@ class StreamConvolution:
         self.first, self.step = -(kernel.shape[2] // 2), 2 * (1 if weight.shape[1] == 1 else stride[0])
         self.packed = op.pack(kernel, self.step // 2, backward=False)
 
-    def __call__(self, given: ConvInput, table: Tensor, places: Tensor, needed: int) -> Tensor:
-        """Map what streams carry and what they are given to the frames of which all of the kernel lies in both.
+    def __call__(self, block: ConvInput, table: Tensor, slots: Tensor, needed: int) -> Tensor:
+        """Map the cached and the new frames to the frames for which the whole kernel lies in both.
 
         Args:
-            given: (B, F, T, C), bfloat16 to be.
-            table, places, needed: as of `ds2_ops.convolution.carried.joined`.
+            block: (B, F, T, C), bfloat16 to be.
+            table, slots, needed: as of `ds2_ops.convolution.carried.joined`.
 
         Returns:
             (B, ceil(F / S), (needed - J) // n + 1, 32) with its memory in the order (F, B, T, C), frames n apart.
         """
-        batch, bins, _, channels = given.x.shape
+        batch, bins, _, channels = block.x.shape
         after = (needed - self.taps) // self.strides[1] + 1
-        if channels == 1:  # taps over frames are channels, so none of the frames that are given meet others
-            begin, step, held, rows = 0, 1, after, windows(given, table, places, self.strides[1], after)
+        if channels == 1:  # taps over frames are channels, so frames of different streams do not meet
+            begin, step, length, rows = 0, 1, after, windows(block, table, slots, self.strides[1], after)
         else:
-            begin, step, held = self.taps // 2, self.strides[1], needed
-            rows = joined(given, table, places, needed).transpose(0, 1)
-        ends_together = rows.reshape(1, rows.shape[0], batch * held, CHANNELS)
-        y = rows.new_empty(1, -(-bins // self.strides[0]), batch * held, CHANNELS)
-        group = _group(-(-y.shape[1] // 2), batch * held)
+            begin, step, length = self.taps // 2, self.strides[1], needed
+            rows = joined(block, table, slots, needed).transpose(0, 1)
+        ends_together = rows.reshape(1, rows.shape[0], batch * length, CHANNELS)
+        y = rows.new_empty(1, -(-bins // self.strides[0]), batch * length, CHANNELS)
+        group = _group(-(-y.shape[1] // 2), batch * length)
         op.correlate(ends_together, self.packed, y, step=self.step, first=self.first, group=group)
-        return y.view(-1, batch, held, CHANNELS)[:, :, begin : begin + after * step : step].transpose(0, 1)
+        return y.view(-1, batch, length, CHANNELS)[:, :, begin : begin + after * step : step].transpose(0, 1)
 
 
 def _whole(weight: Tensor) -> Tensor:

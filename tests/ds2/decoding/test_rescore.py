@@ -15,7 +15,7 @@ from ds2.decoding.hypothesis import EMPTY
 from ds2.decoding.methods import make_decoder
 from ds2.lm.ngram import LanguageModelError
 from ds2.lm.recurrent import RecurrentLM, RecurrentShape, save_recurrent
-from ds2.recognition.tuning import DevSet, tune_rescoring
+from ds2.recognition.tuning import DevLogProbs, tune_rescoring
 from ds2.text.alphabet import Alphabet
 
 LENGTHS = torch.tensor([6, 4, 1])
@@ -87,7 +87,7 @@ def test_the_share_is_found_on_a_dev_set(tmp_path: Path) -> None:
     log_probs, lm = random_log_probs(6, 3, 4), language_model(tmp_path, "word")
     only = replace(options, rescore_weight=1.0)
     references = [row[0].text for row in make_decoder(only, CHARACTERS, 0.02, CPU, lm).decode(log_probs, LENGTHS)]
-    dev = DevSet([(log_probs, LENGTHS)], [references])
+    dev = DevLogProbs([(log_probs, LENGTHS)], [references])
     shares = tune_rescoring(dev, CHARACTERS, lm, options, model, CPU)
     errors = [found.errors for _, found in shares]
     assert [share for share, _ in shares] == [tenths / 10 for tenths in range(11)]

@@ -169,9 +169,9 @@ def test_a_window_carries_exactly_the_frames_that_its_outputs_need(length: int, 
         for delay_in in range(7):
             window = TimeWindow(length, past, stride, delay_in)
             # Block k brings input frames k T - delay_in .. (k + 1) T - delay_in - 1, T = stride: one output frame.
-            first_input = -delay_in - window.carried
+            first_input = -delay_in - window.cached
             assert first_input == -window.delay * stride - past  # where the window of output frame -delay begins
-            assert length - stride <= window.carried < length or stride > length
+            assert length - stride <= window.cached < length or stride > length
 
 
 @pytest.mark.parametrize("convs", CONVS)

@@ -22,7 +22,7 @@ def test_simple_layer_equals_torch(bidirectional: bool) -> None:
             getattr(twin, f"bias_hh_{suffix}").zero_()
             getattr(twin, f"weight_hh_{suffix}").copy_(layer.weight_hh_reverse if "rev" in suffix else layer.weight_hh)
     x = padded(4)
-    y, _ = layer(x, ragged())
+    y = layer(x, ragged())
     for whole, own in zip(utterances(x), utterances(y), strict=True):
         expected = twin(whole)[0].unflatten(2, (1 + bidirectional, 6)).sum(2)
         torch.testing.assert_close(own, expected)
@@ -39,7 +39,7 @@ def test_gated_layer_is_that_of_torch_within_each_length(cell: str, bidirectiona
         peers.append({"lstm": nn.LSTM, "gru": nn.GRU}[cell](4, 6).double())
         peers[-1].load_state_dict(own.state_dict())  # type: ignore[union-attr]
     x = padded(4)
-    y, _ = layer(x, ragged())
+    y = layer(x, ragged())
     for whole, own in zip(utterances(x), utterances(y), strict=True):
         expected = peers[0](whole)[0]
         if bidirectional:
@@ -66,7 +66,7 @@ def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, 
         context = reducer.start_pass(last=True)
         assert all((context.sink(parameter) is not None) == sinks for parameter in matrices)
         with torch.autocast("cpu", torch.bfloat16):
-            y, _ = layer(x, ragged(), context)
+            y = layer(x, ragged(), context)
         y.float().square().sum().backward()
         if sinks:
             assert all(bool(parameter.grad.any()) for parameter in matrices)  # type: ignore[union-attr]
@@ -75,26 +75,11 @@ def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, 
     assert all(map(torch.equal, *results))
 
 
-def test_a_layer_continues_from_its_state() -> None:
-    x = torch.randn(8, 2, 4, dtype=torch.float64)
-    first, second, whole = ragged(3, [3, 3]), ragged(5, [5, 5]), ragged(8, [8, 8])
-    gated = [
-        GatedRecurrentLayer(4, config(cell=cell, backend=backend))
-        for cell in ("lstm", "gru")
-        for backend in ("auto", "gemm")
-    ]
-    for layer in (RecurrentLayer(4, config()), *gated):
-        layer.double()
-        head, state = layer(x[:3], first)
-        tail, _ = layer(x[3:], second, state=state)
-        torch.testing.assert_close(torch.cat([head, tail]), layer(x, whole)[0])
-
-
 def test_batch_norm_acts_on_the_projection() -> None:
     layer = RecurrentLayer(4, config(batch_norm=True, nonlinearity="relu")).double()
     nn.init.zeros_(layer.weight_hh)
     x = padded(4)
-    y, _ = layer(x, ragged())
+    y = layer(x, ragged())
     valid = ragged().valid.t()
     projected = (x @ layer.weight_ih.t())[valid]
     normalised = (projected - projected.mean(0)) / torch.sqrt(projected.var(0, correction=0) + 1e-5)
@@ -104,16 +89,16 @@ def test_batch_norm_acts_on_the_projection() -> None:
 def test_dropout_acts_in_training_only() -> None:
     layer = RecurrentLayer(4, config(dropout=0.5)).double()
     x = padded(4)
-    assert not torch.equal(layer(x, ragged())[0], layer(x, ragged())[0])
+    assert not torch.equal(layer(x, ragged()), layer(x, ragged()))
     layer.eval()
-    assert torch.equal(layer(x, ragged())[0], layer(x, ragged())[0])
+    assert torch.equal(layer(x, ragged()), layer(x, ragged()))
 
 
 def test_bf16_autocast_keeps_products_in_bf16_and_statistics_in_float32() -> None:
     layer = RecurrentLayer(4, config(batch_norm=True))
     x = padded(4).float()
     with torch.autocast("cpu", torch.bfloat16):
-        y, _ = layer(x, ragged())
+        y = layer(x, ragged())
     assert y.dtype == torch.bfloat16
     assert layer.norm is not None
     assert layer.norm.running_var.dtype == torch.float32

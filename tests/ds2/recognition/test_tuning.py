@@ -12,7 +12,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 from ds2.lm.sentences import SentenceReader
-from ds2.recognition.tuning import DevSet, Trial, choose, draw, search, tune_confidence
+from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence
 from ds2.scoring.wer import ErrorCounts
 from ds2.text.alphabet import Alphabet
 
@@ -26,7 +26,7 @@ def model_of(texts: list[str], folder: Path) -> NGram:
     return estimate(SentenceReader([path], "word", ALPHABET, "stop"), 2, [0], unit="word").model
 
 
-def misheard(texts: list[str]) -> DevSet:
+def misheard(texts: list[str]) -> DevLogProbs:
     """Log-probs in which the last letter of each text is a little less likely than the other letter."""
     paths = [[label for symbol in text for label in (ALPHABET.encode(symbol) or [1])] for text in texts]
     log_probs = torch.full((2 * len(paths[0]), len(texts), 4), 0.01)
@@ -37,7 +37,7 @@ def misheard(texts: list[str]) -> DevSet:
         log_probs[len(log_probs) - 2, row, 5 - path[-1]] += 0.1
     logits = log_probs.log()
     lengths = torch.full((len(texts),), len(logits))
-    return DevSet.of([(list(range(len(texts))), logits, lengths)], texts)
+    return DevLogProbs.of([(list(range(len(texts))), logits, lengths)], texts)
 
 
 @pytest.mark.parametrize("method", ["beam", "native", "native with lexicon"])
@@ -58,9 +58,9 @@ def test_the_search_finds_weights_that_mend_errors(method: str, tmp_path: Path) 
 @pytest.mark.parametrize(("narrow_errors", "beam"), [(51, 16), (60, 64)])
 def test_a_narrower_beam_is_taken_where_it_costs_little(narrow_errors: int, beam: int) -> None:
     trials = [
-        Trial(0.5, 1.0, 64, ErrorCounts(9950, 50)),
-        Trial(0.5, 1.0, 16, ErrorCounts(10000 - narrow_errors, narrow_errors)),
-        Trial(0.7, 1.0, 16, ErrorCounts(9900, 100)),
+        TuningTrial(0.5, 1.0, 64, ErrorCounts(9950, 50)),
+        TuningTrial(0.5, 1.0, 16, ErrorCounts(10000 - narrow_errors, narrow_errors)),
+        TuningTrial(0.7, 1.0, 16, ErrorCounts(9900, 100)),
     ]
     assert choose(trials).beam == beam
     assert math.isclose(choose(trials).alpha, 0.5)

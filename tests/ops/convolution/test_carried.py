@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ds2_ops.convolution import carried
-from ds2_ops.convolution.carried import ConvInput, carried_launch, flattened, joined, windows
+from ds2_ops.convolution.carried import ConvInput, block_launch, flattened, joined, windows
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA
@@ -99,4 +99,4 @@ def test_what_is_carried_is_the_end_of_what_was_given() -> None:
 
 @pytest.mark.parametrize("name", ["join", "flatten", "windows"])
 def test_they_compile_without_spills(name: str) -> None:
-    assert build(carried_launch(name, 1).source.text).local_bytes == 0
+    assert build(block_launch(name, 1).source.text).local_bytes == 0
