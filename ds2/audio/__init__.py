@@ -1,8 +1,7 @@
-"""Waveforms and what is heard in them.
+"""Audio: reading files, features, augmentation.
 
-read: any file, any part, any rate to float32 mono. features: log spectrograms and their statistics. filters: on mel
-scales. kaldi: what filter banks of Kaldi and NeMo have of their own. stream: features of a source that comes piece by
-piece. augment: speed, tempo, rooms, noise, codecs, gain. tempo: faster or slower at its own pitch. degrade: how rooms,
-noise and codecs are made. vocal_tract: frequencies of another throat. spec_augment: masks on spectrograms. container:
-the lengths that files promise. ffmpeg: formats that libsndfile does not read. shard: members of tar files.
+read: files of any format, part and rate to float32 mono. ffmpeg: formats that libsndfile does not read. shard: members
+of tar files. container: lengths stated in headers. stream: samples of a stream to blocks of frames. features: log
+spectrograms and their statistics. filter_banks: mel filters, Kaldi's and NeMo's styles. augment: augmentation of
+waveforms, by the effects of effects. spec_augment: augmentation of features.
 """

@@ -1,7 +1,7 @@
-"""Seeded augmentation of waveforms, in the loader: speed, tempo, rooms, noise, codecs, gain.
+"""Seeded augmentation of waveforms, in the loader: speed, tempo, reverberation, noise, codecs, gain.
 
-Every draw depends on the seed, the epoch, the utterance's index and the purpose alone, never on worker, rank or
-batch: a resumed run, or one on another number of ranks, hears what the unbroken one heard.
+Every draw depends on the seed, the epoch, the utterance's index and the purpose alone, never on worker, rank or batch.
+A resumed run, or a run on another number of ranks, sees the same audio as one without interruption.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ import numpy as np
 import soxr
 from numpy.typing import NDArray
 
-from ds2.audio.degrade import coded, convolved, room_response
-from ds2.audio.tempo import stretched
+from ds2.audio.effects import apply_codec, change_tempo, convolve, room_response
 from ds2.config.schema import AugmentConfig
 
 Waveform = NDArray[np.float32]
 NoiseSource = Callable[[np.random.Generator, int], Waveform]
-"""Draws that many samples of noise at any level."""
+"""(generator, number of samples) -> noise of any level."""
 Draws = Callable[[str], np.random.Generator]
-"""The generator of one utterance's draws of one purpose in one epoch: `utterance_rng` but for its last argument."""
+"""Purpose -> generator of one utterance in one epoch: `utterance_rng` without its last argument."""
 
 
 def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.Generator:
-    """Return the generator of one utterance's draws in one epoch; streams of different arguments are independent.
+    """Return the generator of one utterance's draws in one epoch; different arguments give independent generators.
 
     Args:
         seed, epoch, index: not negative; index is the utterance's position in the training set.
-        purpose: names what is drawn, so that a new kind of draw never shifts the others.
+        purpose: name of what is drawn, so that a new kind of draw does not change the others.
     """
     return np.random.default_rng([seed, epoch, index, zlib.crc32(purpose.encode())])
 
 
 def of_view(purpose: str, view: int) -> str:
-    """The purpose of draws for one of several views of an utterance; the first one's is `purpose` itself."""
+    """Return the purpose of draws for a view of an utterance; that of view 0 is `purpose` itself."""
     return f"{purpose}, view {view}" if view else purpose
 
 
@@ -47,15 +46,15 @@ def augment_waveform(
 
     Args:
         waveform: (N,) float32 in [-1, 1]; not written to.
-        config: which of them, and their ranges.
+        config: kinds and their ranges.
         sample_rate_hz: of the waveform.
-        draws: the utterance's generators, by purpose. Speed, noise and gain share one, whose four decisions are drawn
-            whether used or not, so switching one kind off leaves the others as they were; another kind takes a purpose
-            of its own, since what follows the four is the noise.
-        noise: source of noise, scaled here to the drawn ratio of mean powers over the whole utterance. Without speech
-            or noise power (digital silence) no ratio exists and nothing is added.
+        draws: the utterance's generators, by purpose. Speed, noise and gain share one: its four decisions are drawn
+            whether used or not, so that switching one kind off does not change the others. Any other kind has its own
+            purpose, because the noise itself is drawn after the four.
+        noise: source of noise, scaled to the drawn ratio of mean powers over the whole utterance. Nothing is added to
+            or from digital silence, for which no ratio exists.
     Returns:
-        (N',) float32, N' = N / (speed factor x tempo factor); gain and noise may exceed 1 in size: nothing is clipped.
+        (N',) float32, N' = N / (speed factor x tempo factor); not clipped, so values may exceed 1.
     """
     rng = draws("waveform")
     speed_draw, gain_draw, noise_draw, snr_draw = rng.random(4)
@@ -64,12 +63,12 @@ def augment_waveform(
         if factor != 1.0:
             waveform = soxr.resample(waveform, sample_rate_hz * factor, sample_rate_hz)
     if config.tempo:
-        waveform = stretched(waveform, config.tempo[int(draws("tempo").integers(len(config.tempo)))], sample_rate_hz)
+        waveform = change_tempo(waveform, config.tempo[int(draws("tempo").integers(len(config.tempo)))], sample_rate_hz)
     if config.room_probability and len(waveform):
-        room = draws("room")
-        if room.random() < config.room_probability:
+        room_rng = draws("room")
+        if room_rng.random() < config.room_probability:
             low, high = config.room_rt60_s
-            waveform = convolved(waveform, room_response(room, sample_rate_hz, (low, high)))
+            waveform = convolve(waveform, room_response(room_rng, sample_rate_hz, (low, high)))
     if noise_draw < config.noise_probability and len(waveform):
         added = noise(rng, len(waveform))
         speech_power, noise_power = _mean_power(waveform), _mean_power(added)
@@ -80,7 +79,7 @@ def augment_waveform(
     if config.codec_probability:
         codec = draws("codec")
         if codec.random() < config.codec_probability:
-            waveform = coded(waveform, config.codecs[int(codec.integers(len(config.codecs)))], sample_rate_hz)
+            waveform = apply_codec(waveform, config.codecs[int(codec.integers(len(config.codecs)))], sample_rate_hz)
     if config.gain_db:
         low, high = config.gain_db
         waveform = waveform * np.float32(10.0 ** ((low + gain_draw * (high - low)) / 20.0))
@@ -88,14 +87,14 @@ def augment_waveform(
 
 
 def of_epoch(config: AugmentConfig, epoch: int) -> AugmentConfig:
-    """What is done to waveforms in an epoch, 1-based: after `noisy_epochs` no noise, rooms and codecs."""
+    """Return the augmentation of an epoch, counted from 1: no noise, reverberation or codecs after `noisy_epochs`."""
     if not 0 < config.noisy_epochs < epoch:
         return config
     return replace(config, noise_probability=0.0, room_probability=0.0, codec_probability=0.0)
 
 
 def paces(config: AugmentConfig) -> tuple[float, float]:
-    """Return the least and the greatest factor by which utterances may pass faster: speed times tempo."""
+    """Return the least and greatest factor by which utterances may be sped up: speed times tempo."""
     factors = [speed * tempo for speed in config.speed or [1.0] for tempo in config.tempo or [1.0]]
     return min(factors), max(factors)
 
@@ -104,9 +103,9 @@ def recorded_noise(recordings: Sequence[Waveform], rng: np.random.Generator, sam
     """Draw a random segment (samples,) float32 of a random recording, repeated where it is too short.
 
     Args:
-        recordings: at least one, each (N,) float32; read lazily, one a draw.
-        rng: the utterance's own.
-        samples: length wanted.
+        recordings: at least one, each (N,) float32; one is read per draw.
+        rng: the utterance's generator.
+        samples: length.
     """
     recording = recordings[int(rng.integers(len(recordings)))]
     start = int(rng.integers(max(1, len(recording) - samples + 1)))
@@ -116,4 +115,4 @@ def recorded_noise(recordings: Sequence[Waveform], rng: np.random.Generator, sam
 
 
 def _mean_power(waveform: Waveform) -> float:
-    return float(np.square(waveform).mean())  # not np.dot: a threaded sum's bits would depend on the machine
+    return float(np.square(waveform).mean())  # not np.dot: the bits of a threaded sum depend on the machine

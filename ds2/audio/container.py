@@ -1,4 +1,4 @@
-"""What audio containers promise of their length, on which libsndfile, made to read what is there, does not insist."""
+"""Truncation and damage of audio files, found from lengths in their headers, which libsndfile does not check."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ import struct
 import zlib
 from collections.abc import Callable
 
-Read = Callable[[int, int], bytes]  # offset, size to bytes: fewer at the end of the file
+Read = Callable[[int, int], bytes]  # (offset, size) -> bytes, fewer at the end of the file
 
-_STREAMED_BYTES = 0x7EFFFF00  # sizes from here up are what writers to a pipe put into 32 bits of a header
+_STREAMED_BYTES = 0x7EFFFF00  # larger sizes in 32 bits are written to a pipe, where the length is unknown
 _STREAMED_BYTES_64 = 1 << 62
 _MAX_CHUNKS = 10_000
 _OGG_END_OF_STREAM = 4
 _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
-def what_is_missing(descriptor: int, container: str) -> str | None:
-    """Say what a file lacks of the length, and in Ogg of the content, that it promises.
+def describe_damage(descriptor: int, container: str) -> str | None:
+    """Describe how a file is truncated or, in Ogg, damaged.
 
-    Headers of writers to a pipe, who did not know the length, and files of raw samples promise none.
+    Headers written to a pipe, when the length was not known, and files of raw samples state no length.
 
     Args:
-        descriptor: of the file, open for reading; its position is not touched.
-        container: what libsndfile calls its format.
+        descriptor: of the file, open for reading; its position does not change.
+        container: libsndfile's name of the format.
     Returns:
-        The reason why the file counts as truncated or damaged, '' if it does not, None if nobody here knows the
-        container.
+        a sentence on the damage, '' if there is none, None for a container that cannot be checked.
     """
     size = os.fstat(descriptor).st_size
-    known = _CONTAINERS.get(container)
-    return None if known is None else known(lambda at, n: os.pread(descriptor, n, at) if at < size else b"", size)
+    check = _CHECKS.get(container)
+    return None if check is None else check(lambda at, n: os.pread(descriptor, n, at) if at < size else b"", size)
 
 
 def _compared(stated: int, present: int, streamed: int = _STREAMED_BYTES) -> str:
@@ -107,9 +106,9 @@ def _sphere(read: Read, size: int) -> str:
 
 
 def _ogg(read: Read, size: int) -> str:
-    """Ogg (RFC 3533): pages, the last of which says that the stream ends; what follows it is no part of it.
+    """Ogg (RFC 3533): pages, the last one marked as the end of the stream; later bytes do not belong to it.
 
-    Decoders leave out a page whose checksum is wrong, and seconds with it.
+    Decoders skip a page whose checksum is wrong, which may be seconds of sound.
     """
     at, ended = 0, False
     while len(head := read(at, 27 + 255)) >= 27 and head.startswith(b"OggS"):
@@ -117,24 +116,24 @@ def _ogg(read: Read, size: int) -> str:
         if end > size:
             return f"truncated: its page at byte {at} ends at byte {end}, the file at {size}"
         if _ogg_checksum(read(at, end - at)) != head[22:26]:
-            return f"damaged: the checksum of its page at byte {at} is another one"
+            return f"damaged: the checksum of its page at byte {at} is wrong"
         at, ended = end, bool(head[5] & _OGG_END_OF_STREAM)
     return "" if ended else f"truncated: its pages end at byte {at} of {size} without one that ends the stream"
 
 
 def _ogg_checksum(page: bytes) -> bytes:
-    """The CRC-32 of a page without its own, most significant bit first: that of zlib on mirrored bits."""
+    """Return a page's CRC-32 with its own field zeroed, most significant bit first: zlib's on mirrored bits."""
     mirrored = (page[:22] + bytes(4) + page[26:]).translate(_MIRRORED)
-    remainder = zlib.crc32(mirrored, 0xFFFFFFFF) ^ 0xFFFFFFFF  # from 0 on, and as it is
+    remainder = zlib.crc32(mirrored, 0xFFFFFFFF) ^ 0xFFFFFFFF  # initial value and final xor 0
     return remainder.to_bytes(4, "big").translate(_MIRRORED)
 
 
 def _self_checked(read: Read, size: int) -> str:
-    """Decoding shows whether all is there that the header states, or the header states nothing."""
+    """Formats whose decoder notices truncation, or that state no length."""
     return ""
 
 
-_CONTAINERS: dict[str, Callable[[Read, int], str]] = {
+_CHECKS: dict[str, Callable[[Read, int], str]] = {
     **dict.fromkeys(("WAV", "WAVEX", "RF64", "AIFF", "SVX"), _chunked),
     "W64": _wave64,
     "CAF": _core_audio,

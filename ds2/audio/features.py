@@ -1,4 +1,4 @@
-"""Waveform to normalised log spectrogram, on the model's device, frame by frame: the same offline and online.
+"""Waveform to normalised log spectrogram on the model's device; every frame is the same offline and in a stream.
 
 Shapes: B batch, N samples, T frames, F bins, W samples of a window.
 """
@@ -13,35 +13,34 @@ import torch
 from ds2_ops.spectrum import op as spectrum
 from torch import Tensor, nn
 
-from ds2.audio import kaldi
-from ds2.audio.filters import mel_filters
+from ds2.audio import filter_banks
 from ds2.config.schema import ConfigError, FeaturesConfig
 
-# Mean-square power added before the logarithm, full scale = 1. It lies 10 dB above the rounding noise of 16-bit samples
-# (2^-30 / 12 = 7.8e-11): digital silence is finite, and audio kept as 16-bit samples has the features of the original.
+# Mean-square power added before the logarithm, full scale = 1. It is 10 dB above the rounding noise of 16-bit samples
+# (2^-30 / 12 = 7.8e-11): digital silence stays finite, and audio cached as 16-bit samples has the original's features.
 POWER_FLOOR = 1e-9
-# Smallest deviation (natural log of power) that a bin is divided by: a bin that is empty in the whole training set, as
-# the upper ones of upsampled telephone speech are, must not be blown up when it is not empty later.
+# Smallest deviation (natural log of power) that a bin is divided by. Some bins are empty in the whole training set, as
+# the upper ones of upsampled telephone speech; they must not be amplified when later audio has content in them.
 MIN_STD = 0.1
-_MOST_WEIGHTS = 50_000_000  # of all mel filters together, zeros too
+_MAX_FILTER_WEIGHTS = 50_000_000  # of all mel filters together, zeros included
 
 
 class Features(nn.Module):
     """Log power spectrogram or log-mel energies, normalised by statistics of the training set that live in its buffers.
 
-    Frame t covers samples [t * step - lead, t * step - lead + window): only whole windows are frames and no statistics
-    of the utterance enter, so a frame depends on its own samples alone, whatever the batch, the padding or the chunk.
+    Frame t covers samples [t * step - lead, t * step - lead + window). Only whole windows are frames, and no statistics
+    of the utterance are used, so a frame depends on its own samples alone, not on batch, padding or chunks.
     The spectrogram has window / 2 + 1 bins (161 at 16 kHz, 20 ms), as in Deep Speech 2 (section 4 of the persistent RNN
     paper: 20 ms windows, 10 ms steps); the window is a periodic Hann window and power is divided by its energy.
-    `lead` is 0 but for kaldi_fbank and nemo_fbank (see `ds2.audio.kaldi`), whose first windows begin before the first
-    sample, where the waveform is mirrored; of what Kaldi computes the last one or two frames are missing, whose windows
-    would end past the last sample.
+    `lead` is 0 except for kaldi_fbank and nemo_fbank (see `ds2.audio.filter_banks`): their first windows begin before
+    the first sample, where the waveform is mirrored. Kaldi also computes one or two last frames whose windows end after
+    the last sample; these are left out.
 
     Args:
         config: kind, window, step, mel bands.
-        sample_rate_hz: rate of every waveform given later.
+        sample_rate_hz: rate of all waveforms.
     Raises:
-        ConfigError: window or step is no whole number of samples, or a mel filter would cover no bin.
+        ConfigError: window or step is not a whole number of samples, or a mel filter would cover no bin.
     """
 
     mean: Tensor
@@ -54,29 +53,29 @@ class Features(nn.Module):
         self.window_samples = _whole_samples("features.window_s", config.window_s, sample_rate_hz)
         self.step_samples = _whole_samples("features.step_s", config.step_s, sample_rate_hz)
         self.sample_rate_hz = sample_rate_hz
-        self.step_s, self.kind, self.style = config.step_s, config.kind, kaldi.STYLES.get(config.kind)
+        self.step_s, self.kind, self.style = config.step_s, config.kind, filter_banks.STYLES.get(config.kind)
         self.lead_samples, self.fft_samples = 0, self.window_samples
         window = torch.hann_window(self.window_samples, periodic=True, dtype=torch.float64)
         window /= window.square().sum().sqrt()
         self.bins = self.window_samples // 2 + 1
         mel_weights = None
-        if config.kind != "log_spectrogram" and config.mels * self.bins > _MOST_WEIGHTS:
+        if config.kind != "log_spectrogram" and config.mels * self.bins > _MAX_FILTER_WEIGHTS:
             raise ConfigError(
-                f"features.mels={config.mels} filters of {self.bins} bins are more than {_MOST_WEIGHTS:,} weights: set "
-                "fewer mels or a shorter features.window_s"
+                f"features.mels={config.mels} filters of {self.bins} bins are over {_MAX_FILTER_WEIGHTS:,} weights: "
+                "set fewer mels or a shorter features.window_s"
             )
         if config.kind == "log_mel":
-            mel_weights = mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
+            mel_weights = filter_banks.mel_filters(config.mels, self.window_samples, sample_rate_hz).float()
             self.bins = config.mels
         elif self.style is not None:
-            self.lead_samples = kaldi.lead_samples(self.window_samples, self.step_samples)
-            self.fft_samples = kaldi.fft_samples(self.window_samples)
+            self.lead_samples = filter_banks.lead_samples(self.window_samples, self.step_samples)
+            self.fft_samples = filter_banks.fft_samples(self.window_samples)
             window = self.style.window(self.window_samples)
             mel_weights = self.style.filters(config.mels, self.fft_samples, sample_rate_hz).float()
             self.bins = config.mels
         elif config.kind != "log_spectrogram":
             raise ConfigError(
-                f"features.kind={config.kind!r}: log_spectrogram, log_mel, kaldi_fbank and nemo_fbank exist"
+                f"features.kind={config.kind!r} is not log_spectrogram, log_mel, kaldi_fbank or nemo_fbank"
             )
         self.register_buffer("window", window.float(), persistent=False)
         self.register_buffer("mel_weights", mel_weights, persistent=False)
@@ -95,31 +94,31 @@ class Features(nn.Module):
         return max(0, (samples + self.lead_samples - self.window_samples) // self.step_samples + 1)
 
     def samples(self, frames: int) -> int:
-        """Return the fewest samples that hold `frames` frames, at least one."""
+        """Return the least number of samples with `frames` frames; `frames` is at least 1."""
         return self.span(frames) - self.lead_samples
 
     def span(self, frames: int) -> int:
-        """Return the samples from the first of the first of `frames` windows to the last of the last."""
+        """Return the number of samples that `frames` consecutive windows cover."""
         return (frames - 1) * self.step_samples + self.window_samples
 
     def forward(self, waveforms: Tensor, sample_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised features and their lengths.
 
-        Always computed in float32, inside autocast too.
+        Computed in float32, even inside autocast.
 
         Args:
-            waveforms: (B, N) floating point in [-1, 1], on this module's device; what lies past a length is ignored.
+            waveforms: (B, N) floating point in [-1, 1], on this module's device; samples after a length are ignored.
             sample_lengths: (B,) int64 on the CPU, each at most N.
         Returns:
-            features (B, F, T) float32 contiguous on the same device, 0 (the corpus mean) past each length;
-            lengths (B,) int64 on the CPU, in frames. T is the longest of them.
+            features (B, F, T) float32 contiguous on the same device, 0 (the corpus mean) after each length;
+            lengths (B,) int64 on the CPU, in frames. T is their maximum.
         Raises:
             ValueError: shapes do not match, or a length exceeds N.
         """
         if waveforms.dim() != 2 or sample_lengths.shape != waveforms.shape[:1]:
             raise ValueError(
-                f"waveforms {tuple(waveforms.shape)} and sample_lengths {tuple(sample_lengths.shape)} given, "
-                "(B, N) and (B,) wanted"
+                f"waveforms {tuple(waveforms.shape)} and sample_lengths {tuple(sample_lengths.shape)} must "
+                "have shapes (B, N) and (B,)"
             )
         batch, samples = waveforms.shape
         if batch and int(sample_lengths.max()) > samples:
@@ -132,54 +131,56 @@ class Features(nn.Module):
         return self.padded(cut, lengths.to(waveforms.device, non_blocking=True)), lengths
 
     def padded(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
-        """Return normalised features of all frames that the waveforms hold, with no value read back to the host.
+        """Return normalised features of all frames in the waveforms; no value is read back to the host.
 
         Args:
-            waveforms: (B, N) as in `forward`, of one frame at least.
-            lengths: (B,) integers on the same device, the valid frames: the caller's promise.
+            waveforms: (B, N) as in `forward`, with at least one frame.
+            lengths: (B,) integers on the same device, valid frames; not checked.
         Returns:
-            features as in `forward`, T being `frames(N)`.
+            features as in `forward`, with T = `frames(N)`.
         """
-        return self.of_windows(self.led(waveforms), lengths)
+        return self.of_windows(self.add_lead(waveforms), lengths)
 
-    def led(self, waveforms: Tensor) -> Tensor:
-        """Return (B, N), N at least `lead_samples`, with what frame 0 sees before the first sample: a mirror image."""
+    def add_lead(self, waveforms: Tensor) -> Tensor:
+        """Return (B, lead + N) of waveforms (B, N), N at least the lead, which mirrors the first samples."""
         return torch.cat([waveforms[:, : self.lead_samples].flip(1), waveforms], 1) if self.lead_samples else waveforms
 
     def of_windows(self, waveforms: Tensor, lengths: Tensor) -> Tensor:
-        """Return features (B, F, T) of the windows that begin at sample 0, step, 2 step, ... of (B, N), 0 past lengths.
+        """Return features (B, F, T) of the windows at samples 0, step, 2 step, ... of (B, N), 0 after lengths (B,).
 
-        What `padded` does where the first window is led already, and what a block in the middle of a stream needs.
+        `padded` without the lead: for samples that have it already, and for blocks in the middle of a stream.
         """
         features = ((self._log_power(waveforms) - self.mean) / self.std).transpose(1, 2)
         valid = torch.arange(features.shape[2], device=waveforms.device) < lengths[:, None]
         return torch.where(valid[:, None, :], features, 0.0).contiguous()
 
     def of_rows(self, samples: Tensor, rows: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `of_windows` of rows (B,) int64 of samples (R, N), for a model that rounds them to `dtype`.
+        """Return `of_windows` of rows (B,) int64 of samples (R, N), for a model that rounds features to `dtype`.
 
-        For bfloat16 a GPU reads samples where they lie; the last bits of float32 are others then than elsewhere.
+        For bfloat16 on a GPU a kernel reads the rows in place; its float32 results differ from others in the last bits.
         """
-        quick = dtype == torch.bfloat16 and self.kind == "log_spectrogram" and spectrum.why_not(self.window) is None
-        if not quick:
+        use_kernel = (
+            dtype == torch.bfloat16 and self.kind == "log_spectrogram" and spectrum.why_not(self.window) is None
+        )
+        if not use_kernel:
             return self.of_windows(samples.index_select(0, rows), lengths)
         mean, std = self.mean, self.std
         return spectrum.log_power(samples, rows, lengths, self.window, self.step_samples, mean, std, POWER_FLOOR)
 
     def windows(self, samples: int) -> int:
-        """Return the number of whole windows in `samples` samples that are led already."""
+        """Return the number of whole windows in `samples` samples that include the lead."""
         return max(0, (samples - self.window_samples) // self.step_samples + 1)
 
     @torch.no_grad()
     def estimate(self, waveforms: Iterable[Tensor | np.ndarray]) -> int:
-        """Set the mean and deviation of every bin from a sample of the training set, accumulated in float64.
+        """Set mean and deviation of every bin from a sample of the training set, accumulated in float64.
 
         Args:
-            waveforms: each (N,) floating point in [-1, 1], any device; consumed one by one.
+            waveforms: each (N,) floating point in [-1, 1], on any device; read one at a time.
         Returns:
-            the number of frames counted.
+            the number of frames.
         Raises:
-            ValueError: a waveform holds NaN or infinity, or there are fewer than two frames in all.
+            ValueError: a waveform holds NaN or infinity, or there are fewer than two frames in total.
         """
         count = 0
         total = torch.zeros(self.bins, dtype=torch.float64, device=self.mean.device)
@@ -188,7 +189,7 @@ class Features(nn.Module):
             samples = torch.as_tensor(waveform).to(self.mean.device)
             if self.frames(samples.numel()) == 0:
                 continue
-            log_power = self._log_power(self.led(samples[None]))[0].double()
+            log_power = self._log_power(self.add_lead(samples[None]))[0].double()
             frame_sum = log_power.sum(0)
             if not bool(torch.isfinite(frame_sum).all()):
                 raise ValueError(f"waveform {position} of the feature statistics holds NaN or infinite samples")
@@ -204,7 +205,7 @@ class Features(nn.Module):
 
     @property
     def centres_hz(self) -> Tensor:
-        """(F,) float32 on the CPU: frequencies of the bins, or the mean of those that each filter covers."""
+        """Centre frequencies (F,) float32 on the CPU: of the bins, or the weighted mean of each filter."""
         bin_hz = torch.arange(self.fft_samples // 2 + 1) * (self.sample_rate_hz / self.fft_samples)
         if self.mel_weights is None:
             return bin_hz
@@ -216,12 +217,12 @@ class Features(nn.Module):
         with torch.autocast(waveforms.device.type, enabled=False):
             windows = waveforms.float().unfold(1, self.window_samples, self.step_samples)
             if self.style is not None:
-                windows = kaldi.emphasised(windows, self.style)
+                windows = filter_banks.preemphasise(windows, self.style)
             power = torch.view_as_real(torch.fft.rfft(windows * self.window, self.fft_samples)).square().sum(-1)
             if self.mel_weights is not None:
                 power = power @ self.mel_weights
             if self.style is not None:
-                return power.clamp(min=kaldi.LEAST_ENERGY).log()
+                return power.clamp(min=filter_banks.MIN_ENERGY).log()
             return (power + POWER_FLOOR).log()
 
 

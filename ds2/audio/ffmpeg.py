@@ -38,7 +38,7 @@ _SIGNATURE_BYTES = 16
 _PADDING_S = 0.5  # sound may be so much shorter than its header says: encoders pad, decoders remove the padding
 _BUFFER_BYTES = 1 << 18
 _PROGRAM_BLOCK_BYTES = 1 << 20
-_MESSAGES_KEPT = 8
+_MAX_MESSAGES = 8
 _AU_HEADER = struct.Struct(">4s5I")  # ".snd", offset of the samples, their size, encoding, rate, channels
 
 
@@ -197,7 +197,7 @@ def _decode_with_program(descriptor: int) -> _Blocks:
     ]  # fmt: skip
     process = subprocess.Popen(command, stdin=descriptor, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
-    messages: deque[bytes] = deque(maxlen=_MESSAGES_KEPT)
+    messages: deque[bytes] = deque(maxlen=_MAX_MESSAGES)
     reader = threading.Thread(target=messages.extend, args=(process.stderr,), daemon=True)
     reader.start()
     try:

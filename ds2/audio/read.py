@@ -1,4 +1,4 @@
-"""Audio files to mono float32 waveforms at one rate: whatever libsndfile or FFmpeg reads, in bounded memory."""
+"""Audio files to mono float32 waveforms at one rate, in bounded memory, by libsndfile or else by FFmpeg."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from ds2.audio.container import what_is_missing
+from ds2.audio.container import describe_damage
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES, UNKNOWN_FRAMES, FFmpegAudio, FFmpegError, is_for_ffmpeg
 from ds2.audio.shard import ShardError, member_of, open_member
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
-MAX_READ_S = 3 * 3600.0  # the most that read_audio returns at once: 0.7 GB at 16 kHz
-END_TOLERANCE_S = 0.1  # a segment may end so far past its file: manifests round, encoders pad
+MAX_READ_S = 3 * 3600.0  # most that read_audio returns: 0.7 GB at 16 kHz
+END_TOLERANCE_S = 0.1  # a segment may end this much after its file: manifests round, encoders pad
 RAW_SUFFIXES = (".raw", ".pcm")
 AUDIO_SUFFIXES = (
     ".wav", ".flac", ".sph", ".opus", ".ogg", ".oga", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64", *RAW_SUFFIXES,
     *FFMPEG_SUFFIXES,
 )  # fmt: skip
-"""What files with audio are called; where one recording lies in several formats, the first of these is taken."""
-_COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FFMPEG_SUFFIXES)  # by name: opening them may decode them
-_CHEAP = {"WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW"}
+"""Suffixes of audio files; the first one is used where a recording exists in several formats."""
+_COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FFMPEG_SUFFIXES)  # opening these may decode them
+_UNCOMPRESSED = {"WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW"}
 _LOSSLESS = {"PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}
 _BLOCK_FRAMES = 1 << 18
 RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
-_MAX_PEAK = 4.0  # lossy decoders overshoot full scale by a little; floats far above it are on another scale
+_MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
 _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, by path and state
 
@@ -53,7 +53,7 @@ class EmptyAudioError(AudioError):
 
 @dataclass(frozen=True)
 class AudioInfo:
-    """What a file's header says."""
+    """Facts of a file's header."""
 
     sample_rate_hz: int
     channels: int
@@ -63,20 +63,20 @@ class AudioInfo:
 
 
 def audio_info(path: str | Path, sample_rate_hz: int = 16000) -> AudioInfo:
-    """Return what the header of an audio file says. Formats that only FFmpeg reads are decoded once for their length.
+    """Return the facts of an audio file's header. Formats that only FFmpeg reads are decoded once for their length.
 
     Args:
         path: the file; see `read_audio` for the formats.
         sample_rate_hz: the rate of headerless `.raw` and `.pcm` files, ignored for others.
     Raises:
-        AudioError: the file is missing, empty, truncated (where the header tells), not audio, or had to be decoded for
-            its length and did not end within 48 hours of sound.
+        AudioError: the file is missing, empty, truncated (where the header shows it), not audio, or had to be decoded
+            for its length and is longer than 48 hours.
     """
     path = Path(path)
     with _opened(path, sample_rate_hz) as file:
         frames = _count_frames(path, file) if isinstance(file, FFmpegAudio) else file.frames
         if frames >= UNKNOWN_FRAMES:
-            raise AudioError(f"{path}: its header does not state its length; write the file anew, e.g. as FLAC")
+            raise AudioError(f"{path}: its header does not state its length; convert it, e.g. to FLAC")
         return AudioInfo(
             file.samplerate, file.channels, frames, frames / file.samplerate, f"{file.format}/{file.subtype}"
         )
@@ -87,20 +87,20 @@ def read_audio(
 ) -> NDArray[np.float32]:
     """Return audio as a mono waveform (N,) float32 in [-1, 1] at `sample_rate_hz`.
 
-    Reads wav, flac, mp3, ogg, opus, sph and whatever else libsndfile knows by their content, m4a, webm, aac, wma and
-    the sound of videos by PyAV or ffmpeg, and `.raw` and `.pcm` files as headerless 16-bit little-endian mono at
-    `sample_rate_hz`. Other rates are resampled; several channels are averaged, which is logged once; samples over full
-    scale are clipped. A file shorter than its header states, or an Ogg stream without its last page, is truncated; a
-    header written to a pipe states nothing (the largest sizes).
+    libsndfile reads wav, flac, mp3, ogg, opus, sph and others, recognised by content. PyAV or ffmpeg reads m4a, webm,
+    aac, wma and the sound of videos. `.raw` and `.pcm` files are headerless 16-bit little-endian mono at
+    `sample_rate_hz`. Other rates are resampled, channels are averaged (logged once), samples over full scale are
+    clipped. A file shorter than its header states, or an Ogg stream without its last page, is truncated; headers
+    written to a pipe state no length (the largest sizes).
 
     Args:
         path: the file, or a member of a tar file (`SHARD.tar/KEY.flac`).
         sample_rate_hz: of the waveform returned.
         offset_s: where to start.
-        duration_s: how much to read; None reads to the end.
+        duration_s: length to read; None reads to the end.
     Raises:
         AudioError: the file is missing, empty, truncated or not audio, ends more than 0.1 s before the segment does,
-            holds NaN, infinity or floats beyond any overshoot, or more than three hours were asked for (see
+            holds NaN, infinity or floats far over full scale, or more than three hours are requested (see
             `audio_blocks`).
     """
     blocks, total_s = [], 0.0
@@ -108,21 +108,21 @@ def read_audio(
         blocks.append(block)
         total_s += len(block) / sample_rate_hz
         if total_s > MAX_READ_S:
-            raise AudioError(f"{path}: over {MAX_READ_S:g} s at once; give segments (offset, duration)")
+            raise AudioError(f"{path}: longer than {MAX_READ_S:g} s; read segments of it (offset, duration)")
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def audio_blocks(
     path: str | Path, sample_rate_hz: int = 16000, offset_s: float = 0.0, duration_s: float | None = None
 ) -> Generator[NDArray[np.float32]]:
-    """Yield the waveform of `read_audio` in blocks of varying length, in bounded memory however long the file is.
+    """Yield the waveform of `read_audio` in blocks of varying length, in memory that does not grow with the file.
 
-    Same arguments and errors as `read_audio`, without the limit of length; errors at the end of the file, such as a
-    truncated one, are raised after the blocks before it.
+    Arguments and errors are those of `read_audio`, without the limit of length. Errors at the end of the file, such as
+    truncation, are raised after the blocks before it. Nothing is decoded ahead: closing the generator ends the work.
     """
     path = Path(path)
     if offset_s < 0 or (duration_s is not None and not duration_s > 0):
-        raise AudioError(f"{path}: offset {offset_s} s and duration {duration_s} s describe no audio")
+        raise AudioError(f"{path}: offset {offset_s} s must be at least 0 and duration {duration_s} s above 0")
     with _opened(path, sample_rate_hz) as file:
         resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
         for block, last in _with_last(_mono_blocks(file, path, offset_s, duration_s)):
@@ -134,18 +134,19 @@ def audio_blocks(
 def reads_cheaply(
     path: str | Path, sample_rate_hz: int, offset_s: float = 0.0, duration_s: float | None = None
 ) -> bool:
-    """Whether `read_audio` of a segment takes little longer than its samples do from a cache: lossless, at that rate.
+    """Return whether reading a segment is about as fast as reading a cache: a lossless format at this sample rate.
 
-    Raises AudioError as `read_audio`, where the header tells. What others cost: docs/results/training_speed.md.
+    Raises:
+        AudioError: as `read_audio`, where the header shows it.
     """
     path = Path(path)
     if path.suffix.lower() in _COSTLY_SUFFIXES:
         return False
     with _opened(path, sample_rate_hz) as file:
-        cheap = file.samplerate == sample_rate_hz and file.format in _CHEAP and file.subtype in _LOSSLESS
-        if cheap:
+        is_cheap = file.samplerate == sample_rate_hz and file.format in _UNCOMPRESSED and file.subtype in _LOSSLESS
+        if is_cheap:
             _check_segment(file, path, offset_s, duration_s)
-        return cheap
+        return is_cheap
 
 
 class Source(Protocol):
@@ -162,7 +163,7 @@ class Source(Protocol):
 
 
 class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has no types
-    """A file read in order: SoundFile seeks after every read where it can, which in MP3 loses or repeats samples."""
+    """A file that is read in order. SoundFile seeks after each read, which in MP3 loses or repeats samples."""
 
     def seekable(self) -> bool:
         return False
@@ -170,7 +171,7 @@ class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has 
 
 @contextmanager
 def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
-    """Open a file for reading; whatever goes wrong inside the block is raised as AudioError with the file's name."""
+    """Open a file for reading; errors within the block are raised as AudioError with the file's name."""
     try:
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         member = member_of(path)
@@ -217,7 +218,7 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iter
 
 
 def _count_frames(path: Path, file: FFmpegAudio) -> int:
-    """Return the frames of a file, which is decoded to its end in bounded memory, once while it does not change."""
+    """Decode a file to its end, in bounded memory, and return its frames; cached until the file changes."""
     status = (member[0] if (member := member_of(path)) else path).stat()
     key = (path, status.st_ino, status.st_size, status.st_mtime_ns)
     if key not in _FRAME_COUNTS:
@@ -246,34 +247,34 @@ def _check_header(file: Source, path: Path) -> None:
             f"allowed are 1 to {_MAX_CHANNELS} channels at {low} to {high} Hz"
         )
     if file.frames <= 0:
-        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed and says none")
+        raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed")
 
 
 def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:
-    missing = what_is_missing(descriptor, file.format)
-    if missing is None:
+    damage = describe_damage(descriptor, file.format)
+    if damage is None:
         _log_unknown_length(file.format)
-    elif missing:
-        raise AudioError(f"{path}: {missing}. Copy it again; if what is there will do, write that anew, e.g. as FLAC")
+    elif damage:
+        raise AudioError(f"{path}: {damage}. Copy it again; if what is there is enough, convert that, e.g. to FLAC")
 
 
 def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | None) -> Iterator[NDArray[np.float32]]:
     rate_hz = file.samplerate
     first = round(offset_s * rate_hz)
-    wanted = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
+    total = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
     if file.frames < UNKNOWN_FRAMES:
         _check_segment(file, path, offset_s, duration_s)
     _skip(file, first)
     if file.channels > 1:
         _log_averaging(file.channels)
     done = 0
-    while done < wanted:
-        block = file.read(min(_BLOCK_FRAMES, wanted - done), dtype="float32", always_2d=True)
+    while done < total:
+        block = file.read(min(_BLOCK_FRAMES, total - done), dtype="float32", always_2d=True)
         if not len(block):
             break
         done += len(block)
         mono = block[:, 0].copy()
-        for channel in range(1, file.channels):  # the mean over the short axis takes forty times as long
+        for channel in range(1, file.channels):  # forty times as fast as a mean over the short axis
             mono += block[:, channel]
         mono /= np.float32(file.channels)
         peak = max(-float(block.min()), float(block.max()))
@@ -286,7 +287,7 @@ def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | 
         yield mono
     if not done:
         raise AudioError(f"{path}: no samples could be decoded at {offset_s:g} s")
-    missing_s = (wanted - done) / rate_hz
+    missing_s = (total - done) / rate_hz
     if missing_s > END_TOLERANCE_S and (file.frames < UNKNOWN_FRAMES or duration_s is not None):
         raise AudioError(
             f"{path}: truncated: decoding ends at {(first + done) / rate_hz:.3f} s, {missing_s:.3f} s before the end "
@@ -297,15 +298,15 @@ def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | 
 def _check_segment(file: Source, path: Path, offset_s: float, duration_s: float | None) -> None:
     length_s = file.frames / file.samplerate
     if offset_s >= length_s or (duration_s is not None and offset_s + duration_s > length_s + END_TOLERANCE_S):
-        asked = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
-        raise AudioError(f"{path}: the segment {asked} goes past the end of the file, which is {length_s:.3f} s long")
+        segment = f"from {offset_s:g} s" + (f" to {offset_s + duration_s:g} s" if duration_s is not None else " on")
+        raise AudioError(f"{path}: the segment {segment} goes past the end of the file, which is {length_s:.3f} s long")
 
 
 def _skip(file: Source, frames: int) -> None:
     if isinstance(file, soundfile.SoundFile) and file.format != "MP3" and soundfile.SoundFile.seekable(file):
         file.seek(frames)
         return
-    while frames > 0:  # in MP3 it is inexact, in GSM and others' containers impossible: decode and forget
+    while frames > 0:  # seeking is inexact in MP3 and impossible in GSM and others: decode and discard
         skipped = len(file.read(min(_BLOCK_FRAMES, frames), dtype="float32", always_2d=True))
         if not skipped:
             return
@@ -324,9 +325,9 @@ def _with_last(blocks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[
 
 @cache
 def _log_averaging(channels: int) -> None:
-    log.warning("audio with %d channels is averaged to one (said once)", channels)
+    log.warning("audio with %d channels is averaged to one channel (logged once)", channels)
 
 
 @cache
 def _log_unknown_length(container: str) -> None:
-    log.warning("whether a %s file is whole is not checked: convert such audio, e.g. to FLAC (said once)", container)
+    log.warning("%s files are not checked for truncation: convert such audio, e.g. to FLAC (logged once)", container)

@@ -1,8 +1,8 @@
-"""Audio inside tar files (shards): `SHARD.tar/KEY.flac` names a member, which is read where the shard's index has it.
+"""Audio in tar files (shards): the path `SHARD.tar/KEY.flac` names a member, which is read at its offset in the shard.
 
-The index lies beside the shard, `SHARD.tar.index`: a line of JSON (version, size of the shard, what it was made from,
-CRC-32 of the rest), then for each member its offset, size, CRC-32, samples and name. A shard without one, as other
-tools write them, is looked through once a process instead.
+The index file `SHARD.tar.index` holds a line of JSON (version, size of the shard, digest of its sources, CRC-32 of the
+rest), then a line for each member: offset, size, CRC-32, samples, name. The headers of a shard without an index, as
+other tools write them, are read once a process.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from ds2.system.errors import UserError
 from ds2.system.files import write_text
 
 _VERSION = 1
-_WAY_OUT = "copy it again, or write it anew with `ds2 data shards`"
+_REPAIR = "copy it again, or write it again with `ds2 data shards`"
 _FILES_OPEN = 256
 _MAX_NAME_BYTES = 1024  # names are kept in an array whose rows are as long as the longest
 _NAME_SHOWN = 60
 
 
 class ShardError(UserError):
-    """A shard that is damaged or lacks a member; the message names it and says what is wrong."""
+    """A shard is damaged or lacks a member; the message says which and why."""
 
 
 class Member(NamedTuple):
-    """Where an audio file lies in its shard."""
+    """Position of an audio file in its shard."""
 
     name: str
     offset: int
     size: int
-    crc: int = -1  # of its bytes; -1: nobody noted it
-    samples: int = -1  # -1: nobody noted them
+    crc: int = -1  # of its bytes; -1: unknown
+    samples: int = -1  # -1: unknown
 
 
 def member_of(path: Path) -> tuple[Path, str] | None:
-    """Return the shard that a path goes through and the member's name in it; None for paths of files and folders."""
+    """Split a path into a shard and the name of its member; None for paths without a shard."""
     if ".tar" in str(path.parent):
         for parent in path.parents:
             if parent.suffix == ".tar" and not _is_folder(parent):
@@ -54,22 +54,22 @@ def member_of(path: Path) -> tuple[Path, str] | None:
 
 
 def index_file(shard: Path) -> Path:
-    """Where the index of a shard lies."""
+    """Return the path of a shard's index."""
     return shard.with_name(shard.name + ".index")
 
 
 class Shard:
-    """The members of a tar file; forked processes and threads may share one.
+    """The members of a tar file; forked processes and threads may share an object.
 
     Raises:
-        ShardError: it cannot be read, or is not what its index says.
+        ShardError: the file cannot be read, or does not match its index.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.made_from = path, ""
         try:
-            found = path.stat()
-            self._bytes, self._which = found.st_size, (found.st_ino, found.st_mtime_ns)
+            status = path.stat()
+            self._bytes, self._version = status.st_size, (status.st_ino, status.st_mtime_ns)
             index = index_file(path)
             members = self._read_index(index) if index.is_file() else self._read_headers()
         except OSError as error:
@@ -77,40 +77,40 @@ class Shard:
         self._check(members)
         members.sort(key=lambda member: member.name.encode())
         self._names = np.array([member.name.encode() for member in members] or [b""])
-        self._places = np.array([[m.offset, m.size, m.crc, m.samples] for m in members], np.int64).reshape(-1, 4)
+        self._rows = np.array([[m.offset, m.size, m.crc, m.samples] for m in members], np.int64).reshape(-1, 4)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows)
 
     def members(self) -> list[Member]:
-        """All of them, by name."""
+        """Return all members, sorted by name."""
         names = self._names.tolist()
-        return [Member(names[row].decode(), *place) for row, place in enumerate(self._places.tolist())]
+        return [Member(names[row].decode(), *values) for row, values in enumerate(self._rows.tolist())]
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """Return those of the names that it has not."""
-        wanted = np.array([name.encode() for name in names])
-        at = np.minimum(np.searchsorted(self._names, wanted), len(self._names) - 1)
-        return [name for name, found in zip(names, self._names[at] == wanted, strict=True) if not found]
+        """Return the names that are not members."""
+        encoded = np.array([name.encode() for name in names])
+        nearest = np.minimum(np.searchsorted(self._names, encoded), len(self._names) - 1)
+        return [name for name, equal in zip(names, self._names[nearest] == encoded, strict=True) if not equal]
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a member.
 
         Raises:
-            ShardError: it is not there, or not what was written.
+            ShardError: there is no such member, or it is damaged.
         """
         if self.missing([name]):
-            raise ShardError(f"{self.path}: has no member {name}; {_WAY_OUT}")
-        offset, size, crc, _ = self._places[int(np.searchsorted(self._names, name.encode()))].tolist()
+            raise ShardError(f"{self.path}: has no member {name}; {_REPAIR}")
+        offset, size, crc, _ = self._rows[int(np.searchsorted(self._names, name.encode()))].tolist()
         try:
-            file = _opened(str(self.path), self._which)  # by name, or it may close before the call
+            file = _opened(str(self.path), self._version)  # in a variable, so that it stays open during the call
             content = os.pread(file.fileno(), size, offset)
         except OSError as error:
             raise ShardError(f"{self.path}: {name}: {error.strerror or error}") from error
         if len(content) < size:
-            raise ShardError(f"{self.path}: ends before {name} does; {_WAY_OUT}")
+            raise ShardError(f"{self.path}: ends before {name} does; {_REPAIR}")
         if crc >= 0 and zlib.crc32(content) != crc:
-            raise ShardError(f"{self.path}: {name} is not what was written (its checksum is another one); {_WAY_OUT}")
+            raise ShardError(f"{self.path}: {name} is damaged (its checksum is wrong); {_REPAIR}")
         return content
 
     def _read_index(self, index: Path) -> list[Member]:
@@ -121,11 +121,11 @@ class Shard:
                 raise ValueError("another version or damaged")
             lines = [line.split(" ", 4) for line in rest.decode().split("\n")[:-1]]
             members = [Member(line[4], *map(int, line[:4])) for line in lines]
-            said_bytes, self.made_from = int(facts["bytes"]), str(facts["made_from"])
+            stated_bytes, self.made_from = int(facts["bytes"]), str(facts["made_from"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ShardError(f"{index}: no index of a shard ({error}); {_WAY_OUT}") from error
-        if said_bytes != self._bytes:
-            raise ShardError(f"{self.path}: has {self._bytes} bytes, its index promises {said_bytes}; {_WAY_OUT}")
+            raise ShardError(f"{index}: not an index of a shard ({error}); {_REPAIR}") from error
+        if stated_bytes != self._bytes:
+            raise ShardError(f"{self.path}: has {self._bytes} bytes, its index states {stated_bytes}; {_REPAIR}")
         return members
 
     def _read_headers(self) -> list[Member]:
@@ -138,7 +138,7 @@ class Shard:
                     if header.isfile():
                         members.append(Member(header.name.removeprefix("./"), header.offset_data, header.size))
         except (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
-            raise ShardError(f"{self.path}: not a shard ({error}); {_WAY_OUT}") from error
+            raise ShardError(f"{self.path}: not a shard ({error}); {_REPAIR}") from error
         return members
 
     def _check(self, members: list[Member]) -> None:
@@ -147,19 +147,19 @@ class Shard:
             try:
                 name_bytes = len(name.encode())
             except UnicodeEncodeError as error:
-                raise ShardError(f"{self.path}: the name of member {name!r} is not UTF-8; {_WAY_OUT}") from error
+                raise ShardError(f"{self.path}: the name of member {name!r} is not UTF-8; {_REPAIR}") from error
             if name_bytes > _MAX_NAME_BYTES or "\0" in name:
                 shown = f"{name[:_NAME_SHOWN]!r}..."
                 raise ShardError(f"{self.path}: the name {shown} is over {_MAX_NAME_BYTES} bytes, or holds NUL")
             if name in names:
                 raise ShardError(f"{self.path}: holds two members named {name}; rename one, or remove the stale one")
             if not (offset >= 0 and size >= 0 and offset + size <= self._bytes):
-                raise ShardError(f"{self.path}: {name} does not lie within the file's {self._bytes} bytes; {_WAY_OUT}")
+                raise ShardError(f"{self.path}: {name} does not lie within the file's {self._bytes} bytes; {_REPAIR}")
             names.add(name)
 
 
 def write_index(shard: Path, members: Iterable[Member], made_from: str) -> None:
-    """Write the index of a shard that is complete."""
+    """Write the index of a complete shard; `made_from` is a digest of its sources."""
     rest = "".join(f"{m.offset} {m.size} {m.crc} {m.samples} {m.name}\n" for m in members)
     facts = {
         "version": _VERSION,
@@ -171,28 +171,28 @@ def write_index(shard: Path, members: Iterable[Member], made_from: str) -> None:
 
 
 def check_members(paths: Iterable[Path]) -> list[str]:
-    """Open the shards of all members among the paths; return what is wrong with them.
+    """Open the shards of all members among the paths; return a message for each problem.
 
-    Their indices are read here once, also for processes that are forked later.
+    Their indices are read once, for processes forked later too.
     """
     names: dict[Path, list[str]] = {}
     for path in paths:
         if member := member_of(path):
             names.setdefault(member[0], []).append(member[1])
     problems = []
-    for shard, wanted in names.items():
+    for shard, members in names.items():
         try:
             _SHARDS[shard] = Shard(shard)
         except ShardError as error:
             problems.append(str(error))
             continue
-        if missing := _SHARDS[shard].missing(wanted):
-            problems.append(f"{shard}: lacks {len(missing)} of its {len(wanted)} utterances, {missing[0]} first")
+        if missing := _SHARDS[shard].missing(members):
+            problems.append(f"{shard}: lacks {len(missing)} of its {len(members)} utterances, {missing[0]} first")
     return problems
 
 
 def open_member(path: Path, name: str) -> int:
-    """Return a descriptor, to be closed, of a file in memory with the bytes of a shard's member.
+    """Return the descriptor of a file in memory with the bytes of a shard's member; the caller closes it.
 
     Raises:
         ShardError: as `Shard.read`.
@@ -218,7 +218,7 @@ def _is_folder(path: Path) -> bool:
 
 
 class _OpenFile:
-    """A file that closes when nobody uses it any more, however many threads do."""
+    """A file that is closed when no thread refers to it any more."""
 
     def __init__(self, path: str) -> None:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with this object)
@@ -227,7 +227,7 @@ class _OpenFile:
 
 
 @lru_cache(maxsize=_FILES_OPEN)
-def _opened(path: str, which: tuple[int, int]) -> _OpenFile:
+def _opened(path: str, version: tuple[int, int]) -> _OpenFile:
     return _OpenFile(path)
 
 

@@ -1,4 +1,7 @@
-"""SpecAugment: masks over bins and frames, drawn by seed, epoch and utterance, laid on features on the device."""
+"""Augmentation of features on the device: SpecAugment's masks, and vocal tract length perturbation.
+
+What is drawn depends on seed, epoch and utterance alone. Shapes: B utterances, F bins, T frames.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from torch import Tensor
 
 from ds2.audio.augment import of_view, utterance_rng
 from ds2.config.schema import AugmentConfig, FeaturesConfig
+
+MILLION = 1_000_000  # warp factors are stored as integers, in millionths
+_WARP_BOUND = 0.6  # of half the rate: frequencies below are multiplied; formants lie there
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,8 @@ def spectrogram_masks(
 ) -> SpectrogramMasks | None:
     """Draw the SpecAugment masks of a batch (Park et al. 2019, section 2, without time warping).
 
-    Widths are drawn evenly from 0 to the largest, positions evenly from those that fit. A time mask covers at most
-    `augment.time_fraction` of its utterance.
+    Widths are drawn uniformly from 0 to the largest, positions uniformly from those that fit. A time mask covers at
+    most `augment.time_fraction` of its utterance.
 
     Args:
         lengths: (B,) int64 on the CPU, frames.
@@ -44,9 +50,9 @@ def spectrogram_masks(
         features: the step, in seconds.
         seed, epoch: of the run.
         indices: (B,) position of each utterance in the training set.
-        view: number of the view of each utterance: another has other masks.
+        view: index of the view; each view of an utterance has its own masks.
     Returns:
-        the masks, or None where the config has none.
+        the masks; None where `augment` has none.
     """
     if not augment.frequency_masks and not augment.time_masks:
         return None
@@ -55,15 +61,15 @@ def spectrogram_masks(
     widest_time = np.minimum(round(augment.time_width_s / features.step_s), np.floor(augment.time_fraction * frames))
     frequency, time = np.split(draws, [augment.frequency_masks], axis=1)
     return SpectrogramMasks(
-        _placed(frequency, np.full_like(frames, bins), np.full_like(frames, min(augment.frequency_width, bins))),
-        _placed(time, frames, widest_time),
+        _positions(frequency, np.full_like(frames, bins), np.full_like(frames, min(augment.frequency_width, bins))),
+        _positions(time, frames, widest_time),
     )
 
 
 def apply_masks(features: Tensor, masks: SpectrogramMasks | None) -> Tensor:
     """Return features with the masked bins and frames set to 0, which is the corpus mean of normalised features.
 
-    A handful of kernels a batch, however many masks.
+    The number of kernels does not depend on the number of masks.
 
     Args:
         features: (B, F, T), any device.
@@ -77,13 +83,74 @@ def apply_masks(features: Tensor, masks: SpectrogramMasks | None) -> Tensor:
     return features.masked_fill(covered, 0.0)
 
 
+def warp_factors(augment: AugmentConfig, seed: int, epoch: int, indices: Sequence[int], view: int = 0) -> Tensor | None:
+    """Draw the warp factor of each utterance of a batch, (B, 1) int64 in millionths; None without `augment.vtlp`.
+
+    Vocal tract length perturbation (Jaitly and Hinton 2013) makes an utterance sound like a speaker whose vocal tract
+    has another length.
+
+    Args:
+        augment: `vtlp`: least and largest factor; factors are drawn uniformly between them.
+        seed, epoch: of the run.
+        indices: (B,) position of each utterance in the training set.
+        view: index of the view; each view of an utterance has its own factor.
+    """
+    if not augment.vtlp:
+        return None
+    low, high = augment.vtlp
+    purpose = of_view("vtlp", view)
+    drawn = [utterance_rng(seed, epoch, index, purpose).uniform(low, high) for index in indices]
+    return torch.tensor([[round(factor * MILLION)] for factor in drawn], dtype=torch.int64)
+
+
+def warped_hz(hz: Tensor, factors: Tensor, rate_hz: int) -> Tensor:
+    """Return the frequency at which each bin is read, piecewise linear (Jaitly and Hinton 2013, section 2.1).
+
+    A factor a maps f to a f up to the bound 0.6 S / 2 min(a, 1) / a at the rate S (the paper: 4.8 kHz at 16 kHz), and
+    linearly from there to S / 2.
+
+    Args:
+        hz: (F,) from 0 to half the rate.
+        factors: (B,) above 0.
+        rate_hz: of the waveform.
+    Returns:
+        (B, F) in Hz.
+    """
+    half = rate_hz / 2
+    factor = factors[:, None]
+    reached = _WARP_BOUND * half * factor.clamp(max=1.0)
+    bound = reached / factor
+    above = half - (half - reached) / (half - bound) * (half - hz)
+    return torch.where(hz <= bound, hz * factor, above)
+
+
+def warp(features: Tensor, centres_hz: Tensor, factors: Tensor | None, rate_hz: int) -> Tensor:
+    """Return features whose bins are read at warped frequencies, by linear interpolation; factor 1 changes nothing.
+
+    Args:
+        features: (B, F, T), any device; normalised, so that deviations from the corpus mean move, not the mean itself.
+        centres_hz: (F,) frequencies of the bins, rising, on the same device.
+        factors: (B,) int64 on the same device, in millionths; None warps nothing.
+        rate_hz: of the waveform.
+    """
+    if factors is None:
+        return features
+    _, bins, frames = features.shape
+    source_hz = warped_hz(centres_hz, factors / MILLION, rate_hz)
+    below = (torch.searchsorted(centres_hz, source_hz, right=True) - 1).clamp(0, bins - 2)
+    low, high = centres_hz[below], centres_hz[below + 1]
+    share = ((source_hz - low) / (high - low)).clamp(0.0, 1.0)[:, :, None]
+    rows = below[:, :, None].expand(-1, -1, frames)
+    return torch.lerp(features.gather(1, rows), features.gather(1, rows + 1), share)
+
+
 def _mask_draws(config: AugmentConfig, seed: int, epoch: int, index: int, view: int) -> NDArray[np.float64]:
     return utterance_rng(seed, epoch, index, of_view("masks", view)).random(
         (config.frequency_masks + config.time_masks, 2)
     )
 
 
-def _placed(draws: NDArray[np.float64], extent: NDArray[np.int64], widest: NDArray[np.float64]) -> Tensor:
+def _positions(draws: NDArray[np.float64], extent: NDArray[np.int64], widest: NDArray[np.float64]) -> Tensor:
     """Turn draws (B, M, 2) in [0, 1) into (first, width) within (B, 1) extents."""
     width = np.floor(draws[..., 0] * (widest + 1))
     first = np.floor(draws[..., 1] * (extent - width + 1))

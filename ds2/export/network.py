@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ds2.audio import kaldi
+from ds2.audio import filter_banks
 from ds2.audio.features import POWER_FLOOR, Features
 from ds2.export.operations import Operations, Value
 from ds2.inference.weights import (
@@ -74,12 +74,12 @@ def _feature_weights(features: Features) -> FeatureWeights:
     phase = 2 * math.pi / features.fft_samples * torch.outer(bins, samples)
     transform = torch.cat([phase.cos(), phase.sin()]) * features.window.double()
     if style is not None:
-        transform = transform @ kaldi.emphasised(torch.eye(length, dtype=torch.float64), style).t()
+        transform = transform @ filter_banks.preemphasise(torch.eye(length, dtype=torch.float64), style).t()
     mel, scale = features.mel_weights, 1.0 / features.std.double()
     return FeatureWeights(
         transform[:, None, None, :],
         None if mel is None else mel.t()[:, :, None, None],
-        POWER_FLOOR if style is None else kaldi.LEAST_ENERGY,
+        POWER_FLOOR if style is None else filter_banks.MIN_ENERGY,
         style is None,
         TimeWindow(length, features.lead_samples, features.step_samples, 0),
         scale.view(1, 1, -1, 1),

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ds2.audio.augment import of_view, utterance_rng
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import SpectrogramMasks, spectrogram_masks
-from ds2.audio.vocal_tract import MILLION, warp_factors
+from ds2.audio.spec_augment import MILLION, SpectrogramMasks, spectrogram_masks, warp_factors
 from ds2.config.schema import Config, TrainConfig
 from ds2.data.loader import Batch
 from ds2.model.acoustic import AcousticModel

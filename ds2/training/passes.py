@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.audio.spec_augment import apply_masks
-from ds2.audio.vocal_tract import warp
+from ds2.audio.spec_augment import apply_masks, warp
 from ds2.config.schema import Config, ConfigError, TrainConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer

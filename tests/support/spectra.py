@@ -30,7 +30,7 @@ def rounding(features: Features, waveform: np.ndarray, log_energy: Tensor) -> Te
     energy sum(w p) whose amplitudes are off by e moves by at most 2 e sqrt(sum(w) energy) + sum(w) e^2.
     """
     u = torch.finfo(torch.float32).eps / 2
-    padded = features.led(torch.from_numpy(waveform)[None]).double()[0]
+    padded = features.add_lead(torch.from_numpy(waveform)[None]).double()[0]
     windows = padded.unfold(0, features.window_samples, features.step_samples)
     scale = (windows * features.window.amax()).square().sum(-1).sqrt()  # bounds the root mean square over bins
     error = (12 + 4) * u * scale

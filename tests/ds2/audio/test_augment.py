@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds2.audio.augment import augment_waveform, paces, recorded_noise, utterance_rng
-from ds2.audio.degrade import coloured_noise
+from ds2.audio.effects import coloured_noise
 from ds2.config.schema import AugmentConfig
 
 RATE = 16000

@@ -110,7 +110,7 @@ def test_of_other_containers_it_is_said_that_nobody_checks(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert audio_info(path).frames == SECONDS * RATE_HZ
-    assert caplog.text.count(f"whether a {container} file is whole is not checked") == 1
+    assert caplog.text.count(f"{container} files are not checked for truncation") == 1
 
 
 def test_a_header_that_leads_nowhere_promises_nothing(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_header_that_leads_nowhere_promises_nothing(tmp_path: Path) -> None:
         path.write_bytes(content)
         with path.open("rb") as file:
             for container in ("WAV", "AIFF", "W64", "CAF", "NIST", "MP3"):
-                assert audio.what_is_missing(file.fileno(), container) == ""
+                assert audio.describe_damage(file.fileno(), container) == ""
 
 
 def test_a_page_that_decoders_would_leave_out_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds2.audio.features import MIN_STD, POWER_FLOOR, Features
-from ds2.audio.filters import mel_filters
+from ds2.audio.filter_banks import mel_filters
 from ds2.config.schema import ConfigError, FeaturesConfig
 
 RATE = 16000

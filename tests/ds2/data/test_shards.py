@@ -134,13 +134,13 @@ def emptied(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "what", "before"),
     [
-        (cut, "its index promises", True),
+        (cut, "its index states", True),
         (gone, "No such file", True),
-        (emptied, "its index promises", True),
-        (turned, "is not what was written", False),
-        (lambda path: cut(index_file(path)), "no index of a shard", True),
-        (lambda path: index_file(path).write_text('{"version": 9}'), "no index of a shard", True),
-        (lambda path: index_file(path).write_bytes(b"\xff\n"), "no index of a shard", True),
+        (emptied, "its index states", True),
+        (turned, "is damaged", False),
+        (lambda path: cut(index_file(path)), "not an index of a shard", True),
+        (lambda path: index_file(path).write_text('{"version": 9}'), "not an index of a shard", True),
+        (lambda path: index_file(path).write_bytes(b"\xff\n"), "not an index of a shard", True),
         (lambda path: shutil.copy(index_file(path).with_name("000001.tar.index"), index_file(path)), "000000", True),
     ],
 )

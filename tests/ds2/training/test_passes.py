@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds2.audio.spec_augment import apply_masks
-from ds2.audio.vocal_tract import warp
+from ds2.audio.spec_augment import apply_masks, warp
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import Batch

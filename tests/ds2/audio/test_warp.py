@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds2.audio.features import Features
-from ds2.audio.vocal_tract import MILLION, warp, warp_factors, warped_hz
+from ds2.audio.spec_augment import MILLION, warp, warp_factors, warped_hz
 from ds2.config.schema import AugmentConfig, FeaturesConfig
 
 RATE_HZ = 16000

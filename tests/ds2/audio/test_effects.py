@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds2.audio.augment import augment_waveform, utterance_rng
-from ds2.audio.degrade import babble, coded, coloured_noise, convolved, room_response
+from ds2.audio.effects import apply_codec, babble, coloured_noise, convolve, room_response
 from ds2.config.schema import CODECS, AugmentConfig, Config
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import read_manifests
@@ -42,7 +42,7 @@ def test_a_room_falls_by_sixty_decibels_in_its_time_and_keeps_the_energy(rt60_s:
 def test_convolution_block_by_block_is_that_of_numpy(samples: int, taps: int) -> None:
     rng = np.random.default_rng(3)
     waveform, response = (rng.standard_normal(n).astype(np.float32) for n in (samples, taps))
-    found = convolved(waveform, response)
+    found = convolve(waveform, response)
     assert found.dtype == np.float32 and len(found) == samples
     if samples:
         size = 1 << (samples + taps).bit_length()
@@ -71,18 +71,18 @@ def test_babble_is_made_of_several_utterances_at_equal_power() -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_codec_keeps_length_place_and_most_of_the_sound(codec: str) -> None:
     waveform = speechlike(RATE + 7)
-    heard = coded(waveform, codec, RATE)
+    heard = apply_codec(waveform, codec, RATE)
     assert heard.dtype == np.float32 and heard.shape == waveform.shape and not np.array_equal(heard, waveform)
     size = 1 << 16
     lags = np.fft.irfft(np.fft.rfft(heard, size) * np.conj(np.fft.rfft(waveform, size)), size)
     assert int(np.abs(lags).argmax()) in {0, 1, 2, size - 1, size - 2} or codec in ("mp3", "gsm")
     assert lags.max() > 0.5 * np.linalg.norm(heard) * np.linalg.norm(waveform)
-    assert len(coded(np.zeros(0, np.float32), codec, RATE)) == 0
+    assert len(apply_codec(np.zeros(0, np.float32), codec, RATE)) == 0
 
 
 def test_telephones_take_away_what_lies_above_four_kilohertz() -> None:
     white = coloured_noise(np.random.default_rng(0), RATE, 0.0) * np.float32(20)
-    heard = np.abs(np.fft.rfft(coded(white, "alaw", RATE))) ** 2
+    heard = np.abs(np.fft.rfft(apply_codec(white, "alaw", RATE))) ** 2
     assert heard[4300:].mean() < 1e-4 * heard[300:3700].mean()
 
 
