@@ -6,10 +6,12 @@ import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
+import torch
 from support.paths import ROOT
 
 from ds2.config.schema import Config
@@ -52,3 +54,15 @@ def test_a_session_as_in_the_guide(run_folder: Path, capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
     assert lines[-1] == names["recogniser"].transcribe("talk.wav").text  # type: ignore[attr-defined]
+
+
+def test_the_kernels_as_in_the_guide() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/guide/kernels.md").read_text("utf-8"), re.M | re.S)
+    assert len(blocks) == 2
+    names: dict[str, Any] = {}
+    exec(blocks[0], names)
+    whole, _ = names["theirs"](names["x"][:, :1])  # its first utterance has all frames
+    torch.testing.assert_close(names["y"][:, :1], whole)
+    assert names["layer"].weight_hh_l0.grad is not None
+    exec(blocks[1], names)
+    assert names["y"].shape == (100, 4, 512)
