@@ -20,7 +20,7 @@ from ds2.data.split import TOGETHER, split
 from ds2.data.statistics import Conditions, draw, keep, statistics
 from ds2.system.files import write_text
 from ds2.text.alphabet import Alphabet, describe
-from ds2.text.unknown_characters import settings
+from ds2.text.unknown_characters import alphabet_lines
 
 _BASE_SYMBOLS = " '"
 
@@ -171,7 +171,7 @@ def _alphabet(given: argparse.Namespace) -> int:
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
     rare = Counter({c: n for c, n in counts.items() if n < given.least})
     symbols = counts.keys() - digits.keys() - rare.keys()
-    content = "\n".join(settings({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
+    content = "\n".join(alphabet_lines({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
     print(content, end="")
     print(f"{len(symbols)} symbols, by count: {describe(Counter({c: counts[c] for c in symbols}))}")
     if digits:

@@ -15,13 +15,13 @@ from pathlib import Path
 from ds2.commands.common import Parser
 from ds2.scoring.report import format_alignments, format_paired_test, format_report, summary, write_report
 from ds2.scoring.statistics import ScoringError, paired_test
-from ds2.scoring.texts import Line, first_names, match, read_texts
+from ds2.scoring.texts import TextLine, first_names, match_texts, read_texts
 from ds2.scoring.wer import corpus_report
 from ds2.text.normalise import fold
 
 
-def _warn_of_ids(references: dict[str, Line], hypotheses: dict[str, Line]) -> None:
-    def first(line: Line) -> str:
+def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine]) -> None:
+    def first(line: TextLine) -> str:
         return "".join(line.text.split(maxsplit=1)[:1])
 
     alike = all(key in references and first(line) == first(references[key]) for key, line in hypotheses.items())
@@ -50,7 +50,7 @@ def _score(given: argparse.Namespace) -> None:
         hypotheses = read_texts(path, ids=given.ids, hypotheses=True)
         if not given.ids:
             _warn_of_ids(references, hypotheses)
-        found, absent = match(references, hypotheses, path, missing=given.missing)
+        found, absent = match_texts(references, hypotheses, path, missing=given.missing)
         if absent:
             print(f"{path}: {len(absent)} missing hypotheses count as empty: {first_names(absent)}", file=sys.stderr)
         prepare = str.lower if given.lower else str

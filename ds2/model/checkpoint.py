@@ -1,4 +1,4 @@
-"""Model files: safetensors with a JSON header, written whole, opened without pickled code."""
+"""Model files: weights, feature statistics, alphabet, configuration and metrics in one safetensors file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # types
 
 
 @dataclass
-class _Header:
+class _ModelHeader:
     """The metadata of a model file."""
 
     format: int
@@ -35,7 +35,7 @@ class _Header:
 
 @dataclass
 class LoadedModel:
-    """Everything recognition needs, in evaluation mode."""
+    """All that recognition needs, in evaluation mode."""
 
     model: AcousticModel
     features: Features
@@ -50,14 +50,14 @@ class LoadedModel:
 
     @property
     def trained_precision(self) -> str:
-        """fp32 or bf16; `auto` in files of runs that did not note what it came to."""
+        """fp32 or bf16; `auto` in files of versions that did not store the resolved precision."""
         return str(self.metadata["metrics"].get("precision", self.config.train.precision))
 
 
 def save_model(
     path: Path, model: AcousticModel, features: Features, alphabet: Alphabet, config: Config, metrics: Mapping[str, Any]
 ) -> None:
-    """Write one self-contained model file: weights, feature statistics, alphabet, resolved config and metrics."""
+    """Write a model file, atomically."""
     tensors = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
     metadata = {
         "kind": "model",
@@ -69,7 +69,7 @@ def save_model(
 
 
 def find_model(path: Path) -> Path:
-    """The model file that `path` means: the file itself, or the best (else the last) one of a run folder."""
+    """Return the model file of a path: the file itself, or the best, else the last, model of a run folder."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}: give a run folder, or its best.safetensors")
     if not path.is_dir():
@@ -77,28 +77,28 @@ def find_model(path: Path) -> Path:
     for name in ("best.safetensors", "last.safetensors"):
         if (path / name).is_file():
             return path / name
-    raise CheckpointError(f"{path} holds no best.safetensors or last.safetensors: give a model file or a run folder")
+    raise CheckpointError(f"{path} has no best.safetensors or last.safetensors: give a model file or a run folder")
 
 
 def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedModel:
-    """Open a model file, or the best one of a run folder.
+    """Load a model file, or the best one of a run folder.
 
     Raises:
         CheckpointError: no such file, not a ds2 model, damaged metadata, or weights that do not fit its own
             config, are not floats, or are NaN, infinite or otherwise impossible.
     """
     file = find_model(Path(path))
-    kind = read_metadata(file).get("kind")  # before tensors: a language model's digest is not of their content
+    kind = read_metadata(file).get("kind")  # first: the digest of an n-gram model does not cover its tensors
     if kind != "model":
         raise CheckpointError(f"{file} is a {kind}, not a model: give best.safetensors or last.safetensors")
     tensors, metadata = load(file)
     try:
-        stored = from_plain(_Header, metadata, "metadata")
-        config, alphabet = config_from_dict(stored.config), Alphabet.from_dict(stored.alphabet)
+        header = from_plain(_ModelHeader, metadata, "metadata")
+        config, alphabet = config_from_dict(header.config), Alphabet.from_dict(header.alphabet)
         _check_tensors(config, len(alphabet), tensors)
         features = Features(config.features, config.data.sample_rate_hz)
-        anywhere = replace(config.model, backend="auto")  # which one training asked for is no matter of the model's
-        model = AcousticModel(anywhere, features.bins, len(alphabet), config.features.step_s)
+        portable = replace(config.model, backend="auto")  # this machine may lack the backend of the training
+        model = AcousticModel(portable, features.bins, len(alphabet), config.features.step_s)
     except (FieldError, UserError) as error:
         raise CheckpointError(f"{file}: {error}; {WAY_OUT}") from error
     model.load_state_dict(without_prefix("model", tensors))
@@ -115,7 +115,7 @@ def _check_tensors(config: Config, labels: int, tensors: Mapping[str, Tensor]) -
         ConfigError: the config cannot work.
     """
     layers = len(config.model.convs) + config.model.depth + config.model.row_convs
-    if layers > len(tensors):  # each has one tensor at least
+    if layers > len(tensors):  # each layer has at least one tensor
         raise CheckpointError(f"config.model: has {layers} layers, but there are {len(tensors)} tensors")
     with torch.device("meta"):
         features = Features(config.features, config.data.sample_rate_hz)

@@ -1,5 +1,5 @@
-"""Hypotheses against references.
+"""Scores of recognised texts.
 
-wer: alignment and counts. statistics: intervals and paired tests. report, html: a report as text, JSON and a page.
-texts: files to score, and which hypothesis belongs to which reference.
+wer: alignment, error counts, the errors of a corpus. statistics: confidence intervals and tests. texts: files of
+references and hypotheses. report: text, JSON and HTML.
 """

@@ -1,4 +1,4 @@
-"""A WER report as text and as JSON, and the files it is kept in."""
+"""WER reports as text, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kaldi_line(name: str, counts: ErrorCounts) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the head of a report: WER, CER, wrong utterances and the intervals."""
+    """Return the head of a report: WER, CER, sentence error rate and intervals."""
     count = len(report.utterances)
     share = 100 * report.wrong_utterances / max(1, count)
     lines = [
@@ -42,7 +42,7 @@ def summary(report: Report) -> str:
 
 
 def format_report(report: Report) -> str:
-    """Return the summary and the tables: by speaker, by length, most frequent errors."""
+    """Return the summary and tables by speaker, by length and of the most frequent errors."""
     parts = [summary(report)]
     if report.has_speakers:
         parts.append(_table("speaker", {name or "(unknown)": counts for name, counts in report.by_speaker.items()}))
@@ -57,13 +57,13 @@ def format_report(report: Report) -> str:
 
 
 def format_alignments(report: Report) -> str:
-    """Return every utterance with errors, reference above hypothesis; stars stand for a word that is not there."""
+    """Return every utterance with errors, reference above hypothesis; stars mark missing words."""
     blocks = [_aligned(utterance) for utterance in report.utterances if utterance.words.errors]
     return "\n\n".join(blocks) + ("\n" if blocks else "no errors\n")
 
 
 def format_paired_test(test: PairedTest, unit: str) -> str:
-    """Return the comparison of two systems in two lines."""
+    """Return the comparison of two systems as two lines."""
     interval = test.interval
     return (
         f"B - A: {100 * test.difference:+.2f} % absolute, {100 * interval.confidence:.0f} % interval "
@@ -73,7 +73,7 @@ def format_paired_test(test: PairedTest, unit: str) -> str:
 
 
 def report_record(report: Report) -> dict[str, Any]:
-    """Return the whole report but the alignments as plain containers; an infinite rate is None, as JSON has none."""
+    """Return the report without alignments as plain containers; an infinite rate is None, as JSON requires."""
     return {
         "wer": _finite(report.wer),
         "cer": _finite(report.cer),
@@ -92,11 +92,11 @@ def report_record(report: Report) -> dict[str, Any]:
 
 
 def write_report(report: Report, folder: Path, title: str, facts: Mapping[str, Any]) -> None:
-    """Write report.txt, report.json, errors.txt and errors.html, each whole or not at all.
+    """Write report.txt, report.json, errors.txt and errors.html, each atomically.
 
     Args:
-        report: what to write.
-        folder: made where missing.
+        report: of a corpus.
+        folder: created if it does not exist.
         title: heading of the HTML page.
         facts: further entries of report.json, such as model and manifest.
     """
@@ -170,7 +170,7 @@ _ERRORS_LISTED = 200
 def html_page(report: Report, title: str, summary: str) -> str:
     """Return a self-contained page of all utterances and the most frequent errors.
 
-    Texts travel as JSON and enter the page as text nodes only, so that no transcript can act as markup.
+    The page inserts texts of its JSON data as text nodes only, so that a transcript cannot act as markup.
 
     Args:
         report: aligned utterances.

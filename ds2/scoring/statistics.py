@@ -1,4 +1,4 @@
-"""How sure a word error rate is, and whether two systems differ: seeded resampling of utterances or speakers."""
+"""Confidence intervals of word error rates and tests of two systems, by resampling of utterances or speakers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ds2.system.errors import UserError
 
 Counts = NDArray[np.int64]
 _REPLICATES = 2000
-_DRAWS_AT_ONCE = 2**22  # bounds the memory of resampling, whatever the corpus
+_DRAWS_AT_ONCE = 2**22  # bounds the memory of resampling
 
 
 class ScoringError(UserError, ValueError):
-    """Texts or settings that cannot be scored; the message names the file, the line or ids, and the way out."""
+    """Texts or settings that cannot be scored; the message names the file, the line or ids, and what to do."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of a rate or of a difference of rates; `units` were resampled. Rates are fractions, not per cent."""
+    """An interval of a rate or a difference of rates, as fractions; `units` is the number of resampled units."""
 
     low: float
     high: float
@@ -31,10 +31,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """System B against system A on the same utterances.
+    """A comparison of system B with system A on the same utterances.
 
-    `difference` is WER of B minus WER of A (negative: B is better), `interval` its bootstrap interval, `p_value` the
-    two-sided chance of so large a difference if the systems were interchangeable.
+    `difference` is the WER of B minus the WER of A (negative: B is better), `interval` its bootstrap interval, and
+    `p_value` the two-sided probability of a difference this large if the systems were interchangeable.
     """
 
     difference: float
@@ -51,21 +51,21 @@ def bootstrap_interval(
     replicates: int = _REPLICATES,
     seed: int = 1,
 ) -> Interval:
-    """Percentile bootstrap of sum(errors) / sum(lengths) (Bisani and Ney 2004).
+    """Return the percentile bootstrap interval of sum(errors) / sum(lengths) (Bisani and Ney 2004).
 
-    Utterances of one speaker err alike, so resampling speakers (`groups`) gives the honest, wider interval for new
-    speakers; with fewer than about ten of them it is a rough one.
+    The errors of a speaker's utterances are correlated. Resampling of speakers (`groups`) gives a wider interval that
+    is valid for new speakers; with fewer than ten speakers it is inaccurate.
 
     Args:
         errors: (U,) of each utterance; may be differences of two systems' errors.
         lengths: (U,) reference words of each utterance.
-        groups: one an utterance; the groups are resampled as wholes. None: each utterance by itself.
+        groups: the group of each utterance, which is resampled as a whole. None: utterances are resampled.
         confidence: coverage, between 0 and 1.
-        replicates: resampled corpora.
-        seed: of the draws.
+        replicates: number of resampled corpora.
+        seed: of the random numbers.
 
     Returns:
-        The interval; NaN at both ends where no reference has a word.
+        The interval; NaN at both ends if no reference has a word.
 
     Raises:
         ScoringError: arrays of different lengths, or settings out of range.
@@ -77,7 +77,7 @@ def bootstrap_interval(
     units = len(errors)
     if not lengths.sum():
         return Interval(float("nan"), float("nan"), units, confidence)
-    # Units of as many errors and words are alike: how often each kind is drawn follows a multinomial distribution.
+    # Units with equal errors and words are interchangeable: the counts of each kind have a multinomial distribution.
     base = int(lengths.max()) + 1
     kinds, alike = np.unique(errors * base + lengths, return_counts=True)
     rng = np.random.default_rng(seed)
@@ -103,9 +103,9 @@ def paired_test(
 ) -> PairedTest:
     """Compare two systems on the same utterances.
 
-    The interval is the paired bootstrap of Bisani and Ney (2004). The p-value is of a matched-pairs randomisation test
-    (Noreen 1989): the two systems' results are swapped at random, utterance by utterance or speaker by speaker, and
-    differences at least as large as the one seen are counted. It assumes no distribution.
+    The interval is the paired bootstrap of Bisani and Ney (2004). The p-value is that of a matched-pairs randomisation
+    test (Noreen 1989): the results of the two systems are swapped at random for each utterance or speaker, and
+    differences at least as large as the measured one are counted. The test assumes no distribution.
 
     Args:
         errors_a: (U,) word errors of system A.
@@ -113,16 +113,16 @@ def paired_test(
         lengths: (U,) reference words.
         groups: as in :func:`bootstrap_interval`.
         confidence: coverage of the interval.
-        replicates: resampled corpora; the smallest p-value is 1 / (replicates + 1).
-        seed: of the draws.
+        replicates: number of resampled corpora; the smallest p-value is 1 / (replicates + 1).
+        seed: of the random numbers.
 
     Raises:
-        ScoringError: arrays of different lengths, settings out of range, or no reference words.
+        ScoringError: arrays of different lengths, settings out of range, or no reference has a word.
     """
     _check(errors_a, lengths, groups, replicates)
     _check(errors_b, lengths, groups, replicates)
     if not lengths.sum():
-        raise ScoringError("no reference has a word: two systems cannot be compared by their WER")
+        raise ScoringError("no reference has a word: systems cannot be compared by WER")
     difference = errors_b - errors_a
     interval = bootstrap_interval(difference, lengths, groups, confidence=confidence, replicates=replicates, seed=seed)
     swapped = _by_group(difference, groups)
@@ -130,8 +130,8 @@ def paired_test(
     rng = np.random.default_rng(seed)
     as_large = 0
     for count in _chunks(replicates, len(sizes)):
-        kept = rng.binomial(alike, 0.5, size=(count, len(sizes)))  # of each size, with the sign that it has
-        as_large += int((np.abs((2 * kept - alike) @ sizes) >= abs(swapped.sum())).sum())
+        unswapped = rng.binomial(alike, 0.5, size=(count, len(sizes)))  # number of unswapped units of each size
+        as_large += int((np.abs((2 * unswapped - alike) @ sizes) >= abs(swapped.sum())).sum())
     rate = float(difference.sum() / lengths.sum())
     return PairedTest(rate, interval, (as_large + 1) / (replicates + 1))
 
@@ -140,7 +140,7 @@ def _check(errors: Counts, lengths: Counts, groups: Sequence[Hashable] | None, r
     if len(errors) != len(lengths) or (groups is not None and len(groups) != len(errors)):
         raise ScoringError(
             f"{len(errors)} error counts, {len(lengths)} lengths and {'no' if groups is None else len(groups)} groups "
-            "were given: there must be one of each an utterance"
+            "do not match: each utterance needs one of each"
         )
     if replicates < 1:
         raise ScoringError(f"replicates is {replicates}, must be at least 1")

@@ -1,6 +1,6 @@
-"""Word and character errors of a corpus: alignment, counts that add up, and the tables that people read.
+"""Word and character error rates: alignment of texts, counts of errors, reports of a corpus.
 
-A corpus rate is the sum of errors over the sum of reference words, never a mean of rates.
+The rate of a corpus is the sum of errors over the sum of reference words, not a mean of rates.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import numpy as np
 from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
-MOST_CELLS = 10**11  # of the table of one utterance: a minute or two
-KEPT_CELLS = 10**8  # 25 MB
-_MASK_BYTES = 2**25  # of masks kept for tokens that come again
+MOST_CELLS = 10**11  # of the table of one utterance, a minute or two
+KEPT_CELLS = 10**8  # tables up to this size are kept as a whole, in 25 MB
+_MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
-_LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper ends of the rows of the table by length; the last row is open
+_LENGTH_LIMITS_WORDS = (0, 5, 10, 20, 40)  # upper limits of the rows of the table by length; the last row has none
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """Edits between references and hypotheses; `a + b` counts both corpora."""
+    """Counts of edits between references and hypotheses; `a + b` adds two corpora."""
 
     correct: int = 0
     substitutions: int = 0
@@ -49,12 +49,12 @@ class ErrorCounts:
 
     @property
     def reference_length(self) -> int:
-        """Words (or characters) of the references."""
+        """Number of words (or characters) of the references."""
         return self.correct + self.substitutions + self.deletions
 
     @property
     def rate(self) -> float:
-        """Errors over reference length; of an empty reference 0 without errors, else infinite."""
+        """Errors over reference length; for an empty reference 0 without errors and infinite with errors."""
         if self.reference_length:
             return self.errors / self.reference_length
         return math.inf if self.errors else 0.0
@@ -63,21 +63,21 @@ class ErrorCounts:
 def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: str = "an utterance") -> str:
     """Align two sequences with the fewest edits (Levenshtein distance).
 
-    The table's columns are kept as bits of integers, one bit a reference token (Myers 1999, Hyyrö 2003), so a token
-    of the hypothesis costs a few integer operations however long the reference. Among equally short alignments the
-    choice is that of rapidfuzz, and so of jiwer: the kinds of errors agree one by one, not only their sum.
+    A column of the table is an integer with a bit for each reference token (Myers 1999, Hyyrö 2003), so that a token of
+    the hypothesis costs a few integer operations. Among several shortest alignments the result is that of rapidfuzz
+    and jiwer: not only the sum but also the kinds of errors agree.
 
     Args:
         reference: tokens (words of a list, characters of a string).
         hypothesis: tokens.
-        name: of the utterance, for an error.
+        name: of the utterance, for error messages.
 
     Returns:
-        One letter an edit, in order: C correct, S substituted, D deleted (reference only), I inserted (hypothesis
+        A letter for each edit, in order: C correct, S substituted, D deleted (reference only), I inserted (hypothesis
         only).
 
     Raises:
-        ScoringError: the table between what is equal at both ends would have over `MOST_CELLS`.
+        ScoringError: the table, without equal tokens at both ends, has more than `MOST_CELLS` cells.
     """
     if reference == hypothesis:
         return CORRECT * len(reference)
@@ -89,31 +89,37 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: s
 
 
 def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: str) -> str:
-    """Let D[i][j] be the distance of the first i reference and j hypothesis tokens. Bit i - 1 of the j-th rise says
-    D[i][j] = D[i-1][j] + 1, of the j-th fall D[i][j] = D[i-1][j] - 1. Of a large table every so many columns are kept,
-    and those between computed again on the way back."""
+    """Align sequences without equal ends.
+
+    Let D[i][j] be the distance of the first i reference and j hypothesis tokens. Bit i - 1 of the j-th rise means
+    D[i][j] = D[i-1][j] + 1, that of the j-th fall D[i][j] = D[i-1][j] - 1. Of a large table only some columns are
+    kept; the others are computed again when the path is traced back.
+    """
     cells = len(reference) * len(hypothesis)
     if not cells:
         return DELETION * len(reference) + INSERTION * len(hypothesis)
     if cells > MOST_CELLS:
         raise ScoringError(
-            f"{name}: {len(reference)} and {len(hypothesis)} words or characters between those that are equal at its "
-            f"ends take too long to align: the product may be {MOST_CELLS:.0e} at most; cut it into utterances"
+            f"{name}: {len(reference)} and {len(hypothesis)} words or characters take too long to align: their product "
+            f"may be {MOST_CELLS:.0e} at most; split it into utterances"
         )
     masks = _masks(reference)
     full = (1 << len(reference)) - 1
     block = len(hypothesis) if cells <= KEPT_CELLS else math.isqrt(len(hypothesis)) + 1
     firsts = range(0, len(hypothesis), block)
-    kept = [(full, 0)]
+    checkpoints = [(full, 0)]
     for first in firsts[:-1]:
-        kept.append(_columns(hypothesis[first : first + block], masks, full, kept[-1])[-1])
+        checkpoints.append(_columns(hypothesis[first : first + block], masks, full, checkpoints[-1])[-1])
     edits = []
     size = len(reference) // 8 + 1
     i, j = len(reference), len(hypothesis)
     for first in reversed(firsts):
         columns = [
-            (rise.to_bytes(size, "little"), fall.to_bytes(size, "little"))  # a bit of an integer costs its whole length
-            for rise, fall in _columns(hypothesis[first : first + block], masks, full, kept.pop())
+            (
+                rise.to_bytes(size, "little"),
+                fall.to_bytes(size, "little"),
+            )  # a bit of an int costs its length
+            for rise, fall in _columns(hypothesis[first : first + block], masks, full, checkpoints.pop())
         ]
         while i and j > first:
             byte, bit = divmod(i - 1, 8)
@@ -153,7 +159,7 @@ def _masks(reference: Sequence[Hashable]) -> Callable[[Hashable], int]:
 def _columns(
     tokens: Sequence[Hashable], masks: Callable[[Hashable], int], full: int, column: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """A column of the table, as its rise and fall, and the one after each token."""
+    """Return a column of the table, as (rise, fall), and the columns after each token."""
     rise, fall = column
     columns = [column]
     for token in tokens:
@@ -168,23 +174,23 @@ def _columns(
 
 
 def count_edits(edits: str) -> ErrorCounts:
-    """Count the letters of an alignment."""
+    """Count the edits of an alignment."""
     return ErrorCounts(edits.count(CORRECT), edits.count(SUBSTITUTION), edits.count(DELETION), edits.count(INSERTION))
 
 
 def word_errors(reference: str, hypothesis: str) -> ErrorCounts:
-    """Count the word errors between two texts, split at white space."""
+    """Count the word errors between two texts."""
     return count_edits(align(reference.split(), hypothesis.split()))
 
 
 def character_errors(reference: str, hypothesis: str, name: str = "an utterance") -> ErrorCounts:
-    """Count the character errors between two texts; a run of white space counts as one character, none at the ends."""
+    """Count the character errors between two texts; words are separated by one space."""
     return count_edits(align(" ".join(reference.split()), " ".join(hypothesis.split()), name))
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedUtterance:
-    """One utterance of a report: its texts, the `edits` of their words (see :func:`align`) and counts."""
+    """An utterance of a report: its texts, the edits of their words (see :func:`align`) and their counts."""
 
     name: str
     speaker: str
@@ -204,7 +210,7 @@ class AlignedUtterance:
         return self.hypothesis_text.split()
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """The alignment as (edit, reference word or '', hypothesis word or '')."""
+        """Return the alignment as (edit, reference word or '', hypothesis word or '')."""
         reference, hypothesis = iter(self.reference), iter(self.hypothesis)
         return [
             (edit, "" if edit == INSERTION else next(reference), "" if edit == DELETION else next(hypothesis))
@@ -213,7 +219,7 @@ class AlignedUtterance:
 
 
 class Report:
-    """Errors of a corpus; what is costly is computed when it is first asked for."""
+    """The errors of a corpus; expensive properties are computed when they are first read."""
 
     def __init__(self, utterances: list[AlignedUtterance]) -> None:
         self.utterances = utterances
@@ -227,7 +233,7 @@ class Report:
 
     @property
     def cer(self) -> float:
-        """Character errors over reference characters of the whole corpus, the spaces between words counted."""
+        """Character errors over reference characters of the whole corpus, including the spaces between words."""
         return self.characters.rate
 
     @cached_property
@@ -238,24 +244,24 @@ class Report:
 
     @property
     def wrong_utterances(self) -> int:
-        """Utterances with any error."""
+        """Number of utterances with errors."""
         return sum(u.words.errors > 0 for u in self.utterances)
 
     @cached_property
     def by_speaker(self) -> dict[str, ErrorCounts]:
-        """Word errors of each speaker, worst rate first."""
+        """Word errors of each speaker, highest rate first."""
         groups = _grouped(self.utterances, lambda u: u.speaker)
         return dict(sorted(groups.items(), key=lambda item: (-item[1].rate, item[0])))
 
     @cached_property
     def by_length(self) -> dict[str, ErrorCounts]:
-        """Word errors by words in the reference, short ones first."""
+        """Word errors by number of words in the reference, short utterances first."""
         groups = _grouped(self.utterances, lambda u: bisect_left(_LENGTH_LIMITS_WORDS, u.words.reference_length))
         return {_length_label(row): groups[row] for row in sorted(groups)}
 
     @cached_property
     def confusions(self) -> Counter[tuple[str, str, str]]:
-        """How often each error (edit, reference word or '', hypothesis word or '') was made."""
+        """Count of each error (edit, reference word or '', hypothesis word or '')."""
         return Counter(pair for u in self.utterances if u.words.errors for pair in u.pairs() if pair[0] != CORRECT)
 
     @cached_property
@@ -265,7 +271,7 @@ class Report:
 
     @cached_property
     def speaker_interval(self) -> Interval | None:
-        """95 % bootstrap interval of the WER over speakers; None where fewer than two are known."""
+        """95 % bootstrap interval of the WER over speakers; None if fewer than two are known."""
         speakers = [u.speaker for u in self.utterances]
         if not self.has_speakers or len(set(speakers)) < 2:
             return None
@@ -287,10 +293,10 @@ def corpus_report(
     """Align a corpus utterance by utterance.
 
     Args:
-        references: texts, split at white space into words; nothing else is normalised.
+        references: texts, split into words at white space and not normalised further.
         hypotheses: texts in the same order.
-        names: of the utterances; their 1-based position where not given.
-        speakers: of the utterances; '' where unknown.
+        names: of the utterances; default: their 1-based positions.
+        speakers: of the utterances; '' if unknown.
 
     Raises:
         ScoringError: the sequences differ in length, or an utterance is too long to align.
@@ -298,10 +304,10 @@ def corpus_report(
     names = [str(1 + i) for i in range(len(references))] if names is None else names
     speakers = [""] * len(references) if speakers is None else speakers
     if not len(references) == len(hypotheses) == len(names) == len(speakers):
-        given = (
+        raise ScoringError(
             f"{len(references)} references, {len(hypotheses)} hypotheses, {len(names)} names, {len(speakers)} speakers"
+            ": each utterance needs one of each"
         )
-        raise ScoringError(f"{given}: there must be one of each an utterance")
     utterances = []
     for reference, hypothesis, name, speaker in zip(references, hypotheses, names, speakers, strict=True):
         edits = align(reference.split(), hypothesis.split(), name)

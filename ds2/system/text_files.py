@@ -1,7 +1,7 @@
-"""Lines of the texts that people give: manifests, transcripts, references, corpora, tables; plain, .gz or .xz.
+"""Lines of text files of users: manifests, transcripts, references, corpora, tables; plain, .gz or .xz.
 
-A text is a regular file, or standard input where its name is `-`. A pipe or a device is refused, since it may never
-end. So is a line that is too long to hold in memory.
+A text is a regular file, or standard input if its name is `-`. Pipes and devices, which may never end, and lines above
+16 MiB are refused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class TextError(UserError):
-    """A text that cannot be read; the message names the file, the line and the way out."""
+    """A text that cannot be read; the message names the file, the line and what to do."""
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a small file whole.
+    """Return the content of a small file.
 
     Raises:
-        TextError: as `read_byte_lines`, or the file has more than `max_bytes`.
+        TextError: as in `read_byte_lines`, or the file has more than `max_bytes`.
     """
     with _errors(path), _open(path) as file:
         content = file.read(max_bytes + 1)
@@ -43,12 +43,12 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line without its end of line) of a text, unpacked where its name ends in .gz or .xz.
+    """Yield (line number, line without its end of line) of a text; .gz and .xz are decompressed.
 
     A byte-order mark of UTF-8 is removed.
 
     Raises:
-        TextError: no such file, one that is neither a regular file nor `-`, a damaged archive, UTF-16, or a line of
+        TextError: the file does not exist or is neither a regular file nor `-`, a damaged archive, UTF-16, or a line of
             more than MAX_LINE_BYTES.
     """
     number = 0
@@ -73,7 +73,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in read_byte_lines(path):
         text = decode(line, f"{path}:{number}")
         if "\0" in text:
-            raise TextError(f"{path}:{number}: holds NUL characters: is it UTF-16? Save the file as UTF-8")
+            raise TextError(f"{path}:{number}: contains NUL characters: is it UTF-16? Save the file as UTF-8")
         yield number, text
 
 

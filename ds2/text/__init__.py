@@ -1,5 +1,5 @@
 """Characters and labels.
 
-alphabet: transcripts to labels and back, the blank. pieces: byte-pair pieces. lines: numbered lines of text files.
-normalise: transcripts in the form an alphabet writes. unfit: characters it cannot write, and the way out.
+alphabet: transcripts to labels and back. normalise: numbers, punctuation and case of transcripts. pieces: byte-pair
+pieces. unknown_characters: characters outside an alphabet and a proposal for an alphabet with them.
 """

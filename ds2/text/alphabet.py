@@ -1,4 +1,4 @@
-"""Transcripts to labels and back: the symbols a network writes, and what becomes of characters it does not know."""
+"""Alphabets: the symbols that a network writes, normalisation of transcripts, transcripts to labels and back."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ from ds2.system.plain import FieldError, from_plain
 from ds2.text.normalise import check_locale, check_numbers, drop_punctuation, lower, spell_numbers, upper
 
 BLANK = 0  # the label of CTC's blank
-WORD_MARK = "\u2581"  # starts a piece that starts a word, as sentencepiece writes them
+WORD_MARK = "\u2581"  # the first character of a piece that starts a word, as in sentencepiece
 _CASE: dict[str, Callable[[str, str], str]] = {"lower": lower, "upper": upper, "keep": lambda text, _: text}
-_RULES = {"locale": "", "unicode": "NFC", "numbers": "", "punctuation": "keep"}  # keys of a normaliser, as they begin
+_RULES = {
+    "locale": "",
+    "unicode": "NFC",
+    "numbers": "",
+    "punctuation": "keep",
+}  # defaults
 
 
 class AlphabetError(UserError):
-    """A transcript that the alphabet cannot write, or an alphabet that cannot work; the message names characters."""
+    """An invalid alphabet, or a transcript with characters outside it; the message names the characters."""
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredAlphabet:
     """An alphabet in a file."""
 
     case: str
@@ -43,18 +48,18 @@ class _Stored:
 
 
 class _Table(dict[int, str]):
-    """What `str.translate` puts for each character; it leaves none as it is."""
+    """A table for `str.translate` that raises an error for missing characters."""
 
     def __missing__(self, key: int) -> str:
-        raise ValueError(f"{key} stands for nothing")
+        raise ValueError(f"{key} is not in the table")
 
 
 @dataclass(frozen=True)
 class Alphabet:
     """The labels of a network: label 0 is the CTC blank, label i writes symbols[i]; V = len(alphabet).
 
-    Symbols are characters, or the pieces of a byte-pair encoding in the order in which they were merged (Sennrich et
-    al. 2016, "Neural machine translation of rare words with subword units"); words of those start with WORD_MARK.
+    Symbols are characters, or the pieces of a byte-pair encoding in merge order (Sennrich et al. 2016, "Neural machine
+    translation of rare words with subword units"), in which words start with WORD_MARK.
     """
 
     symbols: tuple[str, ...]  # symbols[0] is "", the blank
@@ -67,10 +72,10 @@ class Alphabet:
     punctuation: str = "keep"
     _labels: dict[str, int] = field(init=False, repr=False, compare=False)
     _characters: frozenset[str] = field(init=False, repr=False, compare=False)
-    _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # words in pieces, once each
+    _spelled: dict[str, list[int]] = field(init=False, repr=False, compare=False)  # cache: the pieces of each word
     _replacement: re.Pattern[str] | None = field(init=False, repr=False, compare=False)
-    _written: _Table = field(init=False, repr=False, compare=False)  # symbols by the character of each label's number
-    _read: _Table = field(init=False, repr=False, compare=False)  # the inverse, of single characters
+    _written: _Table = field(init=False, repr=False, compare=False)  # label as a character -> symbol
+    _read: _Table = field(init=False, repr=False, compare=False)  # symbol of one character -> label as a character
 
     def __post_init__(self) -> None:
         if self.case not in _CASE or self.unknown not in ("stop", "drop"):
@@ -87,12 +92,12 @@ class Alphabet:
         check_locale(self.locale)
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
-            raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct ones")
+            raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct symbols")
         unreachable = [s for s in self.symbols if self._composed(self._cased(s)) != s]
         if unreachable:
             raise AlphabetError(
-                f"alphabet.symbols holds {unreachable}, which no transcript contains after alphabet.case={self.case} "
-                f"and Unicode composition ({self.unicode}): write them in that form"
+                f"alphabet.symbols has {unreachable}, which no transcript has after alphabet.case={self.case} and "
+                f"Unicode composition ({self.unicode}): write them in that form"
             )
         if any(not key for key, _ in self.replace):
             raise AlphabetError("alphabet.replace has an empty key")
@@ -109,12 +114,12 @@ class Alphabet:
 
     @classmethod
     def from_config(cls, config: AlphabetConfig) -> Alphabet:
-        """Build the alphabet that a config describes; raises AlphabetError where it cannot work."""
+        """Build the alphabet of a config; raises AlphabetError if it is invalid."""
         missing = sorted({WORD_MARK, *config.symbols} - {" "} - set(config.pieces)) if config.pieces else []
         if missing:
             raise AlphabetError(
-                f"alphabet.pieces lacks single characters {missing} of alphabet.symbols and the word mark: every word "
-                "must have a spelling. `ds2 data pieces` adds them"
+                f"alphabet.pieces lacks {missing}: it needs the word mark and each character of alphabet.symbols to "
+                "spell every word. `ds2 data pieces` adds them"
             )
         symbols = ("", *(config.pieces or config.symbols))
         rules = {key: getattr(config, key) for key in _RULES}
@@ -122,19 +127,19 @@ class Alphabet:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Alphabet:
-        """Restore what `to_dict` gave; raises AlphabetError for what it never gives."""
+        """Build the alphabet that `to_dict` returned; raises AlphabetError for invalid values."""
         try:
-            given = from_plain(_Stored, stored, "alphabet")
+            fields = from_plain(_StoredAlphabet, stored, "alphabet")
         except FieldError as error:
             raise AlphabetError(str(error)) from error
-        symbols = ("", *(given.pieces or given.symbols))
-        rules = {key: getattr(given, key) for key in _RULES}
-        return cls(symbols, given.case, tuple(sorted(given.replace.items())), given.unknown, **rules)
+        symbols = ("", *(fields.pieces or fields.symbols))
+        rules = {key: getattr(fields, key) for key in _RULES}
+        return cls(symbols, fields.case, tuple(sorted(fields.replace.items())), fields.unknown, **rules)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the alphabet as plain containers for checkpoints, without the blank.
 
-        Characters are one string, `symbols`; pieces are a list, `pieces`.
+        Characters are a string, `symbols`; pieces are a list, `pieces`.
         """
         return {
             **({"pieces": list(self.symbols[1:])} if self.has_pieces else {"symbols": "".join(self.symbols)}),
@@ -145,7 +150,7 @@ class Alphabet:
         }
 
     def rules(self) -> dict[str, str]:
-        """Return what else is done to transcripts: the settings of the normaliser that are not as they begin."""
+        """Return the settings of the normaliser that differ from their defaults."""
         return {key: getattr(self, key) for key, default in _RULES.items() if getattr(self, key) != default}
 
     def __len__(self) -> int:
@@ -153,22 +158,22 @@ class Alphabet:
 
     @property
     def has_pieces(self) -> bool:
-        """Whether symbols are pieces of words."""
+        """Whether the symbols are pieces of words."""
         return any(symbol.startswith(WORD_MARK) for symbol in self.symbols)
 
     @property
     def as_printed(self) -> bool:
-        """Whether the network writes capitals among small letters, or punctuation other than the apostrophe."""
+        """Whether the network writes upper and lower case, or punctuation other than the apostrophe."""
         cased = self.case == "keep" and any(c != c.lower() for c in self._characters)
         marks = self._characters - {"'", " ", WORD_MARK}
         return cased or any(unicodedata.category(c)[0] in "PS" for c in marks)
 
     def normalise(self, text: str) -> tuple[str, Counter[str]]:
-        """Return the transcript as the network should write it, and the count of each character that it cannot write.
+        """Return the normalised transcript and the count of each character outside the alphabet.
 
-        Unicode composition, then the replacements in one pass (longest key first), then as asked for digits to words,
-        punctuation to spaces and case, then runs of white space to one space, none at the ends. Unknown characters stay
-        in the text: against a hypothesis they count as errors.
+        The steps are Unicode composition, replacements in one pass (longest key first), digits to words, punctuation to
+        spaces, case, and white space to single spaces, without any at the ends. Unknown characters stay in the text,
+        so that they count as errors of a hypothesis.
         """
         text = self._composed(text)
         if self._replacement is not None:
@@ -188,42 +193,42 @@ class Alphabet:
         return unicodedata.normalize("NFKC" if self.unicode == "NFKC" else "NFC", text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the labels of a transcript, normalised first; unknown characters are dropped where `unknown` is drop.
+        """Return the labels of a transcript, which is normalised first; unknown characters are dropped or refused.
 
         Raises:
-            AlphabetError: the text has unknown characters and `unknown` is stop.
+            AlphabetError: the text has unknown characters and `unknown` is "stop".
         """
         text, unknown = self.normalise(text)
         if unknown:
             if self.unknown == "stop":
                 raise AlphabetError(
-                    f"characters outside the alphabet: {describe(unknown)}; add them to alphabet.symbols, map them "
-                    "with alphabet.replace, or leave them out with alphabet.unknown=drop"
+                    f"characters outside the alphabet: {describe(unknown)}; add them to alphabet.symbols, replace "
+                    "them with alphabet.replace, or drop them with alphabet.unknown=drop"
                 )
             text = " ".join("".join(c for c in text if c not in unknown).split())
         return self.spell(text)
 
     def normalises_as(self, other: Alphabet) -> bool:
-        """Whether what this alphabet writes is what `normalise` of the other makes of it: all but the labels agree."""
+        """Whether texts of this alphabet are normalised for the other one: everything but the labels is equal."""
         return self._characters == other._characters and replace(self, symbols=other.symbols) == other
 
     def spell(self, text: str) -> list[int]:
         """Return the labels of a normalised text without unknown characters."""
         if not self.has_pieces:
             try:
-                return list(text.translate(self._read).encode("latin-1"))  # a third of the time of the line below
+                return list(text.translate(self._read).encode("latin-1"))  # three times as fast as the line below
             except ValueError:  # unknown characters, or labels past 255
                 return [self._labels[character] for character in text]
         return [label for word in text.split() for label in self._pieces(word)]
 
     def _pieces(self, word: str) -> list[int]:
-        """Merge the characters of a word as the encoding was learnt: earliest pieces first, from the left."""
+        """Return the labels of a word: neighbours are merged in merge order, from the left."""
         if word not in self._spelled:
             self._spelled[word] = [self._labels[part] for part in self._merged([WORD_MARK, *word])]
         return self._spelled[word]
 
     def _merged(self, parts: list[str]) -> list[str]:
-        """Merge neighbours while some make a piece: a heap of pairs and links past what is merged, so n log n."""
+        """Merge neighbours that form a piece, by a heap of pairs and a linked list: O(n log n)."""
         before, after = list(range(-1, len(parts) - 1)), list(range(1, len(parts) + 1))
         pairs: list[tuple[int, int, str]] = []
 
@@ -238,7 +243,7 @@ class Alphabet:
         while pairs:
             _, at, both = heappop(pairs)
             right = after[at]
-            if right < len(parts) and parts[at] and parts[at] + parts[right] == both:  # neither was merged meanwhile
+            if right < len(parts) and parts[at] and parts[at] + parts[right] == both:  # neither was merged since
                 parts[at], parts[right], after[at] = both, "", after[right]
                 if after[at] < len(parts):
                     before[after[at]] = at
@@ -247,19 +252,19 @@ class Alphabet:
         return [part for part in parts if part]
 
     def decode(self, labels: Iterable[int]) -> str:
-        """Return the symbols of labels joined; blanks write nothing, repeats stay: collapsing is the decoder's."""
-        if isinstance(labels, tuple):  # of a search: a fifth of the time of the line below
+        """Return the text of labels; blanks write nothing, repeated labels are kept (the decoder collapses them)."""
+        if isinstance(labels, tuple):  # five times as fast as the line below
             with suppress(ValueError):  # labels past 255
                 return bytes(labels).decode("latin-1").translate(self._written)
         return "".join(map(self.symbols.__getitem__, labels))
 
 
 def describe(characters: Mapping[str, int]) -> str:
-    """Return counted characters for a message, most frequent first, each with its code point as look-alikes abound."""
+    """Return counted characters for a message, most frequent first, with code points to tell similar ones apart."""
     ordered = sorted(characters.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{c!r} U+{ord(c):04X}" + (f" x {count}" if count > 1 else "") for c, count in ordered)
 
 
 def fewest_frames(labels: Sequence[int]) -> int:
-    """The fewest frames that can carry labels: one each, and a blank between equal neighbours (Graves et al. 2006)."""
+    """Return the least frames for these labels: one each and a blank between equal neighbours (Graves et al. 2006)."""
     return len(labels) + sum(a == b for a, b in pairwise(labels))

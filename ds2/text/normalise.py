@@ -1,4 +1,4 @@
-"""Transcripts as people write them to transcripts as a network shall: Unicode form, digits, punctuation, case."""
+"""Normalisation of transcripts: digits to words, punctuation, upper and lower case."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from ds2.system.errors import UserError
 
-_DOTTED = ("tr", "az")  # languages whose I without dot and i with one are two letters
+_DOTTED = ("tr", "az")  # languages with a dotted and a dotless i
 _APOSTROPHES = "'’‘ʼ＇`´"
 _DECIMAL_POINT = ("en", "he", "ja", "ko", "th", "zh")  # 1,234.5; the others write 1.234,5
 _DIGITS = re.compile(r"\d+(?:[.,\u00a0\u202f]\d+)*")
-_ENDLESS = ("am",)  # languages in which num2words 0.5 never returns for numbers above a thousand
+_ENDLESS = ("am",)  # languages in which num2words 0.5 does not return for numbers above a thousand
 _CODE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]+)*")
 _MOST_DIGITS = 12  # longer runs of digits are telephone or card numbers
 _ENGLISH_ORDINAL = re.compile(r"\b(\d{1,4})(?:st|nd|rd|th)\b", re.IGNORECASE)
 
 
 class NormaliseError(UserError):
-    """A normaliser that cannot work; the message names the setting and the way out."""
+    """An invalid setting of the normaliser; the message names the setting and what to do."""
 
 
 def lower(text: str, locale: str = "") -> str:
     """Return a text in lower case; in Turkish and Azerbaijani I gives ı and İ gives i.
 
-    Without the locale, Unicode makes İ an i with a combining dot, and I an i, which is another letter there.
+    Without the locale, Unicode turns İ into i with a combining dot, and I into i, which is another letter in Turkish.
     """
     if _language(locale) in _DOTTED:
         text = text.replace("İ", "i").replace("I\u0307", "i").replace("I", "ı")
@@ -36,18 +36,18 @@ def lower(text: str, locale: str = "") -> str:
 
 
 def upper(text: str, locale: str = "") -> str:
-    """Return a text in upper case; in Turkish and Azerbaijani i gives İ (and ı gives I, as everywhere)."""
+    """Return a text in upper case; in Turkish and Azerbaijani i gives İ."""
     if _language(locale) in _DOTTED:
         text = text.replace("i", "İ")
     return text.upper()
 
 
 def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
-    """Return a text with a space in place of what is no letter, mark or digit, and nothing for an apostrophe in a word.
+    """Replace all characters but letters, marks and digits by spaces; delete apostrophes inside words.
 
     Args:
-        text: any.
-        keep: characters that stay. Where the plain apostrophe is one, typographic ones in words become it.
+        text: any text.
+        keep: characters to keep. If it has the plain apostrophe, typographic ones inside words become plain.
     """
     parts = []
     for index, character in enumerate(text):
@@ -61,22 +61,22 @@ def drop_punctuation(text: str, keep: Collection[str] = "") -> str:
 
 
 def fold(text: str, locale: str = "") -> str:
-    """Return a text without case and punctuation but for apostrophes in words: for a WER that asks about words only."""
+    """Return a text in lower case without punctuation but apostrophes in words, for a WER of words only."""
     return " ".join(drop_punctuation(lower(unicodedata.normalize("NFC", text), locale), keep="'").split())
 
 
 def spell_numbers(text: str, language: str) -> str:
-    """Return a text whose digits are words: 1,234.5 in English, 1.234,5 in most other languages, and 21st in English.
+    """Replace numbers by words: 1,234.5 and 21st in English, 1.234,5 in most other languages.
 
-    Numbers that start with 0, and those of more than twelve digits, are read digit by digit. Hyphens and commas of the
-    words become spaces.
+    Numbers that start with 0 or have more than twelve digits are read digit by digit. Hyphens and commas of the words
+    become spaces.
 
     Args:
-        text: any.
-        language: as num2words calls it: en, de, tr, pt_BR.
+        text: any text.
+        language: a language code of num2words: en, de, tr, pt_BR.
 
     Raises:
-        NormaliseError: num2words is not installed, does not know the language, or cannot read a number in it.
+        NormaliseError: num2words is not installed, does not know the language, or cannot convert a number.
     """
     if not any(character.isdigit() for character in text):
         return text
@@ -87,13 +87,13 @@ def spell_numbers(text: str, language: str) -> str:
 
 
 def number_words(language: str) -> list[str]:
-    """Return the words that numbers of a language are made of, as far as num2words is installed and has them."""
-    found = []
+    """Return the words of numbers in a language; empty if num2words is missing or does not know the language."""
+    words = []
     whole = (*range(101), *range(200, 1000, 100), 1000, 2000, 10**6, 2 * 10**6, 10**9, 2 * 10**9)
     for number in (*whole, 0.1, 1.2, 2.25, 3.001):
         with suppress(NormaliseError):
-            found.append(_speller(language)(number))
-    return found
+            words.append(_speller(language)(number))
+    return words
 
 
 def _number(written: str, language: str, spelled: Callable[..., str]) -> str:
@@ -121,17 +121,17 @@ def _speller(language: str) -> Callable[..., str]:
     known = sorted(set(num2words.CONVERTER_CLASSES) - set(_ENDLESS))
     if language not in known and _language(language) not in known:
         raise NormaliseError(
-            f"alphabet.numbers={language!r}: num2words knows {', '.join(known)}; for another language write the digits "
-            "of transcripts out as words, or leave alphabet.numbers empty and add the digits to alphabet.symbols"
+            f"alphabet.numbers={language!r}: num2words knows {', '.join(known)}; for another language write the "
+            "numbers of transcripts as words, or leave alphabet.numbers empty and add the digits to alphabet.symbols"
         )
 
     def spelled(number: int | float, **how: Any) -> str:
         try:
             words = num2words.num2words(number, lang=language, **how)
-        except Exception as error:  # as each language's own code has it
+        except Exception as error:  # each language raises its own errors
             raise NormaliseError(
-                f"alphabet.numbers={language}: num2words cannot read {number} ({error or type(error).__name__}): write "
-                "it out as words in the transcript"
+                f"alphabet.numbers={language}: num2words cannot convert {number} ({error or type(error).__name__}): "
+                "write it as words in the transcript"
             ) from error
         return " ".join(re.sub(r"[-,]", " ", words).split())
 
@@ -139,13 +139,13 @@ def _speller(language: str) -> Callable[..., str]:
 
 
 def check_locale(locale: str) -> None:
-    """Raise NormaliseError where a locale is no code of a language, such as a name; an empty one asks for nothing."""
+    """Raise NormaliseError if a locale is not a language code; an empty one is allowed."""
     if locale and not _CODE.fullmatch(locale):
-        raise NormaliseError(f"alphabet.locale={locale!r}: give a language by its code, such as tr, az, de or pt_BR")
+        raise NormaliseError(f"alphabet.locale={locale!r}: use a language code such as tr, az, de or pt_BR")
 
 
 def check_numbers(language: str) -> None:
-    """Raise NormaliseError where digits cannot become words of this language; an empty one asks for nothing."""
+    """Raise NormaliseError if numbers cannot become words of this language; an empty one is allowed."""
     if language:
         _speller(language)
 

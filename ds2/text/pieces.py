@@ -1,4 +1,4 @@
-"""Byte-pair pieces as labels: learnt from transcripts with sentencepiece, kept as a text that a person can read."""
+"""Byte-pair pieces: training on transcripts with sentencepiece, and files of pieces."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from ds2.text.alphabet import WORD_MARK, Alphabet, AlphabetError
 
 
 def learn_pieces(texts: Iterable[str], alphabet: Alphabet, count: int) -> list[str]:
-    """Learn a byte-pair encoding.
+    """Train a byte-pair encoding.
 
     Args:
-        texts: transcripts, normalised here; characters outside the alphabet are left out.
-        alphabet: of characters: every one but the space becomes a piece, whether it occurs or not.
-        count: pieces in all; fewer come back where the texts do not give so many.
+        texts: transcripts, which are normalised; characters outside the alphabet are dropped.
+        alphabet: of characters, each of which but the space becomes a piece, even if it does not occur.
+        count: number of pieces; fewer are returned if the texts do not have as many.
 
     Returns:
-        Pieces in the order in which they are merged, single characters last.
+        Pieces in merge order, single characters last.
 
     Raises:
-        AlphabetError: no text, a count too small for the characters, or sentencepiece is not installed.
+        AlphabetError: there is no text, the count is too small for the characters, or sentencepiece is not installed.
     """
     characters = sorted({WORD_MARK, *alphabet.symbols[1:]} - {" "})
     if count <= len(characters):
-        raise AlphabetError(f"{count} pieces cannot hold the {len(characters)} single characters: ask for more")
+        raise AlphabetError(f"{count} pieces are not enough for {len(characters)} single characters: use more")
     normalised = (alphabet.normalise(text) for text in texts)
     sentences = ["".join(c for c in text if c not in unknown).strip() for text, unknown in normalised]
     sentences = [sentence for sentence in sentences if sentence]
     if not sentences:
-        raise AlphabetError("there is no text to learn pieces from")
-    package, written = _sentencepiece(), io.BytesIO()
+        raise AlphabetError("there is no text to train pieces on")
+    package, model = _sentencepiece(), io.BytesIO()
     package.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
-        model_writer=written,
+        model_writer=model,
         model_type="bpe",
-        vocab_size=count + 1,  # with the unknown piece
+        vocab_size=count + 1,  # including the unknown piece
         hard_vocab_limit=False,
         character_coverage=1.0,
         normalization_rule_name="identity",
@@ -49,27 +49,29 @@ def learn_pieces(texts: Iterable[str], alphabet: Alphabet, count: int) -> list[s
         num_threads=1,
         minloglevel=2,
     )
-    return _listed(package.SentencePieceProcessor(model_proto=written.getvalue()))
+    return _listed(package.SentencePieceProcessor(model_proto=model.getvalue()))
 
 
 def read_pieces(path: Path) -> list[str]:
-    """Read the pieces of a file: one a line, or a byte-pair model of sentencepiece where its name ends in .model.
+    """Read a file of pieces: a text with one piece a line, or a byte-pair model of sentencepiece (.model).
 
     Raises:
-        AlphabetError: no such file, or one that holds no pieces.
+        AlphabetError: the file does not exist or contains no pieces.
     """
     if not path.is_file():
-        raise AlphabetError(f"there are no pieces {path}: `ds2 data pieces` writes them")
+        raise AlphabetError(f"there is no file of pieces {path}: `ds2 data pieces` writes one")
     try:
         if path.suffix == ".model":
             pieces = _listed(_sentencepiece().SentencePieceProcessor(model_file=str(path)))
         else:
             pieces = path.read_text(encoding="utf-8").split("\n")[:-1]
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        raise AlphabetError(f"{path} holds no pieces: {error}") from error
+        raise AlphabetError(f"{path} is no file of pieces: {error}") from error
     bad = [piece for piece in pieces if not piece or any(c.isspace() for c in piece)]
     if bad or not any(piece.startswith(WORD_MARK) for piece in pieces):
-        raise AlphabetError(f"{path} holds no pieces, one a line, of which some start with {WORD_MARK!r}")
+        raise AlphabetError(
+            f"{path} is no file of pieces: it needs one piece a line, some of which start with {WORD_MARK!r}"
+        )
     return pieces
 
 
@@ -77,7 +79,7 @@ def _listed(processor: Any) -> list[str]:
     labels = [i for i in range(processor.get_piece_size()) if not (processor.is_unknown(i) or processor.is_control(i))]
     merged = sorted(labels, key=lambda label: -processor.get_score(label))
     if [processor.get_score(label) for label in merged] != [-rank for rank in range(len(merged))]:
-        raise AlphabetError("the sentencepiece model is not of the byte-pair type (model_type=bpe)")
+        raise AlphabetError("the sentencepiece model is no byte-pair model (model_type=bpe)")
     return [processor.id_to_piece(label) for label in merged]
 
 
@@ -85,5 +87,5 @@ def _sentencepiece() -> Any:
     try:
         import sentencepiece
     except ImportError as error:
-        raise AlphabetError("pieces are learnt by sentencepiece: pip install sentencepiece") from error
+        raise AlphabetError("pieces need sentencepiece: pip install sentencepiece") from error
     return sentencepiece

@@ -91,13 +91,13 @@ def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest
     [
         (b"a\n", b"a\nb\n", [], "1 hypotheses have no reference: 2"),
         (b"\xff\xfea\n", b"a\n", [], ":1: is not UTF-8 but UTF-16"),
-        (b"u1 a\nu1 b\n", b"u1 a\n", ["--ids"], "ref:2: u1 was listed before"),
-        (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: not JSON"),
-        (b'{"txt": "a"}\n', b"a\n", [], "ref:1: no string 'text'"),
+        (b"u1 a\nu1 b\n", b"u1 a\n", ["--ids"], "ref:2: u1 is listed twice"),
+        (b'{"text": "a"}\nplain\n', b"a\n", [], "ref:2: is not JSON"),
+        (b'{"txt": "a"}\n', b"a\n", [], "ref:1: has no string 'text'"),
         (b'{"text": "a", "audio_filepath": 3}\n', b"a\n", [], "ref:1: audio_filepath must be a string"),
-        (b'{"text": "a", "audio_filepath": "\\u0000"}\n', b"a\n", [], "ref:1: audio_filepath or offset cannot be"),
-        (b'{"text": ' + b"[" * 100_000, b"a\n", [], "ref:1: not JSON"),
-        (b'{"text": 1' + b"0" * 5000 + b"}", b"a\n", [], "ref:1: not JSON"),
+        (b'{"text": "a", "audio_filepath": "\\u0000"}\n', b"a\n", [], "ref:1: audio_filepath or offset is invalid"),
+        (b'{"text": ' + b"[" * 100_000, b"a\n", [], "ref:1: is not JSON"),
+        (b'{"text": 1' + b"0" * 5000 + b"}", b"a\n", [], "ref:1: is not JSON"),
     ],
 )
 def test_input_that_cannot_be_scored(
@@ -145,7 +145,7 @@ def test_composed_and_decomposed_letters_are_the_same(write: Write, capsys: pyte
     assert cli.main(["wer", str(one), str(other)]) == 0
     assert "%WER 0.00" in capsys.readouterr().out
     assert cli.main(["wer", str(nested), str(nested)]) == 2
-    assert "deep.jsonl:1: not JSON" in capsys.readouterr().err
+    assert "deep.jsonl:1: is not JSON" in capsys.readouterr().err
 
 
 def test_fold_scores_again_without_case_and_punctuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

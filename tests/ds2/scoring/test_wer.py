@@ -97,7 +97,7 @@ def test_a_word_of_millions_of_letters_takes_time_linear_in_them() -> None:
 def test_an_utterance_that_would_take_hours_is_refused_by_name_unless_its_ends_are_equal() -> None:
     words = [str(number) for number in range(1_000_000)]
     other = ["x", *words[1:-1], "x"]
-    with pytest.raises(ScoringError, match=r"talk: 1000000 and 1000000 words .* 1e\+11 at most; cut it"):
+    with pytest.raises(ScoringError, match=r"talk: 1000000 and 1000000 words .* 1e\+11 at most; split it"):
         corpus_report([" ".join(words)], [" ".join(other)], names=["talk"])
     assert corpus_report([" ".join(words)], [" ".join(words[:500] + words[501:])]).words.deletions == 1
 

@@ -32,7 +32,7 @@ def test_the_table_counts_and_the_block_makes_room() -> None:
 def test_digits_ask_for_a_language_and_turkish_for_its_locale() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     shown = propose_alphabet(count_unknown(["3 İnek, ılık"], plain), plain)
-    assert "numbers: tr  # digits to words: your language" in shown and "alphabet.locale=tr" in shown
+    assert "numbers: tr  # digits to words: write your language" in shown and "alphabet.locale=tr" in shown
     assert proposal(shown).normalise("İNEK ILIK")[0] == "inek ılık"
 
 
@@ -50,7 +50,7 @@ def test_digits_ask_for_a_language_and_turkish_for_its_locale() -> None:
 def test_the_proposed_number_words_are_of_the_script(text: str, language: str) -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     shown = propose_alphabet(count_unknown([text], plain), plain)
-    assert f"numbers: {language}  # digits to words: your language" in shown
+    assert f"numbers: {language}  # digits to words: write your language" in shown
     proposal(shown).normalise(text)  # num2words knows it
 
 
