@@ -11,6 +11,7 @@ batch, H hidden.
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from ds2_ops.lengths import turned
@@ -18,11 +19,17 @@ from timing import graphed, machine, measure
 from torch import Tensor, nn
 
 from ds2.config.schema import ModelConfig
-from ds2.model.pass_context import OWN_PARAMETERS
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import GatedRecurrentLayer
 
 Run = Callable[[Tensor], Tensor]
+
+
+def one_way(cell: nn.Module, config: ModelConfig) -> GatedRecurrentLayer:
+    """A layer of one direction with the weights of a cell."""
+    layer = GatedRecurrentLayer(config.hidden, replace(config, bidirectional=False))
+    layer.cell = cell
+    return layer
 
 
 class Stack:
@@ -34,6 +41,7 @@ class Stack:
         config = ModelConfig(cell=options.cell, hidden=options.hidden, batch_norm=False, bidirectional=True)
         layers = [GatedRecurrentLayer(options.hidden, config) for _ in range(options.depth)]
         self.layers = nn.ModuleList(layers).to(self.device, torch.bfloat16)
+        self.directions = [(one_way(layer.cell, config), one_way(layer.cell_reverse, config)) for layer in layers]
         self.ragged = Ragged.of(torch.full((batch,), options.frames), options.frames, self.device)
         shape = (options.frames, batch, options.hidden)
         self.x = torch.randn(shape, device=self.device, dtype=torch.bfloat16).requires_grad_()
@@ -57,10 +65,9 @@ class Stack:
 
     def apart(self, x: Tensor) -> Tensor:
         """Our kernels, one direction after the other."""
-        for layer in self.layers:
-            y = layer.cell(x, self.ragged, "auto", OWN_PARAMETERS)
-            flipped = layer.cell_reverse(turned(x, self.ragged.lengths), self.ragged, "auto", OWN_PARAMETERS)
-            x = y + turned(flipped, self.ragged.lengths)
+        for forward, backward in self.directions:
+            y = forward(x, self.ragged)
+            x = y + turned(backward(turned(x, self.ragged.lengths), self.ragged), self.ragged.lengths)
         return x
 
     def of_torch(self, dtype: torch.dtype) -> tuple[Run, list[Tensor]]:

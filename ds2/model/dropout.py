@@ -1,4 +1,4 @@
-"""Dropout that belongs to utterances, of inputs and of whole branches: the same in any batch, rank, padding, device."""
+"""Dropout of inputs and of residual branches, by utterance: the same in any batch, rank, padding and device."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class UtteranceDropout(nn.Module):
         if keys is None:
             keys = torch.randint(2**62, x.shape[1:2], device=x.device)
         if share is None:
-            return torch.where(self._kept(keys, x.shape[0], x.shape[2]), x / (1 - self.rate), 0.0)
+            return torch.where(self._stays(keys, x.shape[0], x.shape[2]), x / (1 - self.rate), 0.0)
         rates = (self.rate * share)[:, None]
-        kept = self._kept(keys, x.shape[0], x.shape[2], rates)
-        return torch.where(kept, (x / (1 - rates).float()).to(x.dtype), 0.0)
+        stays = self._stays(keys, x.shape[0], x.shape[2], rates)
+        return torch.where(stays, (x / (1 - rates).float()).to(x.dtype), 0.0)
 
-    def _kept(self, keys: Tensor, frames: int, width: int, rates: Tensor | None = None) -> Tensor:
+    def _stays(self, keys: Tensor, frames: int, width: int, rates: Tensor | None = None) -> Tensor:
         """(T, B, D) bool, by one rate or (B, 1) float64. Integers overflow on purpose: modulo 2^64 and 2^32."""
         time = torch.arange(frames, device=keys.device)[:, None]
         rows = _low(_mixed(_mixed(keys + self.layer * 2**20) + time))
@@ -77,8 +77,8 @@ class BranchDropout(nn.Module):
             return y
         if keys is None:
             keys = torch.randint(2**62, y.shape[1:2], device=y.device)
-        kept = _low(_mixed(keys + (_BRANCHES + self.branch) * 2**20)) >= round(self.rate * 2**32) - 2**31
-        return y * (kept / (1 - self.rate)).to(y.dtype)[:, None]
+        stays = _low(_mixed(keys + (_BRANCHES + self.branch) * 2**20)) >= round(self.rate * 2**32) - 2**31
+        return y * (stays / (1 - self.rate)).to(y.dtype)[:, None]
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What makes logits of a module's output: of the last one, and in training of those before it that have a head."""
+"""Classifiers: from the output of a module to logits, for the last module and, in training, for those with a head."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """The recurrent layers of the acoustic model: simple ones, LSTM and GRU.
 
-Shape letters: T frames, B batch, H hidden, D width of a layer's input.
+Shape letters: T frames, B batch, H hidden, G gates, D width of a layer's input.
 
 Invariant: between layers, frames past an utterance's length are exactly 0, and no layer reads a gradient there.
 """
+
+from typing import Any, cast
 
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
@@ -20,6 +22,7 @@ from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.ragged import Ragged
 
 _RECURRENT_GAIN = 0.5
+_OPERATORS = {"lstm": "lstm", "gru": "gru_after"}  # the names that ds2_ops has for cells of `model.cell`
 
 
 class RecurrentLayer(nn.Module):
@@ -28,7 +31,7 @@ class RecurrentLayer(nn.Module):
     Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
 
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
-    frames back and the state stays far below the clip (tried beside others: docs/design/network.md). With
+    frames back and the state stays far below the clip (compared with others: docs/design/network.md). With
     ``config.start`` plain it is drawn evenly from +-1 / sqrt(H), as torch.nn does.
 
     Args:
@@ -78,7 +81,7 @@ class RecurrentLayer(nn.Module):
                 weight_sink=sinks_of(parameters, context),
             )
             return ways.sum(2)
-        return recurrence(
+        y, _ = recurrence(
             z,
             context.weight(self.weight_hh),
             None,
@@ -87,11 +90,12 @@ class RecurrentLayer(nn.Module):
             clip=self.clip,
             backend=self.backend,
             weight_sink=context.sink(self.weight_hh),
-        )[0]
+        )
+        return y
 
 
 class GatedRecurrentLayer(nn.Module):
-    """LSTM or GRU layer: on the persistent kernels where they run, else through torch's own fused ones.
+    """LSTM or GRU layer: on the operators of ds2_ops where their fast kernels run, else on torch's fused kernels.
 
     Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
     projection as torch's kernels compute it, so it acts on the layer's input. Directions are summed, as in
@@ -100,108 +104,77 @@ class GatedRecurrentLayer(nn.Module):
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__()
-        make = {"lstm": _Lstm, "gru": _Gru}[config.cell]
-        self.backend = config.backend
+        make = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
+        self.operator, self.hidden, self.backend = _OPERATORS[config.cell], config.hidden, config.backend
         self.dropout = UtteranceDropout(config.dropout)
         self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum) if config.batch_norm else None
-        self.cell = make(width_in, config.hidden)
-        self.cell_reverse = make(width_in, config.hidden) if config.bidirectional else None
+        self.cell: nn.LSTM | nn.GRU = make(width_in, config.hidden)
+        self.cell_reverse: nn.LSTM | nn.GRU | None = make(width_in, config.hidden) if config.bidirectional else None
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """See :meth:`RecurrentLayer.forward`."""
         if self.norm is not None:
             x = self.norm(x, ragged.count, context)
         x = self.dropout(x, ragged.keys, ragged.share)
+        if self._on_torch(x):
+            y = self._torch_forward(self.cell, x, ragged, context)
+            if self.cell_reverse is None:
+                return y
+            backward = self._torch_forward(self.cell_reverse, turned(x, ragged.lengths), ragged, context)
+            return y + turned(backward, ragged.lengths)
+        cells = [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
+        biases = [self._biases(cell, context) for cell in cells]
+        input_biases = [input_bias for input_bias, _ in biases]
+        bias = input_biases[0] if len(cells) == 1 else torch.cat(input_biases)
+        z = linear(x, [_parameter(cell, "weight_ih_l0") for cell in cells], bias, context)
+        recurrent = [_parameter(cell, "weight_hh_l0") for cell in cells]
+        weights = [context.weight(parameter) for parameter in recurrent]
+        sinks = sinks_of(recurrent, context)
         if self.cell_reverse is None:
-            y: Tensor = self.cell(x, ragged, self.backend, context)
-            return y
-        cells = (self.cell, self.cell_reverse)
-        if not self.cell.ours(x, self.backend):
-            y = self.cell(x, ragged, self.backend, context)
-            flipped = self.cell_reverse(turned(x, ragged.lengths), ragged, self.backend, context)
-            return y + turned(flipped, ragged.lengths)
-        bias = torch.cat([cell.bias_of_input(context) for cell in cells])
-        z = linear(x, [cell.weight_ih_l0 for cell in cells], bias, context)
-        parameters = [cell.weight_hh_l0 for cell in cells]
+            options: dict[str, Any] = {"backend": self.backend, "weight_sink": None if sinks is None else sinks[0]}
+            if self.operator == "lstm":
+                return lstm(z, weights[0], None, None, ragged.lengths, **options)[0]
+            return gru(z, weights[0], biases[0][1], None, ragged.lengths, **options)[0]
         ways = bidirectional(
-            self.cell.name,
+            self.operator,
             z.view(*z.shape[:2], 2, -1),
-            torch.stack([context.weight(parameter) for parameter in parameters]),
-            None if isinstance(self.cell, _Lstm) else torch.stack([cell.bias_hn(context) for cell in cells]),
+            torch.stack(weights),
+            None if self.operator == "lstm" else torch.stack([cast(Tensor, bias_hn) for _, bias_hn in biases]),
             ragged.lengths,
             backend=self.backend,
-            weight_sink=sinks_of(parameters, context),
+            weight_sink=sinks,
         )
         return ways.sum(2)
 
+    def _on_torch(self, x: Tensor) -> bool:
+        if self.backend != "auto":
+            return False
+        device = x.device
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
+        return x.numel() == 0 or why_torch(self.operator, self.hidden, dtype, device) is not None
 
-class _Lstm(nn.LSTM):
-    """torch.nn's, with another forward."""
+    def _biases(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> tuple[Tensor, Tensor | None]:
+        """The bias of the input's product (G H,), and that of a GRU's last recurrent product (H,)."""
+        bias_ih, bias_hh = (context.weight(_parameter(cell, name)) for name in ("bias_ih_l0", "bias_hh_l0"))
+        if self.operator == "lstm":
+            return bias_ih + bias_hh, None
+        gates = 2 * self.hidden
+        return bias_ih + functional.pad(bias_hh[:gates], (0, self.hidden)), bias_hh[gates:]
 
-    name = "lstm"
-    weight_ih_l0: Tensor
-    weight_hh_l0: Tensor
-    bias_ih_l0: Tensor
-    bias_hh_l0: Tensor
-
-    def ours(self, x: Tensor, backend: str) -> bool:
-        """Whether the operators of ds2_ops run it."""
-        return _ours(self.name, self.hidden_size, x, backend)
-
-    def bias_of_input(self, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """(4 H,) to be added to the input's product."""
-        return context.weight(self.bias_ih_l0) + context.weight(self.bias_hh_l0)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, ragged: Ragged, backend: str, context: PassContext
-    ) -> Tensor:
-        if not self.ours(x, backend):
-            state = _zero_state(x, self.hidden_size)
-            return _cut(torch.lstm(x, (state, state), *_torch_arguments(self, context))[0], ragged)
-        z = linear(x, [self.weight_ih_l0], self.bias_of_input(context), context)
-        weight, sink = context.weight(self.weight_hh_l0), context.sink(self.weight_hh_l0)
-        return lstm(z, weight, None, None, ragged.lengths, backend=backend, weight_sink=sink)[0]
-
-
-class _Gru(nn.GRU):
-    """torch.nn's, with another forward."""
-
-    name = "gru_after"
-    weight_ih_l0: Tensor
-    weight_hh_l0: Tensor
-    bias_ih_l0: Tensor
-    bias_hh_l0: Tensor
-
-    def ours(self, x: Tensor, backend: str) -> bool:
-        """Whether the operators of ds2_ops run it."""
-        return _ours(self.name, self.hidden_size, x, backend)
-
-    def bias_of_input(self, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """(3 H,) to be added to the input's product."""
-        gates = context.weight(self.bias_hh_l0)[: 2 * self.hidden_size]
-        return context.weight(self.bias_ih_l0) + functional.pad(gates, (0, self.hidden_size))
-
-    def bias_hn(self, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """(H,) of the last gate's recurrent product."""
-        return context.weight(self.bias_hh_l0)[2 * self.hidden_size :]
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, ragged: Ragged, backend: str, context: PassContext
-    ) -> Tensor:
-        if not self.ours(x, backend):
-            return _cut(torch.gru(x, _zero_state(x, self.hidden_size), *_torch_arguments(self, context))[0], ragged)
-        z = linear(x, [self.weight_ih_l0], self.bias_of_input(context), context)
-        weight, sink = context.weight(self.weight_hh_l0), context.sink(self.weight_hh_l0)
-        return gru(z, weight, self.bias_hn(context), None, ragged.lengths, backend=backend, weight_sink=sink)[0]
-
-
-def _ours(cell: str, hidden: int, x: Tensor, backend: str) -> bool:
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return backend != "auto" or (x.numel() > 0 and why_torch(cell, hidden, dtype, x.device) is None)
+    def _torch_forward(self, cell: nn.LSTM | nn.GRU, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        """Run one direction on torch's kernels."""
+        names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+        weights = [context.weight(_parameter(cell, name)) for name in names]
+        has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
+        options = (weights, has_biases, layers, dropout, self.training, bidirectional, batch_first)
+        zeros = x.new_zeros(1, x.shape[1], self.hidden)
+        y = torch.lstm(x, (zeros, zeros), *options)[0] if self.operator == "lstm" else torch.gru(x, zeros, *options)[0]
+        # These kernels go on into the padding, which changes no frame before it.
+        return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
 
 
 def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a layer with gates runs through torch's kernels, which a CUDA graph cannot hold; None if it does not.
+    """Why a layer with gates runs on torch's kernels, which a CUDA graph cannot record; None if it does not.
 
     Args:
         cell: "lstm" or "gru_after", as ds2_ops names them.
@@ -214,32 +187,17 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
     )
 
 
-def _torch_arguments(
-    cell: nn.LSTM | nn.GRU, context: PassContext
-) -> tuple[list[Tensor], bool, int, float, bool, bool, bool]:
-    """What torch.lstm and torch.gru take behind input and state, for one layer in one direction."""
-    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-    weights = [context.weight(getattr(cell, name)) for name in names]
-    has_biases, layers, dropout, bidirectional, batch_first = True, 1, 0.0, False, False
-    return weights, has_biases, layers, dropout, cell.training, bidirectional, batch_first
+def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:
+    """Make the recurrent layer that ``config.cell`` names."""
+    return RecurrentLayer(width_in, config) if config.cell == "rnn" else GatedRecurrentLayer(width_in, config)
 
 
-def _zero_state(x: Tensor, hidden: int) -> Tensor:
-    return x.new_zeros(1, x.shape[1], hidden)
-
-
-def _cut(y: Tensor, ragged: Ragged) -> Tensor:
-    # torch runs on into the padding: frames before it never see that, and its output ends here
-    return torch.where(ragged.valid.t()[:, :, None], y, 0.0)
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    return cast(Tensor, getattr(module, name))
 
 
 def _recurrent_start(config: ModelConfig) -> Tensor:
     if config.start == "damped":
         return _RECURRENT_GAIN * torch.eye(config.hidden)
-    reach: float = config.hidden**-0.5
-    return torch.empty(config.hidden, config.hidden).uniform_(-reach, reach)
-
-
-def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:
-    """Make the recurrent layer that ``config.cell`` names."""
-    return RecurrentLayer(width_in, config) if config.cell == "rnn" else GatedRecurrentLayer(width_in, config)
+    bound: float = config.hidden**-0.5
+    return torch.empty(config.hidden, config.hidden).uniform_(-bound, bound)

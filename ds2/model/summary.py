@@ -103,11 +103,11 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
     """
     config, frames_per_s, bins = model.config, 1 / model.step_s, model.bins
     norm = int(config.batch_norm)
-    kept = frames_per_s * bins * 4  # the masked features, float32
+    conv_bytes = frames_per_s * bins * 4  # the masked features, float32
     for conv in config.convs:
         frames_per_s /= conv.stride[1]
         bins = -(-bins // conv.stride[0])
-        kept += frames_per_s * conv.channels * bins * (2 + norm) * value_bytes
+        conv_bytes += frames_per_s * conv.channels * bins * (2 + norm) * value_bytes
     width, hidden = (config.convs[-1].channels if config.convs else 1) * bins, config.hidden
     values = 0.0
     for module, (layers, row_convs) in zip(model.recurrent_modules, module_plan(config), strict=True):
@@ -116,7 +116,7 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
             width = hidden
         values += hidden * max(row_convs, int(bool(module.residual) and not config.bidirectional))
     head_bytes = 4 * (hidden * (norm + int(value_bytes < 4)) + model.labels)
-    return kept + frames_per_s * (values * value_bytes + head_bytes)
+    return conv_bytes + frames_per_s * (values * value_bytes + head_bytes)
 
 
 def _layer_values(config: ModelConfig, width: int, norm: int) -> float:

@@ -81,14 +81,14 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         if due:
             with comm.whereabouts.slow("evaluation"), interrupts.at_once():
                 metrics = trainer.evaluate(board)
-        kept = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
-        if kept:
+        keep = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
+        if keep:
             trainer.files.keep_last(metrics)
         if complete:
             progress.epoch, progress.batch = progress.epoch + 1, 0
-        if complete and kept:
+        if complete and keep:
             trainer.files.save()
-        if interrupts.agree(comm) and complete and not kept:
+        if interrupts.agree(comm) and complete and not keep:
             trainer.files.save()
             interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)

@@ -35,7 +35,7 @@ def initial_state(
         loader: of the training utterances, from which feature statistics are estimated.
         alphabet: of the run.
         config: of the run.
-        run_dir: where it is kept.
+        run_dir: its folder.
 
     Raises:
         CheckpointError: the state cannot be read, or the folder holds another run.

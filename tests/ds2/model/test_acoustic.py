@@ -159,7 +159,7 @@ def test_activations_and_gradients_survive_depth(depth: int) -> None:
     layers = [layer for module in model.recurrent_modules for layer in module.recurrent]  # type: ignore[union-attr]
     for layer in layers:
         layer.register_forward_hook(
-            lambda module, inputs, result: outputs.append(result.detach().square().mean().item())
+            lambda module, inputs, output: outputs.append(output.detach().square().mean().item())
         )
     logits, lengths = model(torch.randn(4, 40, 60), torch.tensor([60, 60, 50, 40]))
     labels = torch.randint(1, LABELS, (4, 10))
