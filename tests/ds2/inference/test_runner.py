@@ -51,8 +51,15 @@ def spoken(hypothesis: Hypothesis) -> list[tuple[str, float, float]]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("method", "overrides"), [("beam", ()), *(("greedy", cell) for cell in CELLS)])
 def test_words_are_those_of_the_whole(
-    make_model: Callable[..., Path], recording: Path, device: str, method: str, overrides: tuple[str, ...]
+    make_model: Callable[..., Path],
+    recording: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    method: str,
+    overrides: tuple[str, ...],
 ) -> None:
+    # cuDNN's TF32 rounds by the shape of a convolution, and a block has another shape than the whole
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     recogniser, samples = load(make_model(*overrides), device, method), read_audio(recording)
     for length in (len(samples), 30_000, 4000, 3360, 3359, 321, 10):
         expected = whole(recogniser, torch.from_numpy(samples[:length]))

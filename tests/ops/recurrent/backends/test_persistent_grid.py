@@ -178,11 +178,11 @@ def test_calls_that_overlap_in_memory_used_again_change_no_bit(batches: tuple[in
         [draw(n, 12, batch, 1300, device=CUDA, dtype=torch.bfloat16) for n in range(variants)] for batch in batches
     ]
 
-    def forward(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
         return forward(x, weight_hh, x[0], None, options)[0]
 
     with nan_filled_memory():
-        expected = [[forward(x) for x in of_stream] for of_stream in given]
+        expected = [[run(x) for x in of_stream] for of_stream in given]
     streams, found = [torch.cuda.Stream() for _ in batches], [list[Tensor]() for _ in batches]
     fixed, kept = [torch.empty_like(of_stream[0]) for of_stream in given], [list[Tensor]() for _ in batches]
     graphs = [[torch.cuda.CUDAGraph() for _ in lengths] for _ in batches]
@@ -192,12 +192,12 @@ def test_calls_that_overlap_in_memory_used_again_change_no_bit(batches: tuple[in
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="relaxed"):
                 with torch.cuda.stream(streams[0]):
                     for _ in range(rounds * index):
-                        forward(given[0][0])
-                kept[index].append(forward(fixed[index][:length]))
+                        run(given[0][0])
+                kept[index].append(run(fixed[index][:length]))
     for turn in range(rounds):
         for index, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[index].append(forward(given[index][turn % variants]))
+                found[index].append(run(given[index][turn % variants]))
                 fixed[index].copy_(given[index][(turn + 1) % variants])
                 for graph, result in zip(graphs[index], kept[index], strict=True):
                     graph.replay()
