@@ -12,8 +12,7 @@ from ds2_ops.jit.launch import run_loaded
 from ds2_ops.jit.source import Source
 from ds2_ops.recurrent.backends import gemm
 from ds2_ops.recurrent.cells import CELLS, Options
-from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
-from ds2_ops.recurrent.plan.problem import Choice, Problem
+from ds2_ops.recurrent.plan.problem import Choice, Problem, array_bytes, pass_arguments
 from torch import Tensor
 
 FRAMES, CHECKED_FRAMES, LAUNCHES = 256, 5, 2

@@ -230,7 +230,7 @@ def parse() -> argparse.Namespace:
         one.add_argument("--batch", type=int, nargs="+", default=BATCH)
         one.add_argument("--dtype", default="bfloat16")
         one.add_argument("--max-sms", type=int)
-        one.add_argument("--designs", nargs="+", default=["units", "cluster", "grid"])
+        one.add_argument("--designs", nargs="+", default=["units", "cluster", "narrow", "wide"])
         one.add_argument("--most", type=int, help="only so many tiles of each design, the model's best")
         one.add_argument("--workers", type=int, default=os.cpu_count())
         one.add_argument("--budget_s", type=float, default=1e9, help="then what there is by then is written")

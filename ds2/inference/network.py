@@ -23,7 +23,7 @@ from ds2_ops.convolution.carried import ConvInput, flattened, joined
 from ds2_ops.convolution.kernels import CHANNELS
 from ds2_ops.convolution.streams import StreamConvolution
 from ds2_ops.recurrent.backends.choose import why_not_unasked
-from ds2_ops.recurrent.layer import lstm_layer, projected, recurrent_layer, why_not_beside
+from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent
 from ds2_ops.row_convolution.chain import lookahead_chain
 from torch import Tensor, nn
 
@@ -200,7 +200,7 @@ def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
     size = (config.hidden, dtype, device, config.nonlinearity if config.cell == "rnn" else config.cell, LAYER_SMS)
-    return not (unasked or any(why_not_beside(batch, *size) for batch in (1, MOST_PARALLEL_STREAMS)))
+    return not (unasked or any(why_not_concurrent(batch, *size) for batch in (1, MOST_PARALLEL_STREAMS)))
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class BlockRecurrence:
         max_sms = None if projection_stream is None else LAYER_SMS
         last: Sequence[Tensor]
         if self.cell == "gru":
-            z = projected(x.contiguous(), self.weight, self.bias, None)
+            z = project(x.contiguous(), self.weight, self.bias, None)
             if begin is not None:
                 z = self._held(z, begin)
             y, *last = gru(z, self.weight_hh, self.bias_hn, carry[0], lengths, backend=self.backend)
@@ -378,7 +378,7 @@ class BlockRecurrence:
                 begin,
                 backend=self.backend,
                 max_sms=max_sms,
-                aside=projection_stream,
+                projection_stream=projection_stream,
             )
         else:
             y, *last = recurrent_layer(
@@ -393,7 +393,7 @@ class BlockRecurrence:
                 clip=self.clip,
                 backend=self.backend,
                 max_sms=max_sms,
-                aside=projection_stream,
+                projection_stream=projection_stream,
             )
         return y, tuple(last)
 
@@ -463,7 +463,7 @@ class ModuleRun:
         x = self._inputs.pop(piece)
         skip = None
         if module.residual:
-            skip = x if module.projection is None else projected(x, *module.projection, None)
+            skip = x if module.projection is None else project(x, *module.projection, None)
         if module.taps is None:
             return y if skip is None else y + skip
         return lookahead_chain(y, module.taps, self.rows, skip, self.slots)

@@ -94,13 +94,13 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the recurrence")
-        weight_t, beside = None, contextlib.nullcontext()
+        weight_t, running = None, contextlib.nullcontext()
         if ctx.transpose is not None:
             weight_t = ctx.transpose.take()
-            beside = ctx.sinks[0][0].deferred.during_recurrence(ctx.transpose)
+            running = ctx.sinks[0][0].deferred.during_recurrence(ctx.transpose)
 
         def backward_data(*inputs: Any) -> Gradients:
-            with beside:
+            with running:
                 return backward_data_on(ctx.backend, ctx.options, inputs, weight_t)
 
         needed = ctx.needs_input_grad[4:9]
@@ -113,7 +113,7 @@ eager: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = _Recurrence.apply
 def _gradients(
     backward_data: Callable[..., Gradients],
     name: str,
-    kept: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     needed: Sequence[bool],
     grads: Sequence[Tensor | None],
     sinks: tuple[Sinks | None, Sinks | None] = (None, None),
@@ -123,12 +123,12 @@ def _gradients(
     Args:
         backward_data: from gradients of y, h_n and c_n, then y, saved, weight_hh and lengths.
         name: of the cell.
-        kept: y, saved, weight_hh, h0 and lengths.
+        tensors: y, saved, weight_hh, h0 and lengths.
         needed: which of the gradients are.
         grads: of y, h_n and c_n.
         sinks: of weight_hh and bias_hn.
     """
-    y, saved, weight_hh, h0, lengths = kept
+    y, saved, weight_hh, h0, lengths = tensors
     grad_y, grad_h_n, grad_c_n = grads
     assert y is not None
     cell = CELLS[name]
@@ -293,8 +293,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Ten
 
 def _compiled_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     def run(*inputs: Any) -> Gradients:
-        found: Gradients = backward_data(*inputs, *ctx.options)
-        return found
+        results: Gradients = backward_data(*inputs, *ctx.options)
+        return results
 
     results = _gradients(run, ctx.options[0], ctx.saved_tensors, ctx.needs_input_grad[:5], grads[:3])
     return *results, *[None] * 5

@@ -3,7 +3,7 @@
 Top-K calibration (GRNN, Holmes et al. 2019, section 7.2) takes the fastest of the K tiles that the model ranks first.
 It is off unless asked for, because another tile rounds differently: $DS2_OPS_CALIBRATE = K calibrates each problem when
 it is first met; :func:`calibrate` does so ahead, and :func:`adopt` takes what it returned, from another rank or an
-earlier run. Measurements are kept beside the compiled kernels, by GPU, driver and sources. Imports no framework.
+earlier run. Measurements lie in the folder of the compiled kernels, by GPU, driver and sources. Imports no framework.
 Shape letters: T frames, B batch, H hidden.
 """
 
@@ -26,8 +26,7 @@ from ds2_ops.jit import runtime
 from ds2_ops.jit.build import cache_dir, sources_digest
 from ds2_ops.jit.launch import launch_on
 from ds2_ops.recurrent.plan.choose import rank, usable_sms
-from ds2_ops.recurrent.plan.entry import array_bytes, pass_arguments
-from ds2_ops.recurrent.plan.problem import THREADS, Choice, DeviceFacts, Problem
+from ds2_ops.recurrent.plan.problem import THREADS, Choice, Design, DeviceFacts, Problem, array_bytes, pass_arguments
 
 FRAMES, ROUNDS = 96, 5
 
@@ -56,7 +55,7 @@ def device_facts(index: int) -> DeviceFacts:
     return replace(facts, active_clusters=active)
 
 
-_adopted: list[Mapping[str, str]] = []  # one, or none
+_adopted: list[Mapping[str, str]] = []  # at most one
 
 
 def adopt(choices: Mapping[str, str] | None) -> None:
@@ -87,7 +86,7 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
         DoesNotFit: no design can; the message gives the reason and the way out.
     """
     ranked = rank(problem, device_facts(index), max_sms)
-    if early and (clusters := [choice for choice in ranked if choice.design == "cluster"]):
+    if early and (clusters := [choice for choice in ranked if choice.design is Design.CLUSTER]):
         largest = max(choice.launch.cluster for choice in clusters)
         ranked = [choice for choice in clusters if choice.launch.cluster == largest]
     key = key_of(problem, index, max_sms)
@@ -102,7 +101,7 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
     if early:
         return ranked[0]
     warnings.warn(
-        f"the tile {name!r} that was kept for {key} is not one of this version's: the model's choice runs instead",
+        f"the tile {name!r} that was recorded for {key} is not one of this version's: the model's choice runs instead",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -145,19 +144,19 @@ def calibrate(problems: Iterable[tuple[Problem, int | None]], index: int, most: 
         RuntimeError: the compiler's or driver's error.
     """
     path = record_path(index)
-    kept, found = _read(path), {}
+    recorded, names = _read(path), {}
     for problem, max_sms in problems:
         key = key_of(problem, index, max_sms)
-        entry = kept.get(key)
+        entry = recorded.get(key)
         if entry is None or entry["most"] < most:
             choices = rank(problem, device_facts(index), max_sms)[:most]
             times = measure(choices, problem, index)
-            names = [choice.name for choice in choices]
-            entry = {"most": most, "name": names[times.index(min(times))], "us": dict(zip(names, times, strict=True))}
-            kept = _read(path) | {key: entry}  # another process may have written meanwhile
-            _write(path, index, kept)
-        found[key] = entry["name"]
-    return found
+            measured = dict(zip((choice.name for choice in choices), times, strict=True))
+            entry = {"most": most, "name": min(measured, key=measured.__getitem__), "us": measured}
+            recorded = _read(path) | {key: entry}  # another process may have written meanwhile
+            _write(path, index, recorded)
+        names[key] = entry["name"]
+    return names
 
 
 def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[float]:
@@ -173,14 +172,14 @@ def measure(choices: Sequence[Choice], problem: Problem, index: int) -> list[flo
         stack.callback(runtime.call, "cuStreamDestroy", stream)
         start, stop = (runtime.call("cuEventCreate", 0) for _ in range(2))
 
-        def room(size: int) -> int:
+        def allocate(size: int) -> int:
             address = runtime.call("cuMemAlloc", max(size, 4))
             stack.callback(runtime.call, "cuMemFree", address)
             runtime.call("cuMemsetD8Async", address, 0, max(size, 4), stream)
             return int(address)
 
-        addresses = [room(size) if size else 0 for size in array_bytes(problem, FRAMES)]
-        exchange = room(4 * max(choice.exchange_words for choice in choices))
+        addresses = [allocate(size) if size else 0 for size in array_bytes(problem, FRAMES)]
+        exchange = allocate(4 * max(choice.exchange_words for choice in choices))
         spans: list[list[float]] = [[] for _ in choices]
         for turn in range(ROUNDS + 1):
             for choice, span in zip(choices, spans, strict=True):
@@ -201,14 +200,14 @@ def record_path(index: int) -> Path:
 
 
 def records() -> list[tuple[Path, dict[str, Any]]]:
-    """All that is kept, of any GPU and version: path and content."""
-    found = []
+    """All records, of any GPU and version: path and content."""
+    contents = []
     for path in sorted(cache_dir().glob("tiles-*.json")):
         try:
-            found.append((path, json.loads(path.read_text())))
+            contents.append((path, json.loads(path.read_text())))
         except (OSError, ValueError):
             continue  # damaged: measured anew when it is wanted
-    return found
+    return contents
 
 
 def forget() -> int:
@@ -236,11 +235,11 @@ def _write(path: Path, index: int, choices: Mapping[str, Any]) -> None:
             json.dump({**about, "choices": choices}, file, indent=1)
         os.replace(private, path)
     except OSError as error:
-        warnings.warn(f"what was measured cannot be kept in {path.parent} ({error})", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"measurements cannot be written to {path.parent} ({error})", RuntimeWarning, stacklevel=2)
 
 
 def _build_together(texts: Sequence[str], arch: str) -> None:
-    """Compile each in a process of its own into the cache; what fails there fails again, with its message, here."""
+    """Compile each in a process of its own into the cache; `launch_on` repeats what fails, and raises its error."""
     code = "import sys; from ds2_ops.jit.build import build; build(sys.stdin.read(), sys.argv[1])"
     running = []
     for text in dict.fromkeys(texts):

@@ -20,7 +20,7 @@ from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.op import check_tensors, lstm, recurrence
-from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Problem
+from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Design, Problem
 
 MOST_ROWS = 4096  # beyond, a library's product is several times as fast
 _SHARE_ROWS = 64  # that a block takes at least
@@ -29,7 +29,7 @@ _WIDE_ROWS = 256  # of x; from so many on a block has two tiles of W
 _WIDE_PAIRS = 6  # along K for which two tiles' registers suffice, and _NARROW_PAIRS those of two such blocks
 _NARROW_PAIRS = 3
 _CLUSTER = 16  # blocks of one launch fill few GPCs, so that the recurrence behind finds a whole one
-_MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x are in registers beside the weights
+_MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x share the registers with the weights
 _PROJECTION = parameters(
     """const void* x, const void* matrix, const void* bias, const int* begin, void* z,
     int rows, int batch, int width, int hidden, int shares"""
@@ -55,14 +55,16 @@ def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     return None
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, beside: bool = False) -> Tensor:
+def launch_projection(
+    x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, concurrent: bool = False
+) -> Tensor:
     """Compute z = x W^T + b, 0 before each utterance's first frame.
 
     Args:
         x: (T, B, K) contiguous, bfloat16 or float16, on a CUDA device.
         weight: (H, K) and bias: (H,), contiguous.
         begin: (B,) int32 first frames, or None for 0.
-        beside: start in turn, in blocks of their own: clusters would wait for those of recurrences on other streams.
+        concurrent: recurrences of other streams run meanwhile: launch single blocks, as clusters would wait for theirs.
 
     Returns:
         (T, B, H). Its bits do not depend on T, B or the other rows.
@@ -76,20 +78,22 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, be
         return f"projection of (T, B, K) = {tuple(x.shape)} to H {hidden}, {x.dtype}"
 
     rows = frames * batch
-    launch, shares = projection_launch(width, hidden, dtype, beside, rows)
+    launch, shares = projection_launch(width, hidden, dtype, concurrent, rows)
     run(launch, [x, weight, bias, begin, z, rows, batch, width, hidden, shares], what, x.device)
     return z
 
 
 @functools.lru_cache(maxsize=256)
-def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False, rows: int = 1) -> tuple[Launch, int]:
+def projection_launch(
+    width: int, hidden: int, dtype: str, concurrent: bool = False, rows: int = 1
+) -> tuple[Launch, int]:
     """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
     pairs = _pairs(width)
     tiles = 2 if rows >= _WIDE_ROWS and pairs <= _WIDE_PAIRS else 1
     blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # that run at once
     across = -(-hidden // (tiles * MMA_ROWS))
     shares = max(1, min(-(-rows // _SHARE_ROWS), blocks // across))
-    cluster = 1 if beside or shares > 1 else _CLUSTER
+    cluster = 1 if concurrent or shares > 1 else _CLUSTER
     smem_bytes = tiles * WARPS * THREADS * 4
     source = translation_unit(
         "recurrent/projection.cuh",
@@ -100,7 +104,7 @@ def projection_launch(width: int, hidden: int, dtype: str, beside: bool = False,
         launch_bounds="Shape::ALL_THREADS, 1",
     )
     grid = -(-across // cluster) * cluster * shares
-    return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not beside), shares
+    return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not concurrent), shares
 
 
 def _pairs(width: int) -> int:
@@ -121,7 +125,7 @@ def recurrent_layer(
     clip: float = 20.0,
     backend: str = "auto",
     max_sms: int | None = None,
-    aside: torch.cuda.Stream | None = None,
+    projection_stream: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
@@ -135,8 +139,8 @@ def recurrent_layer(
         weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
         h0, lengths, nonlinearity, clip, backend, max_sms: as :func:`ds2_ops.recurrence`.
         begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0; all 0 when None.
-        aside: where layers on other streams share the GPU, a stream for the projection, on which ``x`` is there; the
-            current one need not have it. The projection leaves the other layers their multiprocessors.
+        projection_stream: where layers on other streams share the GPU, a stream for the projection, on which ``x`` is
+            ready; on the current one it need not be. The projection leaves multiprocessors to the other layers.
 
     Returns:
         y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
@@ -149,7 +153,7 @@ def recurrent_layer(
     check_shape("weight_hh", weight_hh, (hidden, hidden), "(H, H)")
     check_like("weight_hh", weight_hh, x)
     early = _starts_early(x, (weight_ih, bias, weight_hh), nonlinearity, backend, max_sms)
-    z = _projected_aside(x, weight_ih, bias, begin, aside)
+    z = _project_on(x, weight_ih, bias, begin, projection_stream)
     if early:
         check_tensors(nonlinearity, z, weight_hh, None, h0, None)
         options = options_of(nonlinearity, clip, max_sms, x.dtype, early=True)
@@ -171,7 +175,7 @@ def lstm_layer(
     *,
     backend: str = "auto",
     max_sms: int | None = None,
-    aside: torch.cuda.Stream | None = None,
+    projection_stream: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients; its kernels overlap as those of `recurrent_layer`.
 
@@ -182,7 +186,7 @@ def lstm_layer(
         h0, c0, lengths, backend, max_sms: as :func:`ds2_ops.lstm`.
         begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0, which leaves states that are 0
             so; all 0 when None.
-        aside: as :func:`recurrent_layer`.
+        projection_stream: as :func:`recurrent_layer`.
 
     Returns:
         y (T, B, H), h_n and c_n (B, H), as :func:`ds2_ops.lstm`.
@@ -192,7 +196,7 @@ def lstm_layer(
     """
     _check_projection(x, weight_ih, bias, "4 H")
     early = _starts_early(x, (weight_ih, bias, weight_hh), "lstm", backend, max_sms)
-    z = _projected_aside(x, weight_ih, bias, begin, aside)
+    z = _project_on(x, weight_ih, bias, begin, projection_stream)
     if early:
         check_tensors("lstm", z, weight_hh, None, h0, c0)
         options = options_of("lstm", 20.0, max_sms, x.dtype, early=True)
@@ -220,7 +224,7 @@ def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> 
 
 
 @torch.no_grad()
-def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, beside: bool = False) -> Tensor:
+def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, concurrent: bool = False) -> Tensor:
     """Compute W x + b without gradients, 0 before each utterance's first frame.
 
     On a Hopper GPU in 16-bit types, up to `MOST_ROWS` rows T B, its bits do not depend on T and B.
@@ -229,36 +233,36 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, 
         x: (T, B, K) contiguous.
         weight: (H, K); bias: (H,); older than the kernels that are still under way.
         begin: (B,) int32 first frames on the device, or None for 0.
-        beside: as of `project`.
+        concurrent: as of `launch_projection`.
 
     Returns:
         (T, B, H).
     """
     hopper = x.is_cuda and capability(device_index(x.device)) >= (9, 0)
     if hopper and why_no_projection(x, weight, bias) is None:
-        return project(x, weight, bias, begin, beside=beside)
+        return launch_projection(x, weight, bias, begin, concurrent=concurrent)
     z = functional.linear(x, weight, bias)
     return z if begin is None else z * (torch.arange(len(x), device=x.device)[:, None] >= begin)[:, :, None]
 
 
-def _projected_aside(
-    x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, aside: torch.cuda.Stream | None
+def _project_on(
+    x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, projection_stream: torch.cuda.Stream | None
 ) -> Tensor:
-    """Do as `projected` on a stream that has x, if one is given, behind which the current one goes on."""
-    if aside is None:
-        return projected(x.contiguous(), weight, bias, begin)
-    with torch.cuda.stream(aside):
-        z = projected(x.contiguous(), weight, bias, begin, beside=True)
-    here = torch.cuda.current_stream(x.device)
-    here.wait_stream(aside)
-    z.record_stream(here)
+    """Do as `project`, on a stream on which x is ready if there is one; the current stream then waits for it."""
+    if projection_stream is None:
+        return project(x.contiguous(), weight, bias, begin)
+    with torch.cuda.stream(projection_stream):
+        z = project(x.contiguous(), weight, bias, begin, concurrent=True)
+    current = torch.cuda.current_stream(x.device)
+    current.wait_stream(projection_stream)
+    z.record_stream(current)
     return z
 
 
-def why_not_beside(
+def why_not_concurrent(
     batch: int, hidden: int, dtype: torch.dtype, device: torch.device, cell: str, max_sms: int
 ) -> str | None:
-    """Say why layers do not run beside each other, on so many multiprocessors each; None if they do."""
+    """Say why layers cannot run at the same time, on so many multiprocessors each; None if they can."""
     reason = persistent.why_not(1, batch, hidden, dtype, device, cell, max_sms)
     if reason is None:
         problem, index = persistent.problem_of(batch, hidden, dtype, cell, False), device_index(device)
@@ -284,7 +288,7 @@ def _starts_early(
         return False
     index, hidden = device_index(x.device), len(weight_ih) // CELLS[cell].gates
     problem = persistent.problem_of(x.shape[1], hidden, x.dtype, cell, False)
-    return _in_clusters(problem, index, max_sms) and choose_tile(problem, index, max_sms, True).design == "cluster"
+    return _in_clusters(problem, index, max_sms) and choose_tile(problem, index, max_sms, True).design is Design.CLUSTER
 
 
 def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
@@ -294,5 +298,5 @@ def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
     """
     return (
         CELLS[problem.nonlinearity].gates == 1
-        or choose_tile(problem._replace(batch=1), index, max_sms).design == "cluster"
+        or choose_tile(problem._replace(batch=1), index, max_sms).design is Design.CLUSTER
     )

@@ -68,7 +68,9 @@ class _DropIn(nn.RNNBase):
         """
         if isinstance(input, PackedSequence):
             if lengths is not None:
-                raise ValueError("lengths are given beside a packed sequence, which knows its own: leave them out")
+                raise ValueError(
+                    "lengths and a packed sequence were passed: leave lengths out, the packed sequence has its own"
+                )
             return self._packed(input, hx)
         if input.dim() == 2:
             y, last = self.forward(input.unsqueeze(int(not self.batch_first)), _each(hx, lambda t: t[:, None]), lengths)
@@ -80,13 +82,13 @@ class _DropIn(nn.RNNBase):
             frames, batch = (input.shape[1], input.shape[0]) if self.batch_first else input.shape[:2]
             check_lengths(lengths, batch)
             lengths = lengths_on(lengths, frames, input.device)
-        if not self._runs_here(input):
+        if not self._runs_on_ops(input):
             return super().forward(input, hx) if lengths is None else self._padded_by_torch(input, hx, lengths)
         x = input.transpose(0, 1) if self.batch_first else input
         y, last = self._layers(x, hx, lengths)
         return y.transpose(0, 1) if self.batch_first else y, last
 
-    def _runs_here(self, x: Tensor) -> bool:
+    def _runs_on_ops(self, x: Tensor) -> bool:
         """Whether this package's operators run it, and not torch's module."""
         if self.backend != "auto":
             return self.backend != "torch"
@@ -141,7 +143,7 @@ class _DropIn(nn.RNNBase):
         return bias, [other[2 * hidden :] for other in bias_hh]
 
     def _packed(self, packed: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
-        if not self._runs_here(packed.data[None]):
+        if not self._runs_on_ops(packed.data[None]):
             output: tuple[PackedSequence, State] = super().forward(packed, hx)
             return output
         x, lengths = pad_packed_sequence(packed)
@@ -152,7 +154,7 @@ class _DropIn(nn.RNNBase):
         return PackedSequence(data, batch_sizes, packed.sorted_indices, packed.unsorted_indices), last
 
     def _padded_by_torch(self, x: Tensor, hx: State | None, lengths: Tensor) -> tuple[Tensor, State]:
-        """Run a ragged batch on torch's own, which has no empty sequences: these get a frame, which is taken back."""
+        """Run a ragged batch on torch's own module. It refuses empty sequences: these run a frame, which is dropped."""
         if x.numel() == 0:
             return super().forward(x, hx)  # type: ignore[no-any-return]
         frames = x.shape[int(self.batch_first)]
@@ -165,8 +167,8 @@ class _DropIn(nn.RNNBase):
         empty = (lengths == 0)[:, None]
         before = hx if isinstance(hx, tuple) else (hx, hx)
         after = last if isinstance(last, tuple) else (last,)
-        kept = [torch.where(empty, 0.0 if b is None else b, a) for b, a in zip(before, after, strict=False)]
-        return torch.where(valid, y, 0.0), (kept[0], kept[1]) if len(kept) > 1 else kept[0]
+        states = [torch.where(empty, 0.0 if b is None else b, a) for b, a in zip(before, after, strict=False)]
+        return torch.where(valid, y, 0.0), (states[0], states[1]) if len(states) > 1 else states[0]
 
 
 def _each(state: State | None, change: Any) -> Any:

@@ -224,14 +224,14 @@ def check_tensors(
 
 def _check_bias(cell: str, bias_hn: Tensor, x: Tensor, shape: tuple[int, ...], legend: str) -> None:
     if not cell.startswith("gru"):
-        raise ValueError(f"bias_hn is given for {cell!r}, only a GRU has one: add a bias to x")
+        raise ValueError(f"cell {cell!r} has no bias_hn, only a GRU has: add the bias to x")
     check_shape("bias_hn", bias_hn, shape, legend)
     check_like("bias_hn", bias_hn, x)
 
 
 def _check_c0(cell: str, c0: Tensor, x: Tensor, shape: tuple[int, ...], legend: str) -> None:
     if not CELLS[cell].carries_c:
-        raise ValueError(f"c0 is given for {cell!r}, only an LSTM has one: leave it out")
+        raise ValueError(f"cell {cell!r} has no c0, only an LSTM has: leave it out")
     check_shape("c0", c0, shape, legend)
     if c0.dtype != wide_dtype(x):
         raise TypeError(f"c0 is {c0.dtype}, expected {wide_dtype(x)}: the cell state is never rounded to {x.dtype}")

@@ -12,17 +12,114 @@ The gradient of the matrix is one product over all frames, sum_t grad_x_t h_(t-1
 Shape letters: T frames, B batch, H hidden.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import launch_on
-from ds2_ops.recurrent.arrays import ALIGNMENT, Array, aligned, contiguous, move, product, stream_handle, view
+from ds2_ops.jit.launch import Launch, launch_on
+from ds2_ops.jit.source import names, parameters, translation_unit
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS
-from ds2_ops.recurrent.plan.entry import pass_arguments
-from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, DoesNotFit, Problem, check_rows
+from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, NUMBERS, DoesNotFit, Problem, check_rows, pass_arguments
+
+ALIGNMENT = 256  # bytes, of each part of a workspace
+_MOVE = parameters(
+    """const void* source, long long s0, long long s1, long long s2, void* target, long long t0, long long t1,
+    long long t2, int count_0, int count_1, int count_2, float beta"""
+)
+
+
+@dataclass(frozen=True)
+class Array:
+    """Where an array lies: address, and strides in elements."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def plain(self) -> bool:
+        """True if the kernels can use it as it is."""
+        expected, steps = 1, []
+        for count in reversed(self.shape):
+            steps.append(expected)
+            expected *= count
+        pairs = zip(self.shape, self.strides, reversed(steps), strict=True)
+        return self.address % 4 == 0 and all(count == 1 or stride == step for count, stride, step in pairs)
+
+
+def product(shape: Sequence[int]) -> int:
+    """How many elements an array of a shape has."""
+    return functools.reduce(operator.mul, shape, 1)
+
+
+def aligned(count: int) -> int:
+    """Bytes that a part of a workspace takes."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of an array whose rows follow one another."""
+    return tuple(product(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def view(name: str, array: Any, stream: int) -> Any:
+    """Read an array of a CUDA device by DLPack, or by the CUDA array interface.
+
+    Stream -1 asks for no synchronisation, which is the caller's. JAX refuses it, and makes the stream wait.
+
+    Raises:
+        TypeError: it has neither.
+        ValueError: it is on the CPU.
+    """
+    from cuda.core.utils import StridedMemoryView
+
+    read = StridedMemoryView.from_any_interface
+    try:
+        try:
+            result = read(array, stream_ptr=-1)
+        except RuntimeError:
+            result = read(array, stream_ptr=stream or 1)  # 1 is JAX's default stream
+    except (BufferError, TypeError, AttributeError) as error:
+        raise TypeError(f"{name} is {type(array).__name__}, expected an array with __dlpack__: {error}") from error
+    if not result.is_device_accessible:
+        raise ValueError(f"{name} is on the CPU, expected an array on a CUDA device")
+    return result
+
+
+def stream_handle(stream: Any) -> int:
+    """Read the handle of a framework's stream; TypeError where it has none."""
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for attribute in ("cuda_stream", "ptr"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    raise TypeError(f"stream is {stream!r}, expected a handle or what has __cuda_stream__, cuda_stream or ptr")
+
+
+def move(source: Array, target: Array, beta: float, dtype: str) -> tuple[Launch, list[float]]:
+    """What to launch, with which arguments, to make target = source + beta target; with beta 0 it is not read."""
+    missing = 3 - len(source.shape)
+    numbers: list[float] = []
+    for array in (source, target):
+        numbers += [array.address, *(0,) * missing, *array.strides]
+    launch = replace(_move_launch(dtype), grid=min(-(-product(source.shape) // 1024), 2048))
+    return launch, [*numbers, *(1,) * missing, *source.shape, beta]
+
+
+@functools.cache
+def _move_launch(dtype: str) -> Launch:
+    body = (
+        f"    ds2::move_numbers<ds2::{NUMBERS[dtype][0]}>(source, {{s0, s1, s2}}, target, {{t0, t1, t2}}, "
+        f"{names(_MOVE[8:])});\n"
+    )
+    source = translation_unit("recurrent/layout.cuh", _MOVE, body)
+    return Launch(source, threads=256)
 
 
 class _Op:
@@ -70,14 +167,14 @@ class _Op:
         self.cell = CELLS[cell]
         self._shapes = self._arrays()
         self.workspace_bytes = aligned(4 * self.choice.exchange_words)  # the exchange comes first
-        self._rooms: dict[str, int] = {}  # of arrays' copies: where they begin
+        self._copies: dict[str, int] = {}  # of arrays in the workspace: their offsets
         for name in self._inputs + self._results:
             if name and (any_layout or (name == "weight_hh" and self.backward)):
-                self._rooms[name] = self.workspace_bytes
+                self._copies[name] = self.workspace_bytes
                 self.workspace_bytes += aligned(ELEMENT_BYTES[dtype] * product(self._shapes[name]))
 
     def _arrays(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all arrays that a pass may be given."""
+        """Shapes of all arrays that a pass may be arrays."""
         batch, hidden, gates = self.problem.batch, self.problem.hidden, self.cell.gates
         state, sequence = (batch, hidden), (self.frames, batch, hidden)
         wide = (self.frames, batch, gates * hidden)
@@ -86,23 +183,23 @@ class _Op:
         shapes |= dict.fromkeys(("y", "grad_y", "grad_last"), sequence)
         return shapes | dict.fromkeys(("h0", "h_n", "grad_h0", "grad_h_n", "c0", "c_n", "grad_c0", "grad_c_n"), state)
 
-    def _run(self, given: Mapping[str, Any], workspace: Any, stream: Any, beta: float = 0.0) -> None:
+    def _run(self, arrays: Mapping[str, Any], workspace: Any, stream: Any, beta: float = 0.0) -> None:
         """Launch on arrays by their names."""
         handle = stream_handle(stream)
         with runtime.current(self.device):
             base = self._workspace(workspace, handle)
-            addresses = [self._input(name, given.get(name), base, handle) for name in self._inputs]
-            addresses.append(self._address("lengths", given.get("lengths"), handle, "int32"))
+            addresses = [self._input(name, arrays.get(name), base, handle) for name in self._inputs]
+            addresses.append(self._address("lengths", arrays.get("lengths"), handle, "int32"))
             moved: list[tuple[Array, Array]] = []
             for name in self._results:
-                target = self._check(name, given[name], handle)
+                target = self._check(name, arrays[name], handle)
                 address = target.address
                 if not target.plain or beta:
-                    address = base + self._room(name)
+                    address = base + self._copy_offset(name)
                     moved.append((Array(address, target.shape, contiguous(target.shape)), target))
                 addresses.append(address)
             if self.cell.gates > 1:
-                addresses += [self._of_gates(name, given.get(name), handle) for name in self._gates]
+                addresses += [self._of_gates(name, arrays.get(name), handle) for name in self._gates]
             arguments = pass_arguments(self.choice, self.problem, self.frames, addresses, self.clip, base)
             launch_on(self.choice.launch, arguments, self._what, self.device, handle)
             for source, target in moved:
@@ -112,13 +209,13 @@ class _Op:
         """Return where the kernel finds an array: as it is, or a copy in the workspace."""
         if array is None:
             return 0
-        found = self._check(name, array, stream)
-        if name == "weight_hh" and self.backward:  # which is given the transpose
-            found = replace(found, shape=found.shape[::-1], strides=found.strides[::-1])
-        if found.plain:
-            return found.address
-        address = base + self._room(name)
-        self._move(found, Array(address, found.shape, contiguous(found.shape)), 0.0, stream)
+        source = self._check(name, array, stream)
+        if name == "weight_hh" and self.backward:  # which takes the transpose
+            source = replace(source, shape=source.shape[::-1], strides=source.strides[::-1])
+        if source.plain:
+            return source.address
+        address = base + self._copy_offset(name)
+        self._move(source, Array(address, source.shape, contiguous(source.shape)), 0.0, stream)
         return address
 
     def _of_gates(self, name: str, array: Any, stream: int) -> int:
@@ -133,42 +230,42 @@ class _Op:
         """Return where an array lies that must be as the kernels take it."""
         if array is None and name == "lengths":
             return 0
-        found = self._check(name, array, stream, dtype)
-        if not found.plain:
+        source = self._check(name, array, stream, dtype)
+        if not source.plain:
             raise ValueError(f"{name} is not contiguous, or does not start at a multiple of 4 bytes: make a copy")
-        return found.address
+        return source.address
 
-    def _room(self, name: str) -> int:
-        if name not in self._rooms:
+    def _copy_offset(self, name: str) -> int:
+        if name not in self._copies:
             raise ValueError(
                 f"{name} is not contiguous, or does not start at a multiple of 4 bytes, or beta is not 0: "
-                "make the op with any_layout=True, whose workspace has room for copies"
+                "make the op with any_layout=True, whose workspace has space for copies"
             )
-        return self._rooms[name]
+        return self._copies[name]
 
     def _check(self, name: str, array: Any, stream: int, dtype: str = "") -> Array:
         """Read an array by DLPack, or by the CUDA array interface; raise unless it is what is expected."""
         expected, dtype = self._shapes[name], dtype or self.problem.dtype
-        found = view(name, array, stream)
-        if tuple(found.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(found.shape)}, expected {expected}")
-        if str(found.dtype) != dtype:
-            raise TypeError(f"{name} is {found.dtype}, expected {dtype}")
-        if found.device_id != self.device:
-            raise ValueError(f"{name} is on device {found.device_id}, the op is for device {self.device}")
-        return Array(int(found.ptr), expected, tuple(found.strides or contiguous(expected)))
+        source = view(name, array, stream)
+        if tuple(source.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(source.shape)}, expected {expected}")
+        if str(source.dtype) != dtype:
+            raise TypeError(f"{name} is {source.dtype}, expected {dtype}")
+        if source.device_id != self.device:
+            raise ValueError(f"{name} is on device {source.device_id}, the op is for device {self.device}")
+        return Array(int(source.ptr), expected, tuple(source.strides or contiguous(expected)))
 
     def _workspace(self, workspace: Any, stream: int) -> int:
         if self.workspace_bytes == 0:
             return 0
-        found = view("workspace", workspace, stream)
-        size = found.dtype.itemsize * product(found.shape)
-        if size < self.workspace_bytes or int(found.ptr) % ALIGNMENT:
+        source = view("workspace", workspace, stream)
+        size = source.dtype.itemsize * product(source.shape)
+        if size < self.workspace_bytes or int(source.ptr) % ALIGNMENT:
             raise ValueError(
-                f"workspace has {size} bytes from {int(found.ptr):#x} on, expected workspace_bytes = "
+                f"workspace has {size} bytes from {int(source.ptr):#x} on, expected workspace_bytes = "
                 f"{self.workspace_bytes} from a multiple of {ALIGNMENT}"
             )
-        return int(found.ptr)
+        return int(source.ptr)
 
     def _move(self, source: Array, target: Array, beta: float, stream: int) -> None:
         launch_on(*move(source, target, beta, self.problem.dtype), self._what, self.device, stream)
@@ -220,8 +317,8 @@ class Forward(_Op):
             ValueError, TypeError: an array is not what is expected.
             RuntimeError: the compiler's or driver's error.
         """
-        given = {"x": x, "weight_hh": weight_hh, "y": y, "h_n": h_n, "h0": h0, "lengths": lengths}
-        self._run(given | {"saved": saved, "bias": bias, "c0": c0, "c_n": c_n}, workspace, stream)
+        arrays = {"x": x, "weight_hh": weight_hh, "y": y, "h_n": h_n, "h0": h0, "lengths": lengths}
+        self._run(arrays | {"saved": saved, "bias": bias, "c0": c0, "c_n": c_n}, workspace, stream)
 
 
 class BackwardData(_Op):
@@ -267,7 +364,7 @@ class BackwardData(_Op):
         Raises:
             ValueError, TypeError, RuntimeError: as `Forward`.
         """
-        given = {"grad_y": grad_y, "y": y, "weight_hh": weight_hh, "grad_x": grad_x, "grad_h0": grad_h0}
-        given |= {"grad_h_n": grad_h_n, "lengths": lengths, "saved": saved}
-        given |= {"grad_c_n": grad_c_n, "grad_c0": grad_c0, "grad_last": grad_last}
-        self._run(given, workspace, stream, beta)
+        arrays = {"grad_y": grad_y, "y": y, "weight_hh": weight_hh, "grad_x": grad_x, "grad_h0": grad_h0}
+        arrays |= {"grad_h_n": grad_h_n, "lengths": lengths, "saved": saved}
+        arrays |= {"grad_c_n": grad_c_n, "grad_c0": grad_c0, "grad_last": grad_last}
+        self._run(arrays, workspace, stream, beta)

@@ -100,7 +100,7 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
     assert calibrate.choose_tile(other, 0, None).name == rank(other, DeviceFacts())[0].name
     assert not measured
     calibrate.adopt({KEY: "of another version"})
-    with pytest.warns(RuntimeWarning, match="'of another version' that was kept .* model's choice runs instead"):
+    with pytest.warns(RuntimeWarning, match="'of another version' that was recorded .* model's choice runs instead"):
         assert calibrate.choose_tile(PROBLEM, 0, None).name == RANKED[0]
 
 

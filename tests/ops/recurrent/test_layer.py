@@ -10,8 +10,8 @@ from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.layer import (
     MOST_ROWS,
+    launch_projection,
     lstm_layer,
-    project,
     projection_launch,
     recurrent_layer,
     why_no_projection,
@@ -104,9 +104,9 @@ def test_the_projection_is_as_near_as_a_librarys(
     begun = (torch.arange(frames, device=CUDA)[:, None] >= begin)[:, :, None]
     true = torch.nn.functional.linear(x.double(), ih.double(), bias.double()) * begun
     stock = torch.nn.functional.linear(x, ih, bias) * begun
-    found = project(x, ih, bias, begin)
+    found = launch_projection(x, ih, bias, begin)
     assert relative_error(found, true) <= 2 * relative_error(stock, true)
-    alone = torch.cat([project(frame[None], ih, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)])
+    alone = torch.cat([launch_projection(frame[None], ih, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)])
     assert torch.equal(found, alone)  # no row depends on how frames are cut
 
 
@@ -117,9 +117,9 @@ def chain(
         if aside is not None:
             aside.wait_stream(torch.cuda.current_stream())
         if len(ih) == len(hh.t()):
-            x, _ = recurrent_layer(x, ih, bias, hh, nonlinearity="relu", aside=aside, **given)
+            x, _ = recurrent_layer(x, ih, bias, hh, nonlinearity="relu", projection_stream=aside, **given)
         else:
-            x, *_ = lstm_layer(x, ih, bias, hh, aside=aside, **given)
+            x, *_ = lstm_layer(x, ih, bias, hh, projection_stream=aside, **given)
     return x
 
 
@@ -168,7 +168,7 @@ def one_by_one(layers: list[tuple[Tensor, Tensor, Tensor]], x: Tensor, given: di
     `recurrence` may choose another design or size of cluster than what starts early, which adds up in another order.
     """
     for ih, bias, hh in layers:
-        z = project(x, ih, bias, None)
+        z = launch_projection(x, ih, bias, None)
         torch.cuda.synchronize()
         cell = "relu" if len(ih) == len(hh.t()) else "lstm"
         options = options_of(cell, 20.0, None, x.dtype, early=True)

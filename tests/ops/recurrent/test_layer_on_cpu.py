@@ -69,9 +69,9 @@ def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], fault
     begun = (torch.arange(frames)[:, None] >= begin)[:, :, None]
     true = torch.nn.functional.linear(x.double(), weight.double(), bias.double()) * begun
     stock = torch.nn.functional.linear(x, weight, bias) * begun
-    found = layer.project(x, weight, bias, begin)
+    found = layer.launch_projection(x, weight, bias, begin)
     assert relative_error(found, true) <= 2 * relative_error(stock, true)
-    alone = [layer.project(frame[None], weight, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)]
+    alone = [layer.launch_projection(frame[None], weight, bias, (begin - t).clamp_min(0)) for t, frame in enumerate(x)]
     assert torch.equal(found, torch.cat(alone))  # of many rows a block has two tiles, of few one
 
 

@@ -155,7 +155,7 @@ def test_wrong_arguments_say_what_is_allowed() -> None:
     x = torch.randn(T, B, K)
     with pytest.raises(ValueError, match=r"lengths\[1\] is 7, allowed are 0 to T = 6"):
         GRU(K, H)(x, None, torch.tensor([1, 7, 2]))
-    with pytest.raises(ValueError, match="a packed sequence, which knows its own"):
+    with pytest.raises(ValueError, match="the packed sequence has its own"):
         GRU(K, H)(pack_padded_sequence(x, torch.tensor([3, 2, 1])), None, LENGTHS)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from ds2_ops.recurrent import arrays, primitives
+from ds2_ops.recurrent import primitives
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.cells import GATED, Options
 from ds2_ops.recurrent.plan.choose import choose
@@ -66,25 +66,25 @@ def test_streams_of_all_frameworks() -> None:
     class Torch:
         cuda_stream = 9
 
-    read = arrays.stream_handle
+    read = primitives.stream_handle
     assert [read(5), read(Protocol()), read(CuPy()), read(Torch())] == [5, 7, 8, 9]
     with pytest.raises(TypeError, match="stream is 'default', expected a handle"):
         read("default")
 
 
 def test_arrays_that_the_kernels_take_as_they_are() -> None:
-    plain = arrays.Array(64, (4, 1, 6), (6, 99, 1))
+    plain = primitives.Array(64, (4, 1, 6), (6, 99, 1))
     assert plain.plain  # no second frame is reached by the stride of one
-    assert not arrays.Array(66, (4, 1, 6), (6, 6, 1)).plain
-    assert not arrays.Array(64, (4, 2, 6), (6, 24, 1)).plain
+    assert not primitives.Array(66, (4, 1, 6), (6, 6, 1)).plain
+    assert not primitives.Array(64, (4, 2, 6), (6, 24, 1)).plain
 
 
 def test_arrays_on_the_cpu_are_refused() -> None:
     pytest.importorskip("cuda.core")
     with pytest.raises(ValueError, match="x is on the CPU"):
-        arrays.view("x", torch.zeros(3), 0)
+        primitives.view("x", torch.zeros(3), 0)
     with pytest.raises(TypeError, match="x is list, expected an array with __dlpack__"):
-        arrays.view("x", [1.0], 0)
+        primitives.view("x", [1.0], 0)
 
 
 def both_passes(given: list[Tensor], lengths: Tensor | None, any_layout: bool, beta: float = 0.0) -> list[Tensor]:

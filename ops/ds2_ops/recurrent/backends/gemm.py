@@ -1,7 +1,7 @@
 """The recurrence as one or two matrix products a time step: the CPU path, the path for any GPU, and the baseline.
 
-No autograd, no host synchronisation: CUDA-graph capturable. What a cell with gates adds up beside the products is
-float32 where tensors are 16-bit. Shape letters: T frames, B batch, H hidden, G gates, S saved values.
+No autograd, no host synchronisation: CUDA-graph capturable. Everything but the
+products is float32 where tensors are 16-bit. Shape letters: T frames, B batch, H hidden, G gates, S saved values.
 """
 
 import torch
@@ -72,7 +72,7 @@ def _forward_in_place(
         previous = state
     h_n = previous.clone(memory_format=torch.contiguous_format)
     if lengths is not None and frames:
-        # Rows of a product are independent: what the loop made of padding met no valid frame, and is erased here.
+        # Rows of a product are independent: results at padding reached no valid frame, and are erased now.
         h_n = torch.where((lengths == 0)[:, None], first, y[_last_frame(lengths)])
         y.masked_fill_(~_valid(lengths, frames), 0.0)
     return y.contiguous(), h_n
@@ -95,7 +95,7 @@ def backward_data(
         grad_h_n: (B, H), or None for zeros.
         grad_c_n: (B, H) as c0, or None for zeros.
         y, saved: as :func:`forward` returned them.
-        weight_hh, lengths, options: as given to :func:`forward`.
+        weight_hh, lengths, options: the arguments of :func:`forward`.
 
     Returns:
         grad_x (T, B, G H), 0 at padding; the gradient of the last gate's recurrent product (T, B, H), or None where it

@@ -16,8 +16,7 @@ from ds2_ops.jit.source import Source, names, parameters, translation_unit
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 from ds2_ops.recurrent.deferred import Work
-from ds2_ops.recurrent.plan.entry import common, pass_arguments
-from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem, check_rows
+from ds2_ops.recurrent.plan.problem import Choice, Design, DoesNotFit, Problem, check_rows, common, pass_arguments
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,19 +169,19 @@ def _launch(
     frames, batch, directions = shape[0], shape[1], 1 if len(shape) == 3 else shape[2]
     check_rows(frames, directions * batch)
     problem = problem_of(batch, hidden, x.dtype, options.cell, backward, directions)
-    given = (*tensors, *of_gates)
+    arrays = (*tensors, *of_gates)
     device = x.device
     index = device_index(device)
     choice = choose_tile(problem, index, options.max_sms, options.early)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in arrays]
     if common(pointers) % 4:
         # A view of 16-bit numbers may start inside a word, and the kernels read words. Copies live until the launch.
-        given = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in given)
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        arrays = tuple(t.clone() if t is not None and t.data_ptr() % 4 else t for t in arrays)
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in arrays]
     if words := choice.exchange_words:
         exchange = torch.empty(words, dtype=torch.int32, device=device)
     numbers = pass_arguments(choice, problem, frames, pointers, options.clip, exchange.data_ptr() if words else 0)
-    launch = choice.early if options.early and choice.design == "cluster" else choice.launch
+    launch = choice.early if options.early and choice.design is Design.CLUSTER else choice.launch
     run_on(launch, numbers, functools.partial(_what, name, problem, frames, choice), index)
 
 

@@ -5,10 +5,10 @@ Shape letters: B batch, H hidden.
 
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.plan.cluster import cluster_choices, largest_cluster_hidden
-from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
-from ds2_ops.recurrent.plan.grid_wide import wide_choices
+from ds2_ops.recurrent.plan.narrow import narrow_choices
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
 from ds2_ops.recurrent.plan.units import largest_units_hidden, units_choices
+from ds2_ops.recurrent.plan.wide import wide_choices
 
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:

@@ -2,7 +2,7 @@
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS, Cell
-from ds2_ops.recurrent.plan.entry import kernel
+from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
     MMA_ROWS,
@@ -12,10 +12,11 @@ from ds2_ops.recurrent.plan.problem import (
     THREADS,
     WARPS,
     Choice,
+    Design,
     DeviceFacts,
     Problem,
+    kernel,
 )
-from ds2_ops.recurrent.plan.work import Work
 
 WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
 STEPS_AHEAD = 4  # inputs are fetched this early
@@ -23,7 +24,7 @@ STEPS_AHEAD = 4  # inputs are fetched this early
 
 def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of the cluster design that can run this problem on ``sms`` multiprocessors."""
-    found = []
+    choices = []
     for cluster in (8, 16):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
         cell = CELLS[problem.nonlinearity]
@@ -40,8 +41,8 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
                 # With two directions every tile has its cluster: the chip, not the launch, holds some back.
                 free = choice.launch.grid <= cluster * clusters or clusters == device.active_clusters[cluster]
                 if free and choice.launch.smem_bytes <= device.smem_bytes_per_block:
-                    found.append(choice)
-    return found
+                    choices.append(choice)
+    return choices
 
 
 def _sample_counts(problem: Problem, clusters: int, groups: int) -> list[int]:
@@ -109,7 +110,7 @@ def _choice(
     shape = f"ClusterShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     threads = THREADS + units * FINISHERS
     return Choice(
-        design="cluster",
+        design=Design.CLUSTER,
         launch=Launch(
             kernel("cluster.cuh", "cluster_recurrence", shape, cell, smem_bytes, threads=threads, slots=0),
             threads=threads,
@@ -162,8 +163,8 @@ def _smem_bytes(
         state_bytes = cluster * MMA_SAMPLES * owned * 4
         partial_bytes = MMA_SAMPLES * ((4 * words + 63) // 128 * 128 + 64)
     rounds = -(-MMA_SAMPLES // (FINISHERS // head_words))
-    slots, carried = 2 if problem.backward else 1, 0
+    slots, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
-        slots, carried = 1 + cell.saved, NUMBERS[problem.dtype][1]
-    input_bytes = (1 + carried + STEPS_AHEAD * slots) * rounds * FINISHERS * 4  # 1: lengths
+        slots, states = 1 + cell.saved, NUMBERS[problem.dtype][1]
+    input_bytes = (1 + states + STEPS_AHEAD * slots) * rounds * FINISHERS * 4  # 1: lengths
     return 2 * groups * (state_bytes + partial_bytes) + units * (input_bytes + 2 * WARPS * 8)

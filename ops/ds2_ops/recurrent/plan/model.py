@@ -11,8 +11,6 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-from ds2_ops.recurrent.plan.work import Work
-
 Constants = dict[str, dict[str, float]]
 # Of a step's chain, a message's way: measured alone, one word.
 EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
@@ -20,6 +18,48 @@ EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two
 WHOLE_CHIP = ("narrow", "wide", "streams")  # with gates, constants of a design are those of clusters of any size
 HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
 GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one multiprocessor does in one time step of a tile: the facts from which the cost is estimated.
+
+    Attributes:
+        layout: which constants: design, and what else makes its steps another kind.
+        backward: the pass.
+        tiles: that run one after the other, so that the batch takes as many times as long.
+        m_tiles, k_tiles: matrix instructions of a multiplying warp: rows, and along K.
+        words: 32-bit words of one utterance's state that a block makes.
+        head_words: of these, in the first of two parts; all where there is one.
+        samples, groups: utterances of a group, and groups that take turns.
+        cluster: blocks a cluster.
+        blocks: at work together on the chip.
+        rounds: in which the threads that finish a step get through a group's utterances.
+        state_words: of one utterance's state that a block reads.
+        smem_k_tiles: of `k_tiles`, with weights in shared memory.
+        split_words: whether rows of arrays start between words, which costs loads that nothing hides.
+        phases: rounds in which blocks exchange something in a step.
+        sums, sent: numbers of a unit that are added up, and that travel, in a step: 1 but for cells with gates.
+    """
+
+    layout: str
+    backward: bool
+    tiles: int
+    m_tiles: int
+    k_tiles: int
+    words: int
+    head_words: int
+    samples: int
+    groups: int
+    cluster: int
+    blocks: int
+    rounds: int
+    state_words: int
+    smem_k_tiles: int = 0
+    split_words: bool = False
+    sums: int = 1
+    sent: int = 1
+    phases: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,20 +82,20 @@ def kind(work: Work) -> str:
 def terms(work: Work) -> dict[str, float]:
     """Count what a step of a tile consists of, each in its unit."""
     if work.layout.startswith("units"):
-        found = _units_terms(work)
+        counts = _units_terms(work)
     elif work.layout.startswith("cluster"):
-        found = _cluster_terms(work)
+        counts = _cluster_terms(work)
     else:
-        found = _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
+        counts = _narrow_terms(work) if work.layout.startswith("narrow") else _wide_terms(work)
     if work.backward:  # reads another array, and sends all gates' gradients
-        found |= {
+        counts |= {
             "backward": work.groups,
             "backward samples": work.groups * work.samples,
             "backward words": work.samples * work.words,
             "backward sent": work.sent - 1,
             "backward split": work.groups * work.split_words,
         }
-    return found
+    return counts
 
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
@@ -70,8 +110,8 @@ def step_us(work: Work, constants: Constants | None = None, processor: Processor
 def fitted() -> Constants:
     """Read the constants of an H200, in microseconds."""
     text = resources.files("ds2_ops.recurrent.plan").joinpath("constants.json").read_text()
-    found: Constants = json.loads(text)["constants"]
-    return found
+    constants: Constants = json.loads(text)["constants"]
+    return constants
 
 
 def _cluster_terms(work: Work) -> dict[str, float]:

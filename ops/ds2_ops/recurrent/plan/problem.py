@@ -1,16 +1,19 @@
-"""What the planner is asked, what it may use, and its answer.
+"""The planner's problem, the hardware that it may use, its answer, and how a kernel takes its arguments.
 
 Shape letters: B batch, H hidden.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from enum import StrEnum
+from typing import NamedTuple
 
+from ds2_ops.jit.build import LAUNCH_REGISTERS
 from ds2_ops.jit.launch import Launch
-from ds2_ops.recurrent.plan.model import step_us
-from ds2_ops.recurrent.plan.work import Work
+from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.recurrent.cells import CELLS, Cell
+from ds2_ops.recurrent.plan.model import Work, step_us
 
 THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
 FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
@@ -19,6 +22,26 @@ WARPS = THREADS // 32
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
+
+# Of the whole-chip designs: slots of the exchange, also with gates, and turns that inputs are fetched early.
+SLOTS = 16
+GATED_SLOTS = 64
+INPUTS_AHEAD = 8
+
+
+class Design(StrEnum):
+    """How blocks exchange the state.
+
+    UNITS: small layers; warps own hidden units with all of K, on one multiprocessor or in a cluster.
+    CLUSTER: a cluster of 8 or 16 blocks keeps the matrix; the state goes through distributed shared memory.
+    NARROW: the whole chip keeps the matrix; the state goes through L2, groups of up to 8 utterances.
+    WIDE: as NARROW, groups of up to 32 utterances of 16-bit numbers.
+    """
+
+    UNITS = "units"
+    CLUSTER = "cluster"
+    NARROW = "narrow"
+    WIDE = "wide"
 
 
 class DoesNotFit(ValueError):
@@ -74,20 +97,20 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel that can run a problem, and what the planner knows of it.
+    """A kernel that can run a problem, and what the planner knows about it.
 
     Attributes:
-        design: "cluster" (h exchanged through distributed shared memory) or "grid" (through L2).
+        design: how its blocks exchange the state.
         launch: the kernel and how to launch it.
         rows: rows of the recurrent matrix that a block keeps.
         samples: utterances of one tile, the columns of a matrix product.
-        groups: tiles that a block runs in turn, so that one's exchange hides behind the other's arithmetic.
+        groups: tiles that a block runs in turn, so the exchange of one overlaps the arithmetic of the other.
         parts: of a block's rows, finished and sent one after the other, to the same end.
         work: what a step of it is, from which its time is estimated.
         exchange_words: 32-bit words of workspace, whatever they hold, that the kernel takes last; 0 for none.
     """
 
-    design: Literal["cluster", "grid", "units"]
+    design: Design
     launch: Launch
     rows: int
     samples: int
@@ -108,7 +131,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """What tells this choice from the others for the same problem, for records of measurements."""
+        """Its name among the choices for the same problem, in records of measurements."""
         work = self.work
         head = f"-{work.head_words}" if work.head_words < work.words else ""
         return f"{work.layout} w{work.words}{head} b{work.blocks} {work.groups}x{work.samples}"
@@ -122,3 +145,106 @@ class Choice:
             f"{self.groups} x {self.samples} utterances in flight a cluster, "
             f"{launch.smem_bytes} B shared memory a block, about {self.step_us:.2f} us a step"
         )
+
+
+def state_words(problem: Problem) -> int:
+    """Words of one utterance's state, in whole units of 16 bytes."""
+    return -(-problem.hidden // (4 * NUMBERS[problem.dtype][1])) * 4
+
+
+def turns(batch: int, most_samples: int, most_groups: int) -> tuple[int, int, int]:
+    """Utterances of a group, groups of a tile, tiles: as few groups as can be, all of one size but the last."""
+    all_groups = -(-batch // most_samples)
+    tiles = -(-all_groups // most_groups)
+    return -(-batch // all_groups), -(-all_groups // tiles), tiles
+
+
+_PASS = parameters(
+    """const void* input, const void* output_y, const void* matrix, const void* state, const int* lengths,
+    void* result, void* last_state, int frames, int batch, int hidden, int samples, int whole_words, int wide_rows,
+    float clip"""
+)
+_ARRAYS = 7  # of these, first
+_GATES = parameters("void* saved, const void* bias, const float* carry, float* last_carry, void* result_last")
+_EXCHANGE = parameters("unsigned* exchange, int exchange_words")  # of the whole-chip designs
+
+
+def kernel(
+    header: str,
+    function: str,
+    shape: str,
+    cell: Cell,
+    smem_bytes: int,
+    *,
+    threads: int,
+    slots: int,
+    hands_registers: bool = True,
+) -> Source:
+    """Write the kernel `function<shape>` of a header of csrc/recurrent, with assertions of what was planned.
+
+    If its warps hand each other registers, they are counted from what a block of so many threads has when it starts:
+    were it compiled to fewer, some would wait for ever for theirs. `build` holds the compiler to that.
+    """
+    counted = (
+        f"constexpr int {LAUNCH_REGISTERS} = {DeviceFacts.registers // threads // 8 * 8};\n" if hands_registers else ""
+    )
+    disagree = f'static_assert(Shape::SLOTS == {slots}, "the planner and {header} disagree on the exchange");\n'
+    members = _PASS if cell.gates == 1 else (*_PASS, *_GATES)
+    arguments = f"{{{names(members)}}}"
+    return translation_unit(
+        f"recurrent/{header}",
+        (*members, *_EXCHANGE) if slots else members,
+        f"    ds2::{function}<Shape>({arguments}{', exchange, exchange_words' if slots else ''});\n",
+        ahead=f"using Shape = ds2::{shape};\n"
+        f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "the planner and {header} disagree on shared memory");\n'
+        f'static_assert(Shape::ALL_THREADS == {threads}, "the planner and {header} disagree on threads");\n'
+        f"{counted}{disagree if slots else ''}"
+        f'static_assert(Shape::Cell::GATES == {cell.gates}, "cells.py and cells.cuh disagree on {cell.name}");\n',
+        launch_bounds="Shape::ALL_THREADS, 1",
+    )
+
+
+def pass_arguments(
+    choice: Choice, problem: Problem, frames: int, addresses: Sequence[int], clip: float, exchange: int
+) -> list[float]:
+    """Write the arguments of a launch, by the names of struct Pass of csrc/recurrent/pass.cuh.
+
+    Args:
+        choice: the kernel.
+        problem: what it runs.
+        frames: T.
+        addresses: of the arrays from input to last_state, then of those of cells with gates, 0 for none; multiples of
+            4.
+        clip: of clipped_relu.
+        exchange: address of ``choice.exchange_words`` words, whatever they hold, where the kernel takes them.
+    """
+    row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
+    wide_rows = (row_bytes | common(addresses)) % 16 == 0
+    sizes = (frames, problem.batch, problem.hidden, choice.samples)
+    arguments = [*addresses[:_ARRAYS], *sizes, row_bytes % 4 == 0, wide_rows, clip, *addresses[_ARRAYS:]]
+    return [*arguments, exchange, choice.exchange_words] if choice.exchange_words else arguments
+
+
+def common(addresses: Sequence[int]) -> int:
+    """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
+    inputs, output_y, matrix, state, _, result, last_state, *of_gates = addresses
+    bits = inputs | output_y | matrix | state | result | last_state
+    for address in of_gates:
+        bits |= address
+    return bits
+
+
+def array_bytes(problem: Problem, frames: int) -> list[int]:
+    """Sizes of the arrays whose addresses `pass_arguments` takes, 0 for those that a pass can do without."""
+    cell, size = CELLS[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
+    state = problem.directions * problem.batch * problem.hidden * size
+    rows, matrix = frames * state, problem.directions * problem.hidden**2 * size * cell.gates
+    of_gates = rows * cell.gates
+    output_y = rows if problem.backward and cell.gates == 1 else 0
+    ends = (rows, of_gates) if problem.backward else (of_gates, rows)
+    sizes = [ends[0], output_y, matrix, 0, 0, ends[1], state]
+    if cell.gates == 1:
+        return sizes
+    carry = problem.directions * problem.batch * problem.hidden * 4 if cell.carries_c else 0
+    result_last = rows if problem.backward and cell.last_apart else 0
+    return [*sizes, rows * cell.saved, 0, carry, carry, result_last]

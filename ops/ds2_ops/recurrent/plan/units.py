@@ -2,9 +2,8 @@
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS, Cell
-from ds2_ops.recurrent.plan.entry import kernel
-from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, DeviceFacts, Problem
-from ds2_ops.recurrent.plan.work import Work
+from ds2_ops.recurrent.plan.model import Work
+from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, Design, DeviceFacts, Problem, kernel
 
 MOST_WARPS, MOST_REGISTERS = 32, 255  # of a block, of a thread
 PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
@@ -12,9 +11,9 @@ PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
 
 def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors; none for two directions."""
-    found: list[Choice] = []
+    fitting: list[Choice] = []
     if problem.directions > 1:
-        return found
+        return fitting
     for cluster in (1, 2, 4, 8, 16):
         clusters = sms if cluster == 1 else min(device.active_clusters.get(cluster, 0), sms // cluster)
         if clusters == 0:
@@ -23,8 +22,8 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
         for samples in {min(spread, 8), *(s for s in (2, 4, 8) if spread < s <= problem.batch)}:
             choice = _choice(problem, device, cluster, clusters, samples)
             if choice is not None:
-                found.append(choice)
-    return found
+                fitting.append(choice)
+    return fitting
 
 
 def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tuple[int, int]:
@@ -70,7 +69,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     numbers = (cluster, warps, columns, *(str(flag).lower() for flag in flags))
     shape = f"UnitsShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
-        design="units",
+        design=Design.UNITS,
         launch=Launch(
             kernel(
                 "units.cuh",

@@ -19,7 +19,7 @@ CASES += [((5, 20, 250), torch.bfloat16), ((6, 3, 65), torch.float16), ((5, 9, 9
 
 def tiles(problem: Problem) -> list[Choice]:
     facts = device_facts(torch.cuda.current_device())
-    return one_a_kernel([choice for choice in space(problem, facts) if choice.design != "grid"])
+    return one_a_kernel([choice for choice in space(problem, facts) if not choice.launch.cooperative])
 
 
 @pytest.mark.gpu

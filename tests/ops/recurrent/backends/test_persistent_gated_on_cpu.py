@@ -7,12 +7,12 @@ import pytest
 import torch
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import GATED, Options
-from ds2_ops.recurrent.plan import grid_wide
+from ds2_ops.recurrent.plan import wide
 from ds2_ops.recurrent.plan.cluster import cluster_choices
-from ds2_ops.recurrent.plan.grid_narrow import narrow_choices
-from ds2_ops.recurrent.plan.grid_wide import wide_choices
+from ds2_ops.recurrent.plan.narrow import narrow_choices
 from ds2_ops.recurrent.plan.problem import Choice, Problem
 from ds2_ops.recurrent.plan.units import units_choices
+from ds2_ops.recurrent.plan.wide import wide_choices
 from support.chip import Faults, patch, small_chip
 from support.gated_cases import both_passes, in_float64, problem
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
@@ -125,7 +125,7 @@ def test_weights_in_shared_memory(
     cell: str, hidden: int, chip: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of all instructions along K but one, where the chip has those from the 29th on; forward two streams."""
-    monkeypatch.setattr(grid_wide, "GATES", replace(grid_wide.GATES, most_k_tiles={2: 1}))
+    monkeypatch.setattr(wide, "GATES", replace(wide.GATES, most_k_tiles={2: 1}))
     fewer = (("recurrent/grid_wide_shape.cuh", "K_TILES > 28 ? K_TILES - 28 : 0", "K_TILES > 1 ? K_TILES - 1 : 0"),)
     forward = the_choice(("streams", 2, 12, 1), cell, 34, hidden, False)
     backward = the_choice(("wide", 9, 2, 2), cell, 34, hidden, True)

@@ -38,7 +38,7 @@ def test_every_launch_fits_the_device_and_covers_the_problem(
 @pytest.mark.parametrize(("dtype", "largest"), LARGEST_GRID_HIDDEN.items())
 def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
     assert largest_grid_hidden(Problem(4, largest, dtype, "relu", False), H200, H200.sms) == largest
-    assert choose(Problem(4, largest, dtype, "relu", False), H200).design == "grid"
+    assert choose(Problem(4, largest, dtype, "relu", False), H200).launch.cooperative
     with pytest.raises(DoesNotFit, match=rf"hidden size {largest + 1} .* {largest} x {largest}; .*backend='gemm'"):
         choose(Problem(4, largest + 1, dtype, "relu", True), H200)
 

@@ -2,20 +2,25 @@
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS, Cell
-from ds2_ops.recurrent.plan.entry import kernel
-from ds2_ops.recurrent.plan.grid import GATED_SLOTS, INPUTS_AHEAD, SLOTS, state_words, turns
+from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
+    GATED_SLOTS,
+    INPUTS_AHEAD,
     MMA_ROWS,
     MMA_SAMPLES,
     NUMBERS,
+    SLOTS,
     THREADS,
     WARPS,
     Choice,
+    Design,
     DeviceFacts,
     Problem,
+    kernel,
+    state_words,
+    turns,
 )
-from ds2_ops.recurrent.plan.work import Work
 
 PAIR_WORDS = 16  # words of K in two matrix instructions
 MOST_WAVE = 6  # 16-byte loads that a lane has under way together
@@ -30,7 +35,7 @@ MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 
 def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
     """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
-    found = []
+    fitting: list[Choice] = []
     words, cell = state_words(problem), CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
     for cluster in CLUSTERS:
@@ -44,9 +49,9 @@ def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choi
                     for most_samples in _sample_limits(problem.batch, block_words)
                 ]
                 if choices[0] is not None and choices[0].launch.smem_bytes <= device.smem_bytes_per_block:
-                    found += [choice for choice in choices if choice is not None]
+                    fitting += [choice for choice in choices if choice is not None]
                     break  # a kernel for fewer groups is never faster
-    return found
+    return fitting
 
 
 def _block_words(words: int, cluster: int, clusters: int, rows_per_word: int) -> list[int]:
@@ -100,7 +105,7 @@ def _choice(
     shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     blocks = -(-words // (block_words * cluster)) * cluster
     return Choice(
-        design="grid",
+        design=Design.NARROW,
         launch=Launch(
             kernel("grid_narrow.cuh", "grid_recurrence", shape, cell, smem_bytes, threads=ALL_THREADS, slots=slots),
             threads=ALL_THREADS,
@@ -156,10 +161,10 @@ def _smem_bytes(
     partial_bytes = WARPS * m_tiles * MMA_ROWS * MMA_SAMPLES * 4
     per_word = NUMBERS[problem.dtype][1]
     received_bytes = cluster * (1 if problem.backward else cell.gates) * block_words * per_word * MMA_SAMPLES * 4
-    inputs, carried = 2 if problem.backward else 1, 0
+    inputs, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
-        inputs, carried = 1 + cell.saved if problem.backward else cell.gates, per_word
-    own_bytes = (most_groups * (1 + carried) + INPUTS_AHEAD * inputs) * FINISHERS * 4
+        inputs, states = 1 + cell.saved if problem.backward else cell.gates, per_word
+    own_bytes = (most_groups * (1 + states) + INPUTS_AHEAD * inputs) * FINISHERS * 4
     weight_bytes = THREADS * smem_pairs * m_tiles * 32
     return 2 * partial_bytes + 2 * most_groups * (received_bytes + 8) + own_bytes + weight_bytes
 

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS, Cell
-from ds2_ops.recurrent.plan.entry import kernel
-from ds2_ops.recurrent.plan.grid import INPUTS_AHEAD, SLOTS, state_words, turns
+from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import (
     FINISHERS,
+    INPUTS_AHEAD,
     MMA_WORDS,
     NUMBERS,
+    SLOTS,
     Choice,
+    Design,
     DeviceFacts,
     Problem,
+    kernel,
+    state_words,
+    turns,
 )
-from ds2_ops.recurrent.plan.work import Work
 
 SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
 MOST_GROUPS = 2
@@ -110,7 +114,7 @@ def _choice(
     numbers = (cluster, warp_groups, k_tiles, str(problem.backward).lower(), *([streams] if streams > 1 else []))
     shape = f"WideShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     return Choice(
-        design="grid",
+        design=Design.WIDE,
         launch=Launch(
             kernel("grid_wide.cuh", "wide_recurrence", shape, cell, smem_bytes, threads=threads, slots=SLOTS),
             threads=threads,
