@@ -31,7 +31,7 @@ from ds2.config.device import resolve_device
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, decode_sessions, results
-from ds2.serve.server import calm
+from ds2.serve.http import gc_tuning
 
 RATE_HZ = 16000
 _LATE_S = 5.0  # behind by so much, a measurement ends: the recogniser cannot keep up
@@ -173,7 +173,7 @@ def main() -> None:
     for streams in given.streams:
         batch = ""
         if recogniser is not None:
-            with calm():
+            with gc_tuning():
                 found, sizes = in_process(recogniser, audio, streams, given.chunk_s, given.seconds, given.one_at_a_time)
             batch = f"{np.mean(sizes):.1f}"
         else:

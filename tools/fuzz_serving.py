@@ -27,9 +27,9 @@ from ds2.model.checkpoint import load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.transcripts import align_utterances
-from ds2.serve.batcher import Here
+from ds2.serve.engine import LocalRecogniser
+from ds2.serve.http import application
 from ds2.serve.limits import Limits
-from ds2.serve.server import application
 from ds2.system.errors import UserError
 
 BOUNDARY = "0123456789abcdef"
@@ -57,7 +57,7 @@ def _recogniser(folder: Path) -> Recogniser:
 
 def _ask(folder: Path, questions: Callable[[TestClient], Any]) -> Any:
     """What a server answers; a fault of its own is raised here."""
-    with TestClient(application(Here(_recogniser(folder), LIMITS), LIMITS)) as client:
+    with TestClient(application(LocalRecogniser(_recogniser(folder), LIMITS), LIMITS)) as client:
         try:
             answer = questions(client)
         except OSError as error:  # which would be a message of a command

@@ -1,4 +1,4 @@
-"""`ds2 listen`: what a microphone hears, as it is spoken."""
+"""`ds2 listen`: live recognition of a microphone."""
 
 from __future__ import annotations
 
@@ -32,39 +32,40 @@ _CLEAR = "\r\x1b[K"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 listen MODEL`: hear until SIGINT (Ctrl-C) or SIGTERM; 0."""
-    decode, arguments = split_overrides(arguments)
-    given = _parse(arguments)
-    sounds = _sounddevice()
-    device = resolve_device(given.device)
-    file = find_model(given.model)
+    """`ds2 listen MODEL`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
+    overrides, arguments = split_overrides(arguments)
+    options = _parse(arguments)
+    sounddevice = _import_sounddevice()
+    device = resolve_device(options.device)
+    file = find_model(options.model)
     loaded = load_model(file, device)
-    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, given.precision)
-    hot_words = dict.fromkeys(given.hot)
-    show, ends = _Shown(given.format == "json"), StopHandler()
-    with handle_signals(STOP_SIGNALS, ends):
-        with _microphone(sounds, given.input, recogniser.features.sample_rate_hz) as (rate_hz, heard):
+    recogniser = Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, options.precision)
+    hot_words = dict.fromkeys(options.hot)
+    printer, stop = _Printer(options.format == "json"), StopHandler()
+    with handle_signals(STOP_SIGNALS, stop):
+        with _microphone(sounddevice, options.input, recogniser.features.sample_rate_hz) as (rate_hz, recorded):
             live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
             print("listening; Ctrl-C ends", file=sys.stderr, flush=True)
-            for samples in ends.until_stopped(heard.get):
+            for samples in stop.until_stopped(recorded.get):
                 live.accept_waveform(samples)
                 while live.is_ready():
                     live.decode()
-                show(live)
-        while not heard.empty():  # spoken before the signal
-            live.accept_waveform(heard.get())
+                printer.update(live)
+        while not recorded.empty():  # spoken before the signal
+            live.accept_waveform(recorded.get())
         live.flush()
-        show(live)
+        printer.update(live)
     return 0
 
 
-class _Shown:
-    """Prints what is final on standard output, and on a terminal what is not yet, in grey, on the line below."""
+class _Printer:
+    """Prints final segments to standard output and, on a terminal, the open segment in grey on the line below."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json, self.partials = as_json, sys.stderr.isatty()
 
-    def __call__(self, live: Live) -> None:
+    def update(self, live: Live) -> None:
+        """Print what is new."""
         if self.partials:
             print(_CLEAR, end="", file=sys.stderr, flush=True)
         while live.segments:
@@ -77,11 +78,11 @@ class _Shown:
             print(f"\x1b[90m{visible(live.result().text)[-70:]}\x1b[0m", end="", file=sys.stderr, flush=True)
 
 
-def _sounddevice() -> Any:
-    """The package that reaches the microphone.
+def _import_sounddevice() -> Any:
+    """Import the package that records from microphones.
 
     Raises:
-        ConfigError: it, or the library below it, is not installed.
+        ConfigError: it, or its library PortAudio, is not installed.
     """
     try:
         import sounddevice
@@ -95,48 +96,53 @@ def _sounddevice() -> Any:
 
 
 @contextmanager
-def _microphone(sounds: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, _Samples]]:
-    """Samples a second of a microphone, and its samples as they come.
+def _microphone(sounddevice: Any, name: str, wanted_hz: int) -> Iterator[tuple[int, _Samples]]:
+    """Open a microphone: its sample rate, and a queue that its samples arrive in.
 
     Raises:
-        AudioError: there is none, or it cannot be opened.
+        AudioError: no such microphone, or it cannot be opened.
     """
-    heard = _Samples()
+    recorded = _Samples()
 
-    def take(samples: NDArray[np.float32], frames: int, time: Any, status: Any) -> None:
-        heard.put(samples[:, 0].copy())
+    def record(samples: NDArray[np.float32], frames: int, time: Any, status: Any) -> None:
+        recorded.put(samples[:, 0].copy())
 
     chosen: str | int | None = int(name) if name.isdigit() else name or None
     try:
         rate_hz = wanted_hz
         try:
-            sounds.check_input_settings(device=chosen, channels=1, samplerate=rate_hz)
-        except sounds.PortAudioError:  # its own rate then, which is resampled
-            rate_hz = round(sounds.query_devices(chosen, "input")["default_samplerate"])
-        stream = sounds.InputStream(
+            sounddevice.check_input_settings(device=chosen, channels=1, samplerate=rate_hz)
+        except sounddevice.PortAudioError:  # its own rate then, which is resampled
+            rate_hz = round(sounddevice.query_devices(chosen, "input")["default_samplerate"])
+        stream = sounddevice.InputStream(
             samplerate=rate_hz,
             blocksize=round(_CHUNK_S * rate_hz),
             device=chosen,
             channels=1,
             dtype="float32",
-            callback=take,
+            callback=record,
         )
-    except (sounds.PortAudioError, ValueError) as error:
-        found = ", ".join(f"{d['index']}: {d['name']}" for d in sounds.query_devices() if d["max_input_channels"])
-        raise AudioError(f"no microphone {name or 'by default'}: {error}; inputs here: {found or 'none'}") from error
+    except (sounddevice.PortAudioError, ValueError) as error:
+        inputs = ", ".join(f"{d['index']}: {d['name']}" for d in sounddevice.query_devices() if d["max_input_channels"])
+        raise AudioError(
+            f"no microphone {name or 'by default'}: {error}; inputs of this machine: {inputs or 'none'}"
+        ) from error
     with stream:
-        yield rate_hz, heard
+        yield rate_hz, recorded
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="ds2 listen",
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
-        description="what a microphone hears: a line whenever the speaker pauses; on a terminal, the rest in grey",
+        description="live recognition of a microphone: a line whenever the speaker pauses; on a terminal, the "
+        "open one in grey",
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--input", default="", help="microphone, by number or part of its name (default: the system's)")
     parser.add_argument("--format", choices=["text", "json"], default="text")
-    parser.add_argument("--hot", action="append", default=[], metavar="PHRASE", help="expect it; needs decode=beam")
+    parser.add_argument(
+        "--hot", action="append", default=[], metavar="PHRASE", help="a word or phrase to expect; needs decode=beam"
+    )
     add_where(parser)
     return parser.parse_args(arguments)

@@ -21,83 +21,93 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
 from ds2.system.signals import STOP_SIGNALS, handle_signals
 
-_OTHER_FILES = 256  # that are open beside those of sessions: uploads, refused connections, libraries
+_OTHER_FILES = 256  # open files besides those of sessions: uploads, refused connections, libraries
 
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 serve MODEL`: serve until SIGINT or SIGTERM; 0."""
-    decode, arguments = split_overrides(arguments)
-    given = _parse(arguments)
+    overrides, arguments = split_overrides(arguments)
+    options = _parse(arguments)
     try:
-        from ds2.serve.address import keep, open_up, share, url
-        from ds2.serve.batcher import Here
+        from ds2.serve.engine import LocalRecogniser
+        from ds2.serve.http import bind, listen, make_server, share, url
         from ds2.serve.limits import Limits
-        from ds2.serve.recognisers import Recognisers
-        from ds2.serve.server import make_server
-        from ds2.serve.workers import Workers
+        from ds2.serve.processes import Recognisers, Workers
     except ImportError as error:
         raise ConfigError(f"ds2 serve needs {error.name}: pip install 'ds2-speech[serve]'") from error
-    if allow_files(given.sessions + _OTHER_FILES) < given.sessions + _OTHER_FILES:
-        raise ConfigError(f"--sessions {given.sessions} need more open files than this process may have: ulimit -n")
-    kept = keep(given.host, given.port)  # before the model is loaded, which takes longer
-    device = resolve_device(given.device)
-    file = find_model(given.model)
+    needed_files = options.sessions + _OTHER_FILES
+    if allow_files(needed_files) < needed_files:
+        raise ConfigError(
+            f"--sessions {options.sessions} needs {needed_files} open files, more than this process may have: "
+            "raise the limit with ulimit -n, or allow fewer sessions"
+        )
+    bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
+    device = resolve_device(options.device)
+    file = find_model(options.model)
     limits = Limits(
-        sessions=given.sessions,
-        batch=given.batch,
-        duration_s=given.duration_s,
-        idle_s=given.idle_s,
+        sessions=options.sessions,
+        batch=options.batch,
+        duration_s=options.duration_s,
+        idle_s=options.idle_s,
         api_key=os.environ.get("DS2_API_KEY", ""),
-        uploads_bytes=given.uploads_mb << 20,
-        host=given.host,
-        allow_hosts=tuple(given.allow_host),
-        allow_origins=tuple(given.allow_origin),
+        uploads_bytes=options.uploads_mb << 20,
+        host=options.host,
+        allow_hosts=tuple(options.allow_host),
+        allow_origins=tuple(options.allow_origin),
     )
-    make = functools.partial(_recogniser, file, decode, device, given.precision, given.log_transcripts)
-    recognisers = _recognisers(given.sessions, device.type) if given.recognisers is None else given.recognisers
-    workers = _workers(given.sessions, device.type) if given.workers is None else given.workers
-    port = kept.getsockname()[1]
-    said = f"ds2 serve: {url(given.host, port)} on {device}; at most {limits.sessions} sessions"
-    if workers or recognisers > 1:
-        several: Workers | Recognisers
+    make = functools.partial(_make_recogniser, file, overrides, device, options.precision, options.log_transcripts)
+    recognisers = _recogniser_count(options.sessions, device.type, options.recognisers)
+    workers = _worker_count(options.sessions, device.type, options.workers)
+    port = bound.getsockname()[1]
+    message = f"ds2 serve: {url(options.host, port)} on {device}; at most {limits.sessions} sessions"
+    if recognisers > 1 or workers:
+        processes: Workers | Recognisers
         if recognisers > 1:
-            several = Recognisers(make, limits, share(kept), recognisers, max(1, -(-workers // recognisers)))
+            processes = Recognisers(make, limits, share(bound), recognisers, max(1, -(-workers // recognisers)))
         else:
-            several = Workers(make(), limits, share(kept), workers)
-        print(said, flush=True)
-        several.run()
-        kept.close()
+            processes = Workers(make(), limits, share(bound), workers)
+        print(message, flush=True)
+        processes.run()
+        bound.close()
     else:
-        server = make_server(Here(make(), limits), limits, port)
-        open_up(kept)
+        server = make_server(LocalRecogniser(make(), limits), limits, port)
+        listen(bound)
         with handle_signals(STOP_SIGNALS, server.handle_exit):  # uvicorn installs its own later
-            print(said, flush=True)  # whoever reads it is answered
-            server.run(sockets=[kept])
+            print(message, flush=True)  # from here on clients are answered
+            server.run(sockets=[bound])
     return 0
 
 
-def _recogniser(file: Path, decode: Sequence[str], device: torch.device, precision: str, tells: bool) -> Recogniser:
-    """The one that hears, in the process that hears."""
-    from ds2.serve.dispatch import transcripts
+def _make_recogniser(
+    file: Path, overrides: Sequence[str], device: torch.device, precision: str, log_transcripts: bool
+) -> Recogniser:
+    """Load the model, in the process that uses it."""
+    from ds2.serve.engine import transcripts
 
-    if tells:
+    if log_transcripts:
         transcripts.setLevel(logging.INFO)
     loaded = load_model(file, device)
-    return Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, precision)
+    return Recogniser.of(loaded, resolve_options(overrides, file, loaded.config), device, precision)
 
 
-def _recognisers(sessions: int, device: str) -> int:
-    """As many as sessions need, each with cores for itself and its workers."""
-    from ds2.serve.recognisers import SESSIONS
+def _recogniser_count(sessions: int, device: str, option: int | None) -> int:
+    """Recogniser processes for these sessions, each with cores for itself and its workers."""
+    from ds2.serve.processes import RECOGNISER_SESSIONS
 
-    return 1 if device == "cpu" else max(1, min(-(-sessions // SESSIONS), usable_cores() // 8))
+    if option is not None:
+        return option
+    return 1 if device == "cpu" else max(1, min(-(-sessions // RECOGNISER_SESSIONS), usable_cores() // 8))
 
 
-def _workers(sessions: int, device: str) -> int:
-    """As many as sessions need, of the processors that there are beside the recogniser's own."""
-    from ds2.serve.workers import SESSIONS
+def _worker_count(sessions: int, device: str, option: int | None) -> int:
+    """Workers for these sessions, at most as many as there are cores besides the recogniser's own."""
+    from ds2.serve.processes import WORKER_SESSIONS
 
-    return 0 if device == "cpu" or sessions <= SESSIONS else max(0, min(-(-sessions // SESSIONS), usable_cores() - 1))
+    if option is not None:
+        return option
+    if device == "cpu" or sessions <= WORKER_SESSIONS:
+        return 0
+    return max(0, min(-(-sessions // WORKER_SESSIONS), usable_cores() - 1))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -110,7 +120,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
-    parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any that is free, which is told")
+    parser.add_argument("--port", type=whole(0, 65_535), default=2700, help="0: any free one, which is printed")
     parser.add_argument(
         "--allow-host",
         action="append",
@@ -130,29 +140,37 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--uploads-mb", type=whole(1, 1 << 30), default=2048, help="MiB of all uploads at once; more are refused"
     )
     parser.add_argument(
-        "--sessions", type=whole(1, 1_000_000), default=64, help="heard at once; more are told to come back"
+        "--sessions",
+        type=whole(1, 1_000_000),
+        default=64,
+        help='open at once at most; further clients are refused with "try again later"',
     )
     parser.add_argument(
-        "--duration-s", type=real(0, UNLIMITED, above=True), default=4 * 3600.0, help="audio of a session at most"
+        "--duration-s", type=real(0, UNLIMITED, above=True), default=4 * 3600.0, help="longest audio of a session"
     )
     parser.add_argument(
-        "--idle-s", type=real(0, 1e9, above=True), default=60.0, help="silence of a client after which it is dropped"
+        "--idle-s",
+        type=real(0, 1e9, above=True),
+        default=60.0,
+        help="seconds after which a client that sends nothing is dropped",
     )
     parser.add_argument(
         "--workers",
         type=whole(0, 1024),
-        help="processes that speak with clients beside the one that hears; 0: it does so itself (default: on a GPU one "
-        "for every 250 sessions if there are more, else 0)",
+        help="processes that speak with clients, besides the recogniser's; 0: that one does so itself (default: on a "
+        "GPU one for every 250 sessions if there are more, else 0)",
     )
     parser.add_argument(
         "--recognisers",
         type=whole(1, 64),
-        help="processes that hear, each with the model, its share of the sessions and workers of its own (default: on "
-        "a GPU one for every 1,000 sessions if there are more, else 1)",
+        help="recogniser processes, each with the model, a share of the sessions and its own workers (default: on a "
+        "GPU one for every 1,000 sessions if there are more, else 1)",
     )
     parser.add_argument(
-        "--batch", type=whole(1, 1 << 20), default=1 << 20, help="sessions heard together at most; 1: one at a time"
+        "--batch", type=whole(1, 1 << 20), default=1 << 20, help="most sessions in a batch; 1: no batches"
     )
-    parser.add_argument("--log-transcripts", action="store_true", help="log what is said; else no log holds any of it")
+    parser.add_argument(
+        "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
+    )
     add_where(parser)
     return parser.parse_args(arguments)

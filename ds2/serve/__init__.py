@@ -1,7 +1,6 @@
-"""Live recognition for others: what comes from any number of sources in one batch, and the protocols they speak.
+"""The server of `ds2 serve`: live recognition for any number of clients, which share one recogniser's batches.
 
-server: routes, and running them. rest, realtime, vosk: a protocol each, on sockets. dispatch: what has arrived is the
-next batch. batcher: how protocols ask for it, in this process. workers, worker, links, frames: the same from several
-processes; recognisers: several that hear. patience: connections that ask or take nothing. phrases: hot words as clients
-give them. page: the page at /. address: where it listens. limits, metrics: what a server allows, and what it counts.
+engine: batches of whatever has arrived, sessions, metrics. protocols: what clients speak. http: routes, address, page,
+and who may use the server. processes: workers that speak with clients, and several recognisers. phrases: hot words as
+clients send them. limits: what a server allows, and its errors.
 """

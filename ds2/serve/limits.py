@@ -1,4 +1,4 @@
-"""What a server takes at most, and from whom."""
+"""What a server allows, of whom, and the errors that say so."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class LimitError(UserError):
         self.status, self.code = status, code
 
 
-class OverError(LimitError):
-    """A session has lasted as long as it may: a client is told its last words first."""
+class SessionOverError(LimitError):
+    """A session has lasted as long as it may; its client gets the last result first."""
 
 
 class FullError(UserError):
-    """As many sessions are open as the server takes."""
+    """The server has no place for one more; a client may try again later."""
 
 
 class BrokenError(UserError):
-    """The recogniser failed, which is no client's fault; the log says how, and who runs the server can mend it."""
+    """The recogniser failed, which is no client's fault; the log says how, for those who run the server."""
 
-    def __init__(self, message: str = "this server failed to hear: its log says why") -> None:
+    def __init__(self, message: str = "this server's recogniser failed: its log says why") -> None:
         super().__init__(message)
 
 
@@ -73,14 +73,16 @@ class Limits:
     allow_origins: tuple[str, ...] = ()  # sites whose pages may use it
 
     def check_key(self, connection: HTTPConnection) -> None:
-        """Raise LimitError where a key is asked for and this is not it."""
-        given = connection.headers.get("authorization", "").removeprefix("Bearer ")
-        for offered in connection.scope.get("subprotocols", []):  # browsers cannot set headers of a WebSocket
-            given = offered.removeprefix(KEY_PROTOCOL) if offered.startswith(KEY_PROTOCOL) else given
-        if self.api_key and not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        """Raise LimitError if the server has a key and the client did not send it."""
+        key = connection.headers.get("authorization", "").removeprefix("Bearer ")
+        for protocol in connection.scope.get("subprotocols", []):  # browsers cannot set headers of a WebSocket
+            key = protocol.removeprefix(KEY_PROTOCOL) if protocol.startswith(KEY_PROTOCOL) else key
+        if self.api_key and not hmac.compare_digest(key.encode(), self.api_key.encode()):
             raise LimitError("this server wants its API key: send Authorization: Bearer KEY", 401, 1008)
 
     def check_duration(self, seconds: float) -> None:
-        """Raise OverError past the longest session."""
+        """Raise SessionOverError past the longest session."""
         if seconds > self.duration_s:
-            raise OverError(f"a session takes {self.duration_s:g} s of audio at most: begin a new one", 413, 1008)
+            raise SessionOverError(
+                f"a session takes {self.duration_s:g} s of audio at most: begin a new one", 413, 1008
+            )

@@ -15,9 +15,9 @@ from support.serving import WAIT_S, Running
 from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.serve.batcher import Here
+from ds2.serve.engine import LocalRecogniser
+from ds2.serve.http import make_server
 from ds2.serve.limits import Limits
-from ds2.serve.server import make_server
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     ) -> Running:
         options = decode or DecodeConfig(method=method, beam=8)
         recogniser = kind.of(load_model(make_model()), options, torch.device("cpu"))
-        server = make_server(Here(recogniser, Limits(**limits)), Limits(**limits), 0)
+        server = make_server(LocalRecogniser(recogniser, Limits(**limits)), Limits(**limits), 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 
 from ds2.config.schema import DecodeConfig
 from ds2.recognition.session import Endpoints
-from ds2.serve.address import url
+from ds2.serve.http import url
 
 REALTIME_HZ = 24000
 CONFIG = {"sample_rate": RATE_HZ}
@@ -133,7 +133,9 @@ def test_a_server_without_word_times_answers_all_that_needs_none(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model hears no silence
-    monkeypatch.setattr("ds2.serve.realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5))
+    monkeypatch.setattr(
+        "ds2.serve.protocols.openai_realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5)
+    )
     running = serve(decode=DecodeConfig(method="beam", beam=8, times=False), idle_s=4.0)
     data, file = speech(2, 1.0, REALTIME_HZ), io.BytesIO()
     soundfile.write(file, samples_of(data), REALTIME_HZ, format="WAV")

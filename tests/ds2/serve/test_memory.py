@@ -10,7 +10,7 @@ from collections.abc import Callable
 from support.serving import RATE_HZ, Running, connect, speech
 from websockets.server import ServerProtocol
 
-from ds2.serve.server import calm
+from ds2.serve.http import gc_tuning
 
 AT_ONCE, ROUNDS = 8, 40
 CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
@@ -64,6 +64,6 @@ def test_a_connection_has_no_compressor(serve: Callable[..., Running]) -> None:
 
 def test_a_process_is_calm_while_it_serves() -> None:
     before = gc.get_freeze_count()
-    with calm():
+    with gc_tuning():
         assert gc.get_freeze_count() > len(gc.get_objects())
     assert gc.get_freeze_count() == before

@@ -26,7 +26,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from ds2.serve.limits import Limits
-from ds2.serve.vosk import Vosk
+from ds2.serve.protocols.vosk import Vosk
 
 CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
 UPGRADE = (
@@ -244,11 +244,11 @@ def test_a_recogniser_that_fails_is_told_and_the_server_goes_on(
         raise RuntimeError("CUDA error: secret")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ds2.serve.dispatch.decode_sessions", fail)
+        patch.setattr("ds2.serve.engine.decode_sessions", fail)
         with pytest.raises(ConnectionClosed) as closed:
             asyncio.run(talk())
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
-        assert closed.value.rcvd.reason == "this server failed to hear: its log says why"
+        assert closed.value.rcvd.reason == "this server's recogniser failed: its log says why"
         with pytest.raises(openai.InternalServerError, match="its log says why"):
             running.client().audio.transcriptions.create(model="ds2", file=("a.raw", data))
     until_empty(running)

@@ -41,8 +41,7 @@ from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints
-from ds2.serve.batcher import Here
-from ds2.serve.dispatch import transcripts
+from ds2.serve.engine import LocalRecogniser, transcripts
 from ds2.serve.limits import Limits
 
 
@@ -273,8 +272,8 @@ def test_a_full_disk_is_told(serve: Callable[..., Running], monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     running = serve()
-    monkeypatch.setattr("ds2.serve.rest.tempfile.NamedTemporaryFile", full)
-    with pytest.raises(openai.InternalServerError, match="cannot keep the upload: No space left") as caught:
+    monkeypatch.setattr("ds2.serve.protocols.openai_rest.tempfile.NamedTemporaryFile", full)
+    with pytest.raises(openai.InternalServerError, match="cannot store the upload: No space left") as caught:
         running.client().audio.transcriptions.create(model="ds2", file=flac(speech(1, 0.2)))
     assert caught.value.status_code == 507
 
@@ -304,7 +303,7 @@ def test_a_model_that_cannot_stream_is_refused(
     model = make_model("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0")
     recogniser = Recogniser.of(load_model(model), DecodeConfig(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="cannot stream"):
-        Here(recogniser, Limits())
+        LocalRecogniser(recogniser, Limits())
     assert main(["serve", str(model), "--device", "cpu"]) == 2
     assert "cannot stream" in capsys.readouterr().err
 

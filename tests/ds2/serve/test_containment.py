@@ -20,9 +20,9 @@ from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live
-from ds2.serve.address import keep, share
+from ds2.serve.http import bind, share
 from ds2.serve.limits import Limits
-from ds2.serve.workers import Workers
+from ds2.serve.processes import Workers
 
 GOOD = 12
 HUGE = {"longest_s": "1" + "0" * 400, "silence_s": "-1e400", "after_speech_s": "true"}
@@ -68,7 +68,7 @@ def check(running: Running) -> None:
     texts, failed = asyncio.run(together(running.vosk, list(MARKS_HZ.values()) * 2))
     assert texts == [text_alone(running.recogniser, speech(seed, 1.5)) for seed in range(GOOD)]
     told = dict(zip(MARKS_HZ, failed, strict=False))
-    assert told["code"] == told["network"] == ("this server failed to hear: its log says why", 1011)
+    assert told["code"] == told["network"] == ("this server's recogniser failed: its log says why", 1011)
     assert "NaN or infinite" in told["decoder"][0]
     until(lambda: running.metric("ds2_sessions") == 0)
 
@@ -85,7 +85,7 @@ def test_the_others_of_a_batch_get_all_their_words(serve: Callable[..., Running]
 @pytest.fixture
 def workers(make_model: Callable[..., Path]) -> Iterator[Running]:
     """A server with two workers whose recogniser gives sources that fail."""
-    recogniser, kept = fragile(make_model(), "greedy"), keep("127.0.0.1", 0)
+    recogniser, kept = fragile(make_model(), "greedy"), bind("127.0.0.1", 0)
     server = Workers(recogniser, Limits(idle_s=20), share(kept), 2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

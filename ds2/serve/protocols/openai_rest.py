@@ -23,80 +23,81 @@ from ds2.audio.read import audio_blocks
 from ds2.decoding.hypothesis import Word
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.session import NEVER, Endpoints, Segment
-from ds2.serve.batcher import Batcher, Source
-from ds2.serve.limits import BrokenError, FullError, LimitError, Limits
+from ds2.serve.engine import EngineClient, EngineSession
+from ds2.serve.limits import BAD_DATA, BrokenError, FullError, LimitError, Limits
 from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_Found = TypeVar("_Found")
+_T = TypeVar("_T")
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
 _STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
-_PIECE = 1 << 20  # bytes copied at a time
-_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # by which formats are known that nothing else tells
+_PIECE_BYTES = 1 << 20  # copied at a time
+_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # names a format that the content may not tell
 
 
 class Transcriptions:
-    """The endpoint: an upload of any format that `ds2 transcribe` reads, heard in the batches of all sources."""
+    """The route: an upload of any format that `ds2 transcribe` reads, decoded in the batches of all sessions."""
 
-    def __init__(self, batcher: Batcher, limits: Limits) -> None:
-        self.batcher, self.limits = batcher, limits
+    def __init__(self, engine: EngineClient, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
         self.stored_bytes = 0  # of all uploads that arrive or are decoded
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
-        upload, answer = _Upload(self), None
+        upload, response = _Upload(self), None
         try:
             self.limits.check_key(request)
-            answer = await self._answer(request, upload)
-            return answer
+            response = await self._transcribe(request, upload)
+            return response
         except LimitError as error:
-            return self._refused(error.status, str(error))
+            return self._refuse(error.status, str(error))
         except UserError as error:
-            return self._refused(_STATUS.get(type(error), 400), str(error))
+            return self._refuse(_STATUS.get(type(error), 400), str(error))
         except OSError as error:  # a full disk
-            log.error("an upload cannot be kept: %s", error)
-            return self._refused(507, f"this server cannot keep the upload: {error.strerror}")
-        except ClientDisconnect:  # nobody is there to be answered
+            log.error("an upload cannot be stored: %s", error)
+            return self._refuse(507, f"this server cannot store the upload: {error.strerror}")
+        except ClientDisconnect:  # nobody reads the response
             return Response(status_code=400)
         except HTTPException as error:
-            return self._refused(error.status_code, str(error.detail))
+            return self._refuse(error.status_code, str(error.detail))
         finally:
-            if not isinstance(answer, StreamingResponse):  # it reads the upload yet, and closes it
+            if not isinstance(response, StreamingResponse):  # that one closes the upload at its end
                 upload.close()
 
-    def _refused(self, status: int, message: str) -> JSONResponse:
-        self.batcher.refused(str(status))
+    def _refuse(self, status: int, message: str) -> JSONResponse:
+        self.engine.count_refusal(str(status))
         kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": None}
         return JSONResponse({"error": error}, status)
 
-    async def _answer(self, request: Request, upload: _Upload) -> Response:
+    async def _transcribe(self, request: Request, upload: _Upload) -> Response:
         async with Request(request.scope, self._limited(request, upload)).form(max_files=1) as form:
-            file, form_at = form.get("file"), str(form.get("response_format") or "json")
+            file, response_format = form.get("file"), str(form.get("response_format") or "json")
             if not isinstance(file, UploadFile):
-                raise LimitError("the form has no file: send multipart/form-data with a field `file`", 400, 1008)
-            if form_at not in FORMATS:
-                raise LimitError(f"response_format={form_at!r} is not one of {', '.join(FORMATS)}", 400, 1008)
+                raise LimitError("the form has no file: send multipart/form-data with a field `file`", 400, BAD_DATA)
+            if response_format not in FORMATS:
+                formats = ", ".join(FORMATS)
+                raise LimitError(f"response_format={response_format!r} is not one of {formats}", 400, BAD_DATA)
             stream = str(form.get("stream") or "false").lower() in ("true", "1")
-            grains = [str(grain) for grain in form.getlist("timestamp_granularities[]")]
+            granularities = [str(one) for one in form.getlist("timestamp_granularities[]")]
             language = str(form.get("language") or "unknown")
-            phrases = self.batcher.phrases
-            hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
-            if form.get("hot_words"):  # ours: phrases and what each is worth
+            phrases = self.engine.phrases
+            if form.get("hot_words"):  # our extension: phrases with weights
                 hot_words = await phrases.table(form.get("hot_words"), "hot_words")
+            else:
+                hot_words = await phrases.prompt(form.get("prompt"), form.getlist("keywords[]"))
             await run_in_threadpool(upload.copy, file)
-            rules = Endpoints() if stream else NEVER
-            source = await self.batcher.open(self.batcher.sample_rate_hz, rules, hot_words)
-        parts = self._segments(source, upload)
+        session = await self.engine.open(self.engine.sample_rate_hz, Endpoints() if stream else NEVER, hot_words)
+        segments = self._segments(session, upload)
         if stream:
-            return await _events(parts, request)
-        segments = await _unless_gone(request, _all(parts))
-        return _response(form_at, segments, source.accepted_s, language, grains)
+            return await _events(segments, request)
+        all_segments = await _unless_gone(request, _all(segments))
+        return _response(response_format, all_segments, session.accepted_s, language, granularities)
 
     def _limited(self, request: Request, upload: _Upload) -> Any:
-        """The request's bytes as they come, up to the most that is taken."""
+        """Receive the request's body, as far as the limits allow."""
 
         async def receive() -> Message:
             try:
@@ -109,75 +110,76 @@ class Transcriptions:
 
         return receive
 
-    async def _segments(self, source: Source, upload: _Upload) -> AsyncGenerator[Segment]:
-        blocks = audio_blocks(upload.path, self.batcher.sample_rate_hz)
+    async def _segments(self, session: EngineSession, upload: _Upload) -> AsyncGenerator[Segment]:
+        """Yield segments as they become final."""
+        blocks = audio_blocks(upload.path, self.engine.sample_rate_hz)
         try:
             async for samples in iterate_in_threadpool(blocks):
-                for segment in (await source.accept(samples)).final:
+                for segment in (await session.accept_waveform(samples)).final:
                     yield segment
-                self.limits.check_duration(source.accepted_s)
-            for segment in (await source.flush()).final:
+                self.limits.check_duration(session.accepted_s)
+            for segment in (await session.flush()).final:
                 yield segment
         except (LimitError, FullError, BrokenError):
             raise
         except UserError as error:
-            raise LimitError(str(error).replace(str(upload.path), upload.name), 400, 1007) from error
+            raise LimitError(str(error).replace(str(upload.path), upload.name), 400, BAD_DATA) from error
         finally:
-            source.close()
+            session.close()
             blocks.close()  # the client may have gone: nothing more is decoded
             upload.close()
 
 
 class _Upload:
-    """A file that a client sends, while it arrives and is decoded."""
+    """A file that a client sends, until it is decoded."""
 
-    def __init__(self, endpoint: Transcriptions) -> None:
-        self.endpoint, self.size_bytes = endpoint, 0
+    def __init__(self, route: Transcriptions) -> None:
+        self.route, self.size_bytes = route, 0
         self.name, self.path = "the upload", Path()
         self._file: Any = None
 
     def grow(self, size_bytes: int) -> None:
-        """Count bytes that came.
+        """Count bytes that arrived.
 
         Raises:
-            LimitError: too many for an upload.
+            LimitError: too many of this upload.
             FullError: too many of all uploads.
         """
-        limits = self.endpoint.limits
+        limits = self.route.limits
         self.size_bytes += size_bytes
-        self.endpoint.stored_bytes += size_bytes
+        self.route.stored_bytes += size_bytes
         if self.size_bytes > limits.upload_bytes:
             raise LimitError(f"uploads may have {limits.upload_bytes} bytes at most", 413, 1009)
-        if self.endpoint.stored_bytes > limits.uploads_bytes:
+        if self.route.stored_bytes > limits.uploads_bytes:
             raise FullError("this server takes no more uploads at once: try again later")
 
     def copy(self, file: UploadFile) -> None:
-        """Copy what came to a file with a name that tells its format; blocks."""
+        """Copy the upload to a file whose name tells its format; blocks."""
         self.name = file.filename or self.name
         suffix = Path(self.name).suffix
         suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
         self._file = tempfile.NamedTemporaryFile(prefix="ds2-upload-", suffix=suffix)  # noqa: SIM115 (`close` does)
-        shutil.copyfileobj(file.file, self._file, _PIECE)
+        shutil.copyfileobj(file.file, self._file, _PIECE_BYTES)
         self._file.flush()
         self.path = Path(self._file.name)
 
     def close(self) -> None:
         """Delete the file; twice does no harm."""
-        self.endpoint.stored_bytes -= self.size_bytes
+        self.route.stored_bytes -= self.size_bytes
         self.size_bytes = 0
         if self._file is not None:
             self._file.close()
 
 
-async def _all(parts: AsyncIterator[Segment]) -> list[Segment]:
-    return [segment async for segment in parts]
+async def _all(segments: AsyncIterator[Segment]) -> list[Segment]:
+    return [segment async for segment in segments]
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
-    """What work gives.
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of `work`.
 
     Raises:
-        ClientDisconnect: the client went before; the work is not done to its end.
+        ClientDisconnect: the client left; the work is cancelled.
     """
 
     async def gone() -> None:
@@ -195,9 +197,9 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _
             task.cancel()
 
 
-async def _events(parts: AsyncGenerator[Segment], request: Request) -> Response:
-    """Server-sent events: the text of each segment as it becomes final, then the whole."""
-    first = await _unless_gone(request, anext(parts, None))  # refused, if unreadable, before an answer began
+async def _events(segments: AsyncGenerator[Segment], request: Request) -> Response:
+    """Server-sent events: the text of each segment as it becomes final, then the whole text."""
+    first = await _unless_gone(request, anext(segments, None))  # an unreadable file is refused with a status of its own
 
     async def events() -> AsyncIterator[str]:
         texts: list[str] = []
@@ -207,12 +209,12 @@ async def _events(parts: AsyncGenerator[Segment], request: Request) -> Response:
                 delta = (" " if texts else "") + segment.hypothesis.text
                 texts.append(segment.hypothesis.text)
                 yield _event({"type": "transcript.text.delta", "delta": delta})
-                segment = await anext(parts, None)
+                segment = await anext(segments, None)
         except UserError as error:
             yield _event({"type": "error", "error": {"message": str(error), "type": "invalid_request_error"}})
             return
         finally:  # the client may have gone
-            await parts.aclose()
+            await segments.aclose()
         yield _event({"type": "transcript.text.done", "text": " ".join(texts)})
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -222,32 +224,34 @@ def _event(data: dict[str, Any]) -> str:
     return f"event: {data['type']}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _response(form_at: str, segments: list[Segment], duration_s: float, language: str, grains: list[str]) -> Response:
+def _response(
+    response_format: str, segments: list[Segment], duration_s: float, language: str, granularities: list[str]
+) -> Response:
     text = " ".join(segment.hypothesis.text for segment in segments)
     words = [word for segment in segments for word in segment.hypothesis.words]
-    if form_at in _TIMED and text and not words:
+    if response_format in _TIMED and text and not words:
         raise LimitError(
-            f"response_format={form_at} needs word times, and this server has decode.times=false", 400, 1008
+            f"response_format={response_format} needs word times, and this server has decode.times=false", 400, BAD_DATA
         )
-    if form_at == "text":
+    if response_format == "text":
         return PlainTextResponse(text + "\n")
-    if form_at == "srt":
+    if response_format == "srt":
         return PlainTextResponse(srt(cues(words)))
-    if form_at == "vtt":
+    if response_format == "vtt":
         return PlainTextResponse(vtt(cues(words)), media_type="text/vtt")
-    if form_at == "json":
+    if response_format == "json":
         return JSONResponse({"text": text})
-    found: dict[str, Any] = {"task": "transcribe", "language": language, "duration": duration_s, "text": text}
-    if "word" in grains:
-        found["words"] = [_word(word) for word in words]
-    if "segment" in grains or not grains:
-        found["segments"] = [
+    content: dict[str, Any] = {"task": "transcribe", "language": language, "duration": duration_s, "text": text}
+    if "word" in granularities:
+        content["words"] = [_word(word) for word in words]
+    if "segment" in granularities or not granularities:
+        content["segments"] = [
             {"id": number, "start": cue.start_s, "end": cue.end_s, "text": cue.text}
             for number, cue in enumerate(cues(words))
         ]
-    return JSONResponse(found)
+    return JSONResponse(content)
 
 
 def _word(word: Word) -> dict[str, Any]:
     times = {"start": round(word.start_s, 3), "end": round(word.end_s, 3)}
-    return {"word": word.text, **times, "confidence": round(word.confidence, 4)}  # the last is ours
+    return {"word": word.text, **times, "confidence": round(word.confidence, 4)}  # confidence is our extension

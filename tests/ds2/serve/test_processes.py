@@ -36,16 +36,16 @@ from websockets.exceptions import ConnectionClosed
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.serve.address import joined, keep, open_up, share
+from ds2.serve.http import bind, listen, listen_shared, share
 from ds2.serve.limits import Limits
-from ds2.serve.workers import Workers
+from ds2.serve.processes import Workers
 
 
 @pytest.fixture
 def running(make_model: Callable[..., Path]) -> Iterator[tuple[Running, Workers]]:
     """A server with two workers that takes 40 sessions."""
     recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(method="beam", beam=8), torch.device("cpu"))
-    kept = keep("127.0.0.1", 0)
+    kept = bind("127.0.0.1", 0)
     server = Workers(recogniser, Limits(sessions=40, idle_s=20), share(kept), 2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -73,31 +73,31 @@ def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
     assert server.metric("ds2_words_total") == sum(map(len, wanted))
     assert server.metric("ds2_latency_seconds_count") > len(sources)
     with pytest.raises(ConfigError, match="give another --port"):
-        keep(*workers.address)
+        bind(*workers.address)
 
 
 def test_an_address_is_bound_once_and_kept() -> None:
-    kept = keep("127.0.0.1", 0)
+    kept = bind("127.0.0.1", 0)
     address = kept.getsockname()[:2]
     with pytest.raises(ConfigError, match="give another --port"):
-        keep(*address)
+        bind(*address)
     with pytest.raises(OSError, match="in use"):
-        joined(*address)  # not even one that would share it
+        listen_shared(*address)  # not even one that would share it
     assert share(kept) == address
-    workers = [joined(*address) for _ in range(2)]
+    workers = [listen_shared(*address) for _ in range(2)]
     with pytest.raises(ConfigError, match="give another --port"):
-        keep(*address)
+        bind(*address)
     with socket.create_connection(address):
         for end in (*workers, kept):
             end.close()
-    again = keep(*address)  # though a connection of the one before lingers
-    open_up(again)
+    again = bind(*address)  # though a connection of the one before lingers
+    listen(again)
     client = socket.create_connection(address)
     end, _ = again.accept()
     end.close()
     again.close()
     client.close()
-    keep(*address).close()
+    bind(*address).close()
 
 
 def test_files_hot_words_and_what_is_wrong(running: tuple[Running, Workers]) -> None:

@@ -63,7 +63,7 @@ def test_a_disk_that_is_full_refuses_the_upload_and_nothing_else(
 ) -> None:
     running, data = serve(), speech(2, 1.0)
     for _ in range(2):
-        with pytest.raises(openai.InternalServerError, match="cannot keep the upload") as caught:
+        with pytest.raises(openai.InternalServerError, match="cannot store the upload") as caught:
             transcribe(running, bytes(4 << 20))
         assert caught.value.status_code == 507
         assert transcribe(running, data) == text_alone(running.recogniser, data)

@@ -14,7 +14,7 @@ import pytest
 from support.serving import WAIT_S, Running, connect
 from websockets.exceptions import InvalidStatus
 
-from ds2.serve.guard import Guard
+from ds2.serve.http import Guard
 from ds2.serve.limits import Limits
 
 PATHS = ("/", "/v1/realtime?intent=transcription")

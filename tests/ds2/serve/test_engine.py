@@ -15,7 +15,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints
-from ds2.serve.batcher import Here
+from ds2.serve.engine import LocalRecogniser
 from ds2.serve.limits import Limits
 
 RULES = Endpoints(longest_s=0.5)
@@ -27,13 +27,13 @@ def recogniser_of(model: Path) -> Recogniser:
 
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
     def sizes(batch: int) -> dict[str, str]:
-        here = Here(recogniser_of(make_model()), Limits(batch=batch))
+        here = LocalRecogniser(recogniser_of(make_model()), Limits(batch=batch))
 
         async def talk() -> bytes:
             sources = [await here.open(RATE_HZ, RULES) for _ in range(6)]
             for _ in range(3):
-                await asyncio.gather(*(source.accept(samples_of(speech(3, 0.4))) for source in sources))
-            return await here.counted()
+                await asyncio.gather(*(source.accept_waveform(samples_of(speech(3, 0.4))) for source in sources))
+            return await here.metrics()
 
         lines = asyncio.run(talk()).decode().splitlines()
         here.close()
@@ -48,11 +48,11 @@ def test_what_nobody_waited_for_is_told_at_the_end(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
-    here, samples = Here(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
+    here, samples = LocalRecogniser(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
 
     async def texts(*, leaves: bool) -> list[str]:
         source = await here.open(RATE_HZ, RULES)
-        heard = asyncio.create_task(source.accept(samples))
+        heard = asyncio.create_task(source.accept_waveform(samples))
         final = []
         if leaves:
             await asyncio.sleep(0)

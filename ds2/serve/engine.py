@@ -1,0 +1,450 @@
+"""The engine: one thread that decodes whatever has arrived from any session as its next batch, and who may ask it.
+
+Amodei et al. 2016, "Deep Speech 2", section 7 (Batch Dispatch). A session waits for the result of its samples before it
+takes more from its client, so a client that sends faster than its audio is decoded is slowed down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
+from ds2.serve.limits import BrokenError, FullError, Limits
+from ds2.serve.phrases import PhraseReader
+from ds2.system.errors import UserError
+
+log = logging.getLogger(__name__)
+transcripts = logging.getLogger("ds2.serve.transcripts")
+transcripts.setLevel(logging.WARNING)  # INFO, which `ds2 serve --log-transcripts` sets, logs what is said
+
+
+@dataclass(frozen=True)
+class StreamResult:
+    """What a chunk of samples gave: segments that became final, and the text of the open segment."""
+
+    final: list[Segment]
+    partial: str
+
+
+Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
+
+
+class Receiver(Protocol):
+    """Where answers go."""
+
+    def deliver(self, answers: Answers) -> None:
+        """Take the answers to one's own chunks; called in the engine's thread."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Samples of a session that somebody waits for; None: all samples before are made final."""
+
+    live: Live
+    samples: NDArray[np.float32] | None
+    receiver: Receiver
+    call: Any  # by which the receiver knows it
+    arrived_s: float = field(default_factory=time.monotonic)
+
+
+class Metrics:
+    """What a server counts, for Prometheus; nothing of it depends on what was said."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.sessions = Gauge(
+            "ds2_sessions", "Sources that are heard now", registry=self.registry, multiprocess_mode="livesum"
+        )
+        self.refused = Counter("ds2_refused", "Requests refused", ["reason"], registry=self.registry)
+        self.audio_s = Counter("ds2_audio_seconds", "Audio taken, seconds", registry=self.registry)
+        self.words = Counter("ds2_words", "Words that became final", registry=self.registry)
+        self.batch = Histogram(
+            "ds2_batch_size", "Sources in a batch", buckets=[2**n for n in range(12)], registry=self.registry
+        )
+        self.latency_s = Histogram(
+            "ds2_latency_seconds",
+            "From a chunk's arrival to its result",
+            buckets=[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10],
+            registry=self.registry,
+        )
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' format; of several recogniser processes, which count in a folder, their sum."""
+        registry = self.registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+
+class Engine:
+    """A recogniser and the sessions that share its batches; one thread calls `run`.
+
+    Args:
+        recogniser: with a unidirectional model.
+        limits: of which `sessions` and `batch` are applied here.
+
+    Raises:
+        ConfigError: a bidirectional model.
+    """
+
+    def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
+        self.recogniser, self.most_sessions, self.most_batch = recogniser, limits.sessions, limits.batch
+        self.metrics = Metrics()
+        recogniser.session().runner.prepare(limits.sessions)  # refuses a model that cannot stream
+        self._warm_up()
+        self._open: set[Live] = set()
+        self._lock = threading.Lock()  # sessions with hot words are opened in another thread
+
+    def _warm_up(self) -> None:
+        """Decode a second of silence: what is built once, as the kernels of a search, makes no client wait."""
+        live = self.recogniser.live()
+        live.accept_waveform(np.zeros(live.sample_rate_hz, np.float32))
+        while live.is_ready():
+            live.decode()
+        results([live])
+        live.flush()
+
+    def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> Live:
+        """Open a session; takes time for hot words.
+
+        Raises:
+            FullError: all sessions are taken.
+            AudioError: a sample rate outside the allowed range.
+            LexiconError: hot words that the decoder cannot look for.
+        """
+        self._check_free()
+        live = self.recogniser.live(sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
+        with self._lock:
+            self._check_free()
+            self._open.add(live)
+            self.metrics.sessions.set(len(self._open))
+        return live
+
+    def _check_free(self) -> None:
+        if len(self._open) >= self.most_sessions:
+            raise FullError(f"all {self.most_sessions} sessions of this server are taken: try again later")
+
+    def close(self, live: Live) -> None:
+        """Close a session; twice does no harm."""
+        with self._lock:
+            self._open.discard(live)
+            self.metrics.sessions.set(len(self._open))
+
+    def run(self, receive: Callable[[bool], Sequence[Chunk | None]]) -> None:
+        """Decode chunks until None arrives and no chunk waits.
+
+        Args:
+            receive: returns the chunks that arrived since the last call; called with True it waits for one.
+        """
+        waiting: list[Chunk] = []
+        ending = False
+        while waiting or not ending:
+            arrived = receive(not waiting)
+            ending = ending or None in arrived
+            waiting += [chunk for chunk in arrived if chunk is not None and self._accept(chunk)]
+            failures = _Failures()
+            try:
+                waiting = self._answer_finished(waiting, failures)
+                batch = [chunk.live for chunk in waiting[: self.most_batch]]
+                if batch:
+                    self.metrics.batch.observe(len(batch))
+                    decode_sessions(batch, failures)
+            except Exception as error:  # of no single session: all that wait are told, and the thread goes on
+                for chunk in waiting:
+                    failures(chunk.live, error)
+            waiting = failures.answer(waiting)
+
+    def _accept(self, chunk: Chunk) -> bool:
+        """Give a chunk to its session; return whether that worked."""
+        try:
+            if chunk.samples is None:
+                chunk.live.input_finished()
+            else:
+                chunk.live.accept_waveform(chunk.samples)
+                self.metrics.audio_s.inc(len(chunk.samples) / chunk.live.sample_rate_hz)
+        except Exception as error:  # of this session alone
+            if not isinstance(error, UserError):
+                log.exception("a session failed")
+            _deliver([(chunk, _for_client(error))])
+            return False
+        return True
+
+    def _answer_finished(self, waiting: list[Chunk], failures: _Failures) -> list[Chunk]:
+        """Answer the chunks that are decoded to their end; return the others."""
+        finished = {id(chunk.live): chunk for chunk in waiting if not chunk.live.is_ready()}
+        if not finished:
+            return waiting
+        finish_segments([chunk.live for chunk in finished.values() if chunk.samples is None], failures)
+        partial = results([chunk.live for chunk in finished.values()], failures)
+        answers = [
+            (chunk, StreamResult(_take_segments(chunk.live), hypothesis.text))
+            for chunk, hypothesis in zip(finished.values(), partial, strict=True)
+            if chunk.live not in failures
+        ]
+        for _, result in answers:  # before a client could see its words and leave
+            for segment in result.final:
+                transcripts.info("%s", segment.hypothesis.text)
+                self.metrics.words.inc(len(segment.hypothesis.text.split()))
+        _deliver(answers)
+        now_s = time.monotonic()
+        for chunk, _ in answers:
+            self.metrics.latency_s.observe(now_s - chunk.arrived_s)
+        answered = {id(chunk) for chunk, _ in answers}
+        return [chunk for chunk in waiting if id(chunk) not in answered]
+
+
+class _Failures:
+    """Sessions that failed in a batch, with their errors."""
+
+    def __init__(self) -> None:
+        self._errors: dict[int, Exception] = {}
+
+    def __call__(self, live: Live, error: Exception) -> None:
+        """Add a session."""
+        self._errors.setdefault(id(live), error)
+
+    def __contains__(self, live: Live) -> bool:
+        return id(live) in self._errors
+
+    def answer(self, waiting: list[Chunk]) -> list[Chunk]:
+        """Answer the chunks of sessions that failed with the errors; return the others."""
+        failed = [chunk for chunk in waiting if chunk.live in self]
+        if not failed:
+            return waiting
+        errors = [self._errors[id(chunk.live)] for chunk in failed]
+        log.error("%d of %d sessions failed in a batch", len(failed), len(waiting), exc_info=errors[0])
+        for chunk in failed:
+            chunk.live.blocks.clear()
+        _deliver([(chunk, _for_client(error)) for chunk, error in zip(failed, errors, strict=True)])
+        return [chunk for chunk in waiting if chunk.live not in self]
+
+
+def _for_client(error: Exception) -> Exception:
+    return error if isinstance(error, UserError) else BrokenError()
+
+
+def _take_segments(live: Live) -> list[Segment]:
+    segments = list(live.segments)
+    live.segments.clear()
+    return segments
+
+
+def _deliver(answers: Answers) -> None:
+    """Give each receiver all of its answers at once."""
+    by_receiver: defaultdict[int, list[tuple[Chunk, StreamResult | Exception]]] = defaultdict(list)
+    for chunk, answer in answers:
+        by_receiver[id(chunk.receiver)].append((chunk, answer))
+    for own in by_receiver.values():
+        own[0][0].receiver.deliver(own)
+
+
+class EngineClient(ABC):
+    """An engine as the protocols use it, from an event loop.
+
+    Args:
+        phrases: reads hot words.
+        sample_rate_hz: of the model.
+    """
+
+    def __init__(self, phrases: PhraseReader, sample_rate_hz: int) -> None:
+        self.phrases, self.sample_rate_hz = phrases, sample_rate_hz
+        self.ending = False
+
+    async def start(self) -> None:
+        """Start, in the event loop that will use it."""
+        return
+
+    def end(self) -> None:
+        """Open no more sessions; open ones may go on to their end."""
+        self.ending = True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop, once all calls are answered."""
+
+    async def open(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None) -> EngineSession:
+        """Open a session.
+
+        Raises:
+            FullError: all sessions are taken, or the server is ending. If the engine is in another process and there
+                are no hot words, this error and the following are raised by the first call of the session instead.
+            AudioError: a sample rate outside the allowed range.
+            LexiconError: hot words that the decoder cannot look for.
+        """
+        if self.ending:
+            raise FullError("this server is ending: try again later")
+        opening = asyncio.ensure_future(self.open_handle(sample_rate_hz, endpoints, hot_words))
+        try:
+            return EngineSession(self, await asyncio.shield(opening), sample_rate_hz)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._close_opened)
+            raise
+
+    def _close_opened(self, opening: asyncio.Future[Any]) -> None:
+        """Close a session whose client left while it was opened."""
+        if not opening.cancelled() and opening.exception() is None:
+            self.close_handle(opening.result())
+
+    @abstractmethod
+    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Any:
+        """As `open`: return what names the session in the other methods."""
+
+    @abstractmethod
+    def submit(self, handle: Any, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+        """Submit samples (N,) of a session; None: make all samples before final."""
+
+    @abstractmethod
+    def close_handle(self, handle: Any) -> None:
+        """Close a session; twice does no harm."""
+
+    @abstractmethod
+    def count_refusal(self, reason: str) -> None:
+        """Count a refused request in the metrics."""
+
+    @abstractmethod
+    async def metrics(self) -> bytes:
+        """All metrics in Prometheus' format."""
+
+
+class EngineSession:
+    """The audio of one client; `EngineClient.open` makes it."""
+
+    def __init__(self, engine: EngineClient, handle: Any, sample_rate_hz: int) -> None:
+        self._engine, self._handle, self._sample_rate_hz = engine, handle, sample_rate_hz
+        self.accepted_s = 0.0  # audio accepted so far
+        self._abandoned: list[asyncio.Future[StreamResult]] = []  # calls that were cancelled before their results came
+
+    async def accept_waveform(self, samples: NDArray[np.float32]) -> StreamResult:
+        """Decode the next samples (N,) in [-1, 1].
+
+        Raises:
+            AudioError: NaN or infinite samples; the session goes on without them.
+            DecodeError: the model gives NaN or infinity.
+            BrokenError: the recogniser failed.
+        """
+        self.accepted_s += len(samples) / self._sample_rate_hz
+        return await self._submit(samples)
+
+    async def flush(self) -> StreamResult:
+        """Make all samples final, to the last one; the session may go on.
+
+        The result also holds segments that became final in calls that were cancelled.
+        """
+        abandoned, self._abandoned = self._abandoned, []
+        before = [segment for future in abandoned for segment in (await future).final]
+        result = await self._submit(None)
+        return replace(result, final=before + result.final)
+
+    async def _submit(self, samples: NDArray[np.float32] | None) -> StreamResult:
+        future = self._engine.submit(self._handle, samples)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._abandoned.append(future)
+            raise
+
+    def close(self) -> None:
+        """Close the session; twice does no harm."""
+        self._engine.close_handle(self._handle)
+
+
+class LocalRecogniser(EngineClient):
+    """An engine in a thread of this process.
+
+    Args:
+        recogniser: with a unidirectional model.
+        limits: as for `Engine`.
+
+    Raises:
+        ConfigError: a bidirectional model.
+    """
+
+    def __init__(self, recogniser: Recogniser, limits: Limits) -> None:
+        phrases = PhraseReader(recogniser.alphabet, recogniser.decoder.hot_characters)
+        super().__init__(phrases, recogniser.features.sample_rate_hz)
+        self.engine = Engine(recogniser, limits)
+        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._receiver: _LoopReceiver | None = None
+        self._thread = threading.Thread(target=self.engine.run, args=[self._receive], name="recogniser", daemon=True)
+        self._thread.start()
+
+    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Live:
+        """See `EngineClient`."""
+        if not hot_words:
+            return self.engine.open(sample_rate_hz, endpoints)
+        return await self.phrases.run(self.engine.open, sample_rate_hz, endpoints, hot_words)
+
+    def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+        """See `EngineClient`."""
+        loop = asyncio.get_running_loop()
+        if self._receiver is None or self._receiver.loop is not loop:
+            self._receiver = _LoopReceiver(loop)
+        future: asyncio.Future[StreamResult] = loop.create_future()
+        self._chunks.put(Chunk(handle, samples, self._receiver, future))
+        return future
+
+    def close_handle(self, handle: Live) -> None:
+        """See `EngineClient`."""
+        self.engine.close(handle)
+
+    def count_refusal(self, reason: str) -> None:
+        """See `EngineClient`."""
+        self.engine.metrics.refused.labels(reason).inc()
+
+    async def metrics(self) -> bytes:
+        """See `EngineClient`."""
+        return self.engine.metrics.text()
+
+    def close(self) -> None:
+        """See `EngineClient`."""
+        self._chunks.put(None)
+        self._thread.join()
+
+    def _receive(self, block: bool) -> list[Chunk | None]:
+        chunks: list[Chunk | None] = [self._chunks.get()] if block else []
+        while not self._chunks.empty():
+            chunks.append(self._chunks.get())
+        return chunks
+
+
+class _LoopReceiver:
+    """Futures of an event loop, which is woken once for all answers of a batch."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+
+    def deliver(self, answers: Answers) -> None:
+        """See `Receiver`."""
+        try:
+            self.loop.call_soon_threadsafe(resolve, [(chunk.call, answer) for chunk, answer in answers])
+        except RuntimeError:  # the loop has ended, and with it all that waited
+            log.debug("an answer came after its event loop had ended")
+
+
+def resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Give futures their results or exceptions, but for those that are done."""
+    for future, answer in answers:
+        if future.done():
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)

@@ -1,0 +1,395 @@
+"""The HTTP server: where it listens, who may use it, its routes and its page, and connections that do nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import errno
+import gc
+import hashlib
+import ipaddress
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Iterator
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from ds2.config.schema import ConfigError
+from ds2.serve.engine import EngineClient
+from ds2.serve.limits import LimitError, Limits
+from ds2.serve.protocols.openai_realtime import Realtime
+from ds2.serve.protocols.openai_rest import Transcriptions
+from ds2.serve.protocols.vosk import Vosk
+from ds2.serve.protocols.websocket import Endpoint
+
+log = logging.getLogger(__name__)
+_SHUTDOWN_S = 30  # for requests that are being answered
+_WILDCARDS = ("", "0.0.0.0", "::")
+_PORTS = {"http": 80, "https": 443}
+
+
+def application(engine: EngineClient, limits: Limits) -> Starlette:
+    """An ASGI application with the routes of all protocols."""
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        try:
+            limits.check_key(request)
+        except LimitError as error:
+            return PlainTextResponse(str(error) + "\n", error.status)
+        return Response(await engine.metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    rest = Transcriptions(engine, limits)
+    realtime, vosk = (Endpoint(protocol, engine, limits) for protocol in (Realtime, Vosk))
+    routes: list[BaseRoute] = [
+        Route("/", page()),
+        Route("/healthz", health),
+        Route("/metrics", metrics),
+        Route("/v1/audio/transcriptions", rest.__call__, methods=["POST"]),
+        WebSocketRoute("/v1/realtime", realtime.__call__),
+        WebSocketRoute("/", vosk.__call__),
+    ]
+
+    async def end() -> None:
+        engine.end()
+        await asyncio.gather(realtime.end(), vosk.end())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await engine.start()
+        yield
+        engine.close()
+
+    middleware = [Middleware(Guard, limits=limits)]
+    if limits.allow_origins:  # their pages may also read the answers
+        methods, headers, origins = ["GET", "POST"], ["*"], limits.allow_origins
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        )
+    app = Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
+    app.state.end, app.state.idle_s = end, limits.idle_s
+    return app
+
+
+def page() -> Any:
+    """The route of the page: a microphone or a file, and its words, in one file that loads nothing from elsewhere.
+
+    Its policy lets it run its own script and reach its own server only.
+    """
+    html = files("ds2.serve").joinpath("page.html").read_text(encoding="utf-8")
+    policy = (
+        "default-src 'none'",
+        f"script-src {_hashes(html, 'script')} blob:",  # blob: the audio worklet that cuts the microphone's sound
+        f"style-src {_hashes(html, 'style')}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    headers = {
+        "content-security-policy": "; ".join(policy),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "permissions-policy": "microphone=(self)",
+        "cache-control": "no-cache",
+    }
+
+    async def answer(request: Request) -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    return answer
+
+
+def _hashes(html: str, tag: str) -> str:
+    texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+class Guard:
+    """ASGI middleware that refuses web pages of other sites, unknown names of this server, and ambiguous lengths.
+
+    A web page may open WebSockets to any address and send forms to it, and a name that its owner points to 127.0.0.1
+    (DNS rebinding) makes this server part of the page's own site. So `Origin`, which browsers send, must be this
+    server, and `Host` must be an address that the server listens on: the one that the connection came to; `localhost`
+    if that is a loopback address; the name in `limits.host`; and, if the server listens on all addresses, any IP
+    address (which cannot be rebound) and this machine's name.
+
+    Args:
+        app: the application.
+        limits: `host`, `allow_hosts` and `allow_origins` are used; "*" among these allows all.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self.app = app
+        self._logged: set[int] = set()
+        self.listens_on_all = limits.host in _WILDCARDS
+        names = [*limits.allow_hosts, limits.host, *([socket.gethostname()] if self.listens_on_all else [])]
+        self.names = {_host_and_port(name)[0] for name in names if name}
+        self.origins = {origin.lower().rstrip("/") for origin in limits.allow_origins}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] not in ("http", "websocket") or (refusal := self.refusal(scope)) is None:
+            await self.app(scope, receive, send)
+            return
+        status, message = refusal
+        if status not in self._logged:
+            self._logged.add(status)
+            log.warning("a request was refused: %s (logged once)", message)
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})  # before it is accepted: status 403
+            return
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        await JSONResponse({"error": error}, status, {"connection": "close"})(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Return status and reason of a refusal, or None."""
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may believe the other one
+            return 400, "Content-Length together with Transfer-Encoding: send one of them"
+        host = headers.get("host")
+        if host is not None and not self._allows_host(host, (scope.get("server") or ("",))[0]):
+            return 421, f"Host {host[:100]!r} is not an address of this server: ds2 serve --allow-host NAME allows it"
+        origins = headers.getlist("origin")
+        if not all(self._allows_origin(origin, host or "") for origin in origins):
+            site = origins[0][:100]
+            return 403, f"pages of {site!r} may not use this server: ds2 serve --allow-origin ORIGIN allows it"
+        return None
+
+    def _allows_host(self, host: str, local: str) -> bool:
+        name, _ = _host_and_port(host)
+        if name in self.names or name == local or "*" in self.names:
+            return True
+        address, local_address = _ip_address(name), _ip_address(local)
+        if self.listens_on_all and address is not None:
+            return True
+        is_loopback = local_address is not None and local_address.is_loopback
+        return is_loopback and (name == "localhost" or (address is not None and address.is_loopback))
+
+    def _allows_origin(self, origin: str, host: str) -> bool:
+        if "*" in self.origins or origin.lower() in self.origins:
+            return True
+        try:
+            parts = urlsplit(origin)
+        except ValueError:
+            return False
+        port = _PORTS.get(parts.scheme)
+        return port is not None and _host_and_port(parts.netloc, port) == _host_and_port(host, port)
+
+
+def _host_and_port(text: str, default_port: int = 0) -> tuple[str, str]:
+    """Split `name`, `name:port`, `[address]` or `[address]:port`."""
+    name, colon, port = text.lower().rpartition(":")
+    if not colon or "]" in port or (":" in name and not name.startswith("[")):
+        name, port = text.lower(), ""
+    return name.strip("[]").rstrip("."), port or str(default_port)
+
+
+def _ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+class Server(uvicorn.Server):
+    """A server whose WebSocket sessions get their last results before it ends."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        with gc_tuning():
+            await super().serve(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; all sessions are finished first."""
+        app: Any = self.config.app
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(app.state.end(), _SHUTDOWN_S)
+        await super().shutdown(sockets)
+
+
+def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
+    """Make a server; `run` starts it, and SIGINT or SIGTERM end it after all sessions and requests are answered."""
+    config = uvicorn.Config(
+        application(engine, limits),
+        limits.host,
+        port,
+        http=HttpConnection,
+        ws=WebSocketConnection,
+        ws_max_size=limits.message_bytes,
+        ws_per_message_deflate=False,  # audio hardly shrinks, and a compressor takes 0.3 MiB a connection
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        log_level="warning",
+    )
+    return Server(config)
+
+
+@contextlib.contextmanager
+def gc_tuning() -> Iterator[None]:
+    """Keep garbage collections short and memory flat while the block runs.
+
+    Libraries leave hundreds of thousands of objects that stay for ever. A full collection that visits them takes 0.1 s,
+    in which nobody is answered, and Python delays it until a quarter as many objects are new: meanwhile thousands of
+    connections that have ended stay in memory.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # sets the number of objects that the quarter refers to
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class HttpConnection(H11Protocol):
+    """A connection that ends if it does nothing between two checks, `app.state.idle_s` seconds apart.
+
+    Uvicorn waits for ever for the first request, for the rest of its headers, and for a client that does not read.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+    _last: Any = None  # at the last check: the request that was answered, and whether the client took nothing
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start_timer(self) -> None:
+        if self in self.connections:  # else it has become a WebSocket
+            self._timer = self.loop.call_later(self.config.app.state.idle_s, self._check)  # type: ignore[union-attr]
+
+    def _check(self) -> None:
+        is_answered = self.cycle is not None and not self.cycle.response_complete
+        now = self.cycle, self.flow.write_paused
+        is_stuck = self.flow.write_paused if is_answered else True
+        if self in self.connections and is_stuck and (self.cycle is None or now == self._last):
+            self.transport.abort()
+            return
+        self._last = now
+        self._start_timer()
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """A connection that is not read while its client takes no answers, and that is cut if it does not close.
+
+    Uvicorn answers pings of a client that reads no answers, in memory without bound.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        super().pause_writing()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
+
+    async def receive(self) -> Any:
+        """See uvicorn."""
+        message = await super().receive()
+        if not self.writable.is_set():
+            self.transport.pause_reading()
+        return message
+
+    async def run_asgi(self) -> None:
+        """See uvicorn."""
+        try:
+            await super().run_asgi()
+        finally:
+            if not self.disconnected:
+                self._timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind an address that nobody else gets while the socket is open, not even to share it; it does not listen yet.
+
+    Args:
+        host: name or address of this machine.
+        port: 0 for any free one.
+
+    Raises:
+        ConfigError: another program listens there, the system forbids it, or the host is not this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+            bound.bind(address)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        except OSError:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        hints = {errno.EADDRINUSE: "give another --port", errno.EACCES: "ports below 1024 are the administrator's"}
+        hint = hints.get(getattr(error, "errno", None) or 0, "--host is an address of this machine, or 0.0.0.0 for all")
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({getattr(error, 'strerror', '') or error}): {hint}"
+        ) from error
+    return bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Listen on a bound address; connections that linger later do not keep the next server from it."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.listen()
+
+
+def share(bound: socket.socket) -> tuple[str, int]:
+    """Let `listen_shared` use a bound address, in any process of this user; return the address."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    host, port = bound.getsockname()[:2]
+    return host, port
+
+
+def listen_shared(host: str, port: int) -> socket.socket:
+    """Listen on a shared address; the system spreads new connections over all sockets that do."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listening.bind((host, port))
+    listening.listen()
+    return listening
+
+
+def url(host: str, port: int) -> str:
+    """Return the address as a URL; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

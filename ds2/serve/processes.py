@@ -1,0 +1,681 @@
+"""A server in several processes: recogniser processes with an engine each, and workers that speak with clients.
+
+One process of Python answers some thousand messages a second, and a GPU decodes more streams than that, so workers take
+the clients' connections and send their audio to the recogniser's process over a socket pair. One thread owns an engine
+and all its workers' sockets (a thread for each worker would wait for Python's lock while the recogniser runs) and
+decodes some ten thousand chunks a second; a GPU has time for more, so there may be several recogniser processes.
+
+Messages are dataclasses, sent as data (`ds2.system.messages`); all of one turn of an event loop, and all answers of a
+batch, travel together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import multiprocess
+
+from ds2.audio.read import AudioError
+from ds2.config.schema import ConfigError
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints, Live, Segment
+from ds2.serve.engine import Answers, Chunk, Engine, EngineClient, StreamResult, resolve
+from ds2.serve.http import gc_tuning, listen_shared, make_server
+from ds2.serve.limits import BrokenError, FullError, Limits
+from ds2.serve.phrases import PhraseReader
+from ds2.system.errors import UserError
+from ds2.system.files import temporary_folder
+from ds2.system.messages import decode, encode
+from ds2.system.signals import STOP_SIGNALS, handle_signals
+from ds2.text.alphabet import Alphabet
+
+log = logging.getLogger(__name__)
+WORKER_SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
+RECOGNISER_SESSIONS = 1000  # in real time that a recogniser process keeps up with
+END_S = 60  # that processes have to finish what is open
+_READ_BYTES = 1 << 20
+_STUCK_S = 10.0  # a worker that takes nothing for so long is given up
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """A worker has begun to listen."""
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """Open a session. Answered if `call` is not 0, which it is only with hot words: opening takes time then."""
+
+    call: int
+    session: int  # the worker's number for it
+    sample_rate_hz: int
+    endpoints: Endpoints
+    hot_words: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class AcceptWaveforms:
+    """Decode the next samples of several sessions: of each one its call, its number, when they arrived, and float32."""
+
+    calls: list[int]
+    sessions: list[int]
+    arrived_s: list[float]
+    samples: list[bytes]
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Make all samples of a session final."""
+
+    call: int
+    session: int
+    arrived_s: float
+
+
+@dataclass(frozen=True)
+class CloseSession:
+    """Close a session."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class CountRefusal:
+    """Count a refused request in the metrics."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReadMetrics:
+    """Send the metrics."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class PartialResults:
+    """The results of several calls in which no segment became final: the texts of the open ones."""
+
+    calls: list[int]
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The value of a call: None, a StreamResult, or bytes of metrics."""
+
+    call: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of a call."""
+
+    call: int
+    kind: str  # one of `_ERRORS`; anything else is a fault of the server
+    message: str
+
+    @classmethod
+    def of(cls, call: int, error: Exception) -> Failure:
+        """An error as a message."""
+        kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "")
+        return cls(call, kind, str(error) if kind else "")
+
+    def error(self) -> Exception:
+        """The error."""
+        return _ERRORS[self.kind](self.message) if self.kind in _ERRORS else BrokenError()
+
+
+_ERRORS: dict[str, type[UserError]] = {  # a class before those that it derives from
+    kind.__name__: kind for kind in (FullError, LexiconError, AudioError, DecodeError, BrokenError, UserError)
+}
+_TO_ENGINE = (WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, Endpoints)
+_TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
+
+
+def pack(messages: Sequence[Any]) -> bytes:
+    """Return messages as bytes, after their length."""
+    data = encode(list(messages))
+    return _LENGTH.pack(len(data)) + data
+
+
+class Unpacker:
+    """Bytes of `pack` as they arrive, in any pieces.
+
+    Args:
+        classes: the messages that may come, and what they hold.
+    """
+
+    def __init__(self, classes: Sequence[type]) -> None:
+        self.classes = classes
+        self._buffer = bytearray()
+
+    def accept(self, data: bytes) -> Iterator[Any]:
+        """Take the next bytes; yield the messages that are complete."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            first = start + _LENGTH.size
+            if len(self._buffer) < first + length:
+                break
+            start = first + length
+            yield from decode(bytes(self._buffer[first:start]), self.classes)
+        del self._buffer[:start]
+
+
+class WorkerLink:
+    """A worker, in the engine's process."""
+
+    def __init__(self, engine: Engine, end: socket.socket) -> None:
+        self.engine, self.end = engine, end
+        end.setblocking(False)
+        self.started = False
+        self._unpacker = Unpacker(_TO_ENGINE)
+        self._sessions: dict[int, Live | UserError] = {}  # by the worker's number; or why it could not be opened
+        self._opening: set[int] = set()  # sessions with hot words that are opened in the other thread
+        self._lock = threading.Lock()  # of these two
+        self._sending = threading.Lock()
+        self._opener = ThreadPoolExecutor(1, "hot words")
+
+    def receive(self) -> list[Chunk] | None:
+        """Handle what has arrived; return the chunks to decode, or None if the worker has ended."""
+        chunks: list[Chunk] = []
+        answers: list[Answer | Failure] = []
+        while True:
+            try:
+                data = self.end.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                return None
+            if not data:
+                return None
+            try:
+                for message in self._unpacker.accept(data):
+                    self._handle(message, chunks, answers)
+            except Exception:  # a fault of this worker or its messages must not end the others' sessions
+                log.exception("a worker's message cannot be handled: it is given up")
+                return None
+        self._send(answers)
+        return chunks
+
+    def _handle(self, message: Any, chunks: list[Chunk], answers: list[Answer | Failure]) -> None:
+        match message:
+            case AcceptWaveforms(calls, sessions, arrived_s, samples):
+                for call, session, time_s, data in zip(calls, sessions, arrived_s, samples, strict=True):
+                    self._add(call, session, time_s, np.frombuffer(data, np.float32), chunks, answers)
+            case Flush(call, session, time_s):
+                self._add(call, session, time_s, None, chunks, answers)
+            case OpenSession(0):
+                self._open(message)
+            case OpenSession():
+                self._opening.add(message.session)
+                self._opener.submit(self._open_with_hot_words, message)
+            case CloseSession(session):
+                self._close_session(session)
+            case CountRefusal(reason):
+                self.engine.metrics.refused.labels(reason).inc()
+            case ReadMetrics(call):
+                answers.append(Answer(call, self.engine.metrics.text()))
+            case WorkerStarted():
+                self.started = True
+            case _:
+                raise TypeError(f"no message to an engine: {message!r}")
+
+    def _add(
+        self,
+        call: int,
+        session: int,
+        arrived_s: float,
+        samples: NDArray[np.float32] | None,
+        chunks: list[Chunk],
+        answers: list[Answer | Failure],
+    ) -> None:
+        live = self._sessions.get(session) or BrokenError()
+        if isinstance(live, Live):
+            chunks.append(Chunk(live, samples, self, call, arrived_s))
+        else:
+            answers.append(Failure.of(call, live))
+
+    def _open(self, message: OpenSession) -> None:
+        try:
+            self._sessions[message.session] = self.engine.open(message.sample_rate_hz, message.endpoints)
+        except UserError as error:
+            self._sessions[message.session] = error
+
+    def _open_with_hot_words(self, message: OpenSession) -> None:
+        answer: Answer | Failure = Answer(message.call, None)
+        try:
+            live = self.engine.open(message.sample_rate_hz, message.endpoints, message.hot_words)
+            with self._lock:
+                wanted = message.session in self._opening
+                if wanted:
+                    self._sessions[message.session] = live
+                self._opening.discard(message.session)
+            if not wanted:  # its client left meanwhile
+                self.engine.close(live)
+        except Exception as error:  # of this session alone
+            if not isinstance(error, UserError):
+                log.exception("a session with hot words could not be opened")
+            answer = Failure.of(message.call, error)
+        self._send([answer])
+
+    def _close_session(self, session: int) -> None:
+        with self._lock:
+            self._opening.discard(session)
+            live = self._sessions.pop(session, None)
+        if isinstance(live, Live):
+            self.engine.close(live)
+
+    def deliver(self, answers: Answers) -> None:
+        """See `ds2.serve.engine.Receiver`."""
+        partial = PartialResults([], [])
+        messages: list[PartialResults | Answer | Failure] = [partial]
+        for chunk, answer in answers:
+            if isinstance(answer, Exception):
+                messages.append(Failure.of(chunk.call, answer))
+            elif answer.final:
+                messages.append(Answer(chunk.call, answer))
+            else:
+                partial.calls.append(chunk.call)
+                partial.texts.append(answer.partial)
+        self._send(messages)
+
+    def close(self) -> None:
+        """Close all of the worker's sessions."""
+        self.end.close()
+        for session in {*self._sessions, *self._opening}:
+            self._close_session(session)
+        self._opener.shutdown(wait=False)
+
+    def _send(self, answers: Sequence[PartialResults | Answer | Failure]) -> None:
+        with self._sending:
+            if not answers or self.end.fileno() < 0:
+                return
+            unsent = memoryview(pack(answers))
+            while unsent:
+                try:
+                    unsent = unsent[self.end.send(unsent) :]
+                except BlockingIOError:
+                    if not select.select([], [self.end], [], _STUCK_S)[1]:
+                        log.error("a worker takes no answers and is given up")
+                        self.end.shutdown(socket.SHUT_RDWR)
+                        return
+                except OSError:  # it has ended, as `receive` will notice
+                    return
+
+
+class RemoteRecogniser(EngineClient, asyncio.Protocol):
+    """An engine in another process, as a worker uses it.
+
+    Args:
+        end: of the socket pair.
+        phrases, sample_rate_hz: as for `EngineClient`.
+        lost: called when the other process has ended.
+    """
+
+    def __init__(
+        self, end: socket.socket, phrases: PhraseReader, sample_rate_hz: int, lost: Callable[[], None]
+    ) -> None:
+        super().__init__(phrases, sample_rate_hz)
+        self._end, self._lost = end, lost
+        self._numbers, self._unpacker = itertools.count(1), Unpacker(_TO_WORKER)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by the number of the call
+        self._unsent: list[Any] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport: asyncio.Transport | None = None
+
+    async def start(self) -> None:
+        """See `EngineClient`."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.create_unix_connection(lambda: self, sock=self._end)
+        self._post(WorkerStarted())
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from it
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        answers: list[tuple[int, Any]] = []
+        for message in self._unpacker.accept(data):
+            match message:
+                case PartialResults(calls, texts):
+                    answers += [(call, StreamResult([], text)) for call, text in zip(calls, texts, strict=True)]
+                case Answer(call, value):
+                    answers.append((call, value))
+                case Failure(call):
+                    answers.append((call, message.error()))
+        resolve([(self._waiting.pop(call), answer) for call, answer in answers])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = None
+        resolve([(future, BrokenError()) for future in self._waiting.values()])
+        self._waiting.clear()
+        self._lost()
+
+    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> int:
+        """See `EngineClient`."""
+        session = next(self._numbers)
+        if not hot_words:
+            self._post(OpenSession(0, session, sample_rate_hz, endpoints, {}))
+            return session
+        call, future = self._call()
+        self._post(OpenSession(call, session, sample_rate_hz, endpoints, dict(hot_words)))
+        await future
+        return session
+
+    def submit(self, handle: int, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+        """See `EngineClient`."""
+        call, future = self._call()
+        if samples is None:
+            self._post(Flush(call, handle, time.monotonic()))
+            return future
+        if not self._unsent or not isinstance(self._unsent[-1], AcceptWaveforms):
+            self._post(AcceptWaveforms([], [], [], []))
+        waveforms = self._unsent[-1]
+        waveforms.calls.append(call)
+        waveforms.sessions.append(handle)
+        waveforms.arrived_s.append(time.monotonic())
+        waveforms.samples.append(samples.tobytes())
+        return future
+
+    def close_handle(self, handle: int) -> None:
+        """See `EngineClient`."""
+        self._post(CloseSession(handle))
+
+    def count_refusal(self, reason: str) -> None:
+        """See `EngineClient`."""
+        self._post(CountRefusal(reason))
+
+    async def metrics(self) -> bytes:
+        """See `EngineClient`."""
+        call, future = self._call()
+        self._post(ReadMetrics(call))
+        return cast(bytes, await future)
+
+    def close(self) -> None:
+        """See `EngineClient`."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _call(self) -> tuple[int, asyncio.Future[Any]]:
+        if self._transport is None or self._loop is None:
+            raise BrokenError()
+        call = next(self._numbers)
+        self._waiting[call] = future = self._loop.create_future()
+        return call, future
+
+    def _post(self, message: Any) -> None:
+        if self._loop is None:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._send)
+        self._unsent.append(message)
+
+    def _send(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if self._transport is not None:
+            self._transport.write(pack(messages))
+
+
+def _run_worker(
+    end: socket.socket,
+    address: tuple[str, int],
+    alphabet: Alphabet,
+    hot_characters: frozenset[str],
+    sample_rate_hz: int,
+    limits: Limits,
+) -> None:
+    """Serve on an address that others share, until SIGTERM or until the engine's process has ended."""
+    os.setpgrp()  # Ctrl-C is for the first process, which ends the others in order
+    phrases = PhraseReader(alphabet, hot_characters)
+    engine = RemoteRecogniser(end, phrases, sample_rate_hz, lambda: setattr(server, "should_exit", True))
+    server = make_server(engine, limits, address[1])
+    server.run(sockets=[listen_shared(*address)])
+
+
+class Workers:
+    """An engine in this process and the worker processes that speak with its clients.
+
+    Args:
+        recogniser: with a unidirectional model.
+        limits: of all workers together.
+        address: where they listen, which is shared (`ds2.serve.http.share`).
+        count: workers.
+
+    Raises:
+        ConfigError: a bidirectional model, or workers that cannot start.
+    """
+
+    def __init__(self, recogniser: Recogniser, limits: Limits, address: tuple[str, int], count: int) -> None:
+        self.address, self.ending = address, False
+        self.engine = Engine(recogniser, limits)
+        hot_characters = recogniser.decoder.hot_characters
+        share = replace(limits, uploads_bytes=limits.uploads_bytes // count)
+        self._arguments = (address, recogniser.alphabet, hot_characters, recogniser.features.sample_rate_hz, share)
+        self._processes: dict[WorkerLink, BaseProcess] = {}
+        self._selector = selectors.DefaultSelector()
+        for _ in range(count):
+            self._start()
+        self._early: list[Chunk | None] = []  # that came before all had started
+        while not all(link.started for link in self._processes):
+            self._early += self._receive_from_workers(True)
+
+    def run(self) -> None:
+        """Decode until SIGINT or SIGTERM, and then until all sessions got their last results."""
+        with handle_signals(STOP_SIGNALS, self._handle_signal):
+            try:
+                with gc_tuning():
+                    self.engine.run(self._receive)
+            finally:
+                self.end()
+                for process in self.processes():
+                    process.join(END_S)
+                    process.kill()
+
+    def processes(self) -> list[BaseProcess]:
+        """The workers that run now."""
+        return list(self._processes.values())
+
+    def end(self) -> None:
+        """Let the workers finish what is open, and end."""
+        self.ending = True
+        for process in self.processes():
+            process.terminate()
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.end()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run_worker, args=(theirs, *self._arguments), name="ds2 serve", daemon=True
+        )
+        process.start()
+        theirs.close()
+        link = WorkerLink(self.engine, ours)
+        self._processes[link] = process
+        self._selector.register(link.end, selectors.EVENT_READ, link)
+
+    def _receive(self, block: bool) -> list[Chunk | None]:
+        early, self._early = self._early, []
+        return early or self._receive_from_workers(block)
+
+    def _receive_from_workers(self, block: bool) -> list[Chunk | None]:
+        """As `Engine.run` asks, or nothing yet; None once no worker is left."""
+        chunks: list[Chunk | None] = []
+        for key, _ in self._selector.select(None if block else 0):
+            link: WorkerLink = key.data
+            arrived = link.receive()
+            if arrived is not None:
+                chunks += arrived
+                continue
+            self._selector.unregister(link.end)
+            link.close()
+            self._replace(link)
+        return chunks if self._selector.get_map() else [*chunks, None]
+
+    def _replace(self, link: WorkerLink) -> None:
+        """Start another worker for one that ended by itself."""
+        process = self._processes.pop(link)
+        process.join(END_S)
+        if self.ending:
+            return
+        if not link.started:
+            raise ConfigError(f"a worker could not start (status {process.exitcode}): its own message says why")
+        log.error("a worker ended (status %s): its clients are gone, another starts", process.exitcode)
+        self._start()
+
+
+class Recognisers:
+    """Several processes with an engine and workers each, on one address: new connections are spread over all workers.
+
+    Args:
+        make: makes the recogniser, in a spawned process, to which it is sent.
+        limits: of all together; each process takes its share.
+        address: which is shared (`ds2.serve.http.share`).
+        count: processes.
+        workers: of each.
+
+    Raises:
+        ConfigError: an error of `make` that a user can mend, or processes that cannot start.
+    """
+
+    def __init__(
+        self, make: Callable[[], Recogniser], limits: Limits, address: tuple[str, int], count: int, workers: int
+    ) -> None:
+        share = replace(limits, sessions=-(-limits.sessions // count), uploads_bytes=limits.uploads_bytes // count)
+        self._arguments, self.ending = (make, share, address, workers), False
+        self._open = ExitStack()
+        folder = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # where all count, so that each can tell the sum
+        self._processes: list[BaseProcess] = []
+        try:
+            for process, ready in [self._start() for _ in range(count)]:
+                self._wait_until_ready(process, ready)
+        except BaseException:
+            self.end()
+            self._join()
+            raise
+
+    def run(self) -> None:
+        """Wait until SIGINT or SIGTERM, and then until all sessions got their last results."""
+        with handle_signals(STOP_SIGNALS, self._handle_signal):
+            try:
+                while self._processes:
+                    ended = wait([process.sentinel for process in self._processes])
+                    for process in [process for process in self._processes if process.sentinel in ended]:
+                        self._replace(process)
+            finally:
+                self.end()
+                self._join()
+
+    def processes(self) -> list[BaseProcess]:
+        """The processes that run now."""
+        return list(self._processes)
+
+    def end(self) -> None:
+        """Let all finish what is open, and end."""
+        self.ending = True
+        for process in self.processes():
+            process.terminate()
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        self.end()
+
+    def _start(self) -> tuple[BaseProcess, Connection]:
+        ready, theirs = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run_recogniser, args=(*self._arguments, theirs), name="ds2 serve: a recogniser"
+        )
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        if self.ending:
+            process.terminate()
+        return process, ready
+
+    def _wait_until_ready(self, process: BaseProcess, ready: Connection) -> None:
+        try:
+            wrong = ready.recv_bytes().decode()
+        except EOFError:
+            process.join(END_S)
+            wrong = f"a recogniser could not start (status {process.exitcode}): its own message says why"
+        ready.close()
+        if wrong:
+            raise ConfigError(wrong)
+
+    def _replace(self, process: BaseProcess) -> None:
+        """Start another process for one that ended by itself."""
+        self._processes.remove(process)
+        process.join(END_S)
+        if process.pid is not None:
+            multiprocess.mark_process_dead(process.pid)  # type: ignore[no-untyped-call]
+        if self.ending:
+            return
+        log.error("a recogniser ended (status %s): its clients are gone, another starts", process.exitcode)
+        other, ready = self._start()
+        try:
+            self._wait_until_ready(other, ready)
+        except ConfigError:
+            if not self.ending:
+                raise
+
+    def _join(self) -> None:
+        for process in self.processes():
+            process.join(END_S)
+            process.kill()
+        os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+        self._open.close()
+
+
+def _run_recogniser(
+    make: Callable[[], Recogniser], limits: Limits, address: tuple[str, int], workers: int, ready: Connection
+) -> None:
+    """Decode until SIGTERM, or until the process that started this one has ended."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        several = Workers(make(), limits, address, workers)
+    except UserError as error:
+        ready.send_bytes(str(error).encode(errors="replace"))
+        return
+    ready.send_bytes(b"")
+    ready.close()
+    several.run()
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)

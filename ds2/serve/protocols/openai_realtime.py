@@ -1,0 +1,196 @@
+"""OpenAI's realtime interface for transcription: /v1/realtime?intent=transcription.
+
+Audio is base64 of 16-bit little-endian mono samples at 24 kHz. An utterance, which the protocol calls an item, ends by
+the client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses; the events
+speech_started and speech_stopped then tell where. A delta is final text and never taken back, so an item has one delta,
+before its `completed`. silence_duration_ms of turn_detection is applied; threshold, a volume, is not.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from ds2.config.allowed import Range
+from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.recognition.session import NEVER, Endpoints
+from ds2.serve.limits import BAD_DATA, LimitError, SessionOverError, check_number
+from ds2.serve.protocols.websocket import Client, json_object
+
+RATE_HZ = 24000
+_DEFAULT_SILENCE_MS = 500  # of the protocol
+_SILENCE_MS = Range(0, 3_600_000, above=True)
+
+
+class Realtime(Client):
+    """One connection."""
+
+    silence_ms: float | None = _DEFAULT_SILENCE_MS  # of turn detection; None: it is off
+    hot_words: HotWords | None = None
+    item: str | None = None  # the open item, once some of its words were recognised
+    last_item: str | None = None  # the item before
+    # Seconds of audio: before the last input_audio_buffer.clear; and since then, up to the last item and commit.
+    cleared_s = completed_s = committed_s = 0.0
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """See `Client`."""
+        return _event("error", error=_error(message, None))
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        """See `Client`; a wrong event is answered with an error, and the session goes on."""
+        await self.send(socket, _event("session.created", session=self._settings()))
+        while (message := await self.receive(socket)) is not None:
+            event: dict[str, Any] = {}
+            try:
+                event = json_object(message.get("text") or "")
+                await self._handle_event(socket, event)
+            except SessionOverError:
+                raise
+            except (LimitError, LexiconError) as error:  # of this event; other errors end the session
+                await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
+
+    async def _handle_event(self, socket: WebSocket, event: dict[str, Any]) -> None:
+        kind = event.get("type")
+        if kind == "session.update":
+            await self._update(event.get("session"))
+            await self.send(socket, _event("session.updated", session=self._settings()))
+        elif kind == "input_audio_buffer.append":
+            await self._append(socket, event.get("audio"))
+        elif kind == "input_audio_buffer.commit":
+            if self._is_empty():
+                raise _bad("the buffer is empty: append audio before commit")
+            await self.send_last_result(socket)
+        elif kind == "input_audio_buffer.clear":
+            self.item = None
+            self._clear()
+            await self.send(socket, _event("input_audio_buffer.cleared"))
+        else:
+            raise _bad(f"type={kind!r} is no event of a transcription session")
+
+    async def _append(self, socket: WebSocket, audio: Any) -> None:
+        endpoints = NEVER if self.silence_ms is None else Endpoints(after_speech_s=self.silence_ms / 1000)
+        result = await self.accept_audio(_decode_base64(audio), RATE_HZ, endpoints, self.hot_words)
+        for segment in result.final:
+            words = segment.hypothesis.words  # none with decode.times=false
+            await self._start_item(socket, words[0].start_s if words else segment.start_s)
+            end_ms = round(1000 * (self.cleared_s + segment.end_s))
+            stopped = {"audio_end_ms": end_ms, "item_id": self.item}
+            await self.send(socket, _event("input_audio_buffer.speech_stopped", **stopped))
+            await self._complete_item(socket, segment.hypothesis.text)
+        if result.partial and self.silence_ms is not None and self.session is not None:
+            await self._start_item(socket, self.session.accepted_s)
+
+    async def send_last_result(self, socket: WebSocket) -> None:
+        """See `Client`: complete an item of all that was appended since the last commit."""
+        if self.session is not None and not self._is_empty():
+            final = (await self.session.flush()).final
+            self.committed_s = self.session.accepted_s
+            await self._complete_item(socket, " ".join(segment.hypothesis.text for segment in final))
+
+    def _is_empty(self) -> bool:
+        """Whether nothing was appended since the last commit."""
+        return self.session is None or self.session.accepted_s == self.committed_s
+
+    def _clear(self) -> None:
+        """Close the session; times go on counting."""
+        self.cleared_s += self.session.accepted_s if self.session is not None else 0.0
+        self.close_session()
+        self.completed_s = self.committed_s = 0.0
+
+    async def _start_item(self, socket: WebSocket, start_s: float) -> None:
+        """Send, once an item, that its speech started."""
+        if self.item is None:
+            self.item = _new_item()
+            started = {"audio_start_ms": round(1000 * (self.cleared_s + start_s)), "item_id": self.item}
+            await self.send(socket, _event("input_audio_buffer.speech_started", **started))
+
+    async def _complete_item(self, socket: WebSocket, text: str) -> None:
+        """Send the events of an item that ended."""
+        item, before = self.item or _new_item(), self.last_item
+        accepted_s = self.session.accepted_s if self.session is not None else self.completed_s
+        usage = {"type": "duration", "seconds": round(accepted_s - self.completed_s, 3)}
+        self.last_item, self.completed_s, self.item = item, accepted_s, None
+        await self.send(socket, _event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
+        kind, of_item = "conversation.item.input_audio_transcription", {"item_id": item, "content_index": 0}
+        if text:
+            await self.send(socket, _event(f"{kind}.delta", delta=text, **of_item))
+        await self.send(socket, _event(f"{kind}.completed", transcript=text, usage=usage, **of_item))
+
+    def _settings(self) -> dict[str, Any]:
+        detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}
+        audio = {"format": {"type": "audio/pcm", "rate": RATE_HZ}, "turn_detection": detection}
+        return {"type": "transcription", "object": "realtime.transcription_session", "audio": {"input": audio}}
+
+    async def _update(self, settings: Any) -> None:
+        if not isinstance(settings, dict) or settings.get("type") != "transcription":
+            raise _bad("session.type must be transcription: this server does nothing else")
+        audio_input = _object(_object(settings, "audio"), "input")
+        audio_format = _object(audio_input, "format")
+        if audio_format.get("type", "audio/pcm") != "audio/pcm" or audio_format.get("rate", RATE_HZ) != RATE_HZ:
+            raise _bad(f"session.audio.input.format={audio_format!r}: audio/pcm at {RATE_HZ} is taken")
+        hot_words = await self._hot_words(_object(audio_input, "transcription"))
+        silence_ms = self._silence_ms(audio_input)
+        if (hot_words, silence_ms) == (self.hot_words, self.silence_ms):
+            return
+        if not self._is_empty():
+            raise _bad(
+                "turn_detection and transcription change before audio, after a commit or input_audio_buffer.clear"
+            )
+        self._clear()
+        self.hot_words, self.silence_ms = hot_words, silence_ms
+
+    def _silence_ms(self, audio_input: dict[str, Any]) -> float | None:
+        """Read turn_detection: the silence that ends an item, or None if it is off."""
+        if "turn_detection" not in audio_input:
+            return self.silence_ms
+        if audio_input["turn_detection"] is None:
+            return None
+        detection = _object(audio_input, "turn_detection")
+        if detection.get("type") != "server_vad":
+            raise _bad("turn_detection is null, or of type server_vad")
+        silence_ms = detection.get("silence_duration_ms", _DEFAULT_SILENCE_MS)
+        return check_number(silence_ms, "turn_detection.silence_duration_ms", _SILENCE_MS)
+
+    async def _hot_words(self, transcription: dict[str, Any]) -> HotWords | None:
+        """Read prompt and keywords, or hot_words (our extension): phrases with weights."""
+        phrases = self.engine.phrases
+        if transcription.get("hot_words"):
+            return await phrases.table(transcription["hot_words"], "transcription.hot_words")
+        if transcription.get("prompt") or transcription.get("keywords"):
+            return await phrases.prompt(transcription.get("prompt"), transcription.get("keywords"))
+        return self.hot_words
+
+
+def _bad(message: str) -> LimitError:
+    return LimitError(message, 400, BAD_DATA)
+
+
+def _object(outer: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the object that `outer` holds under a name; an empty one if there is none."""
+    inner = outer.get(name)
+    if inner is not None and not isinstance(inner, dict):
+        raise _bad(f"{name} is {inner!r}, it must be an object")
+    return inner or {}
+
+
+def _decode_base64(audio: Any) -> bytes:
+    try:
+        return base64.b64decode(audio, validate=True)
+    except (TypeError, ValueError) as error:
+        raise _bad(f"audio is base64 of 16-bit samples: {error}") from error
+
+
+def _new_item() -> str:
+    return f"item_{secrets.token_hex(10)}"
+
+
+def _event(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "event_id": f"event_{secrets.token_hex(10)}", **fields}
+
+
+def _error(message: str, event_id: Any) -> dict[str, Any]:
+    event_id = event_id if isinstance(event_id, str) else None
+    return {"type": "invalid_request_error", "code": None, "message": message, "param": None, "event_id": event_id}

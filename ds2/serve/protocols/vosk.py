@@ -1,0 +1,104 @@
+"""Vosk's WebSocket protocol: one JSON reply to each audio message, so clients send and receive in lockstep.
+
+A client may first send {"config": {"sample_rate": 16000, "words": false}}, then 16-bit little-endian mono samples (at
+8 kHz unless the config says otherwise), and {"eof" : 1} at the end, whose reply is the last result; after {"reset" : 1}
+the reply is the same and the session goes on. Results list words with times unless `words`, which may change at any
+time, is false. `phrase_list` makes phrases likelier; in Vosk's own server nothing else is recognised, so its "[unk]",
+which stands for everything else, is dropped. Our extensions: `hot_words`, phrases with weights, and `endpoints`, when a
+segment ends: {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from ds2.audio.read import RATES_HZ
+from ds2.config.allowed import Range
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.session import Endpoints
+from ds2.serve.engine import StreamResult
+from ds2.serve.limits import BAD_DATA, LimitError, check_number
+from ds2.serve.protocols.websocket import Client, json_object
+
+_DEFAULT_RATE_HZ = 8000
+_RATE_HZ = Range(*RATES_HZ)
+_SECONDS = Range(0, 1e9, above=True)
+_EVERYTHING_ELSE = "[unk]"  # in a phrase_list
+
+
+class Vosk(Client):
+    """One connection and its settings."""
+
+    rate_hz, words = _DEFAULT_RATE_HZ, True
+    hot_words: HotWords | None = None
+    endpoints = Endpoints()
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """See `Client`."""
+        return {"error": message}
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        """See `Client`; eof ends the connection too."""
+        while (message := await self.receive(socket)) is not None:
+            if message.get("bytes") is not None:
+                result = await self.accept_audio(message["bytes"], self.rate_hz, self.endpoints, self.hot_words)
+                await self.send(socket, self._reply(result) if result.final else {"partial": result.partial})
+                continue
+            command = json_object(message.get("text") or "")
+            if "config" in command:
+                await self._configure(command["config"])
+            if command.get("reset") or command.get("eof"):
+                await self.send_last_result(socket)
+            if command.get("eof"):
+                await socket.close()
+                return
+
+    async def send_last_result(self, socket: WebSocket) -> None:
+        """See `Client`."""
+        result = await self.session.flush() if self.session is not None else StreamResult([], "")
+        await self.send(socket, self._reply(result))
+
+    async def _configure(self, config: Any) -> None:
+        if not isinstance(config, dict):
+            raise LimitError("config is an object", 400, BAD_DATA)
+        if config.get("max_alternatives"):
+            raise LimitError("config.max_alternatives is not offered by this server: leave it out", 400, BAD_DATA)
+        before = self.rate_hz, self.hot_words, self.endpoints
+        for key in ("phrase_list", "hot_words"):
+            if config.get(key):
+                self.hot_words = await self.engine.phrases.table(_without_unknown(config[key]), f"config.{key}")
+        if "endpoints" in config:
+            self.endpoints = _endpoints(config["endpoints"])
+        self.rate_hz = int(check_number(config.get("sample_rate", self.rate_hz), "config.sample_rate", _RATE_HZ))
+        self.words = bool(config.get("words", self.words))
+        if self.session is not None and (self.rate_hz, self.hot_words, self.endpoints) != before:
+            raise LimitError("config may change nothing but words after the first audio", 400, BAD_DATA)
+
+    def _reply(self, result: StreamResult) -> dict[str, Any]:
+        reply: dict[str, Any] = {"text": " ".join(segment.hypothesis.text for segment in result.final)}
+        words = [
+            {
+                "conf": round(word.confidence, 4),
+                "end": round(word.end_s, 3),
+                "start": round(word.start_s, 3),
+                "word": word.text,
+            }
+            for segment in result.final
+            for word in segment.hypothesis.words
+        ]
+        return reply | ({"result": words} if self.words and words else {})
+
+
+def _without_unknown(phrases: Any) -> Any:
+    return [phrase for phrase in phrases if phrase != _EVERYTHING_ELSE] if isinstance(phrases, list) else phrases
+
+
+def _endpoints(value: Any) -> Endpoints:
+    """Read a client's rules; those that it leaves out keep their defaults."""
+    allowed = [field.name for field in fields(Endpoints)]
+    if not isinstance(value, dict) or not set(value) <= set(allowed):
+        raise LimitError(f"config.endpoints is an object of seconds above 0, of {allowed}", 400, BAD_DATA)
+    return Endpoints(**{key: check_number(rule, f"config.endpoints.{key}", _SECONDS) for key, rule in value.items()})

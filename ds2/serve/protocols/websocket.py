@@ -1,0 +1,190 @@
+"""What the WebSocket protocols share: limits, refusals, and a session that is opened by the first audio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import Message
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ds2.audio.stream import Pcm16
+from ds2.decoding.lexicon import HotWords
+from ds2.recognition.session import Endpoints, Segment
+from ds2.serve.engine import EngineClient, EngineSession, StreamResult
+from ds2.serve.limits import (
+    BAD_DATA,
+    BROKEN,
+    RESTART,
+    TRY_LATER,
+    BrokenError,
+    FullError,
+    LimitError,
+    Limits,
+    SessionOverError,
+)
+from ds2.system.errors import UserError
+
+_REASON_BYTES = 100  # of a close message; the protocol allows 123
+_REFUSAL_S = 2.0
+_PIECE_S = 2  # audio that is decoded at once
+
+
+class Client:
+    """One connection; each protocol derives a class that handles its messages."""
+
+    def __init__(self, engine: EngineClient, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self.session: EngineSession | None = None
+        self._samples = Pcm16()
+
+    async def handle_messages(self, socket: WebSocket) -> None:
+        """Answer messages until the end of the connection."""
+        raise NotImplementedError
+
+    async def send_last_result(self, socket: WebSocket) -> None:
+        """Send what was recognised and not sent yet, as the session ends."""
+        raise NotImplementedError
+
+    def refusal(self, message: str) -> dict[str, Any]:
+        """Return the message that tells a client why its connection ends."""
+        raise NotImplementedError
+
+    async def send(self, socket: WebSocket, message: dict[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            TimeoutError: the client has taken nothing for `limits.idle_s`.
+        """
+        async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
+            await _send(socket, message)
+
+    async def receive(self, socket: WebSocket) -> Message | None:
+        """Return the next message, or None at the end of the connection.
+
+        Raises:
+            SessionOverError: no message came for `limits.idle_s`.
+        """
+        try:
+            async with asyncio.timeout(self.limits.idle_s):
+                message = await socket.receive()
+        except TimeoutError as error:
+            raise SessionOverError(f"nothing came for {self.limits.idle_s:g} s", 408, TRY_LATER) from error
+        return None if message["type"] == "websocket.disconnect" else message
+
+    async def accept_audio(
+        self, data: bytes, rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None = None
+    ) -> StreamResult:
+        """Decode 16-bit samples; the first ones open the session.
+
+        Raises:
+            SessionOverError: they go past the longest session; none of them are decoded.
+            UserError: as `EngineClient.open` and `EngineSession.accept_waveform`.
+        """
+        accepted_s = self.session.accepted_s if self.session is not None else 0.0
+        self.limits.check_duration(accepted_s + len(data) // 2 / rate_hz)
+        if self.session is None:
+            self.session = await self.engine.open(rate_hz, endpoints, hot_words)
+        samples, final = self._samples.accept(data), list[Segment]()
+        while len(samples) > rate_hz * _PIECE_S:  # others need not wait while a long message is resampled
+            final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
+            samples = samples[rate_hz * _PIECE_S :]
+        result = await self.session.accept_waveform(samples)
+        return StreamResult([*final, *result.final], result.partial) if final else result
+
+    def close_session(self) -> None:
+        """Close the session; the next audio opens another."""
+        if self.session is not None:
+            self.session.close()
+        self.session, self._samples = None, Pcm16()
+
+
+class Endpoint:
+    """The route of a protocol."""
+
+    def __init__(self, protocol: type[Client], engine: EngineClient, limits: Limits) -> None:
+        self.protocol, self.engine, self.limits = protocol, engine, limits
+        self._connections: set[asyncio.Task[Any]] = set()
+
+    async def end(self) -> None:
+        """End all connections after their last results."""
+        for task in self._connections:
+            task.cancel()
+        while self._connections:
+            await asyncio.wait(self._connections)
+
+    async def __call__(self, socket: WebSocket) -> None:
+        """Serve a connection to its end."""
+        client, task = self.protocol(self.engine, self.limits), asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await socket.accept("realtime" if "realtime" in socket.scope["subprotocols"] else None)
+            self.limits.check_key(socket)
+            try:
+                await _serve(client, socket)
+            except asyncio.CancelledError:
+                if not self.engine.ending:
+                    raise
+                task.uncancel()
+                await client.send_last_result(socket)
+                await socket.close(RESTART, "the server ends")
+        except (WebSocketDisconnect, RuntimeError):  # RuntimeError: a message was sent after the end of the connection
+            return
+        except TimeoutError:
+            await self._refuse(socket, client, f"nothing was taken for {self.limits.idle_s:g} s", TRY_LATER)
+        except LimitError as error:
+            await self._refuse(socket, client, str(error), error.code)
+        except FullError as error:
+            await self._refuse(socket, client, str(error), TRY_LATER)
+        except BrokenError as error:
+            await self._refuse(socket, client, str(error), BROKEN)
+        except UserError as error:
+            await self._refuse(socket, client, str(error), BAD_DATA)
+        finally:
+            self._connections.discard(task)
+            client.close_session()
+
+    async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:
+        self.engine.count_refusal(str(code))
+        try:
+            async with asyncio.timeout(_REFUSAL_S):
+                await _send(socket, client.refusal(message))
+                await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
+        except (WebSocketDisconnect, RuntimeError, TimeoutError):
+            return  # the client has gone meanwhile
+
+
+async def _serve(client: Client, socket: WebSocket) -> None:
+    """Handle messages; a session that has lasted too long gets its last result."""
+    try:
+        await client.handle_messages(socket)
+    except SessionOverError:
+        if client.session is not None:
+            await client.send_last_result(socket)
+        raise
+
+
+async def _send(socket: WebSocket, message: dict[str, Any]) -> None:
+    """Send JSON in ASCII: texts of clients may hold characters that break a WebSocket's text message."""
+    await socket.send_text(json.dumps(message, allow_nan=False))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read a text message.
+
+    Raises:
+        LimitError: it is no JSON object.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise LimitError(f"text messages are JSON: {error}", 400, BAD_DATA) from error
+    if not isinstance(value, dict):
+        raise LimitError("text messages are JSON objects", 400, BAD_DATA)
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")

@@ -1,0 +1,132 @@
+"""Messages between a worker and the engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds2.audio.read import AudioError
+from ds2.decoding.hypothesis import DecodeError, Hypothesis, Word
+from ds2.decoding.lexicon import LexiconError
+from ds2.recognition.session import NEVER, Endpoints, Segment
+from ds2.serve.engine import StreamResult
+from ds2.serve.limits import BrokenError, FullError
+from ds2.serve.phrases import PhraseReader
+from ds2.serve.processes import (
+    AcceptWaveforms,
+    Answer,
+    CloseSession,
+    CountRefusal,
+    Failure,
+    Flush,
+    OpenSession,
+    PartialResults,
+    ReadMetrics,
+    RemoteRecogniser,
+    Unpacker,
+    WorkerStarted,
+    pack,
+)
+from ds2.system.errors import UserError
+from ds2.system.messages import MessageError
+from ds2.text.alphabet import Alphabet
+
+TO_ENGINE = (WorkerStarted, OpenSession, AcceptWaveforms, Flush, CloseSession, CountRefusal, ReadMetrics, Endpoints)
+TO_WORKER = (PartialResults, Answer, Failure, StreamResult, Segment, Hypothesis, Word)
+WORD = Word("ab", 0.1, 0.5, 0.9)
+RESULT = StreamResult([Segment(0.0, 1.0, Hypothesis("ab", -1.5, (1, 2), (WORD,), -1.0))], "\ud800 c")
+
+
+def test_messages_arrive_complete_in_any_pieces() -> None:
+    draw = random.Random(0)
+    samples = np.arange(5, dtype=np.float32).tobytes()
+    to_engine = [
+        [WorkerStarted()],
+        [OpenSession(0, 1, 16000, Endpoints(), {}), OpenSession(7, 2, 8000, NEVER, {"array": 1.5, "tuple": None})],
+        [AcceptWaveforms([8, 9], [1, 2], [12.5, 12.6], [samples, b""]), Flush(9, 2, 13.5)],
+        [CloseSession(1), CountRefusal("429"), ReadMetrics(10)],
+    ]
+    to_worker = [
+        [Answer(7, None)],
+        [PartialResults([11, 12], ["a", ""]), Answer(8, RESULT), Answer(9, b"metrics")],
+        [Failure(10, "FullError", "all taken")],
+    ]
+    for sent, classes in ((to_engine, TO_ENGINE), (to_worker, TO_WORKER)):
+        data = b"".join(map(pack, sent))
+        for _ in range(20):
+            unpacker, received, at = Unpacker(classes), list[Any](), 0
+            while at < len(data):
+                size = draw.randint(1, draw.choice((3, 40, 500)))
+                received += unpacker.accept(data[at : at + size])
+                at += size
+            assert received == [message for messages in sent for message in messages]
+
+
+def test_a_message_for_the_other_side_is_refused() -> None:
+    with pytest.raises(MessageError):
+        list(Unpacker(TO_ENGINE).accept(pack([Answer(1, None)])))
+
+
+@pytest.mark.parametrize("kind", [FullError, LexiconError, AudioError, DecodeError, UserError])
+def test_errors_of_users_keep_their_class_and_message(kind: type[UserError]) -> None:
+    error = kind("what is wrong")
+    arrived = Failure.of(1, error).error()
+    assert type(arrived) is type(error) and str(arrived) == str(error)
+
+
+def test_errors_of_the_server_say_nothing_of_it() -> None:
+    arrived = Failure.of(1, RuntimeError("CUDA error: secret")).error()
+    assert type(arrived) is BrokenError and "secret" not in str(arrived)
+
+
+class ForeignTransport:
+    """A transport as other event loops have them: it does not derive from asyncio's."""
+
+    def __init__(self) -> None:
+        self.written = b""
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.written += b"closed"
+
+
+def test_a_remote_recogniser_works_in_any_loop_and_notices_its_end() -> None:
+    lost = list[bool]()
+    ours, theirs = socket.socketpair()
+    phrases = PhraseReader(Alphabet(("", "a", "b")), frozenset("ab"))
+    remote = RemoteRecogniser(theirs, phrases, 16000, lambda: lost.append(True))
+
+    async def talk() -> list[Any]:
+        await remote.start()
+        foreign = ForeignTransport()
+        remote.connection_made(foreign)  # type: ignore[arg-type]
+        sessions = [await remote.open(16000, Endpoints()) for _ in range(3)]
+        calls = [asyncio.ensure_future(session.accept_waveform(np.zeros(10, np.float32))) for session in sessions]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sent = list(Unpacker(TO_ENGINE).accept(foreign.written))
+        (numbers,) = [message.calls for message in sent if isinstance(message, AcceptWaveforms)]
+        answers = [Answer(numbers[0], RESULT), Failure(numbers[1], "FullError", "x"), Failure(numbers[2], "", "")]
+        for part in (data := pack(answers))[:7], data[7:]:
+            remote.data_received(part)
+        received = await asyncio.gather(*calls, return_exceptions=True)
+        remote.close()
+        assert foreign.written.endswith(b"closed")
+        last = asyncio.ensure_future(sessions[0].flush())
+        await asyncio.sleep(0)
+        remote.connection_lost(None)
+        with pytest.raises(BrokenError):
+            await last
+        return received
+
+    result, full, broken = asyncio.run(talk())
+    ours.close()
+    assert result == RESULT and lost
+    assert type(full) is FullError and type(broken) is BrokenError
