@@ -64,6 +64,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
+    _warn_of_short_warm_up(config, len(trainer.plan()))
     if not trainer.dev.utterances:
         log.warning(
             "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "
@@ -94,7 +95,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
     log.info("stopped after step %d: %s", progress.step, reason)
     last = progress.epoch - (progress.batch == 0)  # epoch that took a step
     if last > 0 and not interrupts.agreed:
-        _warn_of_unfinished_schedules(config, last)
+        _warn_of_unfinished_schedules(config, progress, last)
     scores = {"wer": progress.best_wer, "cer": progress.best_cer}
     board.settings(not_default(config), scores)
     board.close()
@@ -121,7 +122,8 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
         while progress.batch < len(plan) and not interrupts.agreed and not finished(config, progress):
             group = plan[progress.batch : progress.batch + config.train.accumulate]
             done = planned_part(config, progress, len(plan))
-            rate = learning_rate(config.optim, progress.step, progress.epoch, done)
+            warmed_up = warm_up_part(config, progress, done)
+            rate = learning_rate(config.optim, progress.step, progress.epoch, done, warmed_up)
             set_learning_rate(trainer.optimizer, rate)
             clock, began = time.monotonic(), clock
             of_rank_0 = clock - began if trainer.comm.rank == 0 else 0.0
@@ -179,6 +181,16 @@ def planned_part(config: Config, progress: Progress, batches: int) -> float:
     return done
 
 
+def warm_up_part(config: Config, progress: Progress, done: float) -> float:
+    """The part of the longest warm-up that is behind a run, of whose planned training the part `done` is.
+
+    A warm-up takes at most a third of the training, a tenth where that starts from another model.
+    """
+    if config.train.max_steps:
+        done = max(done, progress.step / config.train.max_steps)
+    return done * (10 if config.checkpoint.init_from else 3)
+
+
 def finished(config: Config, progress: Progress) -> str:
     """Why there is nothing left to train, or ''; judged from the state alone, so that a resumed run agrees."""
     limits, epochs_done = config.train, progress.epoch - 1
@@ -194,8 +206,28 @@ def finished(config: Config, progress: Progress) -> str:
     return ""
 
 
-def _warn_of_unfinished_schedules(config: Config, epochs: int) -> None:
+def _warn_of_short_warm_up(config: Config, batches: int) -> None:
+    """Warn where the planned steps, in epochs of so many batches, are too few for `optim.warmup_steps`."""
+    steps = config.train.epochs * -(-batches // config.train.accumulate)
+    steps = min(steps, config.train.max_steps or steps)
+    divisor = round(warm_up_part(config, Progress(), 1.0))
+    if config.optim.warmup_steps > max(1, steps // divisor):
+        log.warning(
+            "optim.warmup_steps=%d is much for a training of %d steps: the learning rate reaches its value after %d, "
+            "1/%d of them",
+            *(config.optim.warmup_steps, steps, max(1, steps // divisor), divisor),
+        )
+
+
+def _warn_of_unfinished_schedules(config: Config, progress: Progress, epochs: int) -> None:
     """Warn of what a training of so many epochs was too short for."""
+    done = epochs / config.train.epochs
+    if 0 < progress.step < config.optim.warmup_steps and warm_up_part(config, progress, done) < 1:
+        log.warning(
+            "the learning rate never reached optim.learning_rate=%g: training ended after %d of optim.warmup_steps=%d "
+            "steps; set optim.warmup_steps to a tenth of the steps that it has time for",
+            *(config.optim.learning_rate, progress.step, config.optim.warmup_steps),
+        )
     noisy, rise = config.augment.noisy_epochs, config.train.dropout_rise_epochs
     if epochs <= noisy:
         log.warning(

@@ -57,7 +57,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=on_gpu, foreach=not on_gpu, capturable=on_gpu)
 
 
-def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -> float:
+def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float, warmed_up: float = 0.0) -> float:
     """The rate of one step.
 
     Args:
@@ -65,10 +65,11 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -
         step: optimizer steps already taken.
         epoch: 1-based.
         progress: fraction of the planned training behind this step, 0..1.
+        warmed_up: fraction of the longest warm-up that the planned training has time for, behind this step.
 
     Returns:
         `learning_rate` divided by `anneal` per finished epoch (section 5.3), or its half cosine to zero, or itself;
-        times the linear warm-up.
+        times the linear warm-up, which ends after `warmup_steps` or when `warmed_up` reaches 1.
     """
     rate = config.learning_rate
     if config.schedule == "anneal":
@@ -76,7 +77,7 @@ def learning_rate(config: OptimConfig, step: int, epoch: int, progress: float) -
     elif config.schedule in ("cosine", "timed_cosine"):
         rate *= 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
     if step < config.warmup_steps:
-        rate *= (step + 1) / config.warmup_steps
+        rate *= min(1.0, max((step + 1) / config.warmup_steps, warmed_up))
     return rate
 
 

@@ -10,6 +10,7 @@ import torch
 from support.run_log import events
 
 from ds2.config.schema import Config
+from ds2.model.pass_context import PassContext
 from ds2.training.inputs import Inputs
 from ds2.training.loop import train
 from ds2.training.passes import Passes
@@ -23,8 +24,8 @@ def test_a_run_whose_every_step_was_skipped_fails(
 ) -> None:
     healthy = Passes.losses
 
-    def broken(self: Passes, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, objective = healthy(self, inputs)
+    def broken(self: Passes, inputs: Inputs, context: PassContext) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, objective = healthy(self, inputs, context)
         return losses * torch.nan, objective * torch.nan
 
     monkeypatch.setattr(Passes, "losses", broken)
@@ -59,3 +60,23 @@ def test_dropout_that_still_rose_is_said(
         config = tiny_config("train.epochs=3", f"model.dropout={rate}", f"train.dropout_rise_epochs={epochs}")
         assert train(config, tmp_path / f"{rate} {epochs}") == 0
         assert ("no epoch had the whole of model.dropout" in caplog.text) == said, caplog.text
+
+
+def test_a_warm_up_fits_the_planned_training(
+    tiny_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rates(name: str, *overrides: str) -> list[float]:
+        caplog.clear()
+        config = tiny_config(
+            "optim.schedule=constant", "optim.learning_rate=0.5e-3", "optim.warmup_steps=500", *overrides
+        )
+        assert train(config, tmp_path / name) == 0
+        return [1000 * event["learning_rate"] for event in events(tmp_path / name, "train")]
+
+    fresh = rates("fresh", "train.epochs=3")  # of 3 steps
+    assert fresh == pytest.approx([0.001, 1 / 6, 1 / 3, *[0.5] * 6]) and "of 9 steps" in caplog.text
+    assert "never reached" not in caplog.text
+    tuned = rates("tuned", "train.max_steps=6", f"checkpoint.init_from={tmp_path / 'fresh'}")
+    assert tuned == pytest.approx([0.001, *[0.5] * 5]) and "1/10" in caplog.text
+    rates("stopped", "train.epochs=100", "train.max_minutes=1e-6")
+    assert "never reached optim.learning_rate=0.0005: training ended after 1 of" in caplog.text

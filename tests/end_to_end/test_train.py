@@ -185,8 +185,8 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_stops_after_the_limit(
     healthy = trainer.passes.losses
     before = [p.detach().clone() for p in trainer.model.parameters()]
 
-    def poisoned(inputs):  # type: ignore[no-untyped-def]
-        values, objective = healthy(inputs)
+    def poisoned(inputs, context):  # type: ignore[no-untyped-def]
+        values, objective = healthy(inputs, context)
         poison = torch.tensor([float("nan")] + [0.0] * (len(values) - 1))
         return values + poison, objective + poison
 
@@ -207,7 +207,7 @@ def test_out_of_memory_names_the_batch_and_the_settings(
     config = tiny_config()
     trainer = Trainer(config, Path(config.run_dir))
 
-    def fails(batch):  # type: ignore[no-untyped-def]
+    def fails(batch, context):  # type: ignore[no-untyped-def]
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(trainer.passes, "losses", fails)

@@ -49,9 +49,9 @@ def strike(fault: str, trainer: Trainer) -> None:
         passes = trainer.passes
         healthy = passes.losses
 
-        def poisoned(inputs: Any) -> Any:
+        def poisoned(inputs: Any, context: Any) -> Any:
             passes.losses = healthy  # type: ignore[method-assign]
-            losses, objective = healthy(inputs)
+            losses, objective = healthy(inputs, context)
             poison = torch.tensor([float("nan")] + [0.0] * (len(losses) - 1))
             return losses + poison, objective + poison
 

@@ -41,6 +41,12 @@ def test_warm_up_rises_linearly_to_the_schedule() -> None:
     assert [learning_rate(config, step, 1, 0.0) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+def test_warm_up_ends_early_where_the_training_is_short() -> None:
+    config = OptimConfig(schedule="constant", learning_rate=1.0, warmup_steps=500)
+    parts = [0.0, 0.1, 0.5, 1.0, 3.0]
+    assert [learning_rate(config, step, 1, 0.0, part) for step, part in enumerate(parts)] == [0.002, 0.1, 0.5, 1, 1]
+
+
 def model_with_gradients() -> nn.Module:
     model = nn.Linear(3, 2)
     for value, parameter in zip((3.0, 4.0), model.parameters(), strict=True):
