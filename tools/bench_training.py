@@ -60,17 +60,17 @@ class Waits:
 
     def __init__(self, trainer: Trainer) -> None:
         self.seconds = 0.0
-        whereabouts = trainer.comm.whereabouts
-        wait_in = whereabouts.wait_in
+        status = trainer.comm.status
+        waiting = status.waiting
 
         @contextmanager
         def timed(name: str) -> Iterator[None]:
             began = time.perf_counter()
-            with wait_in(name):
+            with waiting(name):
                 yield
             self.seconds += time.perf_counter() - began
 
-        whereabouts.wait_in = timed  # type: ignore[method-assign]
+        status.waiting = timed  # type: ignore[method-assign]
 
 
 def traced(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[str, tuple[int, float]]]:

@@ -1,8 +1,7 @@
-"""Many ranks as one.
+"""Training on several ranks.
 
-communicator: the interface, and a single process. launcher: who started this process. launch: which member runs, and
-how an error ends all ranks. world: who is on which host, and what carries messages, over MPI (mpi) or Gloo (gloo).
-ranks: what the members over a world share: ordered (sums on CPUs) and nccl, with peers (small sums on one host).
-gradients: in buckets, summed during back-propagation. agreement: what all ranks must have in common.
-watchdog: who waits for whom, and since when.
+communicator: the interface, for a single process and for groups. launcher: the launcher of this process. launch: joins
+the ranks, and ends them on an error. process_group: transfers on the CPU, over MPI (mpi) or Gloo (gloo). ordered: sums
+over a process group. nccl: sums between GPUs. gradients: sums of gradients during back-propagation, in buckets.
+agreement: the facts that all ranks must share. watchdog: finds a rank that hangs.
 """

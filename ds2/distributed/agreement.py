@@ -1,4 +1,4 @@
-"""What all ranks must have in common for their sum to mean anything, as facts that `Communicator.agree` compares."""
+"""The facts that all ranks must share, for `Communicator.agree`: program, settings and weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ds2
 from ds2.config.convert import config_to_dict, flat
 from ds2.config.schema import Config
 
-_A_HOSTS_OWN = {
+_HOST_SETTINGS = {
     "run_dir", "device", "data.train", "data.dev", "data.test", "data.corpus", "data.work_dir", "data.workers",
     "data.cache", "data.cache_gb", "augment.noise",
 }  # fmt: skip
@@ -22,7 +22,7 @@ _A_HOSTS_OWN = {
 
 @cache
 def program() -> dict[str, object]:
-    """The versions that run: of ds2 with a digest of its sources, and of torch."""
+    """Return the versions of ds2, with a digest of its sources, and of torch."""
     digest = hashlib.sha256()
     for name, file in sources():
         digest.update(name.encode() + b"\0" + file.read_bytes())
@@ -30,7 +30,7 @@ def program() -> dict[str, object]:
 
 
 def sources() -> list[tuple[str, Path]]:
-    """Every source file of ds2 and ds2_ops, however deep, by its place in its package."""
+    """Return all source files of ds2 and ds2_ops with their paths in the package."""
     return [
         (file.relative_to(package).as_posix(), file)
         for package in (Path(str(module.__file__)).parent for module in (ds2, ds2_ops))
@@ -40,12 +40,12 @@ def sources() -> list[tuple[str, Path]]:
 
 
 def settings(config: Config) -> dict[str, object]:
-    """Every setting by its dotted key, without paths and devices: those may be a host's own."""
-    return {key: value for key, value in flat(config_to_dict(config)).items() if key not in _A_HOSTS_OWN}
+    """Return all settings by dotted key, without paths and devices, in which hosts may differ."""
+    return {key: value for key, value in flat(config_to_dict(config)).items() if key not in _HOST_SETTINGS}
 
 
 def weights(model: nn.Module) -> dict[str, object]:
-    """A sum over the bits of all float32 parameters and buffers, exact in any order: equal weights give equal sums."""
+    """Return a checksum of all float32 parameters and buffers: the exact sum of their bits as integers."""
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.dtype == torch.float32]
     sums = [t.contiguous().view(torch.int32).sum(dtype=torch.int64) for t in tensors if t.numel()]
     return {"weights": f"sum {int(torch.stack(sums).sum()) if sums else 0}"}

@@ -1,4 +1,4 @@
-"""The interface of ranks that train together, and its first member: a single process."""
+"""The communicator: the interface between ranks, for a single process and for process groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ds2.distributed.watchdog import Whereabouts
+from ds2.distributed.process_group import ProcessGroup, add_in_order
+from ds2.distributed.watchdog import RankStatus, Watchdog
 from ds2.system.errors import UserError
 
 T = TypeVar("T")
@@ -19,29 +20,29 @@ Moment = float | torch.cuda.Event  # seconds of `time.perf_counter`, or an event
 
 
 class DisagreementError(UserError):
-    """A rank runs or sees something else than rank 0; the message names it."""
+    """A rank runs other code, settings or data than rank 0; the message names it."""
 
 
 class Pending(Protocol):
-    """A sum that is under way."""
+    """An asynchronous sum."""
 
     def wait(self) -> tuple[Moment, Moment]:
-        """Return when the sum is in place, for what the caller does next on its device; and when it began and ended."""
+        """Wait until the sum is visible to the current stream (or on the CPU); return when it started and ended."""
         ...
 
 
 class Communicator:
-    """Ranks as one of them sees them. This class is the single process, for which every call is done at once.
+    """Collectives between ranks. This class is the single process, for which they return at once.
 
-    All ranks make the same calls in the same order. Every sum is added up in a fixed order, so equal inputs on an equal
+    All ranks make the same calls in the same order. Sums have a fixed order of additions, so equal inputs on the same
     number of ranks give equal bits.
 
     Attributes:
         name: single, mpi, gloo or nccl.
-        rank, world: this process's number and how many there are.
-        host: name of its machine.
-        device: where its tensors are.
-        whereabouts: step and phase that it is in, for whoever must report that it failed or hangs.
+        rank, world: the number of this process, and the number of processes.
+        host: name of this machine.
+        device: of the tensors of this rank.
+        status: the step and phase that this rank is in, for messages about failures and for the watchdog.
     """
 
     name = "single"
@@ -50,10 +51,10 @@ class Communicator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.host = platform.node()
-        self.whereabouts = Whereabouts()
+        self.status = RankStatus()
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
-        """Return every rank's small value, in order of rank.
+        """Return the small values of all ranks, in order of rank.
 
         Args:
             value: of a kind that `ds2.system.messages` sends.
@@ -66,40 +67,52 @@ class Communicator:
         return value
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor of any shape and dtype, the same on all ranks, with rank 0's."""
+        """Overwrite a contiguous tensor with rank 0's; shape and dtype are the same on all ranks."""
 
     def sum_(self, tensor: Tensor) -> None:
-        """Overwrite a small contiguous float tensor of any shape, the same on all ranks, with its sum over ranks."""
+        """Overwrite a small contiguous float tensor with its sum over ranks; the shape is the same on all ranks."""
 
     def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor:
-        """Return (1, ...), the sum of chunks (K, ...) float64, contiguous, the same shape behind K on all ranks, over
-        chunks and ranks; they may be overwritten. `own`, (...) float32, is given the sum of this rank's chunks."""
+        """Sum over chunks and ranks.
+
+        Args:
+            chunks: (K, ...) float64, contiguous; all dimensions but K are the same on all ranks. May be overwritten.
+            own: (...) float32, receives the sum of the chunks of this rank.
+
+        Returns:
+            (1, ...) float64.
+        """
         total = chunks.sum(0, keepdim=True)
         if own is not None:
             own.copy_(total[0])
         self.sum_(total)
         return total
 
-    def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Pending:
-        """Begin to overwrite a contiguous float tensor of any shape with its sum; leave it alone until `wait` returns.
+    def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:
+        """Start to overwrite a contiguous float tensor with its sum over ranks.
 
-        `beside`, the same on all ranks: whether the device computes meanwhile, so that the sum is to take little of it.
+        Args:
+            tensor: of any shape; do not touch it before `wait` has returned.
+            overlapped: the device computes meanwhile, so the sum uses few multiprocessors; the same on all ranks.
         """
         raise NotImplementedError("a single process has nothing to sum")
 
-    def copies(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
-        """For each tensor what begins its sum in another way: as copies, which take nothing of what computes, and an
-        addition once `wait` is called. The same bits as `start_sum`; None where that cannot be. All ranks call it
-        together, with as many tensors of the same sizes, which keep their places."""
+    def copy_sums(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
+        """Return for each tensor a function that starts its sum by copy engines, or None if this is not supported.
+
+        The copies use no multiprocessors; `wait` does the addition. The bits are those of `start_sum`. All ranks make
+        this call together, with tensors of the same sizes, whose memory must stay where it is.
+        """
         return None
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run the block on rank 0, then on one rank of every other host, then on all: what one writes, others find."""
+        """Run the block on rank 0 first, then on one rank of every other host, then on all others, so that they find
+        the files that it writes."""
         yield
 
     def broadcast_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's tensors by name, of any shape, on the CPU where not this rank's own; others' are ignored."""
+        """Return rank 0's tensors by name, on other ranks as new tensors on the CPU; their own are ignored."""
         shapes = self.broadcast({name: (tuple(value.shape), value.new_empty(0)) for name, value in tensors.items()})
         if self.rank != 0:
             tensors = {name: torch.empty(shape, dtype=empty.dtype) for name, (shape, empty) in shapes.items()}
@@ -109,10 +122,14 @@ class Communicator:
         return tensors
 
     def agree(self, facts: Mapping[str, object], remedy: str) -> None:
-        """Check that every rank holds the facts, by name, that rank 0 holds.
+        """Check that all ranks have the same facts as rank 0.
+
+        Args:
+            facts: by name.
+            remedy: what the user can do about a difference.
 
         Raises:
-            DisagreementError: on all ranks; names the first that differs, with its host, what differs, and the remedy.
+            DisagreementError: on all ranks; names the first rank that differs, its host, the facts, and the remedy.
         """
         host, expected = self.broadcast((self.host, dict(facts)))
         differing = ", ".join(
@@ -120,8 +137,8 @@ class Communicator:
             for name, value in expected.items()
             if facts.get(name) != value
         )
-        mine = f"rank {self.rank} on {self.host} differs from rank 0 on {host}: {differing}" if differing else ""
-        first = next((text for text in self.allgather(mine) if text), "")
+        difference = f"rank {self.rank} on {self.host} differs from rank 0 on {host}: {differing}" if differing else ""
+        first = next((text for text in self.allgather(difference) if text), "")
         if first:
             raise DisagreementError(f"{first}; {remedy}")
 
@@ -130,4 +147,66 @@ class Communicator:
         sys.exit(status)
 
     def close(self) -> None:
-        """Let go of what was opened; all ranks call it together."""
+        """Release all resources; all ranks call it together."""
+
+
+class GroupCommunicator(Communicator):
+    """Ranks of a process group, which carries everything but `start_sum`: subclasses define that.
+
+    Args:
+        group: the ranks.
+        device: of the tensors of this rank.
+        timeout_s: of the watchdog, see `ds2.distributed.watchdog.find_hang`.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        super().__init__(device)
+        self.rank, self.world = group.rank, group.size
+        self.group = group
+        self.watchdog = Watchdog(group.channel(), group.hosts, self.status, timeout_s)
+        self.watchdog.start()
+
+    def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
+        with self.status.waiting("allgather"):
+            return self.group.allgather(value, classes)
+
+    def broadcast(self, value: T, classes: Iterable[type] = ()) -> T:
+        with self.status.waiting("broadcast"):
+            return self.group.broadcast(value, classes)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        host = tensor.detach().cpu()
+        with self.status.waiting("broadcast"):
+            if host.numel():
+                self.group.broadcast_(host.view(-1).view(torch.uint8))
+        if self.rank != 0:
+            tensor.detach().copy_(host)
+
+    def sum_(self, tensor: Tensor) -> None:
+        host = tensor.detach().cpu().view(-1)
+        parts = torch.empty(self.world, host.numel(), dtype=host.dtype)
+        with self.status.waiting("sum"):
+            self.group.allgather_(parts, host)
+        tensor.detach().view(-1).copy_(add_in_order(parts))
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        turn = 0 if self.rank == 0 else 1 if self.group.local_rank == 0 else 2
+        for _ in range(turn):
+            self.barrier()
+        yield
+        for _ in range(turn, 3):
+            self.barrier()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have made this call."""
+        with self.status.waiting("barrier"):
+            self.group.barrier()
+
+    def abort(self, status: int) -> None:
+        self.group.abort(status)
+
+    def close(self) -> None:
+        self.barrier()
+        self.watchdog.stop()
+        self.group.close()

@@ -1,4 +1,4 @@
-"""The world over torch.distributed's Gloo, for ranks that torchrun started."""
+"""The process group over torch.distributed's Gloo, for ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -16,72 +16,72 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
-from ds2.distributed.watchdog import Whereabouts, read_report, write_report
-from ds2.distributed.world import Exchange, Finished, World
+from ds2.distributed.process_group import IsDone, ProcessGroup, SumBuffers
+from ds2.distributed.watchdog import RankStatus, read_report, write_report
 from ds2.system.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_POLL_S = 0.01  # between looks for ranks that come to meet
-_NEVER = timedelta(days=365)  # Gloo's own limit: who waits too long is the watchdog's to say
+_POLL_S = 0.01  # while ranks meet
+_NO_TIMEOUT = timedelta(days=365)  # of Gloo: our watchdog decides how long a rank may wait
 
 
 class LostRankError(UserError):
-    """A transfer broke because another rank is gone: its own message, or the launcher's, says why."""
+    """A transfer failed because another rank is gone; the message of that rank or of the launcher says why."""
 
 
-class GlooWorld(World):
-    """All ranks of torchrun, over process groups of their own; the watchdog's messages lie in torchrun's store."""
+class GlooGroup(ProcessGroup):
+    """All ranks of torchrun, over new Gloo groups; the reports of the watchdog go through torchrun's store."""
 
     name = "gloo"
 
     def __init__(self) -> None:
         self.library = f"torch {torch.__version__}"
-        with _contact():
+        with _lost_rank_errors():
             self._store = _join()
-            self._blocking, self._scatter, self._gather = (dist.new_group(timeout=_NEVER) for _ in range(3))
+            self._blocking, self._scatter, self._gather = (dist.new_group(timeout=_NO_TIMEOUT) for _ in range(3))
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self.locate()
+            self.exchange_hosts()
 
     def broadcast_(self, octets: Tensor) -> None:
-        with _contact():
+        with _lost_rank_errors():
             dist.broadcast(octets, 0, self._blocking)
 
-    def allgather_(self, parts: Tensor, mine: Tensor) -> None:
-        with _contact():
-            dist.all_gather(list(parts), mine, self._blocking)
+    def allgather_(self, parts: Tensor, own: Tensor) -> None:
+        with _lost_rank_errors():
+            dist.all_gather(list(parts), own, self._blocking)
 
     def barrier(self) -> None:
-        with _contact():
+        with _lost_rank_errors():
             dist.barrier(self._blocking)
 
-    def scatter(self, exchange: Exchange) -> Finished:
-        rows = [exchange.parts.shape[1]] * self.size
-        return self._all_to_all(exchange.parts.view(-1), exchange.host, rows, exchange.counts, self._scatter)
+    def scatter(self, buffers: SumBuffers) -> IsDone:
+        rows = [buffers.parts.shape[1]] * self.size
+        return self._all_to_all(buffers.parts.view(-1), buffers.host, rows, buffers.counts, self._scatter)
 
-    def gather(self, exchange: Exchange) -> Finished:
-        parts = exchange.parts
-        parts[1:] = parts[0]  # Gloo gathers equal parts only, but sends unequal ones, the same to everybody too
+    def gather(self, buffers: SumBuffers) -> IsDone:
+        parts = buffers.parts
+        parts[1:] = parts[0]  # Gloo's all-gather needs equal sizes; its all-to-all does not
         rows = [parts.shape[1]] * self.size
-        return self._all_to_all(exchange.host, parts.view(-1), exchange.counts, rows, self._gather)
+        return self._all_to_all(buffers.host, parts.view(-1), buffers.counts, rows, self._gather)
 
     @staticmethod
-    def _all_to_all(output: Tensor, given: Tensor, received: list[int], sent: list[int], group: Any) -> Finished:
-        with _contact():
-            work = dist.all_to_all_single(output, given, received, sent, group, async_op=True)
+    def _all_to_all(output: Tensor, source: Tensor, received: list[int], sent: list[int], group: Any) -> IsDone:
+        with _lost_rank_errors():
+            work = dist.all_to_all_single(output, source, received, sent, group, async_op=True)
 
-        def finished() -> bool:
-            over: bool = work.is_completed()
-            if over:
-                with _contact():
+        def is_done() -> bool:
+            done: bool = work.is_completed()
+            if done:
+                with _lost_rank_errors():
                     work.wait()
-            return over
+            return done
 
-        return finished
+        return is_done
 
     def channel(self) -> StoreChannel:
-        name = self.broadcast(uuid4().hex)  # one after the other, as trainings of a sweep have them, are kept apart
+        name = self.broadcast(uuid4().hex)  # the trainings of a sweep follow each other in one store
         store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
         return StoreChannel(store, self.rank)
 
@@ -94,20 +94,20 @@ class GlooWorld(World):
 
 
 class StoreChannel:
-    """The watchdog's channel: a queue for each rank in torchrun's store, over a connection that nothing else uses.
+    """The channel of the watchdog: one queue per rank in torchrun's store, over a connection of its own.
 
-    Whoever reaches the store's port can write into these queues, so messages are data, and others are ignored.
+    Whoever reaches the port of the store can write into these queues; messages that are no reports are ignored.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self.rank = store, rank
 
-    # A store that cannot be reached carries no messages, and a rank that sends none is found to be silent.
-    def send(self, value: Whereabouts | None, to: int) -> None:
+    # Errors of the store are ignored: without reports the watchdog of another rank finds this one silent.
+    def send(self, value: RankStatus | None, to: int) -> None:
         with suppress(RuntimeError):
             self._store.queue_push(str(to), write_report(self.rank, value))
 
-    def receive(self) -> tuple[int, Whereabouts | None] | None:
+    def receive(self) -> tuple[int, RankStatus | None] | None:
         with suppress(RuntimeError):
             while self._store.queue_len(str(self.rank)):
                 with suppress(UserError):
@@ -119,12 +119,12 @@ class StoreChannel:
 
 
 def _leave(status: int) -> None:
-    """End this process, whatever its threads wait for; torchrun then ends the others, or their transfers break."""
+    """End this process although threads may wait; torchrun then ends the others, or their transfers fail."""
     os._exit(status)
 
 
 @contextmanager
-def _contact() -> Iterator[None]:
+def _lost_rank_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -135,43 +135,43 @@ def _contact() -> Iterator[None]:
 
 @cache
 def _join() -> Store:
-    """Meet the other ranks, once in a process: trainings of a sweep follow one another on the same ranks."""
+    """Initialise torch.distributed, once in a process: the trainings of a sweep use the same ranks."""
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-    own = dist.PrefixStore(_name_of_all(store, rank, size), store)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=_NEVER)
+    own = dist.PrefixStore(_common_name(store, rank, size), store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=_NO_TIMEOUT)
     return cast("Store", own)
 
 
-def _name_of_all(store: Store, rank: int, size: int) -> str:
-    """A name that only the ranks which live now know, for what they keep in torchrun's store.
+def _common_name(store: Store, rank: int, size: int) -> str:
+    """Return a prefix for keys in torchrun's store that only the running ranks know.
 
-    The store outlives ranks that failed and were started again, whose addresses would be taken for those of the living
-    (issue 135712 of PyTorch); and no variable counts the starts alike on all hosts. So each rank asks rank 0 under a
-    name that nobody had before, and rank 0 answers until all have heard it: what the dead asked hurts nobody.
+    The store outlives ranks that fail and are started again, and their old addresses would be used (issue 135712 of
+    PyTorch); no environment variable counts the starts equally on all hosts. So each rank asks rank 0 under a new
+    random name, and rank 0 answers until all ranks have the prefix; questions of ranks that failed are harmless.
     """
     name = uuid4().hex
     if rank != 0:
-        store.queue_push("ds2/asking", name)
-        name = store.get(f"ds2/answer/{name}").decode()
-        store.add(f"ds2/heard/{name}", 1)
+        store.queue_push("ds2/questions", name)
+        name = store.get(f"ds2/answers/{name}").decode()
+        store.add(f"ds2/received/{name}", 1)
         return name
-    while store.add(f"ds2/heard/{name}", 0) < size - 1:
-        if store.queue_len("ds2/asking"):
-            store.set(f"ds2/answer/{store.queue_pop('ds2/asking').decode()}", name)
+    while store.add(f"ds2/received/{name}", 0) < size - 1:
+        if store.queue_len("ds2/questions"):
+            store.set(f"ds2/answers/{store.queue_pop('ds2/questions').decode()}", name)
         time.sleep(_POLL_S)
     return name
 
 
-def open_world() -> GlooWorld:
+def open_gloo() -> GlooGroup:
     """Join the ranks that torchrun started.
 
     Raises:
         ConfigError: this torch has no Gloo.
-        LostRankError: a rank is gone before all have met.
+        LostRankError: a rank failed before all have joined.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         raise ConfigError(
             f"torchrun started this rank, but torch {torch.__version__} was built without torch.distributed's Gloo: "
             "start with mpirun -n N ds2 ..., or install a torch that has it"
         )
-    return GlooWorld()
+    return GlooGroup()

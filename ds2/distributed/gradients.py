@@ -59,7 +59,7 @@ class GradientReducer:
         groups = split_into_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
         low = set(low)
         self._buckets = [Bucket(group, low, dtype, self._deferred) for group in groups]
-        self._sums_by_copies = comm.copies(self.buckets) if self.overlaps else None
+        self._sums_by_copies = comm.copy_sums(self.buckets) if self.overlaps else None
         self.copied = False
         self._pending: list[Pending] = []  # the sums that have started, in the order of the buckets
         self._last_pass = self._finished = False
@@ -166,7 +166,7 @@ class GradientReducer:
         if self._sums_by_copies is not None and self.copied and self.overlap:
             self._pending.append(self._sums_by_copies[number]())
         else:
-            self._pending.append(self.comm.start_sum(self._buckets[number].flat, beside=self.overlap))
+            self._pending.append(self.comm.start_sum(self._buckets[number].flat, overlapped=self.overlap))
 
 
 class PassWeights:

@@ -1,6 +1,6 @@
-"""Which member of the ranks' interface a process is: alone, over MPI, Gloo or NCCL; and how an error ends all ranks.
+"""Joins the ranks of a launcher with the best communicator, and ends all ranks when one of them fails.
 
-A single process imports neither MPI nor torch.distributed's Gloo.
+A single process imports neither MPI nor Gloo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds2.distributed.agreement import program
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launcher import Launched, check_variables, launched, yield_to_rank_0
 from ds2.distributed.ordered import OrderedCommunicator
-from ds2.distributed.world import World
+from ds2.distributed.process_group import ProcessGroup
 from ds2.system.errors import UserError
 from ds2.system.machine import usable_cores
 from ds2.system.signals import Stopped
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
-    """Join the ranks that the launcher started, or be alone; an error inside the block ends the job on all ranks.
+    """Join the ranks that the launcher started, if any; an error inside the block ends the job on all ranks.
 
     Args:
-        config: which member, and the watchdog's limit.
-        device: auto, cpu, cuda (one GPU a rank, by its number on its host) or cuda:N.
+        config: the backend, and the timeout of the watchdog.
+        device: auto, cpu, cuda (one GPU per rank, by its number on its host) or cuda:N.
 
     Raises:
-        ConfigError: the member that was asked for cannot work here; the reason and the way out.
+        ConfigError: the configured backend cannot work; the message has the reason and the way out.
     """
     if config.backend != "single":
         check_variables()
@@ -52,11 +52,11 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
             )
         yield Communicator(resolve_device(device))
         return
-    world = _open_world(config.backend, start)
-    comm, reason = _choose(config, device, world)
+    group = _open_group(config.backend, start)
+    comm, reason = _choose(config, device, group)
     try:
         _share_cores(comm)
-        _show(comm, reason, world.library)
+        _log_ranks(comm, reason, group.library)
         comm.agree(program(), "install the same on all hosts")
         yield comm
     except BaseException as error:
@@ -65,15 +65,15 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
     comm.close()
 
 
-def _open_world(backend: str, start: Launched) -> World:
-    """Join the ranks by the means of the launcher that started them."""
+def _open_group(backend: str, start: Launched) -> ProcessGroup:
+    """Join the ranks over the library that fits their launcher."""
     if start.by == "torchrun":
         if backend == "mpi":
             raise ConfigError(
                 f"comm=mpi, but torchrun started the {start.world} ranks, which MPI does not know: start them with "
                 f"mpirun -n {start.world} ds2 ..., or use comm=auto"
             )
-        from ds2.distributed.gloo import open_world as open_gloo
+        from ds2.distributed.gloo import open_gloo
 
         return open_gloo()
     if backend == "gloo":
@@ -82,7 +82,7 @@ def _open_world(backend: str, start: Launched) -> World:
             'torchrun --nproc-per-node N "$(which ds2)" ..., or use comm=auto'
         )
     try:
-        from ds2.distributed.mpi import open_world as open_mpi
+        from ds2.distributed.mpi import open_mpi
     except ImportError as error:
         raise ConfigError(
             f"{start.world} ranks were started, but MPI cannot be loaded ({error}): pip install 'ds2-speech[mpi]' for "
@@ -92,23 +92,23 @@ def _open_world(backend: str, start: Launched) -> World:
     return open_mpi(start.world)
 
 
-def _choose(config: CommConfig, device: str, world: World) -> tuple[Communicator, str]:
-    """Make the member that was asked for, or the best one; returns it and why it was chosen."""
-    chosen = resolve_device(device, world.local_rank)
-    if config.backend == world.name:
-        return OrderedCommunicator(world, chosen, config.timeout_s), f"comm={world.name}"
-    obstacle = world.first(_nccl_obstacle(chosen, world.share_a_gpu(chosen)))
+def _choose(config: CommConfig, device: str, group: ProcessGroup) -> tuple[Communicator, str]:
+    """Return the configured communicator, or the best one, and the reason for the choice."""
+    own = resolve_device(device, group.local_rank)
+    if config.backend == group.name:
+        return OrderedCommunicator(group, own, config.timeout_s), f"comm={group.name}"
+    obstacle = group.first_nonempty(_why_no_nccl(own, shared=group.any_gpu_shared(own)))
     if config.backend == "auto" and obstacle:
-        return OrderedCommunicator(world, chosen, config.timeout_s), f"comm=auto: no NCCL, {obstacle}"
+        return OrderedCommunicator(group, own, config.timeout_s), f"comm=auto: no NCCL, {obstacle}"
     if obstacle:
-        raise ConfigError(f"comm=nccl cannot work here: {obstacle}; use comm={world.name} or comm=auto")
+        raise ConfigError(f"comm=nccl cannot work here: {obstacle}; use comm={group.name} or comm=auto")
     from ds2.distributed.nccl import NcclCommunicator
 
     reason = "comm=nccl" if config.backend == "nccl" else "comm=auto: every rank has a GPU of its own"
-    return NcclCommunicator(world, chosen, config.timeout_s), reason
+    return NcclCommunicator(group, own, config.timeout_s), reason
 
 
-def _nccl_obstacle(device: torch.device, shared: bool) -> str:
+def _why_no_nccl(device: torch.device, *, shared: bool) -> str:
     if device.type != "cuda":
         return f"a rank runs on {device}"
     if shared:
@@ -123,14 +123,14 @@ def _nccl_obstacle(device: torch.device, shared: bool) -> str:
 
 
 def _share_cores(comm: Communicator) -> None:
-    """Split the cores among ranks that the launcher left on the same ones, unless the user set OMP_NUM_THREADS."""
-    mine = (comm.host, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
-    sharing = comm.allgather(mine).count(mine)
+    """Divide the cores among the ranks that may use the same ones, unless OMP_NUM_THREADS is set."""
+    cores = (comm.host, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    sharing = comm.allgather(cores).count(cores)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // sharing))
 
 
-def _show(comm: Communicator, reason: str, library: str) -> None:
+def _log_ranks(comm: Communicator, reason: str, library: str) -> None:
     rows = comm.allgather((comm.host, os.getpid(), _device_name(comm.device), torch.get_num_threads()))
     if comm.rank == 0:
         width = max(len("host"), *(len(row[0]) for row in rows))
@@ -146,22 +146,20 @@ def _device_name(device: torch.device) -> str:
 
 
 def _end_job(comm: Communicator, error: BaseException) -> None:
-    """Say on the terminal who failed where and why, and end every rank."""
+    """Print which rank failed, where and why, and end all ranks."""
     status = error.status if isinstance(error, Stopped) else 130 if isinstance(error, KeyboardInterrupt) else 1
     expected = isinstance(error, UserError | OSError | KeyboardInterrupt | Stopped)
     yield_to_rank_0()
     trace = "" if expected else "".join(traceback.format_exception(error))
     reason = f"{error}" if expected and str(error) else f"{type(error).__name__}: {error}"
-    place = (
-        f"rank {comm.rank} on {comm.host} {'stopped' if isinstance(error, Stopped) else 'failed'} at {comm.whereabouts}"
-    )
+    place = f"rank {comm.rank} on {comm.host} {'stopped' if isinstance(error, Stopped) else 'failed'} at {comm.status}"
     print(visible(f"{trace}ds2: {place}: {reason}"), file=sys.stderr, flush=True)
     comm.abort(2 if expected and status == 1 else status)
 
 
 @contextmanager
 def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
-    """Give each of several ranks a log file `run_dir/ranks/rank-0000.log`, and the terminal to rank 0 alone."""
+    """With several ranks, log each to `run_dir/ranks/rank-0000.log`, and only rank 0 to the terminal."""
     if comm.world == 1:
         yield
         return
@@ -171,24 +169,24 @@ def rank_log(comm: Communicator, run_dir: Path) -> Iterator[None]:
     handler.setFormatter(logging.Formatter(f"%(asctime)s {comm.host} rank {comm.rank} %(levelname)s %(message)s"))
     root = logging.getLogger()
     terminal = [h for h in root.handlers if comm.rank != 0]
-    change(root.removeHandler, terminal)
+    _for_each(root.removeHandler, terminal)
     root.addHandler(handler)
     try:
         yield
     except Stopped:
-        log.warning("stopped at %s", comm.whereabouts)
+        log.warning("stopped at %s", comm.status)
         raise
     except BaseException:
-        change(root.removeHandler, [h for h in root.handlers if h is not handler])  # `connect` tells the terminal
-        log.exception("failed at %s", comm.whereabouts)
+        _for_each(root.removeHandler, [h for h in root.handlers if h is not handler])  # `connect` prints the error
+        log.exception("failed at %s", comm.status)
         raise
     finally:
         root.removeHandler(handler)
         handler.close()
-        change(root.addHandler, terminal)
+        _for_each(root.addHandler, terminal)
 
 
-def change(action: Callable[[logging.Handler], None], handlers: Iterable[logging.Handler]) -> None:
-    """Apply `addHandler` or `removeHandler` to several."""
+def _for_each(action: Callable[[logging.Handler], None], handlers: Iterable[logging.Handler]) -> None:
+    """Call `addHandler` or `removeHandler` for several handlers."""
     for handler in handlers:
         action(handler)

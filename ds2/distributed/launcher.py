@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which rank: read from the environment, before anything is loaded."""
+"""The launcher and the rank of this process, from environment variables, without loading torch or MPI."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ds2.config.schema import ConfigError
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_YIELD_TO_RANK_0_S = 1.0  # an error that all ranks meet is told once, by rank 0: its exit ends the others in this time
-_RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun alone sets it, other tools set the four above too
+_YIELD_TO_RANK_0_S = 1.0  # in this time the exit of rank 0 ends the other ranks
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # only torchrun sets it; other tools set the four above too
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What the environment says.
+    """How this process was launched.
 
     Attributes:
-        by: mpi (mpirun, mpiexec or srun), torchrun, or '' for a process that was started by itself.
-        world, rank: the number of ranks, and this one's.
+        by: mpi (mpirun, mpiexec or srun), torchrun, or '' without a launcher.
+        world, rank: the number of ranks, and the number of this one.
     """
 
     by: str = ""
@@ -31,7 +31,7 @@ class Launched:
 
 
 def launched() -> Launched:
-    """Who started this process. Of two the inner one counts: `srun torchrun ...` has the ranks of torchrun."""
+    """Return the launcher of this process. With two, the inner one counts: `srun torchrun ...` has torchrun's ranks."""
     world = _number(_MPI_SIZES) or 1
     by_mpi = Launched("mpi", world, _number(_MPI_RANKS) or 0) if world > 1 else Launched()
     if _torch_complete() and (not by_mpi.by or _RUN_ID in os.environ):
@@ -40,24 +40,24 @@ def launched() -> Launched:
 
 
 def check_variables() -> None:
-    """Refuse half of a rank: a process that was named one, but cannot find the others.
+    """Check that the variables of torchrun are complete.
 
     Raises:
-        ConfigError: RANK or WORLD_SIZE is set as torchrun does, but not all that belongs to them, and MPI says nothing.
+        ConfigError: RANK or WORLD_SIZE is set, but not all four variables are, and MPI did not start this process.
     """
-    named = [name for name in _TORCH[:2] if name in os.environ]  # an address alone makes nobody a rank
+    named = [name for name in _TORCH[:2] if name in os.environ]  # an address alone makes no rank
     if not named or _torch_complete() or launched().by:
         return
-    given = ", ".join(f"{name}={os.environ[name]!r}" if name in os.environ else f"no {name}" for name in _TORCH)
+    variables = ", ".join(f"{name}={os.environ[name]!r}" if name in os.environ else f"no {name}" for name in _TORCH)
     raise ConfigError(
-        f"the environment has {given}: a rank needs all four, with RANK below WORLD_SIZE, as torchrun sets them. For N "
-        'ranks start torchrun --nproc-per-node N "$(which ds2)" ... or mpirun -n N ds2 ...; for one process '
-        f"unset {' '.join(named)}, or say comm=single"
+        f"the environment has {variables}: a rank needs all four, with RANK below WORLD_SIZE, as torchrun sets them. "
+        'For N ranks start torchrun --nproc-per-node N "$(which ds2)" ... or mpirun -n N ds2 ...; for one process '
+        f"unset {' '.join(named)}, or set comm=single"
     )
 
 
 def yield_to_rank_0() -> None:
-    """Wait, before telling of an error, for rank 0 to tell of the same one: its exit then ends this rank in silence."""
+    """On other ranks, wait before an error is printed: if rank 0 has the same error, its exit ends this rank first."""
     if launched().rank != 0:
         time.sleep(_YIELD_TO_RANK_0_S)
 
@@ -68,5 +68,5 @@ def _torch_complete() -> bool:
 
 
 def _number(names: Sequence[str]) -> int | None:
-    """The first of the variables that holds a number."""
+    """Return the first of the variables that holds a number."""
     return next((int(value) for name in names if (value := os.environ.get(name, "")).isdigit()), None)

@@ -1,4 +1,4 @@
-"""The world over MPI, for ranks that mpirun or srun started."""
+"""The process group over MPI, for ranks that mpirun or srun started."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
-from ds2.distributed.watchdog import Whereabouts, read_report, write_report
-from ds2.distributed.world import Exchange, Finished, World
+from ds2.distributed.process_group import IsDone, ProcessGroup, SumBuffers
+from ds2.distributed.watchdog import RankStatus, read_report, write_report
 from ds2.system.errors import UserError
 
 
-class MpiWorld(World):
+class MpiGroup(ProcessGroup):
     """All ranks of `COMM_WORLD`, over duplicates of it."""
 
     name = "mpi"
@@ -27,7 +27,7 @@ class MpiWorld(World):
         self._blocking, self._scatter, self._gather = (self._open() for _ in range(3))
         self.rank, self.size = self._blocking.rank, self._blocking.size
         self.reads_device_memory = _reads_device_memory()
-        self.locate()
+        self.exchange_hosts()
 
     def _open(self) -> MPI.Intracomm:
         self._opened.append(MPI.COMM_WORLD.Dup())
@@ -36,21 +36,21 @@ class MpiWorld(World):
     def broadcast_(self, octets: Tensor) -> None:
         self._blocking.Bcast(octets.numpy())
 
-    def allgather_(self, parts: Tensor, mine: Tensor) -> None:
-        self._blocking.Allgather(mine.numpy(), parts.numpy())
+    def allgather_(self, parts: Tensor, own: Tensor) -> None:
+        self._blocking.Allgather(own.numpy(), parts.numpy())
 
     def barrier(self) -> None:
         self._blocking.Barrier()
 
-    def scatter(self, exchange: Exchange) -> Finished:
-        host, parts, kind, whole = _buffers(exchange)
+    def scatter(self, buffers: SumBuffers) -> IsDone:
+        host, parts, kind, whole = _mpi_arguments(buffers)
         own = parts.shape[1]
         rows = [own] * self.size, [rank * own for rank in range(self.size)]
-        return cast(Finished, self._scatter.Ialltoallv([host, whole, kind], [parts, rows, kind]).Test)
+        return cast(IsDone, self._scatter.Ialltoallv([host, whole, kind], [parts, rows, kind]).Test)
 
-    def gather(self, exchange: Exchange) -> Finished:
-        host, parts, kind, whole = _buffers(exchange)
-        return cast(Finished, self._gather.Iallgatherv([parts[0], parts.shape[1], kind], [host, whole, kind]).Test)
+    def gather(self, buffers: SumBuffers) -> IsDone:
+        host, parts, kind, whole = _mpi_arguments(buffers)
+        return cast(IsDone, self._gather.Iallgatherv([parts[0], parts.shape[1], kind], [host, whole, kind]).Test)
 
     def channel(self) -> _MpiChannel:
         return _MpiChannel(self._open())
@@ -64,17 +64,17 @@ class MpiWorld(World):
 
 
 class _MpiChannel:
-    """The watchdog's channel: small messages on a communicator of their own, one under way to each rank at most."""
+    """The channel of the watchdog: messages on an MPI communicator of its own, at most one in flight to each rank."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.rank = comm, comm.rank
         self._sent: dict[int, MPI.Request] = {}
 
-    def send(self, value: Whereabouts | None, to: int) -> None:
+    def send(self, value: RankStatus | None, to: int) -> None:
         if value is None or to not in self._sent or self._sent[to].Test():
             self._sent[to] = self.comm.Isend([bytearray(write_report(self.rank, value)), MPI.BYTE], to)
 
-    def receive(self) -> tuple[int, Whereabouts | None] | None:
+    def receive(self) -> tuple[int, RankStatus | None] | None:
         status = MPI.Status()
         while self.comm.Iprobe(status=status):
             data = bytearray(status.Get_count(MPI.BYTE))
@@ -87,38 +87,41 @@ class _MpiChannel:
         MPI.COMM_WORLD.Abort(status)
 
 
-def open_world(launched: int) -> MpiWorld:
-    """Check that the MPI library loaded is the launcher's, and join its ranks.
+def open_mpi(launched: int) -> MpiGroup:
+    """Join the ranks of the launcher, after a check that mpi4py loaded the MPI library of that launcher.
+
+    Args:
+        launched: the number of ranks that the launcher started.
 
     Raises:
-        ConfigError: it sees another number of ranks than were launched, or cannot serve several threads.
+        ConfigError: the library sees another number of ranks, or does not support several threads.
     """
-    found = MPI.COMM_WORLD.size
-    if found != launched:
+    size = MPI.COMM_WORLD.size
+    if size != launched:
         raise ConfigError(
-            f"the launcher started {launched} ranks, but {library_version()} sees {found}: mpirun and the library "
+            f"the launcher started {launched} ranks, but {library_version()} sees {size}: mpirun and the library "
             "that mpi4py loads are of different MPIs; start with the mpirun beside the python that holds mpi4py"
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ConfigError(f"{library_version()} gives no MPI_THREAD_MULTIPLE, which overlap and watchdog need")
-    return MpiWorld()
+    return MpiGroup()
 
 
 def library_version() -> str:
-    """The MPI library's name and version."""
+    """Return the name and version of the MPI library."""
     return MPI.Get_library_version().split(",")[0].strip("\0 \n")
 
 
 def _reads_device_memory() -> bool:
-    """Whether this MPI says that it takes pointers to GPU memory (`MPIX_Query_cuda_support`)."""
+    """Return whether this MPI takes pointers to GPU memory, according to `MPIX_Query_cuda_support`."""
     try:
         return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
     except (OSError, AttributeError):
         return False
 
 
-def _buffers(exchange: Exchange) -> tuple[Any, Any, MPI.Datatype, tuple[list[int], list[int]]]:
-    """What mpi4py takes: numpy over a host tensor's memory or a GPU tensor as it is, the type, counts and starts."""
-    host, parts = (t if t.is_cuda else t.numpy() for t in (exchange.host, exchange.parts))
-    kind = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}[exchange.host.dtype]
-    return host, parts, kind, (exchange.counts, exchange.starts)
+def _mpi_arguments(buffers: SumBuffers) -> tuple[Any, Any, MPI.Datatype, tuple[list[int], list[int]]]:
+    """Return `host` and `parts` as mpi4py takes them (numpy arrays, or GPU tensors), their type, counts and starts."""
+    host, parts = (t if t.is_cuda else t.numpy() for t in (buffers.host, buffers.parts))
+    kind = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}[buffers.host.dtype]
+    return host, parts, kind, (buffers.counts, buffers.starts)

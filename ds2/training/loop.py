@@ -80,7 +80,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             continue
         metrics: dict[str, float] = {}
         if due:
-            with comm.whereabouts.slow("evaluation"), interrupts.at_once():
+            with comm.status.slow("evaluation"), interrupts.at_once():
                 metrics = trainer.evaluate(board)
         keep = due or is_last(trainer, complete) or progress.epoch % config.checkpoint.every_epochs == 0
         if keep:

@@ -53,7 +53,7 @@ class StepReport:
     """
 
     def __init__(self, comm: Communicator, losses: Sequence[Tensor], norm: Tensor, counts: Sequence[float]) -> None:
-        self._whereabouts = comm.whereabouts
+        self._status = comm.status
         on_gpu = norm.is_cuda
         loss = torch.stack([part.sum() for part in losses]).sum() if losses else norm.new_zeros(())
         own = torch.tensor(list(counts), dtype=torch.float64, pin_memory=on_gpu).to(norm.device, non_blocking=True)
@@ -71,7 +71,7 @@ class StepReport:
     def read(self) -> StepNumbers:
         """Wait for the sums, and for nothing that was queued after them."""
         if self._copied is not None:
-            with self._whereabouts.wait_in("gradients"):
+            with self._status.waiting("gradients"):
                 self._copied.synchronize()
         loss, flaw, *counts, norm = self._numbers.tolist()
         return StepNumbers(loss, norm, counts, finite=math.isfinite(loss + flaw))

@@ -141,7 +141,7 @@ class RunFiles:
     def save(self) -> None:
         """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
         if self.comm.rank == 0:
-            with self.comm.whereabouts.slow("saving"):
+            with self.comm.status.slow("saving"):
                 save_state(self.run_dir, self.state, self.config)
 
     def _save_model(self, name: str, metrics: Mapping[str, float]) -> None:

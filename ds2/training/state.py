@@ -125,7 +125,7 @@ def broadcast_state(
     """Load into `state` on all ranks what rank 0 holds in `parts` and `progress`; those of other ranks are ignored."""
     parts = {name: comm.broadcast_tensors(parts.get(name, {})) for name in PARTS}
     progress = Progress(**comm.broadcast(asdict(progress)))
-    comm.whereabouts.step = progress.step
+    comm.status.step = progress.step
     state.load(parts, progress, average_decay)
 
 

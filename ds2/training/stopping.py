@@ -117,7 +117,7 @@ def report_lost_device(comm: Communicator) -> Iterator[None]:
         log.exception("%s is lost", comm.device)
         atexit.register(_end_at_once)
         raise DeviceError(
-            f"{comm.device} on {comm.host} was lost at {comm.whereabouts}: {reason}. What was saved stays: start the "
+            f"{comm.device} on {comm.host} was lost at {comm.status}: {reason}. What was saved stays: start the "
             "same command again, it resumes; if it happens again, on another GPU (`nvidia-smi -q` and the system's "
             "log, `dmesg | grep Xid`, say more)"
         ) from error

@@ -77,7 +77,7 @@ class Trainer:
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], paces(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
-        self.timer = StepTimer(self.device, self.comm.whereabouts.enter)
+        self.timer = StepTimer(self.device, self.comm.status.enter)
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
         self.overlap = OverlapChoice(self.gradients)
@@ -249,7 +249,7 @@ class Trainer:
         if self.state.average is not None:
             self.state.average.update(self.model)
         self.progress.step += 1
-        self.comm.whereabouts.step = self.progress.step
+        self.comm.status.step = self.progress.step
 
     def _not_finite(self, losses_of_batches: Sequence[tuple[Batch, Tensor]]) -> list[str]:
         return [

@@ -85,7 +85,7 @@ def check(comm: NcclCommunicator) -> None:
 
 def check_copies(comm: NcclCommunicator) -> None:
     tensors = [torch.empty(count, device=comm.device) for count in (4, 1_000_003, 6_553_600)]
-    starts = comm.copies(tensors)
+    starts = comm.copy_sums(tensors)
     assert starts is not None, "peers cannot be mapped"
 
     def fill(turn: int) -> list[torch.Tensor]:

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from ds2.config.schema import CommConfig
-from ds2.distributed.communicator import Communicator
+from ds2.distributed.communicator import Communicator, GroupCommunicator
 from ds2.distributed.launch import connect
-from ds2.distributed.ranks import Ranks
-from ds2.distributed.watchdog import Whereabouts
+from ds2.distributed.watchdog import RankStatus
 
 
 def values(rank: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -70,13 +69,13 @@ def check_turns(comm: Communicator, folder: Path) -> None:
         assert (folder / "made").read_text() == "by rank 0"
 
 
-def check_channel(ranks: Ranks) -> None:
+def check_channel(ranks: GroupCommunicator) -> None:
     """What the watchdog tells others arrives in order, from whom it says, and with a farewell at the end."""
-    channel = ranks.carrier.channel()
+    channel = ranks.group.channel()
     to, sender = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-    told = Whereabouts(ranks.rank, "forward", patience=math.inf, waiting="sum", moves=7)
+    told = RankStatus(ranks.rank, "forward", limit_factor=math.inf, collective="sum", changes=7)
     channel.send(told, to)
-    received: list[tuple[int, Whereabouts | None]] = []
+    received: list[tuple[int, RankStatus | None]] = []
     while len(received) < 2:
         if message := channel.receive():
             received.append(message)
@@ -91,7 +90,7 @@ if __name__ == "__main__":
     with connect(CommConfig(backend=sys.argv[1], timeout_s=600), "cpu") as joined:
         check_sums(joined)
         check_values(joined)
-        assert isinstance(joined, Ranks)
+        assert isinstance(joined, GroupCommunicator)
         check_channel(joined)
         check_turns(joined, Path(sys.argv[2]))
         if joined.rank == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds2.distributed.gloo import StoreChannel
-from ds2.distributed.watchdog import Whereabouts
+from ds2.distributed.watchdog import RankStatus
 from ds2.system.messages import encode
 
 
@@ -29,7 +29,7 @@ def test_a_pickle_in_the_store_does_not_run(tmp_path: Path) -> None:
     store.queue_push("0", pickle.dumps(TouchesAFile(tmp_path / "ran")))
     for report in ([1], [1, {"step": "x"}], [1, {"no": 0}], ["1", None], 5):
         store.queue_push("0", encode(report))
-    here = Whereabouts(step=3, phase="forward", moves=2)
+    here = RankStatus(step=3, phase="forward", changes=2)
     StoreChannel(store, 1).send(here, 0)
     StoreChannel(store, 1).send(None, 0)
     assert channel.receive() == (1, here) and channel.receive() == (1, None)

@@ -41,8 +41,8 @@ class Twins(Communicator):
     def sum_(self, tensor: Tensor) -> None:
         tensor.mul_(2)
 
-    def start_sum(self, tensor: Tensor, *, beside: bool = False) -> Doubled:
-        assert beside == self.overlap
+    def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Doubled:
+        assert overlapped == self.overlap
         self.started.append((tensor.numel(), self.in_backward))
         self._now += 1.0
         return Doubled(tensor, self._now)
@@ -122,7 +122,7 @@ def test_sums_are_those_of_all_ranks_and_start_while_backward_runs_where_asked(o
 
 def test_a_bucket_starts_before_earlier_layers_go_back() -> None:
     model, comm, order = network(), Twins(), list[str]()
-    comm.start_sum = lambda tensor, beside: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
+    comm.start_sum = lambda tensor, overlapped: order.append("sum") or Doubled(tensor, 0.0)  # type: ignore[method-assign, func-returns-value]
     reducer = GradientReducer(model.parameters(), comm, bucket_bytes=40, overlap=True)
     context = reducer.start_pass(last=True)
     x = torch.randn(2, 3, requires_grad=True)

@@ -13,68 +13,70 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds2.distributed.watchdog import Seen, Watchdog, Whereabouts, judge
+from ds2.distributed.watchdog import RankStatus, ReportedStatus, Watchdog, find_hang
 
 WAIT_S = 600  # a last resort: what is waited for comes by itself, on a busy machine late
 
 
-def seen(host: str, heard_s: float, moved_s: float, *, limited: bool = True, waiting: str = "") -> Seen:
-    return Seen(
+def report(
+    host: str, reported_s: float, changed_s: float, *, limited: bool = True, collective: str = ""
+) -> ReportedStatus:
+    return ReportedStatus(
         host,
-        Whereabouts(7, "forward" if limited else "start-up", 1.0 if limited else math.inf, waiting),
-        heard_s,
-        moved_s,
+        RankStatus(7, "forward" if limited else "start-up", 1.0 if limited else math.inf, collective),
+        reported_s,
+        changed_s,
     )
 
 
 def test_ranks_that_move_are_left_alone() -> None:
-    assert judge({0: seen("a", 100, 95), 1: seen("b", 99, 99)}, 2, 100, 10) == ""
+    assert find_hang({0: report("a", 100, 95), 1: report("b", 99, 99)}, 2, 100, 10) == ""
 
 
 def test_a_rank_that_stands_still_is_named_with_host_step_and_phase() -> None:
-    reason = judge({0: seen("a", 100, 80, waiting="sum"), 1: seen("b", 99, 80)}, 2, 100, 10)
+    reason = find_hang({0: report("a", 100, 80, collective="sum"), 1: report("b", 99, 80)}, 2, 100, 10)
     assert "rank 1 on b hangs" in reason and "20 s" in reason and "step 7, forward" in reason
 
 
 def test_a_silent_rank_is_named() -> None:
-    reason = judge({0: seen("a", 100, 80, waiting="sum"), 1: seen("b", 85, 80)}, 2, 100, 10)
+    reason = find_hang({0: report("a", 100, 80, collective="sum"), 1: report("b", 85, 80)}, 2, 100, 10)
     assert "rank 1 on b has been silent for 15 s" in reason
 
 
 def test_unlimited_phases_and_those_who_wait_for_them_are_left_alone() -> None:
-    ranks = {0: seen("a", 100, 10, limited=False), 1: seen("b", 100, 10, waiting="allgather")}
-    assert judge(ranks, 2, 100, 10) == ""
+    ranks = {0: report("a", 100, 10, limited=False), 1: report("b", 100, 10, collective="allgather")}
+    assert find_hang(ranks, 2, 100, 10) == ""
 
 
 def test_a_wait_of_all_is_seen_by_who_knows_all() -> None:
-    ranks = {rank: seen("a", 100, 80, waiting="sum") for rank in range(3)}
-    assert "all ranks wait for each other for 20 s" in judge(ranks, 3, 100, 10)
-    assert judge({0: ranks[0], 2: ranks[2]}, 3, 100, 10) == ""  # rank 1 may be at work
+    ranks = {rank: report("a", 100, 80, collective="sum") for rank in range(3)}
+    assert "all ranks wait for each other for 20 s" in find_hang(ranks, 3, 100, 10)
+    assert find_hang({0: ranks[0], 2: ranks[2]}, 3, 100, 10) == ""  # rank 1 may be at work
 
 
-def test_whereabouts_read_as_messages_give_them() -> None:
-    at = Whereabouts()
+def test_a_status_reads_as_messages_give_them() -> None:
+    at = RankStatus()
     at.step = 3
     at.enter("forward")
-    with at.wait_in("sum"):
+    with at.waiting("sum"):
         assert str(at) == "step 3, forward, waiting in sum"
-    assert str(at) == "step 3, forward" and at.moves == 3
+    assert str(at) == "step 3, forward" and at.changes == 3
     with at.slow("saving"):
-        assert at.phase == "saving" and at.patience == 10
-    assert str(at) == "step 3, between steps" and at.patience == 1
+        assert at.phase == "saving" and at.limit_factor == 10
+    assert str(at) == "step 3, between steps" and at.limit_factor == 1
 
 
 class Wires:
     """Carries messages between ranks that are threads."""
 
-    def __init__(self, rank: int, boxes: list[queue.SimpleQueue[tuple[int, Whereabouts | None]]]) -> None:
+    def __init__(self, rank: int, boxes: list[queue.SimpleQueue[tuple[int, RankStatus | None]]]) -> None:
         self.rank, self.boxes = rank, boxes
         self.aborted = threading.Event()
 
-    def send(self, value: Whereabouts | None, to: int) -> None:
+    def send(self, value: RankStatus | None, to: int) -> None:
         self.boxes[to].put((self.rank, value))
 
-    def receive(self) -> tuple[int, Whereabouts | None] | None:
+    def receive(self) -> tuple[int, RankStatus | None] | None:
         box = self.boxes[self.rank]
         return None if box.empty() else box.get()
 
@@ -85,9 +87,9 @@ class Wires:
 
 
 def two_ranks(timeout_s: float) -> tuple[list[Wires], list[Watchdog]]:
-    boxes: list[queue.SimpleQueue[tuple[int, Whereabouts | None]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+    boxes: list[queue.SimpleQueue[tuple[int, RankStatus | None]]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     wires = [Wires(rank, boxes) for rank in range(2)]
-    dogs = [Watchdog(wire, ["a", "b"], Whereabouts(), timeout_s) for wire in wires]
+    dogs = [Watchdog(wire, ["a", "b"], RankStatus(), timeout_s) for wire in wires]
     return wires, dogs
 
 
@@ -107,7 +109,7 @@ def test_a_hanging_rank_ends_the_job_and_says_so(
         now_s += 0.1
         assert now_s < 1.0, "nobody has noticed"
         while not any(wire.aborted.is_set() for wire in wires) and any(
-            seen.heard_s < now_s for dog in dogs for seen in dog.ranks.values()
+            seen.reported_s < now_s for dog in dogs for seen in dog.ranks.values()
         ):
             time.sleep(0.001)
     assert wires[1].aborted.wait(WAIT_S)
@@ -126,7 +128,7 @@ def test_a_signal_tells_what_is_known_of_ranks_while_this_one_waits(capfd: pytes
         for dog in dogs:
             dog.start()
         dogs[1].own.enter("forward")
-        with dogs[1].own.wait_in("sum"):
+        with dogs[1].own.waiting("sum"):
             os.kill(os.getpid(), signal.SIGUSR2)
             told, until_s = "", time.monotonic() + WAIT_S
             while "SIGUSR2" not in told and time.monotonic() < until_s:

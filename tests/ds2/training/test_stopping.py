@@ -11,7 +11,7 @@ import torch
 
 from ds2.training.stopping import DeviceError, report_lost_device
 
-COMM: Any = SimpleNamespace(device=torch.device("cuda:1"), host="here", whereabouts="step 7, backward")
+COMM: Any = SimpleNamespace(device=torch.device("cuda:1"), host="here", status="step 7, backward")
 
 
 def fails(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The ranks that a launcher started, before a member of the communicator is chosen: who is where, and how to send."""
+"""A process group: the ranks that a launcher started, their hosts, and transfers between them on the CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ds2.system.messages import MessageError, decode, encode
 
 T = TypeVar("T")
 _LONGEST_MESSAGE = 1 << 31  # bytes
-Finished = Callable[[], bool]  # whether a transfer is over; it moves, at times, only while somebody asks
+IsDone = Callable[[], bool]  # whether a transfer is complete; some transfers progress only during such calls
 
 
 @dataclass
-class Exchange:
-    """The memory of one sum: the ranks own a part of it each.
+class SumBuffers:
+    """The memory of one sum, of which each rank adds up one part.
 
     Attributes:
-        host: (n,) elements in memory that the world reads and writes.
-        parts: (N, own) what the ranks hold of this rank's part; the first row then holds their sum.
-        counts, starts: length and beginning of each rank's part of `host`.
+        host: (n,) elements in memory that the group can read and write.
+        parts: (N, own) this rank's part as each rank has it; its first row receives the sum.
+        counts, starts: length and offset of each rank's part of `host`.
     """
 
     host: Tensor
@@ -35,18 +35,19 @@ class Exchange:
     starts: list[int]
 
 
-class World(ABC):
-    """All ranks of a job, and plain transfers between them: what a member of the communicator builds upon.
+class ProcessGroup(ABC):
+    """All ranks of a job, with transfers between them, on which communicators are built.
 
-    All ranks make the same calls in the same order: of `scatter`, of `gather` and of all others, each for itself, so
-    that three threads may call them. Values travel as messages (`ds2.system.messages`), which run no code.
+    All ranks make the same calls in the same order, where `scatter`, `gather` and all other calls are three separate
+    sequences: a thread each may make them. Values travel as messages (`ds2.system.messages`), which run no code.
 
     Attributes:
-        name: of what carries the transfers.
+        name: mpi or gloo.
         library: its implementation, for the table of ranks.
-        rank, size: this process's number and how many there are.
-        hosts: the names of all ranks' machines.
-        local_rank: how many ranks before this one share its machine.
+        rank, size: the number of this process, and the number of processes.
+        hosts: the machine names of all ranks.
+        local_rank: the number of lower ranks on the same machine.
+        reads_device_memory: whether transfers take tensors on a GPU.
     """
 
     name: ClassVar[str]
@@ -55,23 +56,23 @@ class World(ABC):
     size: int
     reads_device_memory = False
 
-    def locate(self) -> None:
-        """Learn who is on which host; the last act of opening."""
+    def exchange_hosts(self) -> None:
+        """Set `hosts` and `local_rank`; constructors end with it."""
         self.hosts: list[str] = self.allgather(platform.node())
         self.local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
 
-    def first(self, value: str) -> str:
-        """The first value of any rank that is not empty."""
+    def first_nonempty(self, value: str) -> str:
+        """Return the first value of any rank that is not empty."""
         return next((v for v in self.allgather(value) if v), "")
 
-    def share_a_gpu(self, device: torch.device) -> bool:
-        """Whether two ranks have chosen the same GPU."""
+    def any_gpu_shared(self, device: torch.device) -> bool:
+        """Return whether two ranks have chosen the same GPU."""
         on_gpu = device.type == "cuda"
         chosen = self.allgather(str(torch.cuda.get_device_properties(device).uuid) if on_gpu else f"rank {self.rank}")
         return len(set(chosen)) < len(chosen)
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:
-        """Return every rank's small value, in order of rank.
+        """Return the small values of all ranks, in order of rank.
 
         Args:
             value: of a kind that `ds2.system.messages` sends.
@@ -102,27 +103,27 @@ class World(ABC):
 
     @abstractmethod
     def broadcast_(self, octets: Tensor) -> None:
-        """Overwrite a flat uint8 tensor of the CPU, of one element or more, with rank 0's."""
+        """Overwrite a flat, non-empty uint8 tensor on the CPU with rank 0's."""
 
     @abstractmethod
-    def allgather_(self, parts: Tensor, mine: Tensor) -> None:
-        """Write all ranks' (n,) tensors of the CPU into (N, n), in order of rank."""
+    def allgather_(self, parts: Tensor, own: Tensor) -> None:
+        """Write the (n,) CPU tensors of all ranks into `parts` (N, n), in order of rank."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have made this call."""
 
     @abstractmethod
-    def scatter(self, exchange: Exchange) -> Finished:
-        """Begin to send each rank its part of `host`, into the row of `parts` that is the sender's number."""
+    def scatter(self, buffers: SumBuffers) -> IsDone:
+        """Start to send each rank its part of `host`, into the row of its `parts` that has the sender's number."""
 
     @abstractmethod
-    def gather(self, exchange: Exchange) -> Finished:
-        """Begin to send the first row of `parts` to all, into the sender's part of `host`; other rows are lost."""
+    def gather(self, buffers: SumBuffers) -> IsDone:
+        """Start to send the first row of `parts` to all ranks, into the sender's part of `host`; may change `parts`."""
 
     @abstractmethod
     def channel(self) -> Channel:
-        """A new channel for the watchdog, apart from all other calls."""
+        """Return a new channel for the watchdog, independent of all other calls."""
 
     @abstractmethod
     def abort(self, status: int) -> None:
@@ -130,7 +131,7 @@ class World(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what was opened; all ranks call it together."""
+        """Release all resources; all ranks call it together."""
 
 
 def _octets(data: bytes) -> Tensor:
@@ -138,15 +139,15 @@ def _octets(data: bytes) -> Tensor:
 
 
 def _checked(size: int) -> int:
-    """The length of a message that another rank announced."""
+    """Return the length of a message that another rank announced, if it is allowed."""
     if not 0 < size <= _LONGEST_MESSAGE:
         raise MessageError(f"another rank announced a message of {size} bytes; allowed are 1 to {_LONGEST_MESSAGE}")
     return size
 
 
 def add_in_order(parts: Tensor) -> Tensor:
-    """Add up (N, n) over N, from first to last, into the first row, which is returned."""
-    total: Any = parts if parts.is_cuda else parts.numpy()  # numpy starts no threads, of which the cores have enough
+    """Add up (N, n) over N, from first to last, into the first row, and return it."""
+    total: Any = parts if parts.is_cuda else parts.numpy()  # numpy starts no threads: other ranks use the cores
     for part in total[1:]:
         total[0] += part
     return parts[0]

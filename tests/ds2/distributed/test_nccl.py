@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.launch import torchrun
 
-from ds2.distributed import peers
+from ds2.distributed import nccl
 from ds2.distributed.communicator import Communicator
-from ds2.distributed.peers import Peers
+from ds2.distributed.nccl import PeerMemory
 
 
 class Ranks(Communicator):
@@ -64,10 +64,10 @@ def test_where_one_rank_cannot_map_the_others_all_sum_over_nccl_and_say_why(
     answers: list[Any], broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mailbox: type[Box] = type("Mailbox", (Box,), {broken: refuse} if broken else {})
-    monkeypatch.setattr(peers, "Mailbox", mailbox)
+    monkeypatch.setattr(nccl, "Mailbox", mailbox)
     comm = Ranks(answers)
     with caplog.at_level(logging.INFO):
-        opened = Peers(comm)
+        opened = PeerMemory(comm)
     assert not answers  # every rank answers as many questions
     assert f"summed by NCCL: {reason}" in caplog.text
     assert opened.sum_chunks(torch.zeros(1, 1, dtype=torch.float64)) is None
@@ -76,10 +76,10 @@ def test_where_one_rank_cannot_map_the_others_all_sum_over_nccl_and_say_why(
 def test_what_cannot_be_summed_here_is_left_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[int] = []
     make: Callable[..., Any] = lambda rank, addresses: Sum(rank, addresses, summed)  # noqa: E731
-    monkeypatch.setattr(peers, "Mailbox", Box)
-    monkeypatch.setattr(peers, "PeerSum", make)
+    monkeypatch.setattr(nccl, "Mailbox", Box)
+    monkeypatch.setattr(nccl, "PeerSum", make)
     before = Box.closed
-    opened = Peers(Ranks(["alike", b"other", ""]))
+    opened = PeerMemory(Ranks(["alike", b"other", ""]))
     assert opened.sum_chunks(torch.zeros(1, 3, dtype=torch.float64)) is not None
     assert opened.sum_chunks(torch.zeros(1, 5)) is None
     assert summed == [3]
@@ -91,9 +91,9 @@ def test_what_cannot_be_summed_here_is_left_to_nccl(monkeypatch: pytest.MonkeyPa
 def test_sums_by_copies_are_mapped_on_both_ranks_or_on_none(
     last: list[Any], made: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "Mailbox", Box)
+    monkeypatch.setattr(nccl, "Mailbox", Box)
     comm = Ranks(["alike", b"other", "", b"other", "", *last[1:]])
-    opened = Peers(comm)
+    opened = PeerMemory(comm)
     with caplog.at_level(logging.INFO):
         exchanges = opened.exchanges([4, 8])
     assert len(exchanges or []) == made
@@ -104,7 +104,7 @@ def test_sums_by_copies_are_mapped_on_both_ranks_or_on_none(
     assert opened.exchanges([4]) is None
 
 
-class Sum(peers.PeerSum):
+class Sum(nccl.PeerSum):
     def __init__(self, rank: int, addresses: list[int], summed: list[int]) -> None:
         assert (rank, addresses) == (0, [1, 2])
         self._summed = summed

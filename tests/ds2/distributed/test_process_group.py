@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.distributed.world import World
+from ds2.distributed.process_group import ProcessGroup
 from ds2.system.messages import MessageError, encode
 
 
-class TwoRanks(World):
+class TwoRanks(ProcessGroup):
     """Rank 1 of two, where rank 0 sends the bytes `sent` and says that they are `announced`."""
 
     name = "test"
@@ -32,12 +32,12 @@ class TwoRanks(World):
     def broadcast_(self, octets: Tensor) -> None:
         self._answer(octets)
 
-    def allgather_(self, parts: Tensor, mine: Tensor) -> None:
+    def allgather_(self, parts: Tensor, own: Tensor) -> None:
         self._answer(parts[0])
-        parts[1] = mine
+        parts[1] = own
 
-    def scatter(self, exchange: Any) -> Any: ...
-    def gather(self, exchange: Any) -> Any: ...
+    def scatter(self, buffers: Any) -> Any: ...
+    def gather(self, buffers: Any) -> Any: ...
     def barrier(self) -> None: ...
     def channel(self) -> Any: ...
     def abort(self, status: int) -> None: ...
