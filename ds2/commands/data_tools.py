@@ -132,7 +132,7 @@ def _shards(given: argparse.Namespace) -> int:
     hours = sum(u.duration_s for u in written.utterances) / 3600
     print(
         f"{given.out / MANIFEST}: {len(written.utterances)} utterances, {hours:.2f} h, in {written.shards} shards"
-        + (f", {written.kept} of them as they were" if written.kept else "")
+        + (f", {written.reused} of them reused" if written.reused else "")
         + (f"; {len(written.left_out)} utterances left out" if written.left_out else "")
     )
     return 0

@@ -1,4 +1,8 @@
-"""Decoded audio on disk, utterance by utterance, for whatever list they stand in; damage is seen and mended."""
+"""Cache of decoded audio on disk, by utterance, shared by all manifests. Damage is detected and repaired.
+
+`open_audio` returns the audio of utterances and decodes what the cache lacks on all cores, except audio that is cheap
+to read. `ds2.data.cache_file` is the format of the files.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +11,45 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from ds2.audio.read import AudioError
+from ds2.audio.read import AudioError, read_audio, reads_cheaply
 from ds2.audio.shard import check_members, member_of
 from ds2.config.schema import DataConfig
 from ds2.data import cache_file
-from ds2.data.cache_build import SUFFIX, decode, find_cheap, summary, write_cheap, write_files
-from ds2.data.cache_file import CacheError, CacheFile, cache_bytes
+from ds2.data.cache_file import CacheError, CacheFile, CacheWriter, cache_bytes
 from ds2.data.manifest import Utterance
-from ds2.system.files import remove_stale
+from ds2.system.files import atomic_file, remove_stale
+from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
+SUFFIX = ".audio"
 _SPARE_BYTES = 256 << 20  # left free on the disk for checkpoints and logs
-_NOWHERE = -1
+_NOT_CACHED = -1
+_FILE_SAMPLES = 1 << 29  # in one file, 1 GiB: a build that is killed loses no more
+_MAX_ERRORS_SHOWN = 10
 
 
 class AudioStore(Sequence[NDArray[np.float32]]):
     """Waveforms (N,) float32 of utterances by position: from cache files, or decoded at each access.
 
-    Both ways give the same bits: what is decoded is rounded to 16 bits too, so losing the cache never changes a run.
+    Both give the same bits, because decoded audio is rounded to 16 bits too: losing the cache never changes a run.
 
     Args:
-        utterances: what to read.
-        sample_rate_hz: rate of the waveforms returned.
-        files: that hold some of them.
-        places: (U, 2) which file and which row in it each utterance has; file -1 decodes. None decodes all.
+        utterances: U utterances.
+        sample_rate_hz: rate of the waveforms.
+        files: cache files that hold some of them.
+        places: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
     """
 
     def __init__(
@@ -51,34 +62,34 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         self.utterances = utterances
         self.sample_rate_hz = sample_rate_hz
         self.files = files
-        self._places = np.full((len(utterances), 2), _NOWHERE) if places is None else places
+        self._places = np.full((len(utterances), 2), _NOT_CACHED) if places is None else places
 
     def __len__(self) -> int:
         return len(self.utterances)
 
     @property
     def cached(self) -> int:
-        """How many utterances are read from the cache."""
-        return int((self._places[:, 0] != _NOWHERE).sum())
+        """Number of utterances that are read from the cache."""
+        return int((self._places[:, 0] != _NOT_CACHED).sum())
 
     def __getitem__(self, position: int) -> NDArray[np.float32]:  # type: ignore[override]  # no slices
-        """Return the waveform of one utterance; raises AudioError naming it where it must be decoded and cannot be."""
+        """Return the waveform of one utterance; raises AudioError where it is not cached and cannot be decoded."""
         file, row = self._places[position].tolist()
-        pcm = None if file == _NOWHERE else self._cached(self.files[file], row, position)
+        pcm = None if file == _NOT_CACHED else self._cached(self.files[file], row, position)
         if pcm is None:
             pcm = decode(self.utterances[position], self.sample_rate_hz)
         waveform = pcm.astype(np.float32)
-        waveform *= np.float32(1 / 32768)  # in place: one mixed-type multiplication takes ten times as long
+        waveform *= np.float32(1 / 32768)  # in place: a multiplication of mixed types takes ten times as long
         return waveform
 
     def _cached(self, file: CacheFile, row: int, position: int) -> NDArray[np.int16] | None:
-        """The samples that the cache holds, or None, with a word, where they are damaged: then they are decoded."""
+        """Return the cached samples; None, with a warning, where they are damaged."""
         try:
             return file.samples(row)
         except CacheError as error:
             log.warning(
-                "audio cache %s is damaged: the samples of %s: %s. They are decoded again; the file is removed, the "
-                "next start builds a new one. Check the disk",
+                "audio cache %s is damaged: samples of %s: %s. They are decoded again. The file is removed; the next "
+                "start writes a new one. Check the disk",
                 file.path,
                 self.utterances[position].name,
                 error,
@@ -88,14 +99,14 @@ class AudioStore(Sequence[NDArray[np.float32]]):
 
 
 def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
-    """Return the audio of utterances as `data.cache` says, decoding into `data.work_dir` what is not cached there.
+    """Return the audio of utterances; with `data.cache`, decode what the cache in `data.work_dir` lacks.
 
-    What is cached depends on files, segment and rate alone: any list of utterances finds what others left. Where there
-    is no room for all (`data.cache_gb`, the disk), what others used longest ago goes, and the rest is decoded at every
-    access, with a warning; so it is where the folder cannot be written. Any number of processes may call this at once:
-    each builds privately and publishes by rename. Let one rank call it before the others to build only once.
+    Keys depend on file, segment and rate alone, so all manifests share the cache. Where space is short
+    (`data.cache_gb`, the disk), the least recently used files of others are removed; what still does not fit is decoded
+    at every access, with a warning. The same holds where the folder cannot be written. Several processes may call this
+    at once: files are published by rename. Let one rank call it before the others to decode only once.
 
-    Members of shards are read where they are, whatever `data.cache` says: they are cheap to read as ds2 writes them.
+    Members of shards are never cached: they are cheap to read.
 
     Raises:
         AudioError: utterances cannot be read, or shards are damaged; names them.
@@ -121,21 +132,21 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
             )
         files = _open_files(folder)
     places = _places(files, keys)
-    used = sorted(set(places[:, 0].tolist()) - {_NOWHERE})
+    used = sorted(set(places[:, 0].tolist()) - {_NOT_CACHED})
     for file in used:
-        with suppress(OSError):  # a cache that others filled for all to read
+        with suppress(OSError):  # the cache may be another user's
             os.utime(files[file].path)
-    kept = np.full(len(files) + 1, _NOWHERE)
-    kept[used] = np.arange(len(used))
-    places[:, 0] = kept[places[:, 0]]
+    renumbered = np.full(len(files) + 1, _NOT_CACHED)
+    renumbered[used] = np.arange(len(used))
+    places[:, 0] = renumbered[places[:, 0]]
     return AudioStore(utterances, data.sample_rate_hz, [files[file] for file in used], places)
 
 
 def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[bytes]:
-    """Hash what the samples of each depend on: its file's path, size and time of change, the segment, the rate.
+    """Return a key for each utterance: a hash of its file's path, size and modification time, segment and rate.
 
     Raises:
-        AudioError: a file is not there.
+        AudioError: a file does not exist.
     """
     stats: dict[Path, tuple[int, int]] = {}
     keys = []
@@ -159,33 +170,33 @@ def _open_files(folder: Path) -> list[CacheFile]:
         try:
             files.append(CacheFile(path))
         except CacheError as error:
-            log.warning("audio cache %s is damaged and built again: %s. Check the disk", path, error)
+            log.warning("audio cache %s is damaged and will be written again: %s. Check the disk", path, error)
             with suppress(OSError):
                 path.unlink()
     return files
 
 
 def _places(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: bool = False) -> NDArray[np.int64]:
-    """(U, 2): file and row of each key, -1 of those that no file has."""
-    wanted = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)
-    places = np.full((len(keys), 2), _NOWHERE)
+    """Return (U, 2): file and row of each key, -1 where no file has it."""
+    requested = np.frombuffer(b"".join(keys), "<i8").reshape(-1, 2)
+    places = np.full((len(keys), 2), _NOT_CACHED)
     if not files:
         return places
-    held, counts = np.concatenate([f.keys for f in files]), np.concatenate([f.counts for f in files])
+    cached, counts = np.concatenate([f.keys for f in files]), np.concatenate([f.counts for f in files])
     rows = np.concatenate([np.stack([np.full(len(f.keys), n), np.arange(len(f.keys))], 1) for n, f in enumerate(files)])
     chosen = slice(None) if cheap_too else counts > 0
-    held, rows = held[chosen], rows[chosen]
-    order = np.argsort(held[:, 0], kind="stable")
-    at = np.searchsorted(held[order, 0], wanted[:, 0])
+    cached, rows = cached[chosen], rows[chosen]
+    order = np.argsort(cached[:, 0], kind="stable")
+    at = np.searchsorted(cached[order, 0], requested[:, 0])
     inside = np.flatnonzero(at < len(order))
-    found = inside[(held[order[at[inside]]] == wanted[inside]).all(axis=1)]
-    places[found] = rows[order[at[found]]]
+    matches = inside[(cached[order[at[inside]]] == requested[inside]).all(axis=1)]
+    places[matches] = rows[order[at[matches]]]
     return places
 
 
 def _known(files: Sequence[CacheFile], keys: Sequence[bytes], *, cheap_too: bool) -> list[bytes]:
-    found = _places(files, keys, cheap_too=cheap_too)[:, 0] != _NOWHERE
-    return [key for key, there in zip(keys, found, strict=True) if there]
+    known = _places(files, keys, cheap_too=cheap_too)[:, 0] != _NOT_CACHED
+    return [key for key, is_known in zip(keys, known, strict=True) if is_known]
 
 
 def _extend(
@@ -195,64 +206,171 @@ def _extend(
     missing: dict[bytes, Utterance],
     data: DataConfig,
 ) -> None:
-    """Decode what is missing and not cheap to read into new files, as far as there is room.
+    """Decode missing utterances that are not cheap to read into new files, as far as space permits.
 
     Raises:
-        AudioError: some cannot be read; names the first of them and counts the rest. What could be is kept.
+        AudioError: some cannot be read; the others are cached.
         OSError: the folder cannot be written.
     """
     total = len(missing)
-    cheap, errors = find_cheap(missing, data.sample_rate_hz) if data.cache == "auto" else (set(), [])
+    cheap, errors = _find_cheap(missing, data.sample_rate_hz) if data.cache == "auto" else (set(), [])
     if errors:
-        raise AudioError(summary(errors, total))
+        raise AudioError(summarise_errors(errors, total))
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
     if cheap:
-        write_cheap(folder, [key for key in missing if key in cheap])
+        _write_cheap(folder, [key for key in missing if key in cheap])
     costly = {key: utterance for key, utterance in missing.items() if key not in cheap}
     used = {file for file, _ in _places(files, keys).tolist()}
-    fitting = _make_room(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
-    if fitting and (errors := write_files(folder, fitting, data.sample_rate_hz)):
-        raise AudioError(summary(errors, total))
+    fitting = _free_space(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
+    if fitting and (errors := _write_files(folder, fitting, data.sample_rate_hz)):
+        raise AudioError(summarise_errors(errors, total))
 
 
-def _make_room(
-    folder: Path, used: set[Path], wanted: Mapping[bytes, Utterance], data: DataConfig
+def _free_space(
+    folder: Path, used: set[Path], costly: Mapping[bytes, Utterance], data: DataConfig
 ) -> dict[bytes, Utterance]:
-    """Return the utterances, in order, that the cache can take, once what is in no use went as far as it must."""
-    needed = {key: cache_bytes(round(u.duration_s * data.sample_rate_hz), 1) for key, u in wanted.items()}
-    for old in folder.glob("*.pcm"):  # of versions that kept a file for each list
+    """Remove unused files as far as necessary; return the utterances, in order, that then fit."""
+    needed = {key: cache_bytes(round(u.duration_s * data.sample_rate_hz), 1) for key, u in costly.items()}
+    for old in folder.glob("*.pcm"):  # of versions with one file per manifest
         old.unlink()
     sizes, ages = {}, {}
     for path in folder.glob("*" + SUFFIX):
-        with suppress(OSError):  # another process removed it meanwhile
+        with suppress(OSError):  # another process may have removed it
             sizes[path], ages[path] = path.stat().st_size, path.stat().st_mtime
     limit = 1e9 * data.cache_gb if data.cache_gb else float("inf")
-    room = min(limit - sum(sizes.values()), shutil.disk_usage(folder).free - _SPARE_BYTES)
+    available = min(limit - sum(sizes.values()), shutil.disk_usage(folder).free - _SPARE_BYTES)
     for path in sorted(sizes.keys() - used, key=lambda path: ages[path]):
-        if sum(needed.values()) <= room:
+        if sum(needed.values()) <= available:
             break
         with suppress(OSError):
             path.unlink()
-            room += sizes[path]
-            log.info("audio cache: %s, %.1f MB, made room for newer ones", path, sizes[path] / 1e6)
-    fitting, left = {}, room
-    for key, utterance in wanted.items():
-        if needed[key] > left:
+            available += sizes[path]
+            log.info("audio cache: removed %s, %.1f MB, to make space", path, sizes[path] / 1e6)
+    fitting, remaining = {}, available
+    for key, utterance in costly.items():
+        if needed[key] > remaining:
             break
         fitting[key] = utterance
-        left -= needed[key]
-    if len(fitting) < len(wanted):
+        remaining -= needed[key]
+    if len(fitting) < len(costly):
         log.warning(
-            "audio cache %s: no room for %d of %d utterances: they need %.2f GB, there are %.2f (data.cache_gb=%g; "
-            "%.2f GB of the disk are to spare): every epoch decodes them again. Raise data.cache_gb, free the disk, "
-            "set data.work_dir to a larger one, or silence this with data.cache=none",
+            "audio cache %s: no space for %d of %d utterances: they need %.2f GB, %.2f GB are available "
+            "(data.cache_gb=%g; %.2f GB of the disk stay free): every epoch decodes them again. Raise data.cache_gb, "
+            "free the disk, set data.work_dir to a larger one, or silence this with data.cache=none",
             folder,
-            len(wanted) - len(fitting),
-            len(wanted),
+            len(costly) - len(fitting),
+            len(costly),
             sum(needed.values()) / 1e9,
-            max(0.0, room) / 1e9,
+            max(0.0, available) / 1e9,
             data.cache_gb,
             _SPARE_BYTES / 1e9,
         )
     return fitting
+
+
+def decode(utterance: Utterance, sample_rate_hz: int) -> NDArray[np.int16]:
+    """Return the samples (N,) of an utterance; raises AudioError where it cannot be read."""
+    waveform = read_audio(utterance.audio_filepath, sample_rate_hz, utterance.offset_s, utterance.duration_s)
+    pcm: NDArray[np.int16] = np.clip(np.rint(waveform * 32768), -32768, 32767).astype(np.int16)
+    return pcm
+
+
+def _find_cheap(utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> tuple[set[bytes], list[AudioError]]:
+    """Return the keys of utterances that need no cache, by the headers of their files, and the errors of others."""
+
+    def check(key: bytes) -> bool:
+        u = utterances[key]
+        return reads_cheaply(u.audio_filepath, sample_rate_hz, u.offset_s, u.duration_s)
+
+    cheap, errors = set(), list[AudioError]()
+    with closing(_on_all_cores(check, list(utterances))) as results:
+        for key, result in tqdm(results, "reading headers", len(utterances), unit="utt", disable=None):
+            if isinstance(result, AudioError):
+                errors.append(result)
+            elif result:
+                cheap.add(key)
+    return cheap, errors
+
+
+def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> list[AudioError]:
+    """Decode utterances into cache files of about 1 GiB, each written atomically; return the errors.
+
+    Threads suffice: decoding and resampling release the interpreter lock. An interruption does not wait for them.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    started, errors = time.monotonic(), list[AudioError]()
+    hours = sum(u.duration_s for u in utterances.values()) / 3600
+    log.info("decoding %d utterances, %.2f h, into the audio cache %s", len(utterances), hours, folder)
+    with tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None) as progress:
+        for keys in _parts(utterances, sample_rate_hz):
+            with suppress(AudioError), atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
+                errors += _fill(writer, keys, utterances, sample_rate_hz, progress)
+                if not len(writer):
+                    raise errors[-1]  # an empty file is not published
+    log.info("audio cache: %d utterances, %.1f s", len(utterances) - len(errors), time.monotonic() - started)
+    return errors
+
+
+def _fill(
+    writer: CacheWriter, keys: list[bytes], utterances: Mapping[bytes, Utterance], sample_rate_hz: int, progress: tqdm
+) -> list[AudioError]:
+    def add(key: bytes) -> None:
+        writer.add(key, decode(utterances[key], sample_rate_hz))
+
+    errors = []
+    with closing(_on_all_cores(add, keys)) as results:
+        for _, result in results:
+            errors += [result] if isinstance(result, AudioError) else []
+            progress.update()
+    return errors
+
+
+def _parts(utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> Iterator[list[bytes]]:
+    """Divide keys, in order, into those of one file each."""
+    keys, samples = list[bytes](), 0.0
+    for key, utterance in utterances.items():
+        keys.append(key)
+        samples += utterance.duration_s * sample_rate_hz
+        if samples >= _FILE_SAMPLES:
+            yield keys
+            keys, samples = [], 0.0
+    if keys:
+        yield keys
+
+
+def _path(folder: Path, keys: Iterable[bytes]) -> Path:
+    """Return the path of a cache file; processes that write the same utterances write the same path."""
+    return folder / (hashlib.sha256(b"".join(keys)).hexdigest()[:24] + SUFFIX)
+
+
+def _on_all_cores(work: Callable[[bytes], Any], keys: list[bytes]) -> Generator[tuple[bytes, Any], None, None]:
+    """Yield each key with the result of `work` or its AudioError, in any order; closing waits for no thread."""
+
+    def attempt(key: bytes) -> tuple[bytes, Any]:
+        try:
+            return key, work(key)
+        except BaseException as error:  # an exception that ends a thread of the pool is lost
+            return key, error
+
+    with ThreadPool(usable_cores()) as threads:
+        for key, result in threads.imap_unordered(attempt, keys):
+            if isinstance(result, BaseException) and not isinstance(result, AudioError):
+                raise result
+            yield key, result
+
+
+def _write_cheap(folder: Path, keys: Sequence[bytes]) -> None:
+    """Record utterances that need no cache, so that their headers are not read again."""
+    with atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
+        for key in keys:
+            writer.add(key, np.zeros(0, np.int16))
+
+
+def summarise_errors(errors: Sequence[AudioError], total: int) -> str:
+    """Return a message with the first errors of utterances and the number of others."""
+    texts = sorted(map(str, errors))
+    more = f"\n... and {len(texts) - _MAX_ERRORS_SHOWN} more" if len(texts) > _MAX_ERRORS_SHOWN else ""
+    return f"{len(texts)} of {total} utterances cannot be read:\n" + "\n".join(texts[:_MAX_ERRORS_SHOWN]) + more

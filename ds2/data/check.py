@@ -1,7 +1,8 @@
-"""`ds2 data check`: read everything before training and name each utterance that would spoil it."""
+"""`ds2 data check`: reads all data before training and reports each utterance that would stop or mislead training."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -12,13 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ds2.audio.augment import paces
-from ds2.audio.read import END_TOLERANCE_S, AudioError
+from ds2.audio.read import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
-from ds2.data.probe import Probe, probe
 from ds2.system.machine import usable_cores
 from ds2.system.signals import worker_processes
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
@@ -27,21 +29,23 @@ from ds2.text.unknown_characters import count_unknown, propose_alphabet
 log = logging.getLogger(__name__)
 
 SILENT_PEAK = 1e-3  # -60 dB of full scale
+FULL_SCALE = 0.999
+_CLIPPED_RUN = 3  # samples in a row at full scale; shorter runs occur in unclipped sound
 CLIPPED_FRACTION = 1e-3
 _OUTLIER_FACTOR = 4.0  # times the median pace, seconds a character
-_OUTLIER_DEVIATIONS = 5.0  # robust standard deviations of its logarithm; both must be passed
-_OUTLIER_LEAST = 50  # utterances below which there is no telling
-_CHUNK = 16  # utterances a process takes at a time
-_IN_PROCESS = 64  # up to so many, starting processes takes longer than reading
+_OUTLIER_DEVIATIONS = 5.0  # robust standard deviations of its logarithm; both must be exceeded
+_MIN_UTTERANCES_FOR_PACE = 50
+_CHUNK = 16  # utterances per task of a process
+_MAX_IN_PROCESS = 64  # utterances; for so few, starting processes takes longer than reading
 
 OutputFrames = Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with one utterance."""
+    """One problem of one utterance."""
 
-    severity: str  # error: training would stop or be misled | warning: it can go on
+    severity: str  # error: training would stop or be misled | warning: training is possible
     kind: str
     split: str
     source: str  # "manifest:line"
@@ -51,13 +55,13 @@ class Finding:
 
 @dataclass
 class CheckReport:
-    """What `check` found."""
+    """Result of `check`."""
 
     utterances: int
     hours: float
     findings: list[Finding]
     notes: list[str] = field(default_factory=list)  # of the corpus as a whole
-    unfit: str = ""  # the table of characters outside the alphabet, and an alphabet in which they fit
+    unfit: str = ""  # table of characters outside the alphabet, and an alphabet that has them
 
     @property
     def may_start(self) -> bool:
@@ -70,18 +74,18 @@ class CheckReport:
         return Counter((finding.severity, finding.kind) for finding in self.findings)
 
     def format(self) -> str:
-        """Return the report for people: every finding on a line, then the counts, then the verdict."""
+        """Return the report as text: a line per finding, the counts, the verdict."""
         ordered = sorted(self.findings, key=lambda f: (f.severity, f.kind))
         lines = [f"{f.severity}: {f.source or f.name}: {f.name}: {f.kind}: {f.message}" for f in ordered]
         lines += [f"note: {note}" for note in self.notes]
         lines.append(f"{self.utterances} utterances, {self.hours:.2f} h")
         lines += [f"  {count:6d} {severity}s: {kind}" for (severity, kind), count in sorted(self.counts.items())]
         lines += ["", self.unfit, ""] if self.unfit else []
-        lines.append("training may start" if self.may_start else "training may not start: mend the errors above")
+        lines.append("training may start" if self.may_start else "training may not start: correct the errors above")
         return "\n".join(lines)
 
     def write_json(self, path: Path) -> None:
-        """Write everything as one JSON object."""
+        """Write the report as one JSON object."""
         counts = [
             {"severity": severity, "kind": kind, "count": n} for (severity, kind), n in sorted(self.counts.items())
         ]
@@ -92,6 +96,20 @@ class CheckReport:
         )
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Measurements of an utterance's samples, or the reason why there are none."""
+
+    error: str = ""
+    kind: str = ""  # of the error: unreadable | empty | duration
+    rate_hz: int = 0  # of the file
+    file_s: float = 0.0  # length of the file
+    peak: float = 0.0  # full scale = 1
+    rms: float = 0.0
+    clipped: float = 0.0  # fraction of samples in runs at full scale
+    digest: str = ""  # of the samples at 16 bits
+
+
 def check(
     splits: Mapping[str, Sequence[Utterance]],
     data: DataConfig,
@@ -99,23 +117,23 @@ def check(
     alphabet: Alphabet,
     output_frames: OutputFrames,
 ) -> CheckReport:
-    """Read every utterance, in parallel, and judge audio, transcript and splits.
+    """Read every utterance, in parallel, and check audio, transcripts and splits.
 
-    Errors are what would stop or mislead training: audio that is unreadable, empty, silent or ends before its segment;
-    in the training part also a duration outside the limits, characters outside the alphabet (`alphabet.unknown` =
-    stop), no transcript, or fewer output frames than CTC needs (one a label and one between repeats); and audio that
-    occurs in two parts. In dev and test those of the transcript are warnings: they count as recognition errors.
-    Warnings are also: clipping, another sample rate, a duration unlike the file's, a pace far from the corpus's, the
-    same audio twice in a part.
+    Errors would stop or mislead training: audio that is unreadable, empty, silent or ends before its segment; the same
+    audio in two splits; in the training split also a duration outside the limits, characters outside the alphabet
+    (`alphabet.unknown` = stop), no transcript, or fewer output frames than CTC needs (one per label and one between
+    repeats). In dev and test, problems of transcripts are warnings: they count as recognition errors. Other warnings:
+    clipping, another sample rate, a duration that differs from the file's, an unusual pace, the same audio twice in a
+    split.
 
     Args:
-        splits: utterances by part; `train` is judged as training data, any other as test data.
+        splits: utterances by split; `train` is checked as training data, any other as test data.
         data: rate, limits of duration.
         augment: its speeds and tempos may make an utterance too short.
-        alphabet: what transcripts may hold.
-        output_frames: samples of audio at `data.sample_rate_hz` -> frames that the model puts out.
+        alphabet: of the transcripts.
+        output_frames: samples of audio at `data.sample_rate_hz` -> output frames of the model.
     Raises:
-        AudioError: a reading process died; names what it was reading.
+        AudioError: a reading process died; the message names the files it was reading.
     """
     listed = [(split, u) for split, utterances in splits.items() for u in utterances]
     probes = _probe_all([u for _, u in listed], data.sample_rate_hz)
@@ -143,9 +161,9 @@ def transcript_problems(
     *,
     speeds: Sequence[float] | None,
 ) -> list[tuple[str, str, str]]:
-    """Return (severity, kind, message) of what a manifest line alone shows, audio unread; see `check`.
+    """Return (severity, kind, message) of the problems that a manifest line shows without its audio; see `check`.
 
-    `speeds` are the factors by which training may speed the utterance up; None is an utterance that is only scored.
+    `speeds` are the factors by which training may speed the utterance up; None for an utterance of dev or test.
     """
     problems = []
     strict = "warning" if speeds is None else "error"
@@ -173,10 +191,50 @@ def transcript_problems(
     return problems
 
 
+def probe(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Probe]:
+    """Measure the samples of utterances at `sample_rate_hz`, each in bounded memory."""
+    return [_probe(utterance, sample_rate_hz) for utterance in utterances]
+
+
+def _probe(utterance: Utterance, sample_rate_hz: int) -> Probe:
+    path = utterance.audio_filepath
+    try:
+        info = audio_info(path, sample_rate_hz)
+        if utterance.duration_s <= 0:
+            return Probe("the manifest gives it a duration of 0 s", "empty")
+        end_s = utterance.offset_s + utterance.duration_s
+        if end_s > info.duration_s + END_TOLERANCE_S:
+            return Probe(
+                f"the manifest says that it ends at {end_s:.3f} s, {path} ends at {info.duration_s:.3f} s", "duration"
+            )
+        peak, squares, clipped, count = 0.0, 0.0, 0, 0
+        digest = hashlib.sha256()
+        for block in audio_blocks(path, sample_rate_hz, utterance.offset_s, utterance.duration_s):
+            peak = max(peak, float(np.abs(block).max()))
+            squares += float(np.square(block, dtype=np.float64).sum())
+            clipped += _clipped_samples(block)
+            count += len(block)
+            digest.update(np.rint(block * 32767).astype(np.int16).tobytes())
+    except EmptyAudioError as error:
+        return Probe(str(error), "empty")
+    except AudioError as error:
+        return Probe(str(error), "unreadable")
+    rms = math.sqrt(squares / max(count, 1))
+    fraction = clipped / max(count, 1)
+    return Probe("", "", info.sample_rate_hz, info.duration_s, peak, rms, fraction, digest.hexdigest())
+
+
+def _clipped_samples(block: NDArray[np.float32]) -> int:
+    """Count the samples in runs of at least _CLIPPED_RUN at full scale."""
+    edges = np.diff(np.concatenate([[0], np.abs(block) >= FULL_SCALE, [0]]).astype(np.int8))
+    runs = np.flatnonzero(edges < 0) - np.flatnonzero(edges > 0)
+    return int(runs[runs >= _CLIPPED_RUN].sum())
+
+
 def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Probe]:
     chunks = [utterances[first : first + _CHUNK] for first in range(0, len(utterances), _CHUNK)]
     with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress:
-        if len(utterances) <= _IN_PROCESS:
+        if len(utterances) <= _MAX_IN_PROCESS:
             probes = []
             for chunk in chunks:
                 probes += probe(chunk, sample_rate_hz)
@@ -191,7 +249,7 @@ def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Pro
                 except BrokenProcessPool as error:
                     names = ", ".join(str(u.audio_filepath) for u in chunk)
                     raise AudioError(
-                        f"a process died (out of memory, or a decoder crashed) near these files: {names}"
+                        f"a process died (out of memory, or a decoder crashed) while reading these files: {names}"
                     ) from error
                 progress.update(len(chunk))
             return probes
@@ -209,7 +267,13 @@ def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, atomic_file: 
         reason = f"{measured.rate_hz} Hz: nothing above {measured.rate_hz // 2} Hz, where other audio may have content"
         problems.append(("warning", "low_rate", reason))
     elif measured.rate_hz > wanted_hz:
-        problems.append(("warning", "rate", f"{measured.rate_hz} Hz, resampled to {wanted_hz} Hz at each reading"))
+        problems.append(
+            (
+                "warning",
+                "rate",
+                f"{measured.rate_hz} Hz, is resampled to {wanted_hz} Hz (once, where the audio cache is used)",
+            )
+        )
     if atomic_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
         reason = f"the manifest says {u.duration_s:.3f} s, the file lasts {measured.file_s:.3f} s; the rest is not used"
         problems.append(("warning", "duration", reason))
@@ -235,11 +299,11 @@ def _duplicates(listed: Sequence[tuple[str, Utterance]], probes: Sequence[Probe]
 
 
 def _pace_outliers(listed: Sequence[tuple[str, Utterance]]) -> list[Finding]:
-    """Name utterances whose seconds a character are far off: a wrong transcript or a wrong cut more often than not."""
+    """Find utterances whose seconds per character are unusual: mostly wrong transcripts or wrong cuts."""
     paced = [
         (split, u, math.log(u.duration_s) - math.log(len(u.text))) for split, u in listed if u.text and u.duration_s > 0
     ]
-    if len(paced) < _OUTLIER_LEAST:
+    if len(paced) < _MIN_UTTERANCES_FOR_PACE:
         return []
     centre = median(pace for _, _, pace in paced)
     deviation = 1.4826 * median(abs(pace - centre) for _, _, pace in paced)
@@ -268,7 +332,7 @@ def _notes(splits: Mapping[str, Sequence[Utterance]], alphabet: Alphabet) -> lis
         known = sum(alphabet.normalise(u.text)[0] in texts for u in utterances)
         if known:
             notes.append(f"{known} of {len(utterances)} texts of {split} also occur in train")
-        heard = sorted({u.speaker for u in utterances} & speakers)
-        if heard:
-            notes.append(f"{len(heard)} speakers of {split} also occur in train: {', '.join(heard[:10])}")
+        shared = sorted({u.speaker for u in utterances} & speakers)
+        if shared:
+            notes.append(f"{len(shared)} speakers of {split} also occur in train: {', '.join(shared[:10])}")
     return notes

@@ -1,4 +1,4 @@
-"""Corpora as shards: tar files in WebDataset's layout, each with an index, and a manifest that names their members."""
+"""Writes corpora as shards: tar files in WebDataset's layout, each with an index, and a manifest of their members."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from ds2.audio.read import AudioError
 from ds2.audio.shard import Member, Shard, ShardError, write_index
-from ds2.data.audio_cache import content_keys
-from ds2.data.cache_build import decode, summary
+from ds2.data.audio_cache import content_keys, decode, summarise_errors
 from ds2.data.manifest import Utterance, write_manifest
 from ds2.system.files import atomic_file
 from ds2.system.machine import usable_cores
@@ -31,41 +30,41 @@ from ds2.system.machine import usable_cores
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.jsonl"
-_AT_ONCE = 16  # utterances a core that are encoded before they are written
+_CHUNK_PER_CORE = 16  # utterances that are encoded before they are written
 _KEY_CHARACTERS = 60
 _USTAR_BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Written:
-    """What `write_shards` made."""
+    """Result of `write_shards`."""
 
     utterances: list[Utterance]
     shards: int
-    kept: int  # of these, how many were there already, made of the same
+    reused: int  # of these, shards that existed already, made from the same utterances
     left_out: list[AudioError]
 
 
 def write_shards(
     utterances: Sequence[Utterance], folder: Path, sample_rate_hz: int, shard_bytes: int, *, skip_bad: bool = False
 ) -> Written:
-    """Write utterances as shards `000000.tar`, ... with their indices, and `manifest.jsonl` once all are there.
+    """Write utterances as shards `000000.tar`, ... with their indices, and `manifest.jsonl` after the last.
 
-    A member is KEY.flac, 16 bits at the rate, the samples that training would read from the utterance's own file, to
-    the bit; KEY.json beside it has text, duration, speaker and language. Each shard appears whole or not at all; one
-    that is there, of the same utterances, is kept, so that a writing that was stopped goes on.
+    Members are KEY.flac, 16 bits at the rate, with exactly the samples that training reads from the utterance's own
+    file, and KEY.json with text, duration, speaker and language. Shards are written atomically. An existing shard of
+    the same utterances is reused, so an interrupted command can be run again.
 
     Args:
-        utterances: in the order that they shall lie in.
-        folder: receives the shards.
+        utterances: in the order of the shards.
+        folder: of the shards.
         sample_rate_hz: of the members.
-        shard_bytes: of samples as 16 bits in one shard, of which FLAC takes about half.
-        skip_bad: leave out what cannot be read rather than stop.
+        shard_bytes: size of the 16-bit samples of a shard; FLAC takes about half.
+        skip_bad: leave out utterances that cannot be read.
     Raises:
-        AudioError: utterances cannot be read; names them. The shards of the others stay, and are found again.
+        AudioError: utterances cannot be read. The shards of the others remain and are reused.
         OSError: the folder cannot be written or the disk is full.
     """
-    made, errors, kept = list[Utterance](), list[AudioError](), 0
+    made, errors, reused = list[Utterance](), list[AudioError](), 0
     parts = list(_parts(utterances, shard_bytes // 2 / sample_rate_hz))
     with (
         ThreadPool(usable_cores()) as threads,
@@ -74,13 +73,13 @@ def write_shards(
         for number, (first, part) in enumerate(parts):
             path = folder / f"{number:06d}.tar"
             made_from = hashlib.sha256(b"".join(content_keys(part, sample_rate_hz))).hexdigest()
-            members = _found(path, made_from, first)
+            members = _read_existing(path, made_from, first)
             if members is None:
                 members, failed = _write(path, first, part, sample_rate_hz, threads, progress)
                 errors += failed
                 write_index(path, members.values(), made_from if not failed else "")
             else:
-                kept += 1
+                reused += 1
                 progress.update(len(part))
             for position, utterance in enumerate(part, first):
                 if position in members:
@@ -88,24 +87,26 @@ def write_shards(
                     audio, seconds = path.absolute() / member.name, member.samples / sample_rate_hz
                     made.append(replace(utterance, audio_filepath=audio, duration_s=seconds, offset_s=0.0))
     if errors and (not skip_bad or not made):
-        raise AudioError(summary(errors, len(utterances)) + "\nMend the corpus, or leave them out (--skip-bad)")
+        raise AudioError(
+            summarise_errors(errors, len(utterances)) + "\nCorrect the corpus, or leave them out (--skip-bad)"
+        )
     write_manifest(folder / MANIFEST, made)
-    return Written(made, len(parts), kept, errors)
+    return Written(made, len(parts), reused, errors)
 
 
 def _parts(utterances: Sequence[Utterance], shard_s: float) -> Iterator[tuple[int, Sequence[Utterance]]]:
-    """Cut the list into shards: (position of the first, utterances), by what the manifest says of their lengths."""
-    first, held_s = 0, 0.0
+    """Divide the list into shards by the manifest's durations: (position of the first, utterances) each."""
+    first, total_s = 0, 0.0
     for position, utterance in enumerate(utterances):
-        if held_s and held_s + utterance.duration_s > shard_s:
+        if total_s and total_s + utterance.duration_s > shard_s:
             yield first, utterances[first:position]
-            first, held_s = position, 0.0
-        held_s += utterance.duration_s
+            first, total_s = position, 0.0
+        total_s += utterance.duration_s
     yield first, utterances[first:]
 
 
-def _found(path: Path, made_from: str, first: int) -> dict[int, Member] | None:
-    """The audio of a shard that was made of the same, by position in the list; None where there is none."""
+def _read_existing(path: Path, made_from: str, first: int) -> dict[int, Member] | None:
+    """Return the members of an existing shard of the same utterances, by position in the list; None without one."""
     with suppress(ShardError):
         shard = Shard(path)
         if shard.made_from == made_from:
@@ -122,7 +123,7 @@ def _write(
         except AudioError as error:
             return error
 
-    members, failed, step = dict[int, Member](), list[AudioError](), _AT_ONCE * usable_cores()
+    members, failed, step = dict[int, Member](), list[AudioError](), _CHUNK_PER_CORE * usable_cores()
     with (
         atomic_file(path) as partial,
         partial.open("wb") as file,
@@ -167,5 +168,5 @@ def _facts(utterance: Utterance, duration_s: float) -> bytes:
 
 
 def _key(position: int, utterance: Utterance) -> str:
-    """WebDataset takes what stands before the first dot for the key."""
+    """Return a key without dots: WebDataset ends keys at the first dot."""
     return f"{position:09d}-{re.sub(r'[^A-Za-z0-9_-]', '_', utterance.name)[:_KEY_CHARACTERS]}"

@@ -19,7 +19,7 @@ from support.run_log import losses
 from ds2.audio.features import Features
 from ds2.cli import main
 from ds2.config.schema import Config
-from ds2.data import cache_build, splits
+from ds2.data import audio_cache, splits
 from ds2.lm import recurrent_training
 from ds2.lm.recurrent import load_recurrent
 from ds2.recognition.recogniser import Recogniser
@@ -50,7 +50,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: in
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(splits, "read_manifests"), (cache_build, "reads_cheaply"), (Features, "estimate"), (trainer, "make_optimizer")],
+    [(splits, "read_manifests"), (audio_cache, "reads_cheaply"), (Features, "estimate"), (trainer, "make_optimizer")],
     ids=["manifests", "audio-cache", "statistics", "model"],
 )
 def test_preparation_ends_at_once(

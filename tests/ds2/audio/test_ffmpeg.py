@@ -13,9 +13,9 @@ import pytest
 import soundfile
 
 from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
+from ds2.data.check import probe
 from ds2.data.corpora import ImporterError, import_csv
 from ds2.data.manifest import Utterance
-from ds2.data.probe import probe
 
 av = pytest.importorskip("av")
 

@@ -18,7 +18,7 @@ import soundfile
 
 from ds2.audio.read import AudioError
 from ds2.config.schema import DataConfig
-from ds2.data import cache_build
+from ds2.data import audio_cache
 from ds2.data.audio_cache import AudioStore, open_audio
 from ds2.data.manifest import Utterance
 from ds2.system import files
@@ -72,13 +72,13 @@ def test_cached_samples_are_the_decoded_ones(tmp_path: Path, utterances: list[Ut
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are decoded from here on."""
     names: list[str] = []
-    read = cache_build.read_audio
+    read = audio_cache.read_audio
 
     def noted(path: Path, *arguments: float) -> object:
         names.append(path.name)
         return read(path, *arguments)
 
-    monkeypatch.setattr(cache_build, "read_audio", noted)
+    monkeypatch.setattr(audio_cache, "read_audio", noted)
     return names
 
 
@@ -111,7 +111,7 @@ def test_what_is_cheap_to_read_is_looked_at_once_and_not_cached(
     size = sum(path.stat().st_size for path in written(tmp_path))
     assert 4 * RATE <= size < 4 * RATE + 1000
     assert_same(store, utterances)
-    monkeypatch.setattr(cache_build, "reads_cheaply", no_decoding)
+    monkeypatch.setattr(audio_cache, "reads_cheaply", no_decoding)
     decoded.clear()
     assert open_audio(utterances[3:], data_config(tmp_path, cache="auto")).cached == 2 and not decoded
     assert open_audio(utterances, data_config(tmp_path)).cached == len(utterances)  # the same folder, all of it cached
@@ -142,14 +142,14 @@ def test_files_of_versions_with_one_for_each_list_go(tmp_path: Path, utterances:
     folder.mkdir(parents=True)
     (folder / "list.pcm").write_bytes(b"old")
     open_audio(utterances, data_config(tmp_path))
-    assert [path.suffix for path in written(tmp_path)] == [cache_build.SUFFIX]
+    assert [path.suffix for path in written(tmp_path)] == [audio_cache.SUFFIX]
 
 
 def test_large_lists_make_several_files_and_a_stopped_build_keeps_those_that_are_whole(
     tmp_path: Path, utterances: list[Utterance], monkeypatch: pytest.MonkeyPatch, decoded: list[str]
 ) -> None:
-    monkeypatch.setattr(cache_build, "_FILE_SAMPLES", 5000)
-    read = cache_build.read_audio
+    monkeypatch.setattr(audio_cache, "_FILE_SAMPLES", 5000)
+    read = audio_cache.read_audio
 
     def stopped(path: Path, *arguments: float) -> object:
         if path.name == "utt3.wav":
@@ -157,10 +157,10 @@ def test_large_lists_make_several_files_and_a_stopped_build_keeps_those_that_are
         return read(path, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_build, "read_audio", stopped)
+        patch.setattr(audio_cache, "read_audio", stopped)
         with pytest.raises(KeyboardInterrupt):
             open_audio(utterances, data_config(tmp_path))
-    assert len(written(tmp_path)) == 2 and all(path.suffix == cache_build.SUFFIX for path in written(tmp_path))
+    assert len(written(tmp_path)) == 2 and all(path.suffix == audio_cache.SUFFIX for path in written(tmp_path))
     decoded.clear()
     assert_same_files = open_audio(utterances, data_config(tmp_path))
     assert set(decoded) == {"utt3.wav", "utt4.wav"} and len(assert_same_files.files) > 2
@@ -170,7 +170,7 @@ def test_large_lists_make_several_files_and_a_stopped_build_keeps_those_that_are
 def test_an_error_waits_for_no_reader(
     tmp_path: Path, utterances: list[Utterance], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, read = threading.Event(), cache_build.read_audio
+    release, read = threading.Event(), audio_cache.read_audio
 
     def stuck(path: Path, *arguments: float) -> object:
         if path.name == "utt0.wav":
@@ -179,8 +179,8 @@ def test_an_error_waits_for_no_reader(
             raise KeyboardInterrupt
         return read(path, *arguments)
 
-    monkeypatch.setattr(cache_build, "usable_cores", lambda: 2)
-    monkeypatch.setattr(cache_build, "read_audio", stuck)
+    monkeypatch.setattr(audio_cache, "usable_cores", lambda: 2)
+    monkeypatch.setattr(audio_cache, "read_audio", stuck)
     with pytest.raises(KeyboardInterrupt):
         open_audio(utterances, data_config(tmp_path))  # returns although utt0.wav is still being read
     assert not release.is_set() and written(tmp_path) == []
@@ -197,7 +197,7 @@ def test_many_building_at_once_all_get_it(tmp_path: Path, utterances: list[Utter
         stores = list(threads.map(lambda _: open_audio(utterances, data_config(tmp_path)), range(4)))
     for store in stores:
         assert_same(store, utterances)
-    assert [path.suffix for path in written(tmp_path)] == [cache_build.SUFFIX]
+    assert [path.suffix for path in written(tmp_path)] == [audio_cache.SUFFIX]
 
 
 @pytest.mark.parametrize("trouble", ["space", "folder", "write"])
@@ -211,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    expected = {"space": "to spare", "folder": "work", "write": "No space left"}[trouble]
+    expected = {"space": "stay free", "folder": "work", "write": "No space left"}[trouble]
     if trouble == "space":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
     elif trouble == "folder":
@@ -319,7 +319,7 @@ def test_a_cache_that_is_damaged_under_a_run_gives_no_wrong_sample(
             file.write(bytes(path.stat().st_size - 40 - 240))
     with caplog.at_level(logging.WARNING):
         assert_same(store, utterances)
-    assert all(f"the samples of {u.name}" in caplog.text for u in utterances) and written(tmp_path) == []
+    assert all(f"samples of {u.name}" in caplog.text for u in utterances) and written(tmp_path) == []
 
 
 def test_other_utterances_under_the_name_of_these_are_not_taken(tmp_path: Path, utterances: list[Utterance]) -> None:

@@ -146,7 +146,7 @@ def test_dropping_unknown_characters_turns_the_error_into_a_warning(folder: Path
 
 
 def test_a_pace_unlike_the_corpus_is_an_outlier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_check, "_OUTLIER_LEAST", 10)
+    monkeypatch.setattr(data_check, "_MIN_UTTERANCES_FOR_PACE", 10)
     report = checked(folder, Utterance(write(folder / "x.wav", noise(50, 20.0)), 20.0, TEXT))
     assert [(f.severity, f.kind, f.name) for f in report.findings] == [("warning", "pace", "x")]
 
@@ -167,7 +167,7 @@ def test_segments_of_one_file_are_neither_duplicates_nor_too_long(folder: Path) 
 def test_processes_find_what_one_process_finds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = [Utterance(empty(folder), 2.0, TEXT), Utterance(folder / "gone.wav", 2.0, TEXT)]
     alone = checked(folder, *planted)
-    monkeypatch.setattr(data_check, "_IN_PROCESS", 0)
+    monkeypatch.setattr(data_check, "_MAX_IN_PROCESS", 0)
     assert checked(folder) == alone and len(alone.findings) == 2
 
 
@@ -190,7 +190,7 @@ def test_characters_that_do_not_fit_end_in_a_table_and_an_alphabet(folder: Path)
     report = checked(folder, Utterance(write(folder / "x.wav", noise(60)), 2.0, "schöne Grüße"))
     shown = report.format()
     assert "       1  ß  U+00DF LATIN SMALL LETTER SHARP S" in shown
-    assert 'symbols: " \'abcdefghijklmnopqrstuvwxyzßöü"' in shown and shown.endswith("mend the errors above")
+    assert 'symbols: " \'abcdefghijklmnopqrstuvwxyzßöü"' in shown and shown.endswith("correct the errors above")
     fitting = Config(run_dir="x")
     fitting.alphabet.symbols += "ßöü"
     assert "alphabet:" not in checked(folder, config=fitting).format()

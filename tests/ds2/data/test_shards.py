@@ -229,7 +229,7 @@ def test_the_command_names_and_leaves_out_what_cannot_be_read(
     assert "1 of 11 utterances cannot be read" in (said := capsys.readouterr().err) and "--skip-bad" in said
     assert main([*command, "--skip-bad"]) == 0
     shown = capsys.readouterr().out
-    assert "10 utterances" in shown and "left out: " in shown and "as they were" in shown
+    assert "10 utterances" in shown and "left out: " in shown and "reused" in shown
     assert len(read_manifest(tmp_path / "shards" / MANIFEST)) == 10
     with pytest.raises(SystemExit):
         main([*command, "--shard-mb", "0"])
