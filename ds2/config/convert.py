@@ -247,7 +247,7 @@ def _key(prefix: str, owner: Any, field: Field[Any], comments: dict[tuple[str, s
         shown = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
     allowed, comment = field.metadata.get(KEY), comments.get((owner.__name__, field.name), "")
     if isinstance(allowed, tuple):
-        comment = ": ".join(filter(None, (" | ".join(allowed), comment)))
+        comment = "; ".join(filter(None, (" | ".join(allowed), comment)))
     return Key(prefix + field.name, shown, comment)
 
 

@@ -28,7 +28,7 @@ def test_help_lists_every_key_with_its_comment_and_the_users_recipes(
     lines = {line.split("=")[0].strip(): line for line in shown.splitlines() if line.startswith("  ") and "=" in line}
     for field in fields(TrainConfig):
         assert (f"train.{field.name}" in lines) == (REMOVED not in field.metadata)
-    assert lines["train.metric"].endswith("wer | cer: the dev score that selects the best model")
+    assert lines["train.metric"].endswith("wer | cer; the dev score that selects the best model")
 
 
 def test_the_documentation_has_every_field_once() -> None:

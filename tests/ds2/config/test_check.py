@@ -62,7 +62,7 @@ def test_names_of_ranges_read_well() -> None:
     assert str(Range(0, 1, above=True, below=True, lengths=(0, 2))) == "0 or 2 numbers above 0 to below 1"
 
 
-def test_what_means_no_limit_may_be_infinite() -> None:
+def test_a_setting_without_limit_may_be_infinite() -> None:
     check(
         Config(
             data=DataConfig(max_duration_s=math.inf),
@@ -111,7 +111,7 @@ def named(override: str) -> str:
         "alphabet.replace=${decode}",
     ],
 )
-def test_a_number_that_cannot_work_stops_training_with_one_line(
+def test_an_invalid_number_stops_training_with_one_line(
     override: str, tiny_overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = tiny_overrides if not override.startswith("model.") else [o for o in tiny_overrides if "model" not in o]
@@ -123,7 +123,7 @@ def test_a_number_that_cannot_work_stops_training_with_one_line(
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
-def test_a_removed_setting_is_read_and_warned_of_but_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_setting_is_read_with_a_warning_and_not_listed(caplog: pytest.LogCaptureFixture) -> None:
     check(config_from_dict({}))
     assert not caplog.records
     check(config_from_dict({"train": {"evaluate_from_epoch": 3}}))

@@ -184,14 +184,14 @@ def test_an_equal_model_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert convert(model("a", "b")) == first
 
 
-def test_an_arpa_file_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_an_arpa_file_needs_no_copy(tmp_path: Path) -> None:
     given = str(tmp_path / "words.arpa.gz")
     with arpa_file(model("a"), given) as path:
         assert str(path) == given
     assert not cache_dir().exists()
 
 
-def test_the_least_recently_used_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_files_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [model("a", letter) for letter in "bcd"]
     first, second = (convert(lm) for lm in models[:2])
     with subprocess.Popen(["true"]) as killed:
@@ -208,7 +208,7 @@ def test_the_least_recently_used_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(third.parent.iterdir()) == [second]
 
 
-def test_a_full_disk_costs_one_line_and_a_temporary_file(
+def test_a_full_disk_gives_a_warning_and_a_temporary_file(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(lm: NGram, path: Path) -> None:
@@ -223,13 +223,13 @@ def test_a_full_disk_costs_one_line_and_a_temporary_file(
     assert "No space left" in line and "DS2_CACHE_DIR" in line
 
 
-def test_a_folder_that_cannot_be_made_costs_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_folder_that_cannot_be_created_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     cache_dir().write_text("not a folder")
     assert not convert(model("a", "b")).exists()
     [line] = warnings_of(caplog)
     assert str(cache_dir()) in line
 
 
-def test_errors_of_the_decoder_are_its_own() -> None:
+def test_errors_inside_the_block_are_not_changed() -> None:
     with pytest.raises(OSError, match="of KenLM"), arpa_file(model("a", "b"), ""):
         raise OSError("of KenLM")

@@ -127,7 +127,7 @@ def test_characters_and_pieces(tmp_path: Path) -> None:
     assert list(SentenceReader([tmp_path / "p.txt"], "piece")) == [["▁the", "▁c", "at"], ["▁A"]]
 
 
-def test_text_is_normalised_and_what_is_left_out_counted(tmp_path: Path) -> None:
+def test_text_is_normalised_and_skipped_lines_are_counted(tmp_path: Path) -> None:
     text = "The  CAT\n\nna\u00efve 42 cats\ncat's\n"
     (tmp_path / "t.txt").write_text(text, encoding="utf-8-sig")
     (tmp_path / "t.gz").write_bytes(gzip.compress(text.encode()))
@@ -230,6 +230,6 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         Scratch(tmp_path / "absent")
 
 
-def test_estimates_say_what_they_found() -> None:
+def test_an_estimate_has_counts_and_discounts() -> None:
     result: Estimate = estimate([line.split() for line in TINY], 3, (0, 1, 1))
     assert result.counts == (12, 23, 26) and result.kept_counts == (12, 9, 6)

@@ -85,7 +85,7 @@ def test_queries_agree(model: NGram, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ends == pytest.approx(wanted_ends, abs=1e-5)
 
 
-def test_states_join_where_no_n_gram_tells_histories_apart(model: NGram) -> None:
+def test_histories_with_equal_continuations_share_a_state(model: NGram) -> None:
     unseen = model.score(model.start(), "never-seen")[1]
     assert unseen == 0
     if model.order > 1:
@@ -94,7 +94,7 @@ def test_states_join_where_no_n_gram_tells_histories_apart(model: NGram) -> None
         assert rare_then_common[0] == rare_then_common[1]
 
 
-def test_level_lists_survive_the_automaton(model: NGram) -> None:
+def test_levels_to_automaton_and_back(model: NGram) -> None:
     levels = to_levels(model)
     assert [len(level) for level in levels] == [
         b - a for a, b in zip(model.entry_starts, model.entry_starts[1:], strict=False)
@@ -102,7 +102,7 @@ def test_level_lists_survive_the_automaton(model: NGram) -> None:
     assert same(from_levels(levels, model.vocabulary, model.unit), model)
 
 
-def test_binary_opens_as_written_and_mapped(model: NGram, tmp_path: Path) -> None:
+def test_a_binary_is_memory_mapped_and_equal_to_the_model(model: NGram, tmp_path: Path) -> None:
     save_ngram(model, tmp_path / "m.lm")
     loaded = load_ngram(tmp_path / "m.lm")
     assert same(loaded, model) and (loaded.order, loaded.unit) == (model.order, model.unit)
@@ -153,7 +153,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
         save_ngram(estimate(zipf_text(), 1).model, tmp_path / "file" / "m.lm")
 
 
-def test_alphabets_are_compared(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alphabet_that_cannot_write_the_vocabulary_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     model = estimate([["ab", "cd"], ["abe"]], 1).model
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -176,7 +176,7 @@ def test_vocabularies_need_their_special_tokens() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_answers_as_the_cpu(model: NGram) -> None:
+def test_scores_on_a_gpu_equal_those_on_the_cpu(model: NGram) -> None:
     states = torch.randint(0, model.backoff.numel(), (4096,))
     words = torch.randint(0, len(model.vocabulary), (4096,))
     device_model, device_states, device_words = model.to("cuda"), states.cuda(), words.cuda()
@@ -228,7 +228,7 @@ def test_damaged_metadata_of_a_binary_are_named(tmp_path: Path) -> None:
             load_ngram(path)
 
 
-def test_an_automaton_with_a_cycle_or_a_way_out_ends_every_query_and_is_refused_by_searches(tmp_path: Path) -> None:
+def test_an_automaton_with_a_cycle_or_invalid_state_ends_queries_and_is_refused_by_searches(tmp_path: Path) -> None:
     model = estimate(zipf_text(), 3).model
     last = model.suffix.numel() - 1
     for name, place, value in (
@@ -251,7 +251,7 @@ def test_an_automaton_with_a_cycle_or_a_way_out_ends_every_query_and_is_refused_
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.5])
-def test_a_model_of_numbers_that_are_no_log_probs_is_refused_wherever_it_is_used(value: float, tmp_path: Path) -> None:
+def test_a_model_with_invalid_log_probs_is_refused_by_every_user(value: float, tmp_path: Path) -> None:
     """Digests of these files, of which only what is needed is read, do not cover the numbers."""
     sound = estimate(zipf_text(), 2).model
     save_ngram(replace(sound, log_prob=torch.full_like(sound.log_prob, value)), tmp_path / "bad.lm")
@@ -271,14 +271,14 @@ def test_a_model_of_numbers_that_are_no_log_probs_is_refused_wherever_it_is_used
         replace(sound, backoff=hole).check()
 
 
-def test_a_query_that_a_damaged_transition_leads_astray_is_named() -> None:
+def test_a_query_of_a_damaged_model_raises_an_error() -> None:
     sound = estimate(zipf_text(), 3).model
     astray = replace(sound, next_state=torch.full_like(sound.next_state, 2**31 - 1))
     with pytest.raises(LanguageModelError, match="damaged"):
         astray.sentence(["w1", "w2", "w3"])
 
 
-def test_a_file_whose_tensors_lie_askew_is_queried(tmp_path: Path) -> None:
+def test_a_file_with_unaligned_tensors_is_queried(tmp_path: Path) -> None:
     sound = estimate(zipf_text(), 3).model
     save_ngram(sound, tmp_path / "m.lm")
     content = (tmp_path / "m.lm").read_bytes()

@@ -33,7 +33,7 @@ def small(alphabet: Alphabet = AB, seed: int = 1, **shape: float) -> RecurrentLM
     return RecurrentLM(alphabet, replace(RecurrentShape(hidden=16, layers=2), **shape)).eval()  # type: ignore[arg-type]
 
 
-def test_the_layers_are_torchs_lstm_with_skips() -> None:
+def test_layers_equal_torch_lstm_with_skips() -> None:
     model = small()
     tokens = torch.randint(4, (7, 3))
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_the_layers_are_torchs_lstm_with_skips() -> None:
     assert torch.allclose(found, model.classifier(x), atol=7 * 2 * 16 * 2**-24)
 
 
-def test_dropout_takes_recurrent_weights_in_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_of_recurrent_weights_applies_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are left out once a batch, the others as much larger (Merity et al. 2018); gradients follow them."""
     seen: list[torch.Tensor] = []
 
@@ -88,7 +88,7 @@ def test_scores_are_log_probs_of_texts() -> None:
     assert total == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_score_depends_on_its_text_alone() -> None:
+def test_a_score_does_not_depend_on_the_batch() -> None:
     model = small()
     texts = ["a", "ab ba", "", "b" * 40, "ab  BA "]
     together = model.score(texts)
@@ -111,7 +111,7 @@ def _text(folder: Path) -> Path:
     return folder / "text.txt"
 
 
-def test_stretches_cover_every_line_once() -> None:
+def test_spans_cover_every_line_once() -> None:
     lines = [list(line) for line in ("a", "bb", "aba", "b", "aaaaaaaa")]
     text = TrainingText.of(([c if c != " " else "<space>" for c in line] for line in lines), AB)
     rng = np.random.default_rng(1)
@@ -130,7 +130,7 @@ def test_stretches_cover_every_line_once() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_training_finds_what_is_regular(device: str) -> None:
+def test_training_learns_a_regular_text(device: str) -> None:
     """Of words that alternate, all but the first and the end are certain: one bit and the end's are left."""
     lines = [["a", "b"] * 3, ["b", "a"] * 3] * 64
     model = small(seed=3, dropout=0.0).to(device)
@@ -160,7 +160,7 @@ def test_the_time_limit_ends_training() -> None:
     assert told == [passed] and 0 < passed.step == passed.epoch and passed.part < 1
 
 
-def test_a_file_is_the_model(tmp_path: Path) -> None:
+def test_a_saved_model_loads(tmp_path: Path) -> None:
     model = small(PIECES)
     save_recurrent(tmp_path / "lm.safetensors", model, {"epoch": 3})
     loaded = load_recurrent(tmp_path / "lm.safetensors")
@@ -215,7 +215,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         run(["train", str(tmp_path / "none"), "--output", lm])
 
 
-def test_a_model_of_pieces_reads_what_characters_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_pieces_scores_texts_of_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, lm = tmp_path / "text.txt", str(tmp_path / "lm.safetensors")
     text.write_text("AB ABB\nBA\n" * 10, encoding="utf-8")
     (tmp_path / "two.pieces").write_text("\u2581a\n\u2581ab\n\u2581\na\nb\n", encoding="utf-8")

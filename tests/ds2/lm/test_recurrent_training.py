@@ -68,7 +68,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_stopped_anywhere_it_ends_as_the_unbroken_one(tmp_path: Path, device: str) -> None:
+def test_a_training_that_was_stopped_ends_with_the_same_weights(tmp_path: Path, device: str) -> None:
     whole, passed = trained(device=device)
     assert passed.step > 9  # of three epochs
     for at in (1, passed.step // 3, passed.step // 3 + 1, passed.step - 1):
@@ -80,7 +80,7 @@ def test_stopped_anywhere_it_ends_as_the_unbroken_one(tmp_path: Path, device: st
         assert_same(model.state_dict(), whole.state_dict())
 
 
-def test_a_state_is_kept_by_the_clock_and_no_oftener(tmp_path: Path) -> None:
+def test_a_state_is_saved_at_its_interval(tmp_path: Path) -> None:
     kept = [StateFile(tmp_path / name, {}, every_s) for name, every_s in (("often", 1e-9), ("never", 0.0))]
     for state in kept:
         trained(state)
@@ -90,7 +90,7 @@ def test_a_state_is_kept_by_the_clock_and_no_oftener(tmp_path: Path) -> None:
     assert kept[0].restore(*_fresh()) == TrainingPosition()
 
 
-def test_killed_it_goes_on_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_training_continues_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "t.txt"
     text.write_text("the cat sat\non the mat\n" * 20, encoding="utf-8")
     command = ["lm", "train", str(text), *SIZES, "--save-minutes", "1e-9", "--output"]
@@ -113,7 +113,7 @@ def test_killed_it_goes_on_and_leaves_nothing(tmp_path: Path, capsys: pytest.Cap
     ("changes", "named"),
     [(["--hidden", "16"], "--hidden"), (["--seed", "2"], "--seed"), (["--symbols", " acehmnost"], "alphabet, text")],
 )
-def test_another_training_is_refused_by_what_differs(tmp_path: Path, changes: list[str], named: str) -> None:
+def test_the_state_of_another_training_is_refused(tmp_path: Path, changes: list[str], named: str) -> None:
     text, model = tmp_path / "t.txt", tmp_path / "m.safetensors"
     text.write_text("the cat sat\non the mat\n" * 4, encoding="utf-8")
     command = ["train", str(text), "--output", str(model), *SIZES]

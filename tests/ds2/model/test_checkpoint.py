@@ -58,14 +58,14 @@ def set_key(*place: str, value: object) -> Callable[[dict[str, Any], Any], None]
 
 
 @pytest.mark.parametrize("kind", ["log_mel", "kaldi_fbank", "nemo_fbank"])
-def test_models_that_hear_filters_load(make_model: Callable[..., Path], kind: str) -> None:
+def test_models_with_filter_banks_load(make_model: Callable[..., Path], kind: str) -> None:
     overrides = f"features.kind={kind}", "features.window_s=0.025", "features.mels=40"
     assert load_model(make_model(*overrides)).features.bins == 40
     with pytest.raises(ConfigError, match=r"features\.mels=9000 filters of 192001 bins"):
         Features(FeaturesConfig(kind=kind, window_s=0.5, mels=9000), 768_000)
 
 
-def test_a_file_of_before_digests_still_loads(model_file: Path) -> None:
+def test_a_file_without_digest_loads(model_file: Path) -> None:
     before = load_model(model_file)
     rewrite(model_file, lambda *_: None, form=1)
     after = load_model(model_file)
@@ -79,7 +79,7 @@ def leaves(node: object, place: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("form", [1, 2])
-def test_metadata_of_any_other_type_are_named(model_file: Path, form: int) -> None:
+def test_metadata_of_a_wrong_type_is_named(model_file: Path, form: int) -> None:
     whole = model_file.read_bytes()
     with safe_open(model_file, "pt") as opened:
         metadata = read_header(opened.metadata(), 2)
@@ -109,7 +109,7 @@ def test_metadata_of_any_other_type_are_named(model_file: Path, form: int) -> No
         (("metrics",), 1, "metadata.metrics: is 1"),
     ],
 )
-def test_a_config_that_does_not_fit_the_tensors_is_refused_before_anything_is_made(
+def test_a_config_that_does_not_fit_the_tensors_is_refused_before_allocation(
     model_file: Path, place: tuple[str, ...], value: object, says: str
 ) -> None:
     rewrite(model_file, set_key(*place, value=value))
@@ -131,7 +131,7 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(model_file: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_weights_of_a_type_that_is_no_float_are_refused(model_file: Path, dtype: torch.dtype) -> None:
+def test_weights_that_are_not_floats_are_refused(model_file: Path, dtype: torch.dtype) -> None:
     def cast(_: Any, tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.classifier.bias"] = tensors["model.classifier.bias"].to(dtype)
 
@@ -163,7 +163,7 @@ def test_weights_of_another_float_type_load(model_file: Path, dtype: torch.dtype
         ("_extra_state", -1, "-1, variances and counts must not be negative"),
     ],
 )
-def test_values_that_no_training_gives_are_refused(model_file: Path, tensor: str, value: float, says: str) -> None:
+def test_impossible_values_are_refused(model_file: Path, tensor: str, value: float, says: str) -> None:
     def change(_: Any, tensors: dict[str, torch.Tensor]) -> None:
         name = next(name for name in tensors if name.endswith(tensor))
         wide = tensors[name].double() if value == 1e300 else tensors[name].clone()
@@ -176,7 +176,7 @@ def test_values_that_no_training_gives_are_refused(model_file: Path, tensor: str
 
 
 @pytest.mark.parametrize("nested", [1, 40])
-def test_values_of_a_model_file_are_never_resolved(
+def test_strings_of_a_model_file_are_not_interpolated(
     model_file: Path, monkeypatch: pytest.MonkeyPatch, nested: int
 ) -> None:
     monkeypatch.setenv("SECRET", "hunter2")
@@ -190,7 +190,7 @@ def test_values_of_a_model_file_are_never_resolved(
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_file_of_pieces_is_not_opened(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_pieces_is_not_opened(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
     monkeypatch.setattr(pieces, "read_pieces", opened.append)
     secret = model_file.with_name("pieces.txt")
@@ -223,7 +223,7 @@ def test_damaged_tuned_settings_are_named(model_file: Path, case: str, monkeypat
     assert "best-decode.yaml" in str(caught.value) and "hunter2" not in str(caught.value)
 
 
-def test_a_model_runs_where_its_training_backend_cannot(model_file: Path) -> None:
+def test_a_model_runs_without_the_backend_of_its_training(model_file: Path) -> None:
     rewrite(model_file, set_key("config", "model", "backend", value="persistent"))
     loaded = load_model(model_file)
     logits, _ = loaded.model(torch.zeros(1, loaded.features.bins, 20), torch.tensor([20]))

@@ -122,7 +122,7 @@ def test_filters_typed_and_clicked(browser: Browser, report: Report, tmp_path: P
     assert browser.complaints() == []
 
 
-def test_an_error_of_the_list_shows_where_it_was_made(browser: Browser, report: Report, tmp_path: Path) -> None:
+def test_an_error_in_the_list_filters_utterances(browser: Browser, report: Report, tmp_path: Path) -> None:
     browser.open(page(report, tmp_path))
     browser.click("details summary")
     assert browser.texts("#errors button")[0] == "cat \u2192 bat \u00d72"
@@ -152,7 +152,7 @@ def test_a_long_corpus_is_shown_in_parts(browser: Browser, tmp_path: Path) -> No
     assert browser.texts("label[hidden]") == [""]
 
 
-def test_the_page_needs_nothing_from_elsewhere(report: Report) -> None:
+def test_the_page_loads_no_other_resources(report: Report) -> None:
     content = html_page(report, "title", summary(report))
     data = re.search(r'id="data">(.*?)</script>', content, re.DOTALL)
     assert data is not None

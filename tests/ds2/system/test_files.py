@@ -16,7 +16,7 @@ from ds2.system.files import atomic_file, remove_stale, write_text
 from ds2.system.tensor_file import save
 
 
-def test_an_error_leaves_the_old_file_alone(tmp_path: Path) -> None:
+def test_an_error_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "file.txt"
     write_text(path, "old\n")
     with pytest.raises(RuntimeError, match="on purpose"), atomic_file(path) as partial:
@@ -52,7 +52,7 @@ def left_by(folder: Path, name: str, host: str, process: int) -> Path:
     return left
 
 
-def test_what_killed_writers_left_goes_and_what_live_ones_write_stays(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_deleted_and_those_of_live_ones_stay(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "3600"]) as other:
         live = left_by(tmp_path, "a", files.host_id(), other.pid)
         other_name = left_by(tmp_path, "b", files.host_id(), other.pid)
@@ -66,7 +66,7 @@ def test_what_killed_writers_left_goes_and_what_live_ones_write_stays(tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["a", "mine.partially"]
 
 
-def test_of_another_host_only_what_lost_its_lock_goes_and_not_within_an_hour(
+def test_a_folder_of_another_host_is_deleted_without_lock_after_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -92,7 +92,7 @@ def test_of_another_host_only_what_lost_its_lock_goes_and_not_within_an_hour(
     assert not left.exists() and unlocked.exists()
 
 
-def test_a_writer_killed_at_any_moment_leaves_nothing_for_long(tmp_path: Path) -> None:
+def test_the_folder_of_a_process_killed_at_any_moment_is_deleted(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nimport torch\nfrom ds2.system import tensor_file\n"
         "def killed(tensors, partial, metadata):\n"
@@ -107,7 +107,7 @@ def test_a_writer_killed_at_any_moment_leaves_nothing_for_long(tmp_path: Path) -
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
-def test_an_error_without_a_file_gets_its_name(tmp_path: Path) -> None:
+def test_an_error_without_file_name_gets_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"No space left on device: '.*file\.txt'"), atomic_file(tmp_path / "file.txt"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -49,7 +49,7 @@ def test_values_come_out_typed() -> None:
         ({"other": 1}, "top.other: no such field"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, object], says: str) -> None:
+def test_wrong_values_are_named(change: dict[str, object], says: str) -> None:
     with pytest.raises(FieldError, match=f"^{says}"):
         from_plain(Outer, {"name": "a", "inner": {"sizes": []}} | change, "top")
 
@@ -59,7 +59,7 @@ def test_an_unknown_field_can_be_told_apart() -> None:
         from_plain(Inner, {"sizes": [], "sclae": 1.0}, "inner")
 
 
-def test_what_nests_without_end_is_shown_short() -> None:
+def test_endless_nesting_is_shown_short() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]

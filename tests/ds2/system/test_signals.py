@@ -21,7 +21,7 @@ def wait(folder: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("reason", [KeyboardInterrupt(), Stopped(signal.SIGTERM), ValueError()], ids=repr)
-def test_what_ends_a_block_ends_its_workers(tmp_path: Path, reason: BaseException) -> None:
+def test_an_exception_in_the_block_kills_the_workers(tmp_path: Path, reason: BaseException) -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(type(reason)), worker_processes(2) as pool:
         futures = [pool.submit(wait, tmp_path, number) for number in range(9)]
@@ -35,7 +35,7 @@ def test_what_ends_a_block_ends_its_workers(tmp_path: Path, reason: BaseExceptio
     assert not any(future.done() and not (future.cancelled() or future.exception()) for future in futures)
 
 
-def test_an_interrupt_of_the_group_is_the_parents(tmp_path: Path) -> None:
+def test_workers_ignore_an_interrupt_of_the_process_group(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, time\nfrom ds2.system.signals import worker_processes\n"
         "if __name__ == '__main__':\n"
@@ -51,7 +51,7 @@ def test_an_interrupt_of_the_group_is_the_parents(tmp_path: Path) -> None:
     assert run.stderr.count("Traceback") == 1 and "KeyboardInterrupt" in run.stderr, run.stderr
 
 
-def test_a_live_source_ends_at_a_signal_and_what_is_done_with_it_is_not_broken_off() -> None:
+def test_a_live_source_ends_at_a_signal_after_the_current_item() -> None:
     ends, given = StopHandler(), iter(range(9))
     with handle_signals(STOP_SIGNALS, ends):
         found = []

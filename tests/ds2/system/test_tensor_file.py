@@ -21,7 +21,7 @@ def test_tensors_and_metadata_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save(path, {"w": torch.ones(2)}, {})
 
@@ -67,7 +67,7 @@ def test_a_newer_format_asks_for_a_newer_ds2(tmp_path: Path, monkeypatch: pytest
         load(tmp_path / "a.safetensors")
 
 
-def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+def test_every_changed_byte_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     tensors = {"w": torch.randn(5, 3), "n": torch.tensor([7]), "half": torch.ones(3, dtype=torch.bfloat16)}
     save(path, tensors, {"kind": "model", "text": "abc"})
@@ -81,7 +81,7 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
             load(path)
 
 
-def test_tensors_that_went_missing_are_found(tmp_path: Path) -> None:
+def test_missing_tensors_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save(path, {"w": torch.ones(2), "v": torch.ones(2)}, {})
     with safe_open(path, "pt") as opened:
@@ -101,7 +101,7 @@ def test_equal_files_have_equal_bytes(tmp_path: Path) -> None:
     assert len({(tmp_path / f"{index}").read_bytes() for index in range(8)}) == 1
 
 
-def test_a_file_of_before_digests_still_loads(tmp_path: Path) -> None:
+def test_a_file_without_digest_loads(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": '{"format": 1, "kind": "model"}'})
     assert load(tmp_path / "a.safetensors")[1]["kind"] == "model"
 
@@ -118,7 +118,7 @@ def test_a_file_of_before_digests_still_loads(tmp_path: Path) -> None:
         ('{"format": null}', "format: is missing or not a whole number"),
     ],
 )
-def test_damaged_metadata_are_named(tmp_path: Path, text: str, says: str) -> None:
+def test_damaged_metadata_is_named(tmp_path: Path, text: str, says: str) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors", {"ds2": text})
     with pytest.raises(CheckpointError, match=rf"a\.safetensors: {says}.*copy it again"):
         load(tmp_path / "a.safetensors")

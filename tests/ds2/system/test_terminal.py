@@ -26,7 +26,7 @@ from ds2.system.terminal import VisibleFormatter, visible
         ("\u2028", "\\u2028"),
     ],
 )
-def test_what_commands_a_terminal_is_shown(text: str, shown: str | None) -> None:
+def test_control_characters_are_escaped(text: str, shown: str | None) -> None:
     assert visible(text) == (text if shown is None else shown)
 
 
@@ -48,7 +48,7 @@ CODE = (
 )
 
 
-def test_a_terminal_gets_no_commands_and_a_pipe_the_text_as_it_is() -> None:
+def test_a_terminal_gets_escaped_text_and_a_pipe_the_original() -> None:
     run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, check=False,
                          env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
     assert run.stdout.decode() == "\x1b[31m grüß 你\n"

@@ -49,12 +49,12 @@ def test_replacements_are_not_replaced_again() -> None:
     assert make(symbols="ab", replace={"a": "b", "b": "a"}).normalise("ab")[0] == "ba"
 
 
-def test_unknown_stop_names_each_character_with_code_point_count_and_way_out() -> None:
+def test_unknown_characters_are_named_with_code_point_and_count() -> None:
     with pytest.raises(AlphabetError, match=r"'é' U\+00E9 x 2, '3' U\+0033; add them to alphabet.symbols"):
         make().encode("é3é")
 
 
-def test_dropping_leaves_no_double_space() -> None:
+def test_dropped_characters_leave_no_double_space() -> None:
     alphabet = make(unknown="drop")
     assert alphabet.decode(alphabet.encode("a - b")) == "a b"
 
@@ -64,7 +64,7 @@ def test_case(case: str, text: str, written: str) -> None:
     assert make(symbols="abAB" if case == "keep" else written, case=case).normalise(text) == (written, Counter())
 
 
-def test_survives_a_checkpoint() -> None:
+def test_an_alphabet_is_restored_from_plain_containers() -> None:
     alphabet = make(symbols="ABÉ ", case="upper", replace={"&": "AND"}, unknown="drop")
     assert Alphabet.from_dict(alphabet.to_dict()) == alphabet
     assert alphabet != make()
@@ -79,13 +79,13 @@ def test_survives_a_checkpoint() -> None:
         ({"replace": {"": "x"}}, "empty key"),
     ],
 )
-def test_an_alphabet_that_cannot_work_is_refused(keys: dict[str, object], reason: str) -> None:
+def test_invalid_alphabets_are_refused(keys: dict[str, object], reason: str) -> None:
     with pytest.raises(AlphabetError, match=reason):
         make(**keys)
 
 
 @pytest.mark.parametrize("symbols", ["abc ", "äß漢 ", "".join(map(chr, range(0x4E00, 0x4E00 + 400)))])
-def test_tables_write_and_read_what_the_symbols_say(symbols: str) -> None:
+def test_translation_tables_equal_the_symbols(symbols: str) -> None:
     alphabet = make(symbols=symbols, case="keep")
     labels = [*range(1, len(alphabet)), 0, 2, 2]
     text = "".join(alphabet.symbols[label] for label in labels)

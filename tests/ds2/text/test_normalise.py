@@ -37,7 +37,7 @@ def test_upper_case_in_turkish_keeps_both_letters_apart() -> None:
     assert lower(upper("ılık iri", "tr"), "tr") == "ılık iri"
 
 
-def test_punctuation_becomes_spaces_and_apostrophes_in_words_vanish_or_stay() -> None:
+def test_punctuation_becomes_spaces_and_apostrophes_in_words_are_deleted_or_kept() -> None:
     assert drop_punctuation("well-known, U.S.").split() == ["well", "known", "U", "S"]
     assert drop_punctuation("don’t ‘go’") == "dont  go "
     assert drop_punctuation("don’t ‘go’", keep="'") == "don't  go "
@@ -71,7 +71,7 @@ def test_numbers_that_num2words_cannot_read_are_named() -> None:
         spell_numbers("999999999999", "kn")
 
 
-def test_an_unknown_language_and_a_missing_package_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_language_and_a_missing_package_give_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for language in ("klingon", "zh", "am"):  # num2words has Amharic, and never returns for 1100
         with pytest.raises(NormaliseError, match=rf"numbers='{language}'.*num2words knows ar.*de.*write the numbers"):
             alphabet(f"alphabet.numbers={language}")
@@ -89,7 +89,7 @@ def test_an_unknown_language_and_a_missing_package_name_the_way_out(monkeypatch:
         alphabet("alphabet.numbers=sv")
 
 
-def test_presets_write_their_languages() -> None:
+def test_alphabets_of_conf_write_their_languages() -> None:
     turkish, unfit = alphabet("alphabet=turkish").normalise("İSTANBUL'da IŞIK, ığdır!")
     assert (turkish, sum(unfit.values())) == ("istanbulda ışık ığdır", 0)
     german, unfit = alphabet("alphabet=german", "alphabet.numbers=de").normalise("„Schöne Grüße“ – 3 Stück!")
@@ -98,7 +98,7 @@ def test_presets_write_their_languages() -> None:
     assert (english, sum(unfit.values())) == ("it's 'well known' isn't it", 0)
 
 
-def test_case_and_punctuation_are_kept_if_asked() -> None:
+def test_case_and_punctuation_can_be_kept() -> None:
     cased = alphabet("alphabet=english_cased")
     assert cased.normalise("“Well,” said Mr. Smith…") == ("Well, said Mr. Smith", {})
     assert fold("“Well,” said Mr. Smith") == "well said mr smith"
@@ -108,7 +108,7 @@ def test_full_width_letters_become_plain_ones_under_nfkc() -> None:
     assert alphabet("alphabet.unicode=NFKC").normalise("ＡＢＣ ﬁn")[0] == "abc fin"
 
 
-def test_the_normaliser_survives_the_way_through_a_model_file_and_older_files_have_none() -> None:
+def test_rules_are_restored_from_a_model_file_and_older_files_have_defaults() -> None:
     changed = alphabet("alphabet=turkish", "alphabet.numbers=tr")
     assert Alphabet.from_dict(changed.to_dict()) == changed
     plain = alphabet()
@@ -116,7 +116,7 @@ def test_the_normaliser_survives_the_way_through_a_model_file_and_older_files_ha
     assert Alphabet.from_dict(plain.to_dict()) == plain
 
 
-def test_senseless_rules_are_refused() -> None:
+def test_invalid_rules_are_refused() -> None:
     with pytest.raises(AlphabetError, match="NFC or NFKC"):
         Alphabet(("", "a"), unicode="NFX")
     with pytest.raises(NormaliseError, match=r"alphabet\.locale='turkish': .*such as tr"):
@@ -125,7 +125,7 @@ def test_senseless_rules_are_refused() -> None:
         Alphabet(("", "a"), punctuation="lose")
 
 
-def test_what_is_written_as_printed_is_known() -> None:
+def test_as_printed_is_true_for_capitals_or_punctuation() -> None:
     assert alphabet("alphabet=english_cased").as_printed
     assert alphabet("alphabet.symbols=' ab,'").as_printed
     assert not alphabet().as_printed and not alphabet("alphabet=german").as_printed

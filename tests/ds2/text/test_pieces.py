@@ -30,7 +30,7 @@ def alphabet(count: int = 40) -> Alphabet:
     return Alphabet.from_config(AlphabetConfig(pieces=learn_pieces(TEXTS, BASE, count)))
 
 
-def test_words_are_spelled_as_sentencepiece_spells_them() -> None:
+def test_pieces_of_words_equal_those_of_sentencepiece() -> None:
     draw = random.Random(1)
     texts = [" ".join("".join(draw.choices("abcde", k=draw.randint(1, 9))) for _ in range(6)) for _ in range(80)]
     written = io.BytesIO()
@@ -60,7 +60,7 @@ def test_every_character_of_the_alphabet_is_a_piece() -> None:
         Alphabet.from_config(AlphabetConfig(symbols="ab ", pieces=[WORD_MARK, "a"]))
 
 
-def test_pieces_survive_a_checkpoint_and_a_config(tmp_path: Path) -> None:
+def test_pieces_are_restored_from_a_checkpoint_and_a_config(tmp_path: Path) -> None:
     ours, file = alphabet(), tmp_path / "cat.pieces"
     assert Alphabet.from_dict(ours.to_dict()) == ours
     file.write_text("".join(piece + "\n" for piece in ours.symbols[1:]))
@@ -88,7 +88,7 @@ def test_a_model_of_sentencepiece_is_read(tmp_path: Path) -> None:
         read_pieces(tmp_path / "unigram.model")
 
 
-def test_pieces_that_the_transcripts_do_not_give_are_missed_aloud(
+def test_a_warning_says_if_transcripts_give_fewer_pieces(
     tone_manifest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pieces = tmp_path / "tones.pieces"
@@ -132,7 +132,7 @@ def test_a_model_of_pieces_trains_decodes_and_gets_a_language_model(
         train(replace(changed, run_dir=config.run_dir), Path(config.run_dir))
 
 
-def test_text_is_cut_by_the_alphabet_or_taken_as_it_is(tmp_path: Path) -> None:
+def test_text_is_split_into_pieces_or_at_white_space(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("The CAT\n")
     ours = alphabet()
     [tokens] = SentenceReader([tmp_path / "t.txt"], "piece", ours)
@@ -160,7 +160,7 @@ def test_decoders_read_pieces_as_words() -> None:
         assert [word.text for word in found.words] == ["the", "other", "cat"]
 
 
-def test_merging_gives_what_the_rule_gives_one_merge_after_the_other() -> None:
+def test_merging_equals_one_merge_after_the_other() -> None:
     rng = random.Random(3)
     symbols = ["", WORD_MARK, "a", "b", "c"]
     for _ in range(40):
@@ -178,6 +178,6 @@ def test_merging_gives_what_the_rule_gives_one_merge_after_the_other() -> None:
         assert [alphabet.symbols[label] for label in alphabet.spell(word)] == parts
 
 
-def test_a_word_of_half_a_million_characters_is_spelled() -> None:
+def test_a_word_of_half_a_million_characters_is_split_into_pieces() -> None:
     alphabet = Alphabet(("", WORD_MARK, "a", "b", "ab", "abab"))
     assert len(alphabet.spell("ab" * 250_000)) == 1 + 125_000

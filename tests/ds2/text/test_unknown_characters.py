@@ -18,7 +18,7 @@ def proposal(text: str) -> Alphabet:
     return Alphabet.from_config(AlphabetConfig(**settings))
 
 
-def test_the_table_counts_and_the_block_makes_room() -> None:
+def test_the_table_has_counts_and_the_block_has_the_characters() -> None:
     texts = ["Grüße, Ärger!", "schöne Grüße"]
     plain = Alphabet.from_config(AlphabetConfig())
     unfit = count_unknown(texts, plain)
@@ -29,7 +29,7 @@ def test_the_table_counts_and_the_block_makes_room() -> None:
     assert not count_unknown(texts, better) and better.punctuation == "drop" and better.numbers == ""
 
 
-def test_digits_ask_for_a_language_and_turkish_for_its_locale() -> None:
+def test_digits_propose_a_language_and_turkish_letters_a_locale() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     shown = propose_alphabet(count_unknown(["3 İnek, ılık"], plain), plain)
     assert "numbers: tr  # digits to words: write your language" in shown and "alphabet.locale=tr" in shown
@@ -54,7 +54,7 @@ def test_the_proposed_number_words_are_of_the_script(text: str, language: str) -
     proposal(shown).normalise(text)  # num2words knows it
 
 
-def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
+def test_digits_in_chinese_texts_stay_digits() -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     shown = propose_alphabet(count_unknown(["我有３只猫。", "2只"], plain), plain)
     assert "numbers:" not in shown
@@ -65,12 +65,12 @@ def test_digits_among_chinese_stay_digits_as_nobody_spells_them() -> None:
 @example(["ё 2,2"])
 @example(["カ 2.5"])
 @given(st.lists(st.text("aZéßıİ72٣２²½Ⅳ㈠한カ我ёאａＢﬁſ…«»,'’- ", max_size=12), min_size=1, max_size=3))
-def test_in_the_proposed_alphabet_whatever_was_found_fits(texts: list[str]) -> None:
+def test_the_proposed_alphabet_has_all_characters(texts: list[str]) -> None:
     plain = Alphabet.from_config(AlphabetConfig())
     if unfit := count_unknown(texts, plain):
         better = proposal(propose_alphabet(unfit, plain))
         assert not count_unknown(texts, better)
 
 
-def test_nothing_unfit_says_nothing() -> None:
+def test_no_unknown_characters_give_an_empty_text() -> None:
     assert propose_alphabet({}, Alphabet.from_config(AlphabetConfig())) == ""
