@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops import bidirectional
+from ds2_ops import bidirectional, recurrence
+from ds2_ops.lengths import turned
 from ds2_ops.recurrent import op
+from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import CELLS
 from support.gated_cases import on_every_target, rounding_floor
 from support.op_cases import (
@@ -19,6 +21,7 @@ from support.op_cases import (
     ragged_lengths,
     relative_error,
 )
+from support.sinks import like
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -110,6 +113,71 @@ def test_padding_and_batch_mates_never_matter(device: torch.device, backend: str
         for ours, theirs in zip(run(cell, [mates, *others], [grad_y], lengths, backend)[:2], clean[:2], strict=True):
             assert not theirs[length:, row].any()
             assert torch.equal(ours[:, row], theirs[:, row])
+
+
+class OneLaunch:
+    """Stands for the persistent kernels of two directions: both passes through matrix products, one way at a time."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Any, h0: Any, c0: Any, lengths: Any, *options: Any) -> Any:
+        ways = []
+        for way in range(2):
+            z = turned(x[:, :, way], lengths) if way else x[:, :, way].contiguous()
+            own = (None if bias is None else bias[way], *(None if t is None else t[:, way] for t in (h0, c0)))
+            y, h_n, c_n, saved = gemm.forward(z, weight[way], *own, lengths, *options)
+            frames = [turned(t, lengths) if way and t is not None else t for t in (y, saved)]
+            ways.append([frames[0], h_n, c_n, frames[1]])
+        y, h_n, c_n, saved = zip(*ways, strict=True)
+        return tuple(_stacked(*pair) for pair in ((y, 2), (h_n, 1), (c_n, 1), (saved, 2)))
+
+    @staticmethod
+    def backward_data(
+        grad_y: Any, grad_h_n: Any, grad_c_n: Any, y: Any, saved: Any, weight: Any, lengths: Any, options: Any, *_: Any
+    ) -> Any:
+        ways = []
+        for way in range(2):
+            frames = [None if t is None else t[:, :, way].contiguous() for t in (grad_y, y, saved)]
+            frames = [turned(t, lengths) if way and t is not None else t for t in frames]
+            above = [None if t is None else t[:, way] for t in (grad_h_n, grad_c_n)]
+            grad_x, last, *before = gemm.backward_data(frames[0], *above, *frames[1:], weight[way], lengths, options)
+            ways.append([turned(t, lengths) if way and t is not None else t for t in (grad_x, last)] + before)
+        grad_x, last, grad_h0, grad_c0 = zip(*ways, strict=True)
+        return tuple(_stacked(*pair) for pair in ((grad_x, 2), (last, 2), (grad_h0, 1), (grad_c0, 1)))
+
+
+def _stacked(ways: Any, dim: int) -> Any:
+    return None if ways[0] is None else torch.stack(ways, dim)
+
+
+@pytest.mark.parametrize("cell", [name for name in CELLS if name != "gru_before"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gradients_of_one_launch_are_those_of_two(
+    cell: str, ragged: bool, with_states: bool, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x, weight, bias), _ = problem(cell, (5, 3, 4), CPU, torch.float64)
+    lengths = ragged_lengths(5, 3) if ragged else None
+    h0 = draw(7, 2, 3, 4, device=CPU, dtype=torch.float64) if with_states else None
+    c0 = draw(8, 2, 3, 4, device=CPU, dtype=torch.float64) if with_states and cell == "lstm" else None
+    monkeypatch.setattr(persistent, "forward", OneLaunch.forward)
+    monkeypatch.setattr(persistent, "backward_data", OneLaunch.backward_data)
+    results = []
+    for together in (False, True):
+        monkeypatch.setattr(op, "in_one_launch", lambda *_, answer=together: answer)
+        leaves = {"x": x, "weight": weight, "bias": bias, "h0": h0, "c0": c0}
+        leaves = {n: t.detach().clone().requires_grad_() for n, t in leaves.items() if t is not None}
+        sinks = {"weight": [like(way) for way in weight], "bias": None if bias is None else [like(way) for way in bias]}
+        outputs = recurrence(
+            leaves["x"], leaves["weight"], leaves.get("h0"), lengths, cell=cell, bias_hn=leaves.get("bias"),
+            c0=leaves.get("c0"), clip=CLIP, weight_sink=sinks["weight"] if with_sinks else None,
+            bias_sink=sinks["bias"] if with_sinks else None,
+        )  # fmt: skip
+        torch.stack([t.sin().sum() for t in outputs]).sum().backward()
+        made = {n: torch.stack([sink.value for sink in pair]) for n, pair in sinks.items() if pair and with_sinks}
+        results.append([*outputs, *(made.get(name, leaf.grad) for name, leaf in leaves.items())])
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other) <= 1e-13  # sums over frames in another order
 
 
 @each_cell
