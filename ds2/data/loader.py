@@ -148,7 +148,7 @@ def worker_count(workers: int, *, on_gpu: bool) -> int:
     """Return the loader processes for `data.workers`.
 
     For training on a GPU -1 is one a core that this process may use, at most 8. On a CPU it is none: the step needs all
-    cores, and from the cache passing batches between processes costs more than making them (`tools/bench_loader.py`).
+    cores, and from the cache passing batches between processes costs more than making them.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         log.warning("data.workers=%d: this system cannot fork, audio is loaded in the training process", workers)
