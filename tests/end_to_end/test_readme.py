@@ -66,3 +66,11 @@ def test_the_kernels_as_in_the_guide() -> None:
     assert names["layer"].weight_hh_l0.grad is not None
     exec(blocks[1], names)
     assert names["y"].shape == (100, 4, 512)
+
+
+def test_the_planner_as_in_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/design/planner.md").read_text(encoding="utf-8")
+    code = re.search(r"((?:    from ds2_ops.*\n)+(?:    .*\n)+)", page)
+    assert code
+    exec(textwrap.dedent(code[1]), {})
+    assert "us a step" in capsys.readouterr().out
