@@ -23,6 +23,8 @@ from ds2.training.trainer import Trainer, TrainingError
 
 log = logging.getLogger(__name__)
 
+PROGRESS_EVERY_S = 60.0  # a line of progress where no terminal shows a bar
+
 
 def train(config: Config, run_dir: Path) -> int:
     """Train from the config, or go on where `run_dir` stopped.
@@ -115,7 +117,8 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
     resolve_position(progress, plan, trainer.utterances)
     batches = trainer.epoch(plan)
     trainer.model.train()
-    epoch, window, clock, saved_at = LogWindow(progress), LogWindow(progress), time.monotonic(), time.monotonic()
+    epoch, window = LogWindow(progress), LogWindow(progress)
+    clock = saved_at = reported_at = time.monotonic()
     with progress_bar(
         len(plan), progress.epoch, config.train.epochs, progress.batch, shown=trainer.comm.rank == 0
     ) as bar:
@@ -135,14 +138,21 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             interrupts.receive(flags)
             now = time.monotonic()
             bar.update(len(group))
+            left_min = progress.elapsed_s / 60 * (1 - done) / max(done, 1e-9)
+            if bar.disable and trainer.comm.rank == 0 and now - reported_at >= PROGRESS_EVERY_S:
+                reported_at = now
+                log.info(
+                    "epoch %d/%d, batch %d of %d, step %d: loss %.2f, %.0f audio s/s, %.0f min left",
+                    *(progress.epoch, config.train.epochs, progress.batch, len(plan), progress.step),
+                    *(epoch.loss, epoch.audio_s_per_s, left_min),
+                )
             if window.steps >= config.train.log_every_steps or progress.batch == len(plan):
                 values = window.values(trainer.timer.means(window.steps), rate, trainer.grad_norm)
                 if trainer.noise is not None:
                     values["noise_scale"] = trainer.noise.end_window()
                 board.scalars("train", progress.step, values)
-                left_s = progress.elapsed_s * (1 - done) / max(done, 1e-9)
                 bar.set_postfix_str(
-                    f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_s / 60:.0f} min left"
+                    f"loss {values['loss']:.2f}, {values['audio_s_per_s']:.0f} audio s/s, {left_min:.0f} min left"
                 )
                 window = LogWindow(progress)
             timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at

@@ -16,6 +16,7 @@ from support.run_log import events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ds2.config.schema import Config
+from ds2.training import loop
 from ds2.training.loop import train
 from ds2.training.metrics import NoiseScale, RunLog
 
@@ -73,3 +74,13 @@ def test_a_run_logs_it_and_shows_it_in_tensorboard(tiny_config: Callable[..., Co
     board = EventAccumulator(f"{config.run_dir}/tensorboard").Reload()
     shown = [s.value for s in board.Scalars("train/noise_scale") if math.isfinite(s.value)]
     assert shown == pytest.approx([value for value in found if value is not None], rel=1e-6)  # float32 there
+
+
+def test_without_a_terminal_progress_is_logged_in_lines(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny_config("train.epochs=1", "data.dev=[]")
+    monkeypatch.setattr(loop, "PROGRESS_EVERY_S", 0.0)
+    with caplog.at_level("INFO"):
+        assert loop.train(config, Path(config.run_dir)) == 0
+    assert "epoch 1/1, batch 2 of 3, step 2: loss" in caplog.text and "min left" in caplog.text
