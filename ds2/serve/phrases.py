@@ -9,16 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ds2.config.allowed import Range
-from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS as MOST_PHRASE_CHARACTERS
-from ds2.decoding.lexicon import MAX_PHRASES as MOST_PHRASES
-from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES, HotWords, LexiconError
 from ds2.serve.limits import BAD_DATA, FullError, LimitError, check_number
 from ds2.system.plain import parse_json
 from ds2.text.alphabet import Alphabet
 
-MOST_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the client sends them
-MOST_WAITING = 256  # requests whose phrases wait to be read
-_JSON_CHARACTERS = 8 * MOST_CHARACTERS  # a character may take six as an escape
+MAX_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the client sends them
+MAX_WAITING = 256  # requests whose phrases wait to be read
+_JSON_CHARACTERS = 8 * MAX_CHARACTERS  # a character may take six as an escape
 _WEIGHT = Range(-1e6, 1e6)  # as decode.hot_word_bonus may be
 _PROMPT_WORDS = 5  # of a phrase in a prompt; what is longer is a sentence, which is no phrase to look for
 _SEPARATORS = re.compile(r"[,;.:!?\n]+")
@@ -44,7 +42,7 @@ class PhraseReader:
         Raises:
             FullError: too many wait for it.
         """
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= MAX_WAITING:
             raise FullError("too many sessions with hot words begin at once: try again later")
         self._waiting += 1
         try:
@@ -97,8 +95,8 @@ class PhraseReader:
 
     def _prompt(self, parts: Sequence[str]) -> dict[str, float | None]:
         phrases = _SEPARATORS.split(", ".join(parts))
-        if len(phrases) > MOST_PHRASES:
-            raise LimitError(f"prompt has {len(phrases)} phrases: {MOST_PHRASES} at most", 400, BAD_DATA)
+        if len(phrases) > MAX_PHRASES:
+            raise LimitError(f"prompt has {len(phrases)} phrases: {MAX_PHRASES} at most", 400, BAD_DATA)
         hot_words: dict[str, float | None] = {}
         for phrase in map(self._written, phrases):
             words = phrase.split()
@@ -120,9 +118,9 @@ class PhraseReader:
             raise LexiconError(
                 f"hot phrases {bad[:5]}: give words in the characters that the network writes: {allowed}"
             )
-        long = [phrase[:20] for phrase in hot_words if len(phrase) > MOST_PHRASE_CHARACTERS]
+        long = [phrase[:20] for phrase in hot_words if len(phrase) > MAX_PHRASE_CHARACTERS]
         if long:
-            raise LexiconError(f"hot phrases {long[:5]}...: {MOST_PHRASE_CHARACTERS} characters at most")
+            raise LexiconError(f"hot phrases {long[:5]}...: {MAX_PHRASE_CHARACTERS} characters at most")
 
 
 def _checked(value: Any, field: str) -> Any:
@@ -138,13 +136,13 @@ def _checked(value: Any, field: str) -> Any:
 
 
 def _check_size(phrases: Sequence[Any] | Mapping[Any, Any], field: str) -> None:
-    if len(phrases) > MOST_PHRASES:
-        raise LimitError(f"{field} has {len(phrases)} phrases: {MOST_PHRASES} at most", 400, BAD_DATA)
+    if len(phrases) > MAX_PHRASES:
+        raise LimitError(f"{field} has {len(phrases)} phrases: {MAX_PHRASES} at most", 400, BAD_DATA)
     if not all(isinstance(phrase, str) for phrase in phrases):
         raise LimitError(f"{field} holds what is no text: phrases are texts", 400, BAD_DATA)
     characters = sum(map(len, phrases))
-    if characters > MOST_CHARACTERS:
-        raise LimitError(f"{field} has {characters} characters: {MOST_CHARACTERS} at most", 400, BAD_DATA)
+    if characters > MAX_CHARACTERS:
+        raise LimitError(f"{field} has {characters} characters: {MAX_CHARACTERS} at most", 400, BAD_DATA)
 
 
 def _no_table(field: str) -> LimitError:

@@ -321,7 +321,14 @@ class WorkerLink:
         with self._sending:
             if not answers or self.end.fileno() < 0:
                 return
-            unsent = memoryview(pack(answers))
+            try:
+                data = pack(answers)
+            except TypeError:  # a value that no message holds is a fault of one decoder, not the end of all sessions
+                log.exception("answers cannot be sent")
+                calls = [answer.call for answer in answers if not isinstance(answer, PartialResults)]
+                partial = [call for answer in answers if isinstance(answer, PartialResults) for call in answer.calls]
+                data = pack([Failure(call, "", "") for call in [*calls, *partial]])
+            unsent = memoryview(data)
             while unsent:
                 try:
                     unsent = unsent[self.end.send(unsent) :]

@@ -9,7 +9,7 @@ import pytest
 
 from ds2.decoding.lexicon import LexiconError, SessionTrie, Spelling, build_trie
 from ds2.serve.limits import LimitError
-from ds2.serve.phrases import MOST_CHARACTERS, MOST_WAITING, FullError, PhraseReader
+from ds2.serve.phrases import MAX_CHARACTERS, MAX_WAITING, FullError, PhraseReader
 from ds2.text.alphabet import Alphabet
 
 ALPHABET = Alphabet(("", " ", "a", "b", "c"))
@@ -64,11 +64,11 @@ def test_only_so_many_wait() -> None:
     phrases = reader()
 
     async def many() -> list[Any]:
-        tables = [phrases.table(["a"], "hot_words") for _ in range(MOST_WAITING + 1)]
+        tables = [phrases.table(["a"], "hot_words") for _ in range(MAX_WAITING + 1)]
         return await asyncio.gather(*tables, return_exceptions=True)
 
     answers = asyncio.run(many())
-    assert [answer for answer in answers if not isinstance(answer, FullError)] == [{"a": None}] * MOST_WAITING
+    assert [answer for answer in answers if not isinstance(answer, FullError)] == [{"a": None}] * MAX_WAITING
     assert asyncio.run(phrases.table(["b"], "hot_words")) == {"b": None}
 
 
@@ -92,7 +92,7 @@ def test_adding_phrases_reads_each_character_of_the_phrases_once() -> None:
     letters = [a + b + c + d for a in "abc" for b in "abc" for c in "abc" for d in "abc"]
     phrases = {f"a b {first} {second}": 1.0 for first in letters[:40] for second in letters[:20]}
     characters = sum(len(phrase.replace(" ", "")) for phrase in phrases)
-    assert len(phrases) == 800 and characters <= MOST_CHARACTERS
+    assert len(phrases) == 800 and characters <= MAX_CHARACTERS
     root = trie.add_phrases(phrases)
     assert Counting.reads == characters
     trie.remove_phrases(root)

@@ -281,3 +281,18 @@ def test_an_upload_cannot_open_other_files_of_the_server(
     with pytest.raises(openai.BadRequestError, match=rf"{name}: not readable as audio") as refused:
         serve().client().audio.transcriptions.create(model="ds2", file=(name, upload))
     assert "secret" not in str(refused.value)
+
+
+def test_a_client_that_is_half_open_is_cut_off(serve: Callable[..., Running]) -> None:
+    """Its machine is gone: it sends no close, answers no ping, and its socket stays open."""
+    running = serve(idle_s=2.0)
+    with socket.create_connection(("127.0.0.1", running.port)) as raw:
+        raw.sendall(UPGRADE)
+        assert raw.recv(4096).startswith(b"HTTP/1.1 101")
+        raw.sendall(b"\x82\x82\0\0\0\0\0\0")  # a sample, so that it has a session
+        raw.settimeout(WAIT_S)
+        until(lambda: running.metric("ds2_sessions") == 1)
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(4096):
+                continue
+    until_empty(running)
