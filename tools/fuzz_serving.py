@@ -100,6 +100,7 @@ def _make_messages(path: str) -> Callable[[Path], None]:
     sound = [base64.b64encode(_pcm(0.3)[start : start + 4000]).decode() for start in range(0, 9600, 4000)]
     vosk = [
         *[{"config": {"sample_rate": RATE_HZ, "words": True, "hot_words": {"ab": 5, "c": 1.5}}}] * 6,
+        *[{"config": {"endpoints": {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}}}] * 3,
         *({"binary": part} for part in sound),
         {"reset": 1},
         {"binary": sound[0]},
