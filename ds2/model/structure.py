@@ -64,7 +64,7 @@ def check_model(config: ModelConfig, step_s: float = 0.01) -> None:
         if any(s > k for s, k in zip(conv.stride, conv.kernel, strict=True)):
             raise ConfigError(
                 f"{key}.stride is {conv.stride}, allowed are two sizes [frequency, time] from 1 to the kernel's, "
-                f"here {conv.kernel}: a larger one would leave frames unheard"
+                f"here {conv.kernel}: a larger one would skip frames"
             )
     inner = len(module_plan(config)) - 1
     if any(number > inner for number in config.intermediate) or len({*config.intermediate}) < len(config.intermediate):

@@ -15,7 +15,7 @@ _PAUSE_S = 1.0  # between words, at which a new cue starts
 
 @dataclass(frozen=True)
 class Cue:
-    """A line on the screen."""
+    """Text on the screen from start to end."""
 
     start_s: float
     end_s: float
@@ -23,7 +23,7 @@ class Cue:
 
 
 def cues(words: Iterable[Word]) -> list[Cue]:
-    """Gather words into cues that can be read: at most two lines and seven seconds, parted at pauses."""
+    """Group words into cues that can be read: at most two lines and seven seconds, split at pauses."""
     gathered: list[list[Word]] = []
     for word in words:
         last = gathered[-1] if gathered else []

@@ -35,13 +35,13 @@ _COLOURS = {"white noise": 0.0, "pink noise": 1.0, "brown noise": 2.0}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A manifest and how well it was recognised."""
+    """The hypotheses and scores of a manifest."""
 
     manifest: Path
     utterances: list[Utterance]
     hypotheses: list[Hypothesis]
     report: Report
-    words_only: Report | None = None  # without case and punctuation, where the network writes them
+    words_only: Report | None = None  # without case and punctuation, if the network writes them
 
     def write(self, folder: Path, model: Path, options: DecodeConfig) -> None:
         """Write hypotheses.jsonl, report.txt, report.json, errors.txt and errors.html into `folder`."""
@@ -71,9 +71,9 @@ def evaluate(
         recogniser: the model and its decoder.
         manifests: JSON-lines manifests, each of another name.
         data: of the model's config: how audio is read.
-        batch_audio_s: padded audio a batch, seconds; lower it where memory runs out. None chooses by device.
+        batch_audio_s: padded audio per batch, seconds; lower it if memory runs out. None chooses by device.
         workers: processes that read audio; -1 chooses.
-        comm: ranks that share the batches out and all get all results. None is this process alone.
+        comm: ranks that share the batches; each gets all results. None is this process alone.
 
     Raises:
         ConfigError: two manifests of one name, whose reports would share a folder.
@@ -98,12 +98,12 @@ def evaluate(
 def recognition_loader(
     utterances: Sequence[Utterance], data: DataConfig, device: torch.device, workers: int = -1
 ) -> SpeechLoader:
-    """Return a loader of audio that is read once, for which no cache is written; -1 workers chooses by device."""
+    """Return a loader of audio that is read once, without a cache; -1 workers chooses by device."""
     return SpeechLoader(utterances, replace(data, cache="none", workers=workers), device)
 
 
 def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alphabet: Alphabet) -> Report:
-    """Report on hypotheses against normalised transcripts; characters outside the alphabet stay in, as errors."""
+    """Score hypotheses against normalised transcripts; characters outside the alphabet count as errors."""
     return corpus_report(
         [alphabet.normalise(u.text)[0] for u in utterances],
         [h.text for h in hypotheses],
@@ -113,7 +113,7 @@ def score(utterances: Sequence[Utterance], hypotheses: Sequence[Hypothesis], alp
 
 
 def score_words(report: Report, alphabet: Alphabet) -> Report | None:
-    """Report on the same texts without case and punctuation; None where the network writes neither."""
+    """Score the same texts without case and punctuation; None if the network writes neither."""
     if not alphabet.as_printed:
         return None
     return corpus_report(
@@ -183,7 +183,7 @@ def robustness(
 
     Args:
         recogniser: the model and its decoder.
-        utterances: normalised or not, as `scored_utterances` gives them.
+        utterances: as `scored_utterances` returns them.
         data: of the model's config: how audio is read.
         snrs_db: as `conditions`.
         batch_audio_s, workers: as `evaluate`.

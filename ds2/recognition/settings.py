@@ -1,4 +1,4 @@
-"""Which decoder settings a model is recognised with: those tuned for it, else those of its own config."""
+"""The decoder settings of a model: those tuned for it, else those of its own config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEXTS = tuple(f"decode.{entry.name}" for entry in fields(DecodeConfig) if entry
 
 
 def tuned_file(model_file: Path) -> Path:
-    """Where the tuned settings of a model file lie: best.safetensors has best-decode.yaml."""
+    """The path of a model file's tuned settings: best-decode.yaml for best.safetensors."""
     return model_file.with_name(f"{model_file.stem}-decode.yaml")
 
 
@@ -29,10 +29,10 @@ def decode_settings(
     """Return the settings that apply to a model.
 
     Args:
-        model_file: beside which `ds2 lm tune` may have written tuned settings; without them the model's own are used.
+        model_file: `ds2 lm tune` writes tuned settings next to it; without them the model's own are used.
         config: of the model.
-        changes: single values on top, `decode.KEY=VALUE`.
-        tuned: whether tuned settings count.
+        changes: values that override them, `decode.KEY=VALUE`.
+        tuned: whether to use tuned settings.
 
     Raises:
         ConfigError: an unknown key, a wrong type or value, or a tuned file that does not fit.
@@ -46,7 +46,7 @@ def decode_settings(
         texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
         others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
-        for key, value in texts.items():  # as they are: paths may hold what YAML takes for a list
+        for key, value in texts.items():  # not parsed: YAML would take some paths for lists
             OmegaConf.update(merged, key, value)
     except OmegaConfBaseException as error:
         place = ", ".join([str(file)] * file.is_file() + list(changes))
@@ -75,11 +75,11 @@ def _read(file: Path) -> DictConfig:
 
 
 def _refuse_interpolation(file: Path, text: str) -> None:
-    """Values of files are data: what OmegaConf would look up in the environment or elsewhere is refused."""
+    """Refuse interpolations: values in files are data, OmegaConf must not look them up in the environment."""
     if "${" in text:
         raise ConfigError(f"{file}: decode: holds '${{', but settings in files are plain values: write them out")
 
 
 def save_settings(options: DecodeConfig, path: Path) -> None:
-    """Write settings where `decode_settings` picks them up."""
+    """Write settings to a file that `decode_settings` reads."""
     write_text(path, OmegaConf.to_yaml(OmegaConf.structured(options)))

@@ -97,7 +97,7 @@ def search(
 
 
 def choose(trials: Sequence[TuningTrial]) -> TuningTrial:
-    """Return the trial with the fewest errors, or a narrower beam with its weights that is within 0.05 % WER of it."""
+    """Return the trial with the fewest errors, or one of its weights, a narrower beam and at most 0.05 % more WER."""
     best = min(trials, key=lambda trial: (trial.errors.errors, trial.beam))
     like = [t for t in trials if (t.alpha, t.beta) == (best.alpha, best.beta)]
     good = [t for t in like if t.errors.rate <= best.errors.rate + _BEAM_TOLERANCE]

@@ -1,4 +1,4 @@
-"""Log power spectra, for hearing.
+"""Log power spectra, for recognition.
 
 op          windows of samples, wherever these lie, in one launch
 """

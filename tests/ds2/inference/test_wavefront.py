@@ -1,4 +1,4 @@
-"""Layers beside each other: no task before what it needs, whatever the lanes' speed; the same result as one by one."""
+"""Layers side by side: no task before what it needs, whatever the streams' speed; the same result as one by one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = [(1, 1, 1), (4, 7, 7), (48, 7, 7), (5, 1, 3), (1, 9, 2), (9, 4, 1), (6,
 
 
 def missing(tasks: list[Task], seed: int, waits: bool = True) -> list[tuple[int, int]]:
-    """Run lanes side by side at random speeds, and what each does aside; return tasks that began too early."""
+    """Run streams side by side at random speeds, projections too; return tasks that started too early."""
     draw, queues = random.Random(seed), defaultdict[tuple[int, bool], list[Task]](list)
     queued, ended = set[tuple[int, int]](), {False: set[tuple[int, int]](), True: set[tuple[int, int]]()}
     wrong = []
@@ -24,27 +24,27 @@ def missing(tasks: list[Task], seed: int, waits: bool = True) -> list[tuple[int,
         # An event that is not recorded yet is not waited for.
         assert task.stage == 0 or (task.stage - 1, task.piece) in queued
         queued.add((task.stage, task.piece))
-        for aside in (False, True):
-            queues[task.streams, aside].append(task)
+        for projection in (False, True):
+            queues[task.streams, projection].append(task)
     while any(queues.values()):
-        lane, aside = draw.choice([lane for lane, queue in queues.items() if queue])
-        task = queues[lane, aside][0]
-        here, before, ahead = (task.stage, task.piece), (task.stage - 1, task.piece), (task.stage, task.piece - 1)
-        if (aside and waits and task.stage > 0 and before not in ended[False]) or (
-            not aside and here not in ended[True]
+        stream, projection = draw.choice([stream for stream, queue in queues.items() if queue])
+        task = queues[stream, projection][0]
+        own, before, ahead = (task.stage, task.piece), (task.stage - 1, task.piece), (task.stage, task.piece - 1)
+        if (projection and waits and task.stage > 0 and before not in ended[False]) or (
+            not projection and own not in ended[True]
         ):
             continue
-        needs = [before] if aside else [here, ahead]
-        if any(min(need) >= 0 and need not in ended[need == here] for need in needs):
-            wrong.append(here)
-        ended[aside].add(here)
-        queues[lane, aside].pop(0)
+        needs = [before] if projection else [own, ahead]
+        if any(min(need) >= 0 and need not in ended[need == own] for need in needs):
+            wrong.append(own)
+        ended[projection].add(own)
+        queues[stream, projection].pop(0)
     return wrong
 
 
-@pytest.mark.parametrize(("stages", "pieces", "lanes"), SHAPES)
-def test_no_task_begins_before_what_it_needs(stages: int, pieces: int, lanes: int) -> None:
-    tasks = wavefront.tasks(stages, pieces, lanes)
+@pytest.mark.parametrize(("stages", "pieces", "streams"), SHAPES)
+def test_no_task_begins_before_what_it_needs(stages: int, pieces: int, streams: int) -> None:
+    tasks = wavefront.tasks(stages, pieces, streams)
     assert sorted((t.stage, t.piece) for t in tasks) == [(s, p) for s in range(stages) for p in range(pieces)]
     for seed in range(5):
         assert not missing(tasks, seed)
@@ -59,8 +59,8 @@ def stages_of(count: int) -> list[wavefront.Stage]:
     carried = [torch.zeros(()) for _ in range(count)]
 
     def stage(number: int) -> wavefront.Stage:
-        def run(piece: int, x: Tensor, aside: torch.cuda.Stream | None) -> Tensor:
-            assert aside is None
+        def run(piece: int, x: Tensor, projection: torch.cuda.Stream | None) -> Tensor:
+            assert projection is None
             carried[number] = 0.5 * carried[number] + x + number + piece
             return carried[number]
 

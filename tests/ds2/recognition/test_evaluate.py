@@ -12,12 +12,12 @@ import torch
 
 from ds2.audio.features import Features
 from ds2.cli import main
-from ds2.config.schema import Config, DecodeConfig
+from ds2.config.schema import CODECS, Config, DecodeConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
-from ds2.recognition.evaluate import recognition_loader, score, score_words
+from ds2.recognition.evaluate import conditions, recognition_loader, score, score_words
 from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 
@@ -164,3 +164,24 @@ def test_the_report_of_a_bare_model_file_lies_in_the_current_folder(
     line = (here / "mine-evaluation" / tone_manifest.stem / "hypotheses.jsonl").read_text().splitlines()[0]
     words = json.loads(line)["words"]
     assert words and all(round(word["start_s"], 3) == word["start_s"] for word in words)
+
+
+def test_every_kind_of_noise_comes_at_every_ratio() -> None:
+    degradations = conditions([20.0, 5.0])
+    assert next(iter(degradations)) == "clean"
+    assert len(degradations) == 1 + 2 * 4 + 2 + len(CODECS)
+    assert degradations["babble of 4, 5 dB"].noise_snr_db == [5.0, 5.0]
+
+
+def test_the_table_has_a_row_a_condition_and_repeats(
+    make_model: Callable[..., Path], tone_manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for name in ("one", "other"):
+        command = ["evaluate", str(make_model()), str(tone_manifest), "--robustness", "10", "--workers", "0"]
+        assert main([*command, "--device", "cpu", "--out", str(tmp_path / name)]) == 0
+        texts.append((tmp_path / name / "tones" / "robustness.md").read_text())
+    assert texts[0] == texts[1] and texts[0] in capsys.readouterr().out.replace("\nreport:", "report:")
+    rows = [line.split("|")[1].strip() for line in texts[0].splitlines() if line.startswith("| ")]
+    assert rows == ["condition", *conditions([10.0])]
+    assert "| clean |" in texts[0] and texts[0].count("| 1.00 |") >= 1
