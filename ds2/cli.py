@@ -1,4 +1,4 @@
-"""One command, `ds2`: every way in for people and CI."""
+"""The command `ds2`: finds the module of a command and runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ usage: ds2 COMMAND [...]
 
   train [OVERRIDE...] [--multirun]   train, or resume the run folder: ds2 train recipe=an4 model.depth=8
                                      fine-tune: checkpoint.init_from=MODEL; all keys: ds2 train --help
-  info MODEL                         what a model file or run folder holds
+  info MODEL                         the content of a model file or run folder
   info [OVERRIDE...]                 layers, parameters, lookahead and memory: ds2 info model=rnn_48_skip_4
   evaluate MODEL [MANIFEST...]       WER report of a run folder or model file
   wer REFERENCES HYPOTHESES [B]      the same report for two texts or manifests, and whether a second system is better
@@ -38,10 +38,10 @@ usage: ds2 COMMAND [...]
   data pieces FILE [OVERRIDE...]     byte-pair pieces of the training transcripts, instead of characters
   data export-kaldi MANIFEST FOLDER  manifest to Kaldi data folder
   lm build | convert | ppl | query   n-gram language models: ds2 lm build TEXT... --output books.lm
-  lm train TEXT... --output FILE     a recurrent model of texts, for a second look at hypotheses (decode.rescore)
+  lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
-  cache [--clear KIND]               what is kept on this disk to save time: decoded audio, kernels, ARPA
-  doctor                             what this machine has: versions, devices, backends
+  cache [--clear KIND]               caches on this disk: decoded audio, kernels, ARPA files
+  doctor                             versions, devices and backends of this machine
 
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
 """
@@ -61,13 +61,13 @@ COMMANDS = (
     "cache",
     "doctor",
 )
-"""Each is a module of ds2.commands with run(arguments) -> exit status, imported when it is called."""
+"""Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""
 _USER_ERROR = 2
-_SPINS = "1000"  # of a waiting OpenMP thread before it sleeps, not 300,000: docs/results/accuracy.md
+_SPINS = "1000"  # of a waiting OpenMP thread before it sleeps; the default is 300,000: docs/results/accuracy.md
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: 0 on success, 2 for a mistake that the user can mend, 128 + n when signal n stopped it."""
+    """Run a command; return 0 on success, 2 for a user error, 128 + n if signal n stopped it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE, end="")
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USER_ERROR
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read when torch is imported
-    atexit.register(gc.freeze)  # or Python looks through a million objects of torch before it ends: a second
+    atexit.register(gc.freeze)  # else Python traverses a million objects of torch at exit, which takes a second
     terminal = logging.StreamHandler()
     terminal.setFormatter(VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[terminal])

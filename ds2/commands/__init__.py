@@ -1,5 +1,5 @@
-"""One file a command: arguments to one call to print. The only place that knows argparse, Hydra and exit codes.
+"""One module per command, with `run(arguments) -> status`. Only these use argparse, Hydra and exit codes.
 
-compose, decode_options: overrides to a checked configuration. common: what commands share. The others are called as
-their command is; data_tools, train_help and sweep belong to `ds2 data` and `ds2 train`.
+compose, decode_options: overrides to a checked configuration. common: the argument parser and error messages.
+data_tools belongs to `ds2 data`, sweep to `ds2 train`, lm_train and lm_tune to `ds2 lm`.
 """

@@ -1,4 +1,4 @@
-"""`ds2 align`: word times of transcripts, and the utterances whose transcript is probably wrong."""
+"""`ds2 align`: the word times of transcripts, and the transcripts that are probably wrong."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ds2.system.files import check_writable, write_text
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 align MODEL MANIFEST...`: times as JSON lines, suspicious transcripts on standard output; 0."""
+    """`ds2 align MODEL MANIFEST...`: write word times as JSON lines, and print suspicious transcripts."""
     parser = Parser(prog="ds2 align", description="word times of transcripts, and doubtful transcripts")
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    given = parser.parse_args(arguments)
-    if given.out:
-        check_writable(given.out)
-    device = resolve_device(given.device)
-    loaded = load_model(given.model, device)
-    utterances = scored_utterances(given.manifests, loaded.alphabet)
+    args = parser.parse_args(arguments)
+    if args.out:
+        check_writable(args.out)
+    device = resolve_device(args.device)
+    loaded = load_model(args.model, device)
+    utterances = scored_utterances(args.manifests, loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device)
     order = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
-    if given.out:
+    if args.out:
         records = (
             {
                 "audio_filepath": str(u.audio_filepath),
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
             }
             for u, a in zip(utterances, order, strict=True)
         )
-        write_text(given.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        write_text(args.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     doubtful = suspicious(a.surprise for a in order)
     print(f"{len(doubtful)} of {len(utterances)} transcripts are probably wrong (surprise in nats a label):")
     for index in doubtful:

@@ -1,4 +1,4 @@
-"""What commands share: the folder of a user's own recipes, and errors as messages."""
+"""Shared by all commands: the argument parser, folders of own recipes, and errors as messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
 USER_ERROR = 2
-_SHOWN = 60  # characters of what was given
+_SHOWN = 60  # characters of a refused argument
 Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options before, between and after arguments, as people write them, and names what was probably meant.
+    """An ArgumentParser that accepts options before, between and after arguments, and suggests corrections.
 
-    argparse alone gives a list that may be empty nothing at the first option, and refuses what follows:
+    argparse alone leaves a list that may be empty empty at the first option, and refuses the arguments that follow:
     `ds2 evaluate MODEL --device cpu MANIFEST`.
     """
 
@@ -36,18 +36,18 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse has it, which calls this one again for options and for arguments; the unknown is an error."""
+        """Parse as argparse does, which calls this again for each kind of argument; refuse unknown arguments."""
         if self._mixing or self._subparsers is not None or "--" in (args or ()):  # Python 3.11 loses that one
             return super().parse_known_args(args, namespace)
         self._mixing = True
         try:
-            given, unknown = self.parse_known_intermixed_args(args, namespace)
+            parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._mixing = False
         if unknown:
             hint = _nearest(unknown[0].split("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return given, []
+        return parsed, []
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
 
 
-def _nearest(given: str, allowed: Iterable[object]) -> str:
-    close = difflib.get_close_matches(given, map(str, allowed), 1)
+def _nearest(word: str, allowed: Iterable[object]) -> str:
+    close = difflib.get_close_matches(word, map(str, allowed), 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -72,7 +72,7 @@ def own_folders(arguments: Sequence[str]) -> list[Path]:
 
 
 def with_search_path(arguments: Sequence[str]) -> list[str]:
-    """Turn `--config-dir DIR` into the Hydra override that both our check and the run understand."""
+    """Replace `--config-dir DIR` by the override `hydra.searchpath`."""
     remaining, folders = _without_config_dirs(arguments)
     if folders:
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
@@ -96,27 +96,27 @@ def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path
     return remaining, [Path(folder) for folder in folders]
 
 
-def manifests_of(model_file: Path, given: Sequence[str | Path], named: Sequence[str], key: str) -> list[Path]:
-    """Return the manifests given, or else those that the model's config names.
+def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequence[str], key: str) -> list[Path]:
+    """Return the manifests of the command line, or else those of the model's config.
 
     Args:
         model_file: for the message.
-        given: on the command line.
-        named: by `key` of the model's config, relative to where it was trained.
+        paths: of the command line.
+        configured: by `key` of the model's config, relative to the folder in which it was trained.
         key: data.dev or data.test.
 
     Raises:
-        ConfigError: none was given and the model names none, or one that is not here.
+        ConfigError: the command line has none, and the config has none or one that does not exist.
     """
-    if given or (named and all(Path(path).is_file() for path in named)):
-        return [Path(path) for path in given or named]
-    missing = next((path for path in named if not Path(path).is_file()), "")
+    if paths or (configured and all(Path(path).is_file() for path in configured)):
+        return [Path(path) for path in paths or configured]
+    missing = next((path for path in configured if not Path(path).is_file()), "")
     lacks = f"{key} of its config, {missing}, is not here" if missing else f"it names none ({key} is empty)"
     raise ConfigError(f"{model_file}: no manifests were given, and {lacks}: add MANIFEST... to the command")
 
 
 def add_where(parser: argparse.ArgumentParser) -> None:
-    """Declare where a model runs and in which precision."""
+    """Add --device and --precision."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument(
         "--precision",
@@ -127,17 +127,17 @@ def add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """The `type` of an argument that is a whole number of a range, both ends among it."""
+    """Return the `type` of an argument that is an integer between `low` and `high`, inclusive."""
     return within(int, Range(low, high))
 
 
 def real(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
-    """The `type` of an argument that is a number of a range; `above`: the low end is not among it."""
+    """Return the `type` of an argument that is a number between `low` and `high`; `above` excludes `low`."""
     return within(float, Range(low, high, above))
 
 
 def within(kind: Callable[[str], Number], allowed: Range) -> Callable[[str], Number]:
-    """The `type` of an argument that is an int or float of a range, such as a field of settings declares."""
+    """Return the `type` of an argument that is an int or float in a range of the configuration schema."""
 
     def parse(text: str) -> Number:
         with suppress(ValueError):
@@ -150,9 +150,9 @@ def within(kind: Callable[[str], Number], allowed: Range) -> Callable[[str], Num
 
 
 def report_errors(action: Callable[[], int]) -> int:
-    """Run `action`; errors that a user can mend become one message and status 2, SIGTERM 143.
+    """Run `action`; user errors become one message and status 2, SIGTERM status 143.
 
-    Whatever else is raised keeps its traceback.
+    Other exceptions keep their traceback.
     """
     try:
         with raise_on_sigterm():
@@ -163,7 +163,7 @@ def report_errors(action: Callable[[], int]) -> int:
         kill_workers()
         print(f"ds2: stopped by {stopped}", file=sys.stderr)
         return stopped.status
-    except BrokenPipeError:  # the reader of our output has seen enough: `ds2 ... | head`
+    except BrokenPipeError:  # the reader of our output has closed it: `ds2 ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:

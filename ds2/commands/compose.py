@@ -1,4 +1,4 @@
-"""From command-line overrides to a checked Config: Hydra's composition, with errors that name the nearest right key."""
+"""From command-line overrides to a checked Config by Hydra, with errors that suggest the nearest key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORDS_OF_MAPPING = re.compile(r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
 
 
 def config_dir() -> Path:
-    """The Hydra tree: `conf` beside the package in a checkout, `ds2/conf` inside an installed wheel."""
+    """Return the Hydra tree: `conf` in a checkout, `ds2/conf` in an installed wheel."""
     package = Path(ds2.__file__).resolve().parent
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / f"{PRIMARY_CONFIG}.yaml").is_file():
@@ -45,10 +45,10 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
         overrides: Hydra overrides, e.g. `["recipe=an4", "model.depth=8"]`.
 
     Raises:
-        ConfigError: an unknown key or group choice (the nearest right one is named), a wrong type, or values that
-            cannot work together.
+        ConfigError: an unknown key or group choice (the message suggests one), a wrong type, or values that
+            contradict each other.
     """
-    given_keys(overrides)  # what is no override is told with the way out
+    overridden_keys(overrides)  # refuses malformed overrides
     register()
     GlobalHydra.instance().clear()
     try:
@@ -64,15 +64,15 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
 def read_config(
     composed: DictConfig, overrides: Sequence[str], run_dir: Path | None = None
 ) -> tuple[Config, Inheritance]:
-    """Turn a composed tree into a checked Config, and read the files it names: pieces, and the model to start from.
+    """Convert a composed tree to a checked Config, and read the files that it names: pieces and the initial model.
 
     Args:
         composed: by Hydra.
-        overrides: of the command line: what they set, no model to start from changes.
-        run_dir: where the run is kept, if that is not the config's own.
+        overrides: of the command line; `checkpoint.init_from` does not change what they set.
+        run_dir: replaces the config's own.
 
     Returns:
-        The config, and what of it came from `checkpoint.init_from`.
+        The config, and its settings that came from `checkpoint.init_from`.
 
     Raises:
         ConfigError: as `ds2.config.convert.to_config`.
@@ -86,14 +86,14 @@ def read_config(
         config.alphabet.pieces = read_pieces(Path(config.alphabet.pieces_file))
     if not config.checkpoint.init_from:
         return config, Inheritance("", "")
-    inheritance = inherit(config, _source(config), given_keys(overrides))
+    inheritance = inherit(config, _source(config), overridden_keys(overrides))
     check(config)
     return config, inheritance
 
 
 def _source(config: Config) -> Config:
-    """The settings of the model that a run starts from, or of the run itself where it goes on."""
-    from ds2.model.checkpoint import find_model  # here: most commands compose without torch
+    """Return the settings of the initial model, or of the run itself if it resumes."""
+    from ds2.model.checkpoint import find_model  # imported late: most commands compose without torch
     from ds2.system.tensor_file import CheckpointError, read_metadata
 
     state = Path(config.run_dir) / "trainer.safetensors"
@@ -112,14 +112,14 @@ def _source(config: Config) -> Config:
 
 
 def open_free_form(overrides: Sequence[str]) -> list[str]:
-    """Return overrides in Hydra's grammar, those of mappings with keys of the user's own in its form for new keys."""
+    """Return overrides in Hydra's grammar, with `++` for mappings whose keys the user chooses."""
     overrides = [_spelled(override) for override in overrides]
     keys = [override.split("=", 1)[0] for override in overrides]
-    mine = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
-    return [f"++{override}" if free else override for override, free in zip(overrides, mine, strict=True)]
+    free_form = [any(key == free or key.startswith(f"{free}.") for free in FREE_FORM) for key in keys]
+    return [f"++{override}" if free else override for override, free in zip(overrides, free_form, strict=True)]
 
 
-def given_keys(overrides: Sequence[str]) -> set[str]:
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys and groups that overrides set."""
     return {parse_override(override).key_or_group.replace("/", ".") for override in overrides}
 
@@ -140,7 +140,7 @@ def first_of_sweep(overrides: Sequence[str]) -> list[str]:
 
 
 def parse_override(override: str) -> Override:
-    """Read one override; raises ConfigError where it is not in Hydra's grammar."""
+    """Parse one override; raise ConfigError if it is not in Hydra's grammar."""
     try:
         return OverridesParser.create().parse_override(_spelled(override))
     except (HydraException, ValueError) as error:
@@ -153,7 +153,7 @@ def parse_override(override: str) -> Override:
 
 
 def _spelled(override: str) -> str:
-    """Quote the words of a value that have letters beyond ASCII, as in paths; Hydra's grammar has no others."""
+    """Quote the words of a value that have non-ASCII letters, as in paths, which Hydra's grammar does not allow."""
     key, _, value = override.partition("=")
     if value.isascii() or any(mark in value for mark in ("'", '"', "\\", "${")):
         return override
@@ -171,5 +171,5 @@ def _missing(error: MissingConfigException) -> NoReturn:
 
 
 def register() -> None:
-    """Register the schema with Hydra as `schema`, which every primary config of `conf` names first in its defaults."""
+    """Register the schema with Hydra as `schema`, the first default of the primary config."""
     ConfigStore.instance().store(name="schema", node=Config)

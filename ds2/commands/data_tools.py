@@ -11,7 +11,7 @@ from typing import Any
 
 from ds2.audio.read import RATES_HZ
 from ds2.commands.common import real, whole, with_search_path
-from ds2.commands.compose import compose_config, given_keys
+from ds2.commands.compose import compose_config, overridden_keys
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import ConfigError
 from ds2.data.manifest import read_manifests, write_manifest
@@ -159,7 +159,7 @@ def _alphabet(given: argparse.Namespace) -> int:
     if not manifests:
         raise ConfigError("ds2 data alphabet needs a manifest: ds2 data alphabet train.jsonl alphabet.case=lower")
     config = compose_config(with_search_path([*overrides, "run_dir=unused"])).alphabet
-    set_keys = given_keys(overrides)
+    set_keys = overridden_keys(overrides)
     if not set_keys & {"alphabet", "alphabet.symbols"}:
         config = replace(config, symbols=_BASE_SYMBOLS)
     if not set_keys & {"alphabet", "alphabet.punctuation"}:

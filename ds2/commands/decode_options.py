@@ -11,17 +11,16 @@ from ds2.recognition.settings import decode_settings
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part `decode=NAME` and `decode.KEY=VALUE` from the other arguments of a command line: (overrides, others)."""
-    mine = [a for a in arguments if a.startswith(("decode=", "decode."))]
-    return mine, [a for a in arguments if a not in mine]
+    """Return the arguments `decode=NAME` and `decode.KEY=VALUE`, and the others."""
+    overrides = [a for a in arguments if a.startswith(("decode=", "decode."))]
+    return overrides, [a for a in arguments if a not in overrides]
 
 
 def resolve_options(overrides: Sequence[str], model_file: Path, config: Config, *, tuned: bool = True) -> DecodeConfig:
-    """Return the settings that apply.
+    """Return the decoder settings of a command line.
 
-    `decode=NAME` starts from conf/decode/NAME.yaml; without it the file that `ds2 lm tune` wrote beside the model is
-    the start, unless `tuned` is False, or without that the model's own config. `decode.KEY=VALUE` changes single
-    values.
+    The first that exists is the base: conf/decode/NAME.yaml of `decode=NAME`, the file that `ds2 lm tune` wrote beside
+    the model (unless `tuned` is False), the model's own config. `decode.KEY=VALUE` changes single values.
 
     Raises:
         ConfigError: an unknown name, key, type or value, or a tuned file that does not fit.

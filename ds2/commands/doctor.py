@@ -1,4 +1,4 @@
-"""`ds2 doctor`: what this machine has, in the words a bug report needs."""
+"""`ds2 doctor`: the versions, devices and kernels of this machine, for bug reports."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def run(arguments: Sequence[str]) -> int:
     for path, record in calibrate.records():
         stale = "" if record["sources"] == _sources() else ", of other sources"
         print(f"calibrated kernels: {record['gpu']}, CUDA {record['driver']}{stale} ({path.name})")
-        for problem, found in record["choices"].items():
-            step_us = found["us"][found["name"]]
-            print(f"  {problem}: {found['name']}, {step_us:.2f} us a step, fastest of {found['most']}")
+        for problem, choice in record["choices"].items():
+            step_us = choice["us"][choice["name"]]
+            print(f"  {problem}: {choice['name']}, {step_us:.2f} us per step, fastest of {choice['most']}")
     return 0
 
 

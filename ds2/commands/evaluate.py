@@ -22,25 +22,25 @@ from ds2.system.files import check_writable, write_text
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`: a report a manifest, by rank 0."""
+    """`ds2 evaluate MODEL [MANIFEST...] [decode=NAME] [decode.KEY=VALUE...]`: rank 0 reports on each manifest."""
     decode, arguments = split_overrides(arguments)
-    given = _parse(arguments)
-    with connect(CommConfig(), given.device) as comm:
+    args = _parse(arguments)
+    with connect(CommConfig(), args.device) as comm:
         if comm.rank != 0:
-            logging.disable(logging.WARNING)  # rank 0 says it
-        file = find_model(given.model)
+            logging.disable(logging.WARNING)  # rank 0 logs for all
+        file = find_model(args.model)
         loaded = load_model(file, comm.device)
         data = loaded.config.data
-        manifests = manifests_of(file, given.manifests, data.test, "data.test")
+        manifests = manifests_of(file, args.manifests, data.test, "data.test")
         options = resolve_options(decode, file, loaded.config)
-        reports = given.out or report_folder(given.model, file)
+        reports = args.out or report_folder(args.model, file)
         if comm.rank == 0:
             check_writable(reports / "report.json")
-        recogniser = Recogniser.of(loaded, options, comm.device, given.precision)
-        if given.robustness is not None:
-            return _robustness(recogniser, manifests, data, given, reports)
-        how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers, "comm": comm}
-        for evaluation in evaluate(recogniser, manifests, data, **how):
+        recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
+        if args.robustness is not None:
+            return _robustness(recogniser, manifests, data, args, reports)
+        settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
+        for evaluation in evaluate(recogniser, manifests, data, **settings):
             if comm.rank == 0:
                 folder = reports / evaluation.manifest.stem
                 evaluation.write(folder, file, options)
@@ -52,23 +52,28 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _robustness(
-    recogniser: Recogniser, manifests: Sequence[Path], data: DataConfig, given: argparse.Namespace, folder: Path
+    recogniser: Recogniser, manifests: Sequence[Path], data: DataConfig, args: argparse.Namespace, folder: Path
 ) -> int:
-    """Print a table of WER by condition for each manifest, and keep it in robustness.md."""
-    snrs_db = given.robustness or [20.0, 10.0, 5.0, 0.0]
+    """Print a table of WER by condition for each manifest, and write it to robustness.md."""
+    snrs_db = args.robustness or [20.0, 10.0, 5.0, 0.0]
     for manifest in manifests:
         utterances = scored_utterances([str(manifest)], recogniser.alphabet)
-        how = {"batch_audio_s": given.batch_audio_s, "workers": given.workers}
-        text = robustness_table(list(robustness(recogniser, utterances, data, snrs_db, **how)))
+        settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers}
+        text = robustness_table(list(robustness(recogniser, utterances, data, snrs_db, **settings)))
         path = folder / manifest.stem / "robustness.md"
         write_text(path, f"{manifest}\n\n{text}")
         print(f"{manifest}\n\n{text}\nreport: {path}")
     return 0
 
 
-def report_folder(given: Path, file: Path) -> Path:
-    """Return where reports go: into the run folder, beside the model; a bare model file's to the current folder."""
-    in_a_run = given.is_dir() or (file.parent / "log.jsonl").is_file()
+def report_folder(model: Path, file: Path) -> Path:
+    """Return the folder of reports: in the run folder beside the model, or for a bare model file in the current folder.
+
+    Args:
+        model: the model file or run folder of the command line.
+        file: the model file.
+    """
+    in_a_run = model.is_dir() or (file.parent / "log.jsonl").is_file()
     return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
 
 
@@ -96,12 +101,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--batch-audio-s",
         type=real(0, UNLIMITED, above=True),
-        help="padded audio a batch; lower it where memory runs out",
+        help="padded audio per batch; lower it if memory runs out",
     )
     parser.add_argument(
         "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
     )
-    given = parser.parse_args(arguments)
-    if given.robustness is not None and launched().world > 1:
+    args = parser.parse_args(arguments)
+    if args.robustness is not None and launched().world > 1:
         parser.error("--robustness runs in one process: start it without a launcher")
-    return given
+    return args

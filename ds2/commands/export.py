@@ -1,4 +1,4 @@
-"""`ds2 export`: a model in one file that others run: sherpa-onnx, ONNX Runtime, torch."""
+"""`ds2 export`: write a model as one file for sherpa-onnx, ONNX Runtime or torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("to
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 export MODEL --to TARGET`; 0."""
-    given = _parse(arguments)
-    for_sherpa = given.to == "onnx" and given.interface != "plain"
-    if given.to == "torch" and given.interface == "sherpa":
-        raise ConfigError("sherpa-onnx reads ONNX: --to onnx; --to torch has --interface plain alone")
-    if given.to == "torch" and given.int8:
-        raise ConfigError("--int8 is of --to onnx")
-    file = find_model(given.model)
-    path = given.out or file.parent / "export" / _NAMES[given.to, given.int8]
-    loaded, chunk_s = load_model(file), given.chunk_ms / 1000
+    args = _parse(arguments)
+    for_sherpa = args.to == "onnx" and args.interface != "plain"
+    if args.to == "torch" and args.interface == "sherpa":
+        raise ConfigError("sherpa-onnx reads ONNX only: take --to onnx, or --to torch --interface plain")
+    if args.to == "torch" and args.int8:
+        raise ConfigError("--int8 works with --to onnx only")
+    file = find_model(args.model)
+    path = args.out or file.parent / "export" / _NAMES[args.to, args.int8]
+    loaded, chunk_s = load_model(file), args.chunk_ms / 1000
     try:
         from ds2.export.files import export_onnx, export_torch
 
-        if given.to == "onnx":
-            described = export_onnx(loaded, path, for_sherpa=for_sherpa, chunk_s=chunk_s, int8=given.int8)
+        if args.to == "onnx":
+            described = export_onnx(loaded, path, for_sherpa=for_sherpa, chunk_s=chunk_s, int8=args.int8)
         else:
             described = export_torch(loaded, path, chunk_s=chunk_s)
     except ImportError as error:
         raise ConfigError(f"ds2 export needs {error.name}: pip install 'ds2-speech[export]'") from error
-    _tell(path, loaded, described)
+    _print_summary(path, loaded, described)
     if for_sherpa:
         print(
             f"{described['runs']}; send {described['tail_s']:.2f} s of silence after the last word. To try it:\n"
@@ -43,22 +43,21 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _tell(path: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:
+def _print_summary(path: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:
     late_ms = 1000 * described["lag_frames"] * described["frame_s"]
-    heard = (
+    chunking = (
         f"chunks of {1000 * described['chunk_s']:g} ms, {late_ms:g} ms behind" if described["chunk"] else "utterances"
     )
     print(
         f"{path}: {path.stat().st_size / 2**20:.1f} MiB; {described['signal']} at {described['sample_rate_hz']} Hz in, "
-        f"{heard}; {len(loaded.alphabet)} labels in {path.with_name('tokens.txt')}"
+        f"{chunking}; {len(loaded.alphabet)} labels in {path.with_name('tokens.txt')}"
     )
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="ds2 export",
-        description="one file that needs no ds2: what it hears, gives and carries from chunk to chunk stands in "
-        "docs/guide/export.md",
+        description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",
     )
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("--to", required=True, choices=["onnx", "torch"])
@@ -69,7 +68,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
     )
     parser.add_argument(
-        "--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="audio of a chunk, at most (default: 160)"
+        "--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio (default: 160)"
     )
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`ds2 info`: what a model file holds, or the layers, parameters, lookahead and memory of a model to be."""
+"""`ds2 info`: the content of a model file, or the layers, parameters, lookahead and memory of a configuration."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def run(arguments: Sequence[str]) -> int:
         description="what a model file or run folder holds; or the model that overrides describe: model=rnn_8",
     )
     parser.add_argument("what", nargs="*", help="a model file or run folder; or overrides, KEY=VALUE or GROUP=CHOICE")
-    given = parser.parse_args(with_search_path(arguments)).what
-    named = [argument for argument in given if "=" not in argument]
+    words = parser.parse_args(with_search_path(arguments)).what
+    named = [argument for argument in words if "=" not in argument]
     if named:
-        if len(given) > 1:
+        if len(words) > 1:
             raise ConfigError(
-                f"{named[0]!r} is no override (KEY=VALUE), and as a model it stands alone: ds2 info MODEL"
+                f"{named[0]!r} is no override (KEY=VALUE); with a model there are no other arguments: ds2 info MODEL"
             )
         _show_file(Path(named[0]))
         return 0
-    config = compose_config(given)
+    config = compose_config(words)
     features = Features(config.features, config.data.sample_rate_hz)
     labels = len(Alphabet.from_config(config.alphabet))
     print(summary(AcousticModel(config.model, features.bins, labels, config.features.step_s)))

@@ -72,10 +72,10 @@ def _build(arguments: argparse.Namespace) -> int:
         temp_dir=arguments.temp_dir,
     )
     print(f"read {reader.report()}")
-    for n, (kept, counted, discounts) in enumerate(
+    for n, (size, counted, discounts) in enumerate(
         zip(result.kept_counts, result.counts, result.discounts, strict=True), start=1
     ):
-        print(f"{n}-grams {kept} of {counted}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
+        print(f"{n}-grams {size} of {counted}, D1 {discounts[0]:.4f}, D2 {discounts[1]:.4f}, D3+ {discounts[2]:.4f}")
     save_ngram(result.model, output)
     print(f"wrote {output}, {output.stat().st_size / 2**20:.1f} MiB")
     if arguments.arpa:
@@ -183,7 +183,7 @@ def _add_unknown(command: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ds2 lm", description="Build and question language models.")
+    parser = Parser(prog="ds2 lm", description="Build, train and query language models.")
     commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
 
     _add_build(commands)

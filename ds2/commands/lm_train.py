@@ -23,25 +23,25 @@ from ds2.system.signals import Stopped
 from ds2.text.alphabet import Alphabet
 from ds2.training.stopping import Interrupts
 
-_FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change as a training goes on
+_FREE = ("epochs", "max_minutes", "learning_rate", "warmup_steps", "weight_decay")  # may change when a training resumes
 _HELP = {
-    "hidden": "units of a layer",
+    "hidden": "units per layer",
     "layers": "LSTM layers",
     "dropout": "of the inputs of layers and of the recurrent weights, in training",
     "epochs": "of the text",
-    "max_minutes": "stop then, the learning rate at zero; 0: no limit",
+    "max_minutes": "stop after this time, with the learning rate at zero; 0: no limit",
     "learning_rate": "the highest",
     "warmup_steps": "in which it rises",
     "weight_decay": "of AdamW",
-    "batch_tokens": "a step, padding included",
-    "join": "up to so many lines that follow each other are read as one text: what is said in one breath",
-    "longest": "tokens of a text, what is longer is cut",
+    "batch_tokens": "per step, padding included",
+    "join": "up to this many consecutive lines are read as one text",
+    "longest": "tokens of a text; longer ones are cut",
     "seed": "of weights, dropout and order",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `ds2 lm train` beside those of the alphabet."""
+    """Add the arguments of `ds2 lm train` other than those of the alphabet."""
     for kind in (RecurrentShape, TrainingSettings):
         for field in fields(kind):
             kind_of: Any = type(field.default)
@@ -51,21 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )  # fmt: skip
     parser.add_argument(
         "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
-        help="the state from which the same command goes on, OUTPUT.state, is kept so often and where a signal ends "
-        "the training; 0: only there (default 5)",
+        help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
+        "the training; 0: only then (default 5)",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
 
 
 def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
-    """Read, train, write, judge; the model is written at the end, or as far as it is where a signal ends it.
+    """Read the texts, train, write the model and score it; a signal ends the training early and writes the model too.
 
-    Stopped or killed, the same command goes on from the state that it kept beside the model.
+    After a stop or a kill, the same command resumes from the state file next to the model.
 
     Raises:
-        UnwritableError: the model has no place; told before the text is read.
+        UnwritableError: the model cannot be written; raised before the text is read.
         CheckpointError: the state is damaged or of another training.
-        Stopped: by a signal, once state and model are written.
+        Stopped: by a signal, after state and model are written.
     """
     output: Path = arguments.output
     check_writable(output, state_file(output))
@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
     shape, settings = _settings(RecurrentShape, arguments), _settings(TrainingSettings, arguments)
     model = RecurrentLM(alphabet, shape).to(device)
     parameters = sum(p.numel() for p in model.parameters())
-    given = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
+    fixed = {f"--{name.replace('_', '-')}": value for name, value in {**asdict(shape), **asdict(settings)}.items()
              if name not in _FREE}  # fmt: skip
-    made_of = {**given, "text": text.digest, "alphabet": alphabet.to_dict()}
+    made_of = {**fixed, "text": text.digest, "alphabet": alphabet.to_dict()}
     state = StateFile(state_file(output), made_of, 60 * arguments.save_minutes)
     goes_on = f", on from {state.path}" if state.path.is_file() else ""
     print(f"training {parameters:,} parameters on {device}{goes_on}", flush=True)
@@ -96,22 +96,22 @@ def run(arguments: argparse.Namespace, alphabet: Alphabet) -> int:
             raise Stopped(interrupts.received)
         state.remove()
     if arguments.heldout:
-        judge(model, arguments.heldout)
+        print_perplexity(model, arguments.heldout)
     return 0
 
 
 def state_file(output: Path) -> Path:
-    """Where the state of a training is kept until its model is whole."""
+    """Return the file of the training state, which is removed when the model is complete."""
     return output.parent / f"{output.name}.state"
 
 
 def unit_of(alphabet: Alphabet) -> str:
-    """What an alphabet's labels are, as n-gram models call it."""
+    """Return the unit of an alphabet's labels, as n-gram models name it."""
     return "piece" if alphabet.has_pieces else "character"
 
 
-def judge(model: RecurrentLM, texts: list[Path]) -> None:
-    """Print the perplexity of texts, a word and a label; of a manifest the transcripts count.
+def print_perplexity(model: RecurrentLM, texts: list[Path]) -> None:
+    """Print the perplexity of texts per word and per label; of manifests, the transcripts are used.
 
     Raises:
         LanguageModelError: an empty text, or characters that the model does not know.
@@ -142,11 +142,11 @@ def _settings(kind: type[Any], arguments: argparse.Namespace) -> Any:
 
 
 def is_recurrent(path: Path) -> bool:
-    """Whether a file is a recurrent language model rather than an n-gram model."""
+    """Return whether a file is a recurrent language model, by its name."""
     return path.suffix == ".safetensors"
 
 
 def ppl(arguments: argparse.Namespace) -> int:
     """`ds2 lm ppl` of a recurrent model."""
-    judge(load_recurrent(arguments.lm), arguments.text)
+    print_perplexity(load_recurrent(arguments.lm), arguments.text)
     return 0

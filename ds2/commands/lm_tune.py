@@ -1,4 +1,4 @@
-"""`ds2 lm tune`: alpha, beta and the beam on a dev set; the winner lies beside the model."""
+"""`ds2 lm tune`: tune alpha, beta and the beam on a dev set, and write the best values next to the model."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ds2.recognition.settings import save_settings, tuned_file
 from ds2.recognition.tuning import DevLogProbs, TuningTrial, choose, draw, search, tune_confidence, tune_rescoring
 from ds2.system.files import check_writable
 
-_FURTHEST, _MOST = 1e6, 1000  # as decode.alpha and decode.beta may be; values of each
+_LIMIT, _MAX_VALUES = 1e6, 1000  # of decode.alpha and decode.beta
 
 
 def _range(text: str) -> list[float]:
     low, high, count = (float(part) for part in text.split(":"))
-    if not (-_FURTHEST <= low <= high <= _FURTHEST and 1 <= count <= _MOST and count == int(count)):
+    if not (-_LIMIT <= low <= high <= _LIMIT and 1 <= count <= _MAX_VALUES and count == int(count)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not LOW:HIGH:COUNT with -{_FURTHEST:g} <= LOW <= HIGH <= {_FURTHEST:g} and a COUNT from 1 to "
-            f"{_MOST}"
+            f"{text!r} is not LOW:HIGH:COUNT with -{_LIMIT:g} <= LOW <= HIGH <= {_LIMIT:g} and a COUNT from 1 to "
+            f"{_MAX_VALUES}"
         )
     return torch.linspace(low, high, int(count), dtype=torch.float64).tolist()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `ds2 lm tune`."""
+    """Add the arguments of `ds2 lm tune`."""
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("lm", type=Path, help="binary or ARPA")
     parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, show each trial, draw the surface and write the winner beside the model."""
+    """Tune, print each trial, draw the WER surface and write the best settings next to the model."""
     file, device = find_model(arguments.model), resolve_device(arguments.device)
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)
     options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise DecodeError("decode.method=greedy has no weights to tune: take decode=beam or decode=native")
         options = replace(options, method="beam")
     options = replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
-    make_decoder(options, loaded.alphabet, 1.0, device, lm)  # a mistake shows before the model is run
+    make_decoder(options, loaded.alphabet, 1.0, device, lm)  # raises errors before the model runs
     target = tuned_file(file)
     picture = arguments.picture or target.with_suffix(".png")
     check_writable(target, picture)
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         shares = tune_rescoring(dev, loaded.alphabet, lm, tuned, model, device)
         for share, errors in shares:
             print(f"recurrent model's share {share:g}: WER {100 * errors.rate:.2f} %", flush=True)
-        share, _ = min(shares, key=lambda found: found[1].errors)
+        share, _ = min(shares, key=lambda pair: pair[1].errors)
         tuned = replace(tuned, rescore=str(Path(options.rescore).resolve()), rescore_weight=share)
     slope, offset = tune_confidence(dev, loaded.alphabet, lm, tuned, device)
     save_settings(replace(tuned, confidence=[round(slope, 4), round(offset, 4)]), target)

@@ -1,4 +1,4 @@
-"""What comes of a sweep: its jobs ranked in a table, and the way of each as a picture."""
+"""The result of a sweep: a table that ranks its runs, and a picture of their dev scores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LONGEST_NAME = 120
 class Job:
     """One run of a sweep."""
 
-    name: str  # what it differs in
+    name: str  # the settings in which it differs
     run_dir: Path
-    status: int  # 0: it came to its end
+    status: int  # 0: it finished
 
     def evaluations(self) -> list[dict[str, float]]:
-        """The `dev` events of its log, in order; none where it never got so far."""
+        """Return the `dev` events of its log, in order."""
         log = self.run_dir / "log.jsonl"
         if not log.is_file():
             return []
@@ -35,7 +35,7 @@ class Job:
 
 
 def _event(line: str) -> dict[str, Any]:
-    """One line of a log; nothing where a kill tore it."""
+    """Return the event of a line of a log; {} for a line that a kill cut off."""
     with suppress(ValueError):
         event = parse_json(line)
         return event if isinstance(event, dict) else {}
@@ -43,7 +43,7 @@ def _event(line: str) -> dict[str, Any]:
 
 
 def folder_name(differing: str) -> str:
-    """Return a folder's name for `key=value,...`: what file systems dislike becomes _, a long one ends in a hash."""
+    """Return a folder name for `key=value,...`: unsafe characters become _, a long name ends in a hash."""
     name = re.sub(r"[^\w.,=+-]+", "_", differing) or "all"
     if len(name) <= _LONGEST_NAME:
         return name
@@ -51,7 +51,7 @@ def folder_name(differing: str) -> str:
 
 
 def ranking(jobs: Sequence[Job], metric: str) -> str:
-    """Return the jobs as a table, best first by their best dev WER or CER; those without one come last.
+    """Return the runs as a table, sorted by their best dev WER or CER; runs without one come last.
 
     Args:
         jobs: of the sweep.
@@ -59,8 +59,8 @@ def ranking(jobs: Sequence[Job], metric: str) -> str:
     """
     rows = []
     for job in jobs:
-        found = job.evaluations()
-        best = min(found, key=lambda event: event[metric], default=None)
+        events = job.evaluations()
+        best = min(events, key=lambda event: event[metric], default=None)
         key = best[metric] if best else math.inf
         scores = (f"{100 * best['wer']:.2f}", f"{100 * best['cer']:.2f}", f"{best['step']}") if best else ("-",) * 3
         rows.append((key, (*scores, job.name + ("" if job.status == 0 else f" (status {job.status})"))))
@@ -73,7 +73,7 @@ def ranking(jobs: Sequence[Job], metric: str) -> str:
 
 
 def finish(folder: Path, jobs: Sequence[Job], metric: str) -> str:
-    """Write ranking.txt and, where matplotlib is installed, ranking.png into a sweep's folder; return what to print."""
+    """Write ranking.txt and, if matplotlib is installed, ranking.png into the folder; return the text to print."""
     table = ranking(jobs, metric)
     write_text(folder / "ranking.txt", table + "\n")
     picture = folder / "ranking.png"
@@ -91,8 +91,8 @@ def _draw(jobs: Sequence[Job], metric: str, path: Path) -> bool:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for job in jobs:
-        if found := job.evaluations():
-            steps, rates = [event["step"] for event in found], [100 * event[metric] for event in found]
+        if events := job.evaluations():
+            steps, rates = [event["step"] for event in events], [100 * event[metric] for event in events]
             axes.plot(steps, rates, marker="o", markersize=3, label=job.name)
     axes.set(xlabel="step", ylabel=f"dev {metric.upper()} %", title=f"{len(jobs)} runs")
     axes.grid(alpha=0.3)

@@ -34,7 +34,7 @@ _CAPTIONS = {"srt": srt, "vtt": vtt}
 
 
 def audio_files(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the files meant by arguments: a folder stands for the audio files in and below it, in order of name.
+    """Yield the files that arguments name: a folder stands for the audio files in and below it, in order of name.
 
     Raises:
         AudioError: a folder without audio.
@@ -43,15 +43,15 @@ def audio_files(arguments: Sequence[str]) -> Iterator[str]:
         if argument == _STDIN or not Path(argument).is_dir():
             yield argument
             continue
-        found = sorted(p for p in Path(argument).rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
-        if not found:
+        files = sorted(p for p in Path(argument).rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
+        if not files:
             raise AudioError(f"{argument}: no audio files in or below this folder ({', '.join(AUDIO_SUFFIXES)})")
-        yield from map(str, found)
+        yield from map(str, files)
 
 
 @contextmanager
 def _readable(name: str) -> Iterator[Path]:
-    """The path of a file; standard input is copied to a temporary one first, as most formats need to seek."""
+    """Yield the path of a file; standard input is copied to a temporary file, as most formats need to seek."""
     if name != _STDIN:
         yield Path(name)
         return
@@ -66,22 +66,22 @@ def _readable(name: str) -> Iterator[Path]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 transcribe MODEL FILE...`: 1 where a file could not be transcribed, after all others are done."""
+    """`ds2 transcribe MODEL FILE...`: transcribe all files; return 1 if any of them failed."""
     decode, arguments = split_overrides(arguments)
-    given = _parse(arguments)
-    device = resolve_device(given.device)
-    files = list(audio_files(given.files))
-    file = find_model(given.model)
+    args = _parse(arguments)
+    device = resolve_device(args.device)
+    files = list(audio_files(args.files))
+    file = find_model(args.model)
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)
-    if given.format in _CAPTIONS and not options.times:
-        raise DecodeError(f"--format {given.format} needs word times: take decode.times=true")
-    recogniser = Recogniser.of(loaded, options, device, given.precision)
-    write = _write_segments if given.stream else _write_whole
+    if args.format in _CAPTIONS and not options.times:
+        raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
+    recogniser = Recogniser.of(loaded, options, device, args.precision)
+    write = _write_segments if args.stream else _write_whole
     failed = 0
     for name in files:
         try:
-            write(recogniser, name, given, alone=len(files) == 1)
+            write(recogniser, name, args, alone=len(files) == 1)
         except (AudioError, DecodeError) as error:
             print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
             failed += 1
@@ -90,63 +90,63 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _write_whole(recogniser: Recogniser, name: str, given: argparse.Namespace, *, alone: bool) -> None:
+def _write_whole(recogniser: Recogniser, name: str, args: argparse.Namespace, *, alone: bool) -> None:
     """Transcribe a file and print it."""
     with _readable(name) as path:
         transcript = recogniser.transcribe(path)
-    if given.format in _CAPTIONS:
-        written = _CAPTIONS[given.format](cues(transcript.words))
+    if args.format in _CAPTIONS:
+        written = _CAPTIONS[args.format](cues(transcript.words))
         if alone:
             print(written, end="", flush=True)
         else:
-            target = Path(name).with_suffix(f".{given.format}")
+            target = Path(name).with_suffix(f".{args.format}")
             write_text(target, written)
             print(f"{name}\t{target}", flush=True)
-    elif given.format == "json":
+    elif args.format == "json":
         print(json.dumps(_record(name, transcript), ensure_ascii=False), flush=True)
     else:
         print(transcript.text if alone else f"{name}\t{transcript.text}", flush=True)
 
 
-def _write_segments(recogniser: Recogniser, name: str, given: argparse.Namespace, *, alone: bool) -> None:
-    """Hear a file, or samples as they come, and print each segment when its speaker pauses.
+def _write_segments(recogniser: Recogniser, name: str, args: argparse.Namespace, *, alone: bool) -> None:
+    """Transcribe a file, or samples from standard input, and print each segment when its speaker pauses.
 
     Raises:
-        Stopped: a signal has ended what came from standard input; the last words are printed.
+        Stopped: a signal ended the reading of standard input; the last words are printed.
     """
-    live = recogniser.live(sample_rate_hz=given.rate if name == _STDIN else None)
+    live = recogniser.live(sample_rate_hz=args.rate if name == _STDIN else None)
 
     def print_final() -> None:
         while live.segments:
             segment = live.segments.popleft()
-            if given.format == "json":
+            if args.format == "json":
                 record = {
                     "audio_filepath": name,
                     "start_s": round(segment.start_s, 3),
                     "end_s": round(segment.end_s, 3),
                 }
-                print(json.dumps(record | _heard(segment.hypothesis), ensure_ascii=False), flush=True)
+                print(json.dumps(record | _result(segment.hypothesis), ensure_ascii=False), flush=True)
             else:
                 text = segment.hypothesis.text
                 print(text if alone else f"{name}\t{text}", flush=True)
 
-    rate_hz, ends = recogniser.features.sample_rate_hz, StopHandler()
-    with handle_signals(STOP_SIGNALS if name == _STDIN else (), ends):
-        for samples in _raw_samples(ends) if name == _STDIN else audio_blocks(name, rate_hz):
+    rate_hz, stop = recogniser.features.sample_rate_hz, StopHandler()
+    with handle_signals(STOP_SIGNALS if name == _STDIN else (), stop):
+        for samples in _raw_samples(stop) if name == _STDIN else audio_blocks(name, rate_hz):
             live.accept_waveform(samples)
             while live.is_ready():
                 live.decode()
                 print_final()
         live.flush()
         print_final()
-    if ends.number:
-        raise Stopped(ends.number)
+    if stop.number:
+        raise Stopped(stop.number)
 
 
-def _raw_samples(ends: StopHandler) -> Iterator[NDArray[np.float32]]:
-    """Headerless 16-bit little-endian mono samples of standard input, as they come, until its end or a signal."""
+def _raw_samples(stop: StopHandler) -> Iterator[NDArray[np.float32]]:
+    """Yield headerless 16-bit little-endian mono samples of standard input until its end or a signal."""
     samples, source = Pcm16(), cast(io.BufferedReader, sys.stdin.buffer)
-    for chunk in ends.until_stopped(source.read1):
+    for chunk in stop.until_stopped(source.read1):
         if not chunk:
             return
         yield samples.accept(chunk)
@@ -154,10 +154,10 @@ def _raw_samples(ends: StopHandler) -> Iterator[NDArray[np.float32]]:
 
 def _record(name: str, transcript: Transcript) -> dict[str, Any]:
     record = {"audio_filepath": name, "duration": round(transcript.duration_s, 3)}
-    return record | _heard(transcript.hypothesis)
+    return record | _result(transcript.hypothesis)
 
 
-def _heard(hypothesis: Hypothesis) -> dict[str, Any]:
+def _result(hypothesis: Hypothesis) -> dict[str, Any]:
     words = [word_record(word) for word in hypothesis.words]
     return {"text": hypothesis.text, "score": hypothesis.score, "words": words}
 
@@ -174,22 +174,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--format",
         choices=["text", "json", *_CAPTIONS],
         default="text",
-        help="text (after the file's name and a tab where there are several files), one JSON object a file, or "
-        "captions (on standard output, of several files beside each)",
+        help="text (with several files after the file name and a tab), one JSON object per file, or captions "
+        "(on standard output; of several files next to each)",
     )
     parser.add_argument(
         "--stream",
         action="store_true",
-        help="hear as if live: a line, or JSON object, for each segment as soon as its speaker pauses; - is then "
+        help="as live recognition: a line or JSON object for each segment as soon as its speaker pauses; - is then "
         "headerless 16-bit little-endian mono, such as arecord -t raw -f S16_LE -r 16000 writes",
     )
     parser.add_argument(
         "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
     )
     add_where(parser)
-    given = parser.parse_args(arguments)
-    if given.stream and given.format in _CAPTIONS:
-        parser.error(f"--stream writes text or json, not {given.format}")
-    if given.rate is not None and not (given.stream and _STDIN in given.files):
-        parser.error("--rate is that of headerless samples: it goes with --stream and -")
-    return given
+    args = parser.parse_args(arguments)
+    if args.stream and args.format in _CAPTIONS:
+        parser.error(f"--stream writes text or json, not {args.format}")
+    if args.rate is not None and not (args.stream and _STDIN in args.files):
+        parser.error("--rate is the rate of headerless samples: it needs --stream and -")
+    return args

@@ -1,7 +1,7 @@
-"""WER report of two files, references and hypotheses, and of a second system's hypotheses beside the first's.
+"""WER report of references and hypotheses in two files, and a comparison with the hypotheses of a second system.
 
 A file is a manifest (JSON lines with `text`, or `pred_text` in hypotheses; matched by `audio_filepath` and `offset`),
-plain text (one utterance a line, matched by line), or with --ids Kaldi's `text` (an id before each line).
+plain text (one utterance per line, matched by line), or with --ids Kaldi's `text` (an id before each line).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine
     def first(line: TextLine) -> str:
         return "".join(line.text.split(maxsplit=1)[:1])
 
-    alike = all(key in references and first(line) == first(references[key]) for key, line in hypotheses.items())
-    if alike and 1 < len(references) == len({first(line) for line in references.values()} - {""}):
+    same = all(key in references and first(line) == first(references[key]) for key, line in hypotheses.items())
+    if same and 1 < len(references) == len({first(line) for line in references.values()} - {""}):
         print(
-            "every line's first word is distinct and the same in both files: if these are ids, give --ids",
+            "the first words of all lines are distinct and the same in both files: if these are ids, use --ids",
             file=sys.stderr,
         )
 
@@ -40,31 +40,31 @@ def _speakers(path: Path, names: list[str]) -> list[str]:
     return [speakers[name] for name in names]
 
 
-def _score(given: argparse.Namespace) -> None:
-    """Read, match, align, print and write what the command line asks for."""
-    references = read_texts(given.references, ids=given.ids, hypotheses=False)
+def _score(args: argparse.Namespace) -> None:
+    """Read, match and align the files; print and write the reports."""
+    references = read_texts(args.references, ids=args.ids, hypotheses=False)
     names = [line.name for line in references.values()]
-    speakers = _speakers(given.utt2spk, names) if given.utt2spk else [line.speaker for line in references.values()]
+    speakers = _speakers(args.utt2spk, names) if args.utt2spk else [line.speaker for line in references.values()]
     reports = []
-    for path in filter(None, (given.hypotheses, given.hypotheses_b)):
-        hypotheses = read_texts(path, ids=given.ids, hypotheses=True)
-        if not given.ids:
+    for path in filter(None, (args.hypotheses, args.hypotheses_b)):
+        hypotheses = read_texts(path, ids=args.ids, hypotheses=True)
+        if not args.ids:
             _warn_of_ids(references, hypotheses)
-        found, absent = match_texts(references, hypotheses, path, missing=given.missing)
+        texts, absent = match_texts(references, hypotheses, path, missing=args.missing)
         if absent:
             print(f"{path}: {len(absent)} missing hypotheses count as empty: {first_names(absent)}", file=sys.stderr)
-        prepare = str.lower if given.lower else str
+        prepare = str.lower if args.lower else str
         reports.append(
             corpus_report(
                 [prepare(line.text) for line in references.values()],
-                [prepare(text) for text in found],
+                [prepare(text) for text in texts],
                 names=names,
                 speakers=speakers,
             )
         )
     report = reports[0]
     print(format_report(report), end="")
-    if given.fold:
+    if args.fold:
         folded = corpus_report(
             [fold(" ".join(u.reference)) for u in report.utterances],
             [fold(" ".join(u.hypothesis)) for u in report.utterances],
@@ -72,20 +72,20 @@ def _score(given: argparse.Namespace) -> None:
             speakers=speakers,
         )
         print(f"\nwithout case and punctuation:\n{summary(folded)}")
-    if given.errors:
+    if args.errors:
         print(f"\n{format_alignments(report)}", end="")
     if len(reports) == 2:
         other = reports[1]
         errors, lengths = report.errors_and_lengths()
-        print(f"\nsystem B: {given.hypotheses_b}\n{summary(other)}\n")
+        print(f"\nsystem B: {args.hypotheses_b}\n{summary(other)}\n")
         print(format_paired_test(paired_test(errors, other.errors_and_lengths()[0], lengths), "utterances"))
         if report.speaker_interval is not None:
             test = paired_test(errors, other.errors_and_lengths()[0], lengths, speakers)
             print(format_paired_test(test, "speakers"))
-    if given.out:
-        facts = {"references": str(given.references), "hypotheses": str(given.hypotheses)}
-        write_report(report, given.out, f"{given.hypotheses} against {given.references}", facts)
-        print(f"\nreport: {given.out}")
+    if args.out:
+        facts = {"references": str(args.references), "hypotheses": str(args.hypotheses)}
+        write_report(report, args.out, f"{args.hypotheses} against {args.references}", facts)
+        print(f"\nreport: {args.out}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -101,10 +101,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--missing", choices=["stop", "empty"], default="stop", help="references without hypothesis")
     parser.add_argument("--errors", action="store_true", help="print the aligned errors too")
     parser.add_argument("--out", type=Path, help="folder for report.txt, report.json, errors.txt and errors.html")
-    given = parser.parse_args(arguments)
-    gc.disable()  # millions of texts and counts, none of them in a cycle: looking for those takes a fifth of the time
+    args = parser.parse_args(arguments)
+    gc.disable()  # garbage collection of millions of texts would take a fifth of the time, and there are no cycles
     try:
-        _score(given)
+        _score(args)
     finally:
         gc.enable()
     return 0

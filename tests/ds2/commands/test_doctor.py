@@ -21,7 +21,7 @@ def test_calibrated_kernels_are_shown_and_forgotten(
     assert doctor.run([]) == 0
     text = capsys.readouterr().out
     assert "calibrated kernels: NVIDIA H200, CUDA 13.0, of other sources (tiles-0123.json)" in text
-    assert f"  {PROBLEM}: cluster16 w36 b64 1x1, 0.75 us a step, fastest of 5" in text
+    assert f"  {PROBLEM}: cluster16 w36 b64 1x1, 0.75 us per step, fastest of 5" in text
     assert doctor.run(["--forget-tiles"]) == 0
     assert f"2 records removed from {tmp_path}" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -33,7 +33,7 @@ def test_a_model_for_sherpa_and_how_to_run_it(make_model: Write, capsys: pytest.
     [
         (["--to", "onnx"], "features.kind=log_spectrogram: train with"),
         (["--to", "torch", "--interface", "sherpa"], "sherpa-onnx reads ONNX"),
-        (["--to", "torch", "--int8"], "--int8 is of --to onnx"),
+        (["--to", "torch", "--int8"], "--int8 works with --to onnx only"),
         (["--to", "onnx", "--interface", "plain", "--chunk-ms", "5"], "less than an output frame of 20 ms"),
         (["--to", "onnx", "--interface", "plain", "--out", "/proc/none/model.onnx"], "could not be written"),
     ],

@@ -83,7 +83,7 @@ def test_missing_hypotheses_stop_unless_allowed(write: Write, capsys: pytest.Cap
 
 def test_ids_that_were_not_declared_are_pointed_out(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([write("ref", "u1 a\nu2 b c\n"), write("hyp", "u1 a\nu2 b\n")]) == 0
-    assert "give --ids" in capsys.readouterr().err
+    assert "use --ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

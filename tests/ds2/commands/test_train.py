@@ -58,7 +58,7 @@ def test_the_configuration_is_printed_instead_of_trained(tmp_path: Path, capsys:
     [
         (["--shell-completion", "install=bash"], "completion works for commands of one word only"),
         (["-cn", "mine"], "put what differs into a recipe"),
-        (["--cfg"], "--cfg wants a value"),
+        (["--cfg"], "--cfg needs a value"),
         (["--resolve"], "--cfg job --resolve"),
         (["--multrun"], "did you mean --multirun?"),
         (["lr=1"], "did you mean 'optim.learning_rate'?"),
