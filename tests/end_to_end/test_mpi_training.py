@@ -99,11 +99,11 @@ def test_sigterm_at_one_rank_saves_and_another_number_of_ranks_goes_on(
 @pytest.mark.parametrize(
     ("fault", "rank", "told"),
     [
-        ("kill", 1, r"rank 1 .*exited on\s+signal 9[\s\S]*|got SIGTERM while it waited; last heard: .*step 5"),
+        ("kill", 1, r"rank 1 .*exited on\s+signal 9[\s\S]*|got SIGTERM while it waited; last reports: .*step 5"),
         ("throw", 0, r"ds2: rank 0 on \S+ failed at step 5, between steps: RuntimeError: thrown on purpose"),
         ("lose", 1, r"ds2: rank 1 on \S+ failed at step 5, .* was lost at step 5, .*: CUDA error: .*\. What was saved"),
         ("hang", 1, r"ds2: rank 1 on \S+ hangs: no progress for \d+ s at step 5, .*comm.timeout_s=8"),
-        ("freeze", 0, r"ds2: rank 0 on \S+ has been silent for \d+ s, last heard at step \d, .*comm.timeout_s=8"),
+        ("freeze", 0, r"ds2: rank 0 on \S+ has been silent for \d+ s, its last report: step \d, .*comm.timeout_s=8"),
     ],
 )
 def test_a_fault_of_one_rank_ends_the_job_with_rank_step_and_reason(
@@ -115,7 +115,7 @@ def test_a_fault_of_one_rank_ends_the_job_with_rank_step_and_reason(
     assert run.returncode != 0
     assert re.search(told, run.stdout), run.stdout
     if fault == "kill":
-        assert "got SIGTERM while it waited; last heard" in run.stdout and "step 5" in run.stdout
+        assert "got SIGTERM while it waited; last reports" in run.stdout and "step 5" in run.stdout
     assert load(tmp_path / "run" / "trainer.safetensors")[1]["progress"]["step"] == 5
 
 
