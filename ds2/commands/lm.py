@@ -28,7 +28,7 @@ from ds2.text.pieces import read_pieces
 def _alphabet(arguments: argparse.Namespace) -> Alphabet:
     if arguments.model and arguments.pieces:
         raise LanguageModelError(
-            "--pieces beside --model: the network's alphabet has labels of its own, give one of both"
+            "--pieces and --model exclude each other: the alphabet of the network has its own labels"
         )
     if arguments.model:
         from ds2.model.checkpoint import load_model

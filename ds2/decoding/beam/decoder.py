@@ -28,7 +28,7 @@ _CPU_FRAMES = 64  # searched at a time on a CPU, between removals of shared labe
 
 @dataclass
 class StreamRow:
-    """One stream of a decoding, beside its prefixes."""
+    """The state of one stream other than its prefixes."""
 
     aligner: IncrementalAligner
     frames: int = 0
