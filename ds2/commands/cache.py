@@ -1,4 +1,4 @@
-"""`ds2 cache`: what ds2 keeps on this disk to save time, by kind, and its removal."""
+"""`ds2 cache`: shows and clears the caches on this disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds2.system.files import cache_dir, remove_stale
 
 @dataclass(frozen=True)
 class Kind:
-    """Files of one kind: where they lie, how their names end, and what becomes of them."""
+    """A kind of cache: its folder, the suffixes of its files, a description."""
 
     name: str
     folder: Path
@@ -25,12 +25,12 @@ class Kind:
     about: str
 
     def files(self) -> list[Path]:
-        """Return those that are there."""
+        """Return the existing files."""
         return [path for path in self.folder.glob("*") if path.suffix in self.suffixes]
 
 
 def kinds(work_dir: Path) -> list[Kind]:
-    """Return the kinds of files that are kept, with the audio of a `data.work_dir`."""
+    """Return all kinds of caches; the audio cache is that of a `data.work_dir`."""
     return [
         Kind("audio", work_dir / "audio_cache", (".audio", ".pcm"), "decoded audio; data.cache_gb bounds it"),
         Kind("kernels", kernel_dir(), (".cubin",), "compiled kernels; $DS2_OPS_CACHE_DIR"),
@@ -41,18 +41,16 @@ def kinds(work_dir: Path) -> list[Kind]:
 def run(arguments: Sequence[str]) -> int:
     """`ds2 cache [--clear KIND] [OVERRIDE ...]`: 0."""
     names = [kind.name for kind in kinds(Path())]
-    parser = Parser(
-        prog="ds2 cache", description="what is kept on this disk to save time; all of it is made again when needed"
-    )
+    parser = Parser(prog="ds2 cache", description="caches on this disk; whatever is cleared is made again when needed")
     parser.add_argument(
         "--clear", action="append", choices=[*names, "all"], default=[], help="remove this kind; may be repeated"
     )
     parser.add_argument("overrides", nargs="*", help="data.work_dir=... or recipe=...: whose audio (default corpora)")
-    given = parser.parse_args(with_search_path(arguments))
+    options = parser.parse_args(with_search_path(arguments))
     total = 0
-    for kind in kinds(Path(compose_config([*given.overrides, "run_dir=unused"]).data.work_dir)):
+    for kind in kinds(Path(compose_config([*options.overrides, "run_dir=unused"]).data.work_dir)):
         files = kind.files()
-        if kind.name in given.clear or "all" in given.clear:
+        if kind.name in options.clear or "all" in options.clear:
             freed = sum(_remove(path) for path in files)
             remove_stale(kind.folder)
             print(f"{kind.name:<8} {freed / 1e6:10.1f} MB removed, {len(files)} files of {kind.folder}")
@@ -62,12 +60,12 @@ def run(arguments: Sequence[str]) -> int:
         total += size
         used = time.strftime(", last used %F", time.localtime(max(stat.st_mtime for stat in stats))) if stats else ""
         print(f"{kind.name:<8} {size / 1e6:10.1f} MB {len(files):6d} files{used}  {kind.folder}\n{'':9}{kind.about}")
-    print(f"{'kept':<8} {total / 1e6:10.1f} MB")
+    print(f"{'total':<8} {total / 1e6:10.1f} MB")
     return 0
 
 
 def _remove(path: Path) -> int:
-    """Remove a file, which those who have it open may go on to read, and return its size."""
+    """Remove a file and return its size; processes that have it open can still read it."""
     with suppress(FileNotFoundError):  # another process was faster
         size = path.stat().st_size
         path.unlink()

@@ -1,35 +1,45 @@
-"""`ds2 data`: check, prepare, import, pieces, export-kaldi here; the others in `data_tools`."""
+"""`ds2 data`: corpora to manifests; manifests checked, split, counted, filtered, packed; alphabets and pieces."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from ds2.commands import data_tools
-from ds2.commands.common import Parser, whole, with_search_path
-from ds2.commands.compose import compose_config
-from ds2.config.schema import Config
+from ds2.audio.read import RATES_HZ
+from ds2.commands.common import Parser, real, whole, with_search_path
+from ds2.commands.compose import compose_config, overridden_keys
+from ds2.config.allowed import COUNT, SEED, UNLIMITED
+from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
 from ds2.data.manifest import read_manifest, read_manifests, write_manifest
+from ds2.data.shards import MANIFEST, write_shards
+from ds2.data.split import UNITS, split
 from ds2.data.splits import ensure_manifests
+from ds2.data.statistics import Conditions, draw, select, statistics
 from ds2.system.files import check_writable, write_text
 from ds2.system.signals import default_signals
-from ds2.text.alphabet import Alphabet
+from ds2.text.alphabet import Alphabet, describe
 from ds2.text.pieces import learn_pieces
+from ds2.text.unknown_characters import alphabet_lines
 
 log = logging.getLogger(__name__)
+_BASE_SYMBOLS = " '"
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one data command and return its exit status; 1 from `check` means that training must not start."""
-    parser = Parser(prog="ds2 data", description="corpora to manifests, and what can be done with those")
+    parser = Parser(prog="ds2 data", description="corpora to manifests, and tools for manifests")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    checked = commands.add_parser("check", help="read every utterance and name what is wrong with it")
-    checked.add_argument("--json", type=Path, help="write the findings there too")
+    checked = commands.add_parser("check", help="read every utterance and report problems")
+    checked.add_argument("--json", type=Path, help="also write the findings to this file")
     checked.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
 
     made = commands.add_parser("prepare", help="write the manifests of a recipe")
@@ -42,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
     imported.add_argument("folder", type=Path, help="of the corpus; for csv and deepspeech_pytorch the table itself")
     imported.add_argument("manifest", type=Path, help="JSON-lines file to write")
     imported.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
-    imported.add_argument("--skip-bad", action="store_true", help="name, count and leave out what has no usable audio")
+    imported.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
 
     pieces = commands.add_parser(
         "pieces", help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file"
@@ -57,47 +67,46 @@ def run(arguments: Sequence[str]) -> int:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
-    tools = (data_tools.add_split, data_tools.add_stats, data_tools.add_filter, data_tools.add_shards)
-    for add in (*tools, data_tools.add_alphabet):
+    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet):
         add(commands)
 
-    given = parser.parse_args(with_search_path(arguments))
-    if "run" in given:
-        status: int = given.run(given)
+    options = parser.parse_args(with_search_path(arguments))
+    if "run" in options:
+        status: int = options.run(options)
         return status
-    if given.command == "check":
-        return run_check(compose_config(given.overrides), given.json)
-    if given.command == "prepare":
-        data = compose_config(given.overrides).data
+    if options.command == "check":
+        return run_check(compose_config(options.overrides), options.json)
+    if options.command == "prepare":
+        data = compose_config(options.overrides).data
         for part, path in prepare(data.prepare, data.corpus, data.work_dir).items():
             print(f"{part}: {path}")
-    elif given.command == "pieces":
-        learn(compose_config(given.overrides), given.count, given.output)
-    elif given.command == "import":
-        check_writable(given.manifest)
-        utterances = import_corpus(given.format, given.folder, given.split, skip_bad=given.skip_bad)
-        write_manifest(given.manifest, utterances)
+    elif options.command == "pieces":
+        learn(compose_config(options.overrides), options.count, options.output)
+    elif options.command == "import":
+        check_writable(options.manifest)
+        utterances = import_corpus(options.format, options.folder, options.split, skip_bad=options.skip_bad)
+        write_manifest(options.manifest, utterances)
         hours = sum(u.duration_s for u in utterances) / 3600
-        print(f"{given.manifest}: {len(utterances)} utterances, {hours:.2f} h")
+        print(f"{options.manifest}: {len(utterances)} utterances, {hours:.2f} h")
     else:
-        export_kaldi(read_manifest(given.manifest), given.folder)
-        print(f"{given.folder}: Kaldi data folder")
+        export_kaldi(read_manifest(options.manifest), options.folder)
+        print(f"{options.folder}: Kaldi data folder")
     return 0
 
 
 def run_check(config: Config, json_path: Path | None = None) -> int:
-    """Check the manifests of a config, preparing them where missing; print the report; return 0 if training may start.
+    """Check the manifests of a config, prepare them where missing, and print the report.
 
     Args:
-        config: names the manifests, the alphabet and the model, of which only the striding is used.
-        json_path: also write the report there.
+        config: manifests, alphabet and model (of which only the striding is used).
+        json_path: also write the report to this file.
     Returns:
-        0 or 1.
+        0 if training may start, else 1.
     Raises:
         ManifestError: a manifest cannot be read at all.
     """
     with default_signals():
-        import torch  # here: the other commands need not wait for it
+        import torch  # imported here, since the other commands do not need it
 
         from ds2.audio.features import Features
         from ds2.model.acoustic import AcousticModel
@@ -121,11 +130,11 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
 
 
 def learn(config: Config, count: int, output: Path) -> None:
-    """Write pieces learnt from the training transcripts of a config, preparing them where missing; say how they cut.
+    """Write byte-pair pieces learnt from the training transcripts of a config, which are prepared where missing.
 
     Args:
-        config: names the training manifests and the alphabet of characters.
-        count: pieces in all.
+        config: training manifests and alphabet of characters.
+        count: number of pieces.
         output: text file, one piece a line.
 
     Raises:
@@ -134,14 +143,180 @@ def learn(config: Config, count: int, output: Path) -> None:
     ensure_manifests(config.data)
     texts = [u.text for u in read_manifests([Path(p) for p in config.data.train])]
     characters = replace(config.alphabet, pieces=[], unknown="drop")
-    found = learn_pieces(texts, Alphabet.from_config(characters), count)
-    if len(found) < count:
+    pieces = learn_pieces(texts, Alphabet.from_config(characters), count)
+    if len(pieces) < count:
         log.warning(
-            "only %d of %d pieces: these transcripts have no more to join. Give more text, or a smaller --count",
-            len(found),
+            "only %d of %d pieces: these transcripts give no more. Use more text, or a smaller --count",
+            len(pieces),
             count,
         )
-    write_text(output, "".join(piece + "\n" for piece in found))
-    cut = Alphabet.from_config(replace(characters, pieces=found))
-    labels, words = sum(len(cut.encode(text)) for text in texts), sum(len(text.split()) for text in texts)
-    print(f"wrote {output}: {len(found)} pieces, {labels / max(1, words):.2f} a word of the training transcripts")
+    write_text(output, "".join(piece + "\n" for piece in pieces))
+    alphabet = Alphabet.from_config(replace(characters, pieces=pieces))
+    labels, words = sum(len(alphabet.encode(text)) for text in texts), sum(len(text.split()) for text in texts)
+    print(f"wrote {output}: {len(pieces)} pieces, {labels / max(1, words):.2f} per word of the training transcripts")
+
+
+def _add_split(commands: Any) -> None:
+    """Declare `ds2 data split`."""
+    parser = commands.add_parser("split", help="split manifests into train, dev and test, no speaker in two of them")
+    parser.add_argument("manifests", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, help="folder for train.jsonl, dev.jsonl, ...")
+    parser.add_argument(
+        "--shares", nargs="+", default=["train=0.9", "dev=0.1"], metavar="PART=SHARE", help="default train=0.9 dev=0.1"
+    )
+    parser.add_argument("--by", choices=UNITS, default="speaker", help="unit that is not divided (default speaker)")
+    parser.add_argument("--seed", type=whole(0, SEED), default=1)
+    parser.set_defaults(run=_split)
+
+
+def _split(options: argparse.Namespace) -> int:
+    shares: dict[str, float] = {}
+    for text in options.shares:
+        name, _, share = text.partition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise ConfigError(f"--shares {text!r} is not PART=SHARE, such as dev=0.1") from error
+        if not name or Path(name).name != name:
+            raise ConfigError(f"--shares {text!r}: the part names a file, give a plain word such as dev")
+    utterances = read_manifests(options.manifests)
+    parts = split(utterances, shares, by=options.by, seed=options.seed)
+    total_s = sum(u.duration_s for u in utterances)
+    for name, part in parts.items():
+        write_manifest(options.out / f"{name}.jsonl", part)
+        part_s, speakers = sum(u.duration_s for u in part), len({u.speaker for u in part if u.speaker})
+        print(
+            f"{options.out / name}.jsonl: {len(part)} utterances, {part_s / 3600:.2f} h "
+            f"({100 * part_s / total_s:.1f} %), {speakers} speakers"
+        )
+    return 0
+
+
+def _add_stats(commands: Any) -> None:
+    """Declare `ds2 data stats`."""
+    parser = commands.add_parser("stats", help="hours, speakers, durations and pace of manifests")
+    parser.add_argument("manifests", type=Path, nargs="+")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--picture", type=Path, help="histograms of durations and pace (needs matplotlib)")
+    parser.set_defaults(run=_stats)
+
+
+def _stats(options: argparse.Namespace) -> int:
+    utterances = read_manifests(options.manifests)
+    facts = statistics(utterances)
+    print(facts.format())
+    if options.json:
+        write_text(options.json, json.dumps(asdict(facts), ensure_ascii=False, indent=1) + "\n")
+    if options.picture:
+        draw(utterances, options.picture)
+        print(f"wrote {options.picture}")
+    return 0
+
+
+def _add_filter(commands: Any) -> None:
+    """Declare `ds2 data filter`."""
+    parser = commands.add_parser("filter", help="the utterances of a manifest that meet conditions")
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("output", type=Path)
+    for name, what in (("s", "seconds"), ("pace", "characters a second")):
+        parser.add_argument(f"--min-{name}", type=real(0, UNLIMITED), metavar="X", help=f"at least so many {what}")
+        parser.add_argument(f"--max-{name}", type=real(0, UNLIMITED), metavar="X", help=f"at most so many {what}")
+    parser.add_argument("--speakers", nargs="+", default=[], help="only these")
+    parser.add_argument("--without-speakers", nargs="+", default=[], metavar="SPEAKER", help="all but these")
+    parser.add_argument("--text", default="", metavar="REGEX", help="that the transcript matches")
+    parser.add_argument("--without-text", default="", metavar="REGEX", help="that the transcript does not match")
+    parser.set_defaults(run=_filter)
+
+
+def _filter(options: argparse.Namespace) -> int:
+    conditions = Conditions(
+        options.min_s, options.max_s, options.min_pace, options.max_pace, options.speakers, options.without_speakers,
+        options.text, options.without_text,
+    )  # fmt: skip
+    utterances = read_manifests([options.manifest])
+    selected, dropped = select(utterances, conditions)
+    write_manifest(options.output, selected)
+    hours = sum(u.duration_s for u in selected) / 3600
+    print(f"{options.output}: {len(selected)} of {len(utterances)} utterances, {hours:.2f} h")
+    for reason, count in dropped.most_common():
+        print(f"  {count:6d} {reason}")
+    return 0
+
+
+def _add_shards(commands: Any) -> None:
+    """Declare `ds2 data shards`."""
+    parser = commands.add_parser("shards", help="manifests to tar files with indices, for corpora larger than a cache")
+    parser.add_argument("manifests", type=Path, nargs="+")
+    parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
+    rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
+    parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
+    parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half (1000)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out utterances that cannot be read")
+    parser.set_defaults(run=_shards)
+
+
+def _shards(options: argparse.Namespace) -> int:
+    shard_bytes = int(1e6 * options.shard_mb)
+    written = write_shards(
+        read_manifests(options.manifests), options.out, options.rate, shard_bytes, skip_bad=options.skip_bad
+    )
+    for error in written.left_out:
+        print(f"left out: {error}")
+    hours = sum(u.duration_s for u in written.utterances) / 3600
+    print(
+        f"{options.out / MANIFEST}: {len(written.utterances)} utterances, {hours:.2f} h, in {written.shards} shards"
+        + (f", {written.reused} of them reused" if written.reused else "")
+        + (f"; {len(written.left_out)} utterances left out" if written.left_out else "")
+    )
+    return 0
+
+
+def _add_alphabet(commands: Any) -> None:
+    """Declare `ds2 data alphabet`."""
+    parser = commands.add_parser(
+        "alphabet",
+        usage="%(prog)s MANIFEST ... [--out FILE] [--least N] [alphabet=NAME] [alphabet.KEY=VALUE ...]",
+        help="the alphabet of manifests' transcripts, ready for conf/alphabet/",
+    )
+    parser.add_argument("arguments", nargs="+", metavar="MANIFEST", help="manifests; alphabet.KEY=VALUE normalises")
+    parser.add_argument("--out", type=Path, help="my_conf/alphabet/NAME.yaml, for --config-dir my_conf alphabet=NAME")
+    parser.add_argument(
+        "--least", type=whole(1, COUNT), default=1, metavar="N", help="characters that occur less often are left out"
+    )
+    parser.set_defaults(run=_alphabet)
+
+
+def _alphabet(options: argparse.Namespace) -> int:
+    overrides = [a for a in options.arguments if "=" in a]
+    manifests = [Path(a) for a in options.arguments if "=" not in a]
+    if not manifests:
+        raise ConfigError("ds2 data alphabet needs a manifest: ds2 data alphabet train.jsonl alphabet.case=lower")
+    config = compose_config(with_search_path([*overrides, "run_dir=unused"])).alphabet
+    set_keys = overridden_keys(overrides)
+    if not set_keys & {"alphabet", "alphabet.symbols"}:
+        config = replace(config, symbols=_BASE_SYMBOLS)
+    if not set_keys & {"alphabet", "alphabet.punctuation"}:
+        config = replace(config, punctuation="drop")
+    alphabet = Alphabet.from_config(replace(config, unknown="drop", pieces=[]))
+    counts: Counter[str] = Counter()
+    for utterance in read_manifests(manifests):
+        counts.update(alphabet.normalise(utterance.text)[0])
+    digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
+    rare = Counter({c: n for c, n in counts.items() if n < options.least})
+    symbols = counts.keys() - digits.keys() - rare.keys()
+    content = "\n".join(alphabet_lines({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
+    print(content, end="")
+    print(f"{len(symbols)} symbols, by count: {describe(Counter({c: counts[c] for c in symbols}))}")
+    if digits:
+        print(
+            f"left out, {sum(digits.values())} digits: make them words with alphabet.numbers=LANGUAGE (en, de, tr, "
+            f"...), or keep them with alphabet.symbols={''.join(sorted(digits))}"
+        )
+    if rare:
+        print(f"left out, occurring less than {options.least} times: {describe(rare)}")
+    if options.out:
+        source = ", ".join(path.name for path in manifests)
+        write_text(options.out, f"# Characters of {source}, by `ds2 data alphabet`.\n{content}")
+        use = f"--config-dir {options.out.parent.parent} alphabet={options.out.stem}"
+        print(f"wrote {options.out}; use it with {use}")
+    return 0

@@ -1,7 +1,7 @@
-"""Which utterances make up each batch of an epoch: a pure function of durations, config, epoch and seed.
+"""Batches of an epoch: a pure function of durations, config, epoch and seed.
 
-Because the plan is pure and the same on every rank, a resume is (epoch, step) -> plan[step:], and every rank takes the
-same number of steps.
+The plan is the same on every rank, so all ranks take the same number of steps, and a resumed run continues with
+plan[step:].
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from numpy.typing import NDArray
 
 from ds2.config.schema import BatchingConfig
 
-_BUCKETS = 10  # of duration, each shuffled by itself
+_BUCKETS = 10  # by duration, each shuffled separately
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
-    """Return the longest that each utterance can get: durations (U,) over the slowest of these factors (`paces`).
+    """Return the longest duration of each utterance after augmentation: (U,) over the slowest factor (`paces`).
 
-    `plan_epoch` sees durations before augmentation; planning with these makes an audio budget hold for every draw.
+    With these durations in `plan_epoch`, an audio budget holds for every draw of speed and tempo.
     """
     return np.asarray(durations_s, dtype=np.float64) / min([1.0, *speed])
 
 
 def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: int, seed: int) -> list[list[int]]:
-    """Return the batches of an epoch: lists of utterance indices, each utterance in exactly one, longest first inside.
+    """Return the batches of an epoch: lists of utterance indices, longest first; each utterance is in exactly one.
 
     Epoch 1 is SortaGrad (Deep Speech 2, section 3.2): batches in order of duration. In later epochs, or without it,
     utterances are shuffled inside 10 duration buckets and the batches made of them are shuffled.
@@ -33,9 +33,9 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
     the budget; an utterance over the budget makes its own batch. The last batch may be short; nothing is dropped.
 
     Args:
-        durations_s: (U,) seconds, as long as they can get (`padded_durations_s`).
-        config: count or budget, over all ranks together.
-        epoch: 1-based.
+        durations_s: (U,) seconds, see `padded_durations_s`.
+        config: count or budget, of all ranks together.
+        epoch: counted from 1.
         seed: of the run.
     """
     if epoch < 1:
@@ -55,10 +55,10 @@ def plan_epoch(durations_s: NDArray[np.float64], config: BatchingConfig, epoch: 
 
 
 def deal(batch: Sequence[int], rank: int, world: int) -> list[int]:
-    """Return one rank's part of a batch, dealt out in turns so that all ranks get like durations.
+    """Return one rank's part of a batch: every `world`-th utterance, so that all ranks get similar durations.
 
-    A rank past the end of a short batch repeats its last utterance, which another rank has too, so that it makes the
-    same calls; the trainer gives it no weight.
+    Where a batch is shorter than `world`, the other ranks repeat its last utterance so that they make the same calls;
+    the trainer gives it no weight.
     """
     return list(batch[rank::world]) or list(batch[-1:])
 

@@ -1,4 +1,4 @@
-"""Utterances to batches on their way to the device: workers read, augment and pad; order and bits never vary."""
+"""Loads batches: worker processes read, augment and pad utterances; order and bits do not depend on them."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from ds2.text.alphabet import Alphabet, AlphabetError
 log = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
-_PREFETCH_BATCHES = 2  # a worker
+_PREFETCH_BATCHES = 2  # per worker
 _BABBLE_VOICES = 4
 _NOISE_SAMPLES = 1 << 21  # two minutes at 16 kHz
 
 
 @dataclass
 class Batch:
-    """Utterances of one step: B of them, N samples in the longest, L labels in the longest transcript."""
+    """B utterances of one step: N samples in the longest, L labels in the longest transcript."""
 
-    waveforms: Tensor  # (B, N) float32, 0 past each length
-    sample_lengths: Tensor  # (B,) int64, on the CPU always
-    labels: Tensor  # (B, L) int64, 0 (the blank) past each length: the padded form of torch's ctc_loss
-    label_lengths: Tensor  # (B,) int64, on the CPU always
-    indices: Tensor  # (B,) int64, positions in the list of utterances, on the CPU always
+    waveforms: Tensor  # (B, N) float32, 0 after each length
+    sample_lengths: Tensor  # (B,) int64, always on the CPU
+    labels: Tensor  # (B, L) int64, 0 (the blank) after each length, as ctc_loss of torch takes them
+    label_lengths: Tensor  # (B,) int64, always on the CPU
+    indices: Tensor  # (B,) int64, positions in the list of utterances, always on the CPU
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with waveforms and labels on `device`; from pinned memory without waiting for the copy."""
+        """Return the batch with waveforms and labels on `device`; the copy from pinned memory is asynchronous."""
         return replace(
             self,
             waveforms=self.waveforms.to(device, non_blocking=True),
@@ -58,21 +58,21 @@ class Batch:
 
 
 class SpeechLoader:
-    """Reads batches of a list of utterances, epoch after epoch, with workers that start once.
+    """Yields batches of a list of utterances, epoch after epoch, from workers that start once.
 
-    What a batch holds depends on the utterances, the config, the epoch and the plan alone, never on the workers. They
-    are forked, which takes milliseconds and shares the open cache; none touches CUDA or the parent's threads: a
-    worker uses numpy, the audio readers and one torch thread.
+    A batch depends on the utterances, the config, the epoch and the plan alone, not on the workers. Workers are forked,
+    which takes milliseconds and shares the open cache. They use numpy, the audio readers and one torch thread, not CUDA
+    or threads of the parent.
 
     Args:
-        utterances: positions in it are the indices of the plan.
+        utterances: plans index this list.
         data: cache, workers, sample rate.
-        device: where batches go: memory is pinned for CUDA, and -1 workers means one a core there.
-        alphabet: encodes the transcripts at once, so that one it cannot write stops here; None leaves labels empty.
-        augment: what is done to waveforms; None leaves them as they are.
+        device: of the training; for CUDA memory is pinned, and -1 workers means one per core.
+        alphabet: encodes the transcripts in the constructor; None leaves labels empty.
+        augment: augmentation of waveforms; None for none.
         seed: of the augmentation.
     Raises:
-        ConfigError: an augmentation setting makes no sense.
+        ConfigError: an augmentation setting is wrong.
         AlphabetError: a transcript has characters outside the alphabet and `alphabet.unknown` is stop.
         AudioError: audio cannot be read.
     """
@@ -103,7 +103,7 @@ class SpeechLoader:
             multiprocessing_context="fork" if workers else None,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             persistent_workers=workers > 0,
-            generator=torch.Generator(),  # torch draws a seed for its workers; the trainer's stream must not feel it
+            generator=torch.Generator(),  # of worker seeds, so that the trainer's generator is not used
             pin_memory=on_gpu,
         )
 
@@ -112,22 +112,21 @@ class SpeechLoader:
         return self.epochs([(epoch, batches)])
 
     def epochs(self, plans: Iterable[tuple[int, Sequence[Sequence[int]]]]) -> Generator[Batch, None, None]:
-        """Yield the batches of epochs in order; start anew only after the last iterator is done with.
+        """Yield the batches of epochs in order. Only one iterator may be in use at a time.
 
-        Workers are batches ahead, into the next epoch too: with short epochs the first batch of each would be waited
-        for otherwise.
+        Workers prefetch across the end of an epoch, so that short epochs do not wait for their first batch.
 
         Args:
-            plans: of each epoch its number, 1-based, which selects the augmentation draws, and its batches: positions
-                of utterances, such as `plan_epoch(...)[step:]`, dealt where there are ranks. Read as workers need it.
+            plans: (epoch, batches) each. The epoch, from 1, selects the augmentation draws. A batch is a list of
+                positions, such as those of `plan_epoch(...)[step:]` for this rank (`deal`). Read as workers need it.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
         """
         self._order.plans = plans
         for item in self._loader:
             if isinstance(item, AudioError):
-                # A new one: raising `item` would tie this frame into a cycle with its traceback, and workers that are
-                # collected as part of a cycle take torch seconds each to stop.
+                # A new error: raising `item` makes a reference cycle of this frame and its traceback, and torch takes
+                # seconds to stop each worker that is collected as part of a cycle.
                 raise AudioError(str(item))
             yield item
 
@@ -145,13 +144,13 @@ class _Order(Sampler[tuple[int, list[int]]]):
 
 
 def worker_count(workers: int, *, on_gpu: bool) -> int:
-    """Return the loader processes for `data.workers`.
+    """Return the number of loader processes for `data.workers`.
 
-    For training on a GPU -1 is one a core that this process may use, at most 8. On a CPU it is none: the step needs all
-    cores, and from the cache passing batches between processes costs more than making them.
+    -1 means one per usable core, at most 8, for training on a GPU, and none on a CPU: there the step needs all cores,
+    and with a cache passing batches between processes costs more than making them.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
-        log.warning("data.workers=%d: this system cannot fork, audio is loaded in the training process", workers)
+        log.warning("data.workers=%d is ignored: this system cannot fork, so the training process loads audio", workers)
         return 0
     if workers >= 0:
         return workers
@@ -170,7 +169,7 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
         if augment.noise:
             recordings = open_audio(read_manifests(augment.noise), data)
         else:
-            # Segments of one long recording a colour: new noise for each utterance would take most of a worker's time.
+            # Segments of one long recording per colour: to make noise for each utterance takes most of a worker's time.
             recordings = [coloured_noise(np.random.default_rng(0), _NOISE_SAMPLES, e) for e in augment.noise_colours]
     recorded = partial(recorded_noise, recordings)
     if not augment.babble_share:
@@ -185,7 +184,7 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
 
 
 class _Batches(Dataset["Batch | AudioError"]):
-    """Maps (epoch, positions) to a batch; the error of an unreadable utterance is returned, to keep its message."""
+    """Maps (epoch, positions) to a batch, or to the AudioError of an utterance, which torch would change if raised."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class _Batches(Dataset["Batch | AudioError"]):
     ) -> None:
         self.audio, self.seed, self.augmentation = audio, seed, augmentation
         labels = [_encoded(u, alphabet) for u in utterances]
-        # Flat arrays: a list of lists would be copied page by page into every forked worker as reference counts change.
+        # Flat arrays: reference counts of a list of lists would copy its pages in every forked worker.
         self.label_ends = np.cumsum([0, *map(len, labels)])
         self.labels = np.fromiter((label for row in labels for label in row), np.int64, int(self.label_ends[-1]))
 

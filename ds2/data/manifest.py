@@ -17,7 +17,7 @@ from ds2.system.text_files import read_byte_lines
 
 
 def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
-    """How many utterances there are and a digest of file names, times and texts; folders may be a host's own."""
+    """Return the number of utterances and a digest of file names (without folders), times and texts."""
     digest, count = hashlib.sha256(), 0
     for u in utterances:
         digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
@@ -28,14 +28,14 @@ def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
 log = logging.getLogger(__name__)
 
 MIN_DURATION_S = 1e-6  # less is written as 0
-MAX_DURATION_S = 7 * 24 * 3600.0  # a longer "duration" was written in samples or milliseconds
-_ERRORS_NAMED = 10
+MAX_DURATION_S = 7 * 24 * 3600.0  # a larger "duration" was written in samples or milliseconds
+_MAX_ERRORS_SHOWN = 10
 _REQUIRED = ("audio_filepath", "duration", "text")
 _KEYS = (*_REQUIRED, "offset", "speaker", "lang")
 
 
 class ManifestError(UserError):
-    """A manifest that cannot be used; the message names file, line and what is wrong with it."""
+    """A manifest cannot be used; the message names file, line and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ def read_manifest(path: str | Path) -> list[Utterance]:
 
 
 def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
-    """Read JSON-lines manifests into one list of utterances, in order; every line is good or the whole read fails.
+    """Read JSON-lines manifests into one list of utterances, in order; one bad line is an error.
 
     A manifest named `-` is standard input.
     A line is an object with `audio_filepath`, `duration` (seconds) and `text`, optionally `offset` (seconds), `speaker`
     and `lang`; other keys are ignored and logged. A relative path starts at the manifest's folder; absolute paths and
-    paths that leave the folder by `..` are allowed, since a manifest describes files but does not contain them. A
-    byte-order mark, CRLF and blank lines are accepted. Files are not opened: `ds2 data check` does that.
+    paths that leave the folder by `..` are allowed, since a manifest only names files. A
+    byte-order mark, CRLF and blank lines are accepted. Audio files are not opened here; `ds2 data check` reads them.
 
     Raises:
         ManifestError: names file:line and the reason for the first errors of a manifest: not UTF-8, not a JSON object,
@@ -84,10 +84,9 @@ def read_manifests(paths: Sequence[str | Path]) -> list[Utterance]:
 
 
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
-    """Write a manifest, whole or not at all.
+    """Write a manifest atomically.
 
-    Audio beneath the manifest's folder is named relative to it, so that the folder can be moved; other audio by
-    absolute path.
+    Audio in the manifest's folder has a relative path, so that the folder can be moved; other audio an absolute one.
     """
     path = Path(path)
     folder = path.parent.resolve()
@@ -98,9 +97,9 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
 
 def _to_record(utterance: Utterance, folder: Path) -> dict[str, Any]:
     audio = utterance.audio_filepath
-    beneath = audio.is_relative_to(folder)
+    is_inside = audio.is_relative_to(folder)
     record: dict[str, Any] = {
-        "audio_filepath": str(audio.relative_to(folder) if beneath else audio.absolute()),
+        "audio_filepath": str(audio.relative_to(folder) if is_inside else audio.absolute()),
         "duration": round(utterance.duration_s, 6),
         "text": utterance.text,
     }
@@ -123,14 +122,14 @@ def _read(path: Path, seen: dict[tuple[Path, float], str]) -> list[Utterance]:
             utterance = _to_utterance(record, folder, source)
             key = (utterance.audio_filepath, utterance.offset_s)
             if key in seen:
-                raise ManifestError(f"{utterance.name} was listed before, at {seen[key]}; an utterance may appear once")
+                raise ManifestError(f"{utterance.name} was listed before, at {seen[key]}; remove one of the two")
             seen[key] = source
             utterances.append(utterance)
         except ManifestError as error:
             errors.append(f"{source}: {error}")
     if errors:
-        more = [f"... and {len(errors) - _ERRORS_NAMED} more lines"] if len(errors) > _ERRORS_NAMED else []
-        raise ManifestError("\n".join([*errors[:_ERRORS_NAMED], *more]))
+        more = [f"... and {len(errors) - _MAX_ERRORS_SHOWN} more lines"] if len(errors) > _MAX_ERRORS_SHOWN else []
+        raise ManifestError("\n".join([*errors[:_MAX_ERRORS_SHOWN], *more]))
     if not utterances:
         raise ManifestError(f"{path}: holds no utterances; expected one JSON object a line")
     if ignored:
@@ -165,10 +164,10 @@ def _to_utterance(record: dict[str, Any], folder: Path, source: str) -> Utteranc
     )
 
 
-def _audio_path(given: str, folder: Path) -> Path:
-    if not given.strip() or "\0" in given:
-        raise ManifestError(f"audio_filepath is {short_repr(given)}; expected a path")
-    path = folder / given
+def _audio_path(listed: str, folder: Path) -> Path:
+    if not listed.strip() or "\0" in listed:
+        raise ManifestError(f"audio_filepath is {short_repr(listed)}; expected a path")
+    path = folder / listed
     return path.resolve() if ".." in path.parts else path
 
 
@@ -181,7 +180,7 @@ def _string(record: dict[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ManifestError(f"{key} is {short_repr(value)}; expected a string")
     if not value.isprintable() and any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-        raise ManifestError(f"{key} is {short_repr(value)}; half of a surrogate pair is no character")
+        raise ManifestError(f"{key} is {short_repr(value)}; half of a surrogate pair is not a character")
     return value
 
 

@@ -1,4 +1,4 @@
-"""One list of utterances into parts: nobody speaks in two of them, the same seed gives the same parts."""
+"""Splits a list of utterances into parts without common speakers; the same seed gives the same parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds2.system.errors import UserError
 
 
 class SplitError(UserError):
-    """Parts that cannot be made; the message says of what there is too little and the way out."""
+    """Parts that cannot be made; the message says why and the way out."""
 
 
 _KEYS: dict[str, Callable[[Utterance], str]] = {
@@ -19,22 +19,22 @@ _KEYS: dict[str, Callable[[Utterance], str]] = {
     "recording": lambda u: str(u.audio_filepath),
     "utterance": lambda u: f"{u.audio_filepath}+{u.offset_s}",
 }
-TOGETHER = tuple(_KEYS)
-"""What `split` can keep whole: `--by` of the command."""
+UNITS = tuple(_KEYS)
+"""Units that `split` does not divide: `--by` of the command."""
 
 
 def split(
     utterances: Sequence[Utterance], shares: Mapping[str, float], *, by: str = "speaker", seed: int = 1
 ) -> dict[str, list[Utterance]]:
-    """Part utterances by their audio's length, whole speakers (or recordings) at a time, in the order given.
+    """Split utterances by duration, whole speakers (or recordings) at a time; their order stays.
 
-    Groups are shuffled by the seed and dealt one by one to the part that has least of what it shall have, so every part
-    gets at least one; a part may be off its share by about the length of one group.
+    Groups are shuffled by the seed. Each goes to the part that has the least of its share so far, so every part gets at
+    least one; a part may differ from its share by about the length of one group.
 
     Args:
-        utterances: all of them.
-        shares: of the audio, by part; any positive numbers, of which the proportions count.
-        by: speaker, recording (file) or utterance: what must not be in two parts.
+        utterances: to split.
+        shares: of the audio, by part; positive numbers, of which only the proportions count.
+        by: speaker, recording (file) or utterance: unit that is not divided.
         seed: of the shuffle.
 
     Raises:
@@ -42,7 +42,7 @@ def split(
             parts.
     """
     if by not in _KEYS:
-        raise SplitError(f"--by {by!r} is not one of {', '.join(TOGETHER)}")
+        raise SplitError(f"--by {by!r} is not one of {', '.join(UNITS)}")
     if len(shares) < 2 or not all(0 < share < float("inf") for share in shares.values()):
         raise SplitError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
     groups: dict[str, list[int]] = defaultdict(list)
@@ -60,10 +60,10 @@ def split(
         )
     order = sorted(groups)
     random.Random(seed).shuffle(order)
-    held = dict.fromkeys(shares, 0.0)
+    durations_s = dict.fromkeys(shares, 0.0)
     part_of: dict[int, str] = {}
     for key in order:
-        part = min(shares, key=lambda name: held[name] / shares[name])
-        held[part] += sum(utterances[index].duration_s for index in groups[key])
+        part = min(shares, key=lambda name: durations_s[name] / shares[name])
+        durations_s[part] += sum(utterances[index].duration_s for index in groups[key])
         part_of.update(dict.fromkeys(groups[key], part))
     return {name: [u for index, u in enumerate(utterances) if part_of[index] == name] for name in shares}

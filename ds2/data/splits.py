@@ -1,4 +1,4 @@
-"""The utterances a run trains and is judged on: read, prepared where missing, and screened before the first step."""
+"""Utterances for training, dev and test of a run: manifests are prepared where missing, read and checked."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ds2.text.alphabet import Alphabet
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 log = logging.getLogger(__name__)
-_NAMED_AT_MOST = 20
+_MAX_SHOWN = 20
 
 
 class CorpusError(UserError):
-    """Utterances that training refuses; the message names them and the ways out."""
+    """Utterances that training cannot use; the message names them and the ways out."""
 
 
 def ensure_manifests(data: DataConfig) -> None:
@@ -38,50 +38,50 @@ def ensure_manifests(data: DataConfig) -> None:
         return
     if not data.prepare:
         raise ConfigError(f"manifests not found: {', '.join(missing)}; write them with `ds2 data import`")
-    log.info("preparing %s: %s not there yet", data.prepare, ", ".join(missing))
-    made = prepare(data.prepare, data.corpus, data.work_dir)
-    still = [p for p in missing if not Path(p).is_file()]
-    if still:
+    log.info("preparing %s: %s do not exist yet", data.prepare, ", ".join(missing))
+    written = prepare(data.prepare, data.corpus, data.work_dir)
+    not_written = [p for p in missing if not Path(p).is_file()]
+    if not_written:
         raise ConfigError(
-            f"data.prepare={data.prepare} wrote {', '.join(str(p) for p in made.values())}, "
-            f"but the config names {', '.join(still)}"
+            f"data.prepare={data.prepare} wrote {', '.join(str(p) for p in written.values())}, "
+            f"but the config names {', '.join(not_written)}"
         )
 
 
 def training_utterances(
     data: DataConfig, augment: AugmentConfig, alphabet: Alphabet, output_frames: Callable[[int], int]
 ) -> list[Utterance]:
-    """The utterances of `data.train` that training can use; every other one is named and counted.
+    """Return the utterances of `data.train` that training can use; the others are logged and counted.
 
     Raises:
-        CorpusError: some are refused and `data.on_bad_utterance` is `stop`, or none is left.
+        CorpusError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
     """
     utterances = read_manifests([Path(p) for p in data.train])
-    found = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=paces(augment))) for u in utterances]
-    refused = [(u, text) for u, problems in found for severity, _, text in problems if severity == "error"]
-    kept = [u for u, problems in found if not any(severity == "error" for severity, _, _ in problems)]
+    checked = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=paces(augment))) for u in utterances]
+    refused = [(u, text) for u, problems in checked for severity, _, text in problems if severity == "error"]
+    usable = [u for u, problems in checked if not any(severity == "error" for severity, _, _ in problems)]
     unfit = count_unknown((u.text for u in utterances), alphabet)
     if alphabet.unknown == "drop" and unfit:
         log.warning("characters outside the alphabet dropped from training texts: %s", dict(unfit.most_common()))
     if refused:
         lines = [f"  {u.source or u.name}: {u.name}: {reason}" for u, reason in refused]
         if data.on_bad_utterance == "stop":
-            listed = "\n".join(lines[:_NAMED_AT_MOST]) + ("\n  ..." if len(lines) > _NAMED_AT_MOST else "")
+            listed = "\n".join(lines[:_MAX_SHOWN]) + ("\n  ..." if len(lines) > _MAX_SHOWN else "")
             raise CorpusError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
-                "Mend the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
+                "Correct the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
                 + (f"\n\n{propose_alphabet(unfit, alphabet)}" if alphabet.unknown == "stop" and unfit else "")
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
-    if not kept:
+    if not usable:
         raise CorpusError(f"no training utterance is left of {len(utterances)} in {', '.join(data.train)}")
-    return kept
+    return usable
 
 
 def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utterance]:
-    """The utterances of dev or test manifests, all of them: characters that the network cannot write count as errors.
+    """Return all utterances of dev or test manifests. Characters outside the alphabet are logged and count as errors.
 
-    They are reported once here, never dropped, so that a WER is comparable between systems.
+    They are never dropped, so that the WER is comparable between systems.
     """
     utterances = read_manifests([Path(p) for p in manifests])
     unknown = count_unknown((u.text for u in utterances), alphabet)

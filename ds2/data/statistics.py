@@ -1,4 +1,4 @@
-"""What a list of utterances is made of: hours, speakers, durations, pace; and the part of it that meets conditions."""
+"""Statistics of a list of utterances: hours, speakers, durations, pace; and a filter by conditions."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _BINS = 50
 
 
 class StatisticsError(UserError):
-    """Conditions or a picture that cannot be made; the message says why and the way out."""
+    """Wrong conditions, or a picture that cannot be drawn; the message says why and the way out."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Facts of a corpus; quantiles are the least, 5 %, the median, 95 % and the greatest."""
+    """Statistics of a corpus; quantiles are minimum, 5 %, median, 95 %, maximum."""
 
     utterances: int
     hours: float
     words: int
     characters: int
     distinct_texts: int
-    speakers: dict[str, float]  # hours each, most first; '' stands for unknown
+    speakers: dict[str, float]  # hours by speaker, most first; '' is unknown
     duration_s: list[float]  # quantiles
     characters_per_s: list[float]  # quantiles
 
     def format(self) -> str:
-        """Return the facts as a table for people."""
+        """Return the statistics as a table."""
         known = {name: hours for name, hours in self.speakers.items() if name}
         rows = [
             ("utterances", f"{self.utterances:,}"),
@@ -59,7 +59,7 @@ class Statistics:
 
 
 def statistics(utterances: Sequence[Utterance]) -> Statistics:
-    """Count what utterances, at least one, are made of; their audio is not read."""
+    """Return the statistics of at least one utterance; audio is not read."""
     hours: Counter[str] = Counter()
     for utterance in utterances:
         hours[utterance.speaker] += utterance.duration_s / 3600  # type: ignore[assignment]  # Counter types count ints
@@ -76,13 +76,13 @@ def statistics(utterances: Sequence[Utterance]) -> Statistics:
 
 
 def pace(utterance: Utterance) -> float:
-    """Characters a second of an utterance."""
+    """Return characters per second of an utterance."""
     return len(utterance.text) / max(utterance.duration_s, 1e-9)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What `keep` asks of an utterance; None and empty ones ask for nothing."""
+    """Conditions of `select`; None and empty values select everything."""
 
     min_s: float | None = None
     max_s: float | None = None
@@ -90,11 +90,11 @@ class Conditions:
     max_pace: float | None = None
     speakers: Collection[str] = ()
     without_speakers: Collection[str] = ()
-    text: str = ""  # a regular expression that is found in the transcript
+    text: str = ""  # a regular expression that matches in the transcript
     without_text: str = ""
 
     def reason(self, utterance: Utterance) -> str:
-        """Return the first condition that an utterance does not meet, or ''."""
+        """Return the first condition that an utterance fails, or ''."""
         checks = {
             "shorter than --min-s": self.min_s is not None and utterance.duration_s < self.min_s,
             "longer than --max-s": self.max_s is not None and utterance.duration_s > self.max_s,
@@ -108,28 +108,28 @@ class Conditions:
         return next((name for name, failed in checks.items() if failed), "")
 
 
-def keep(utterances: Sequence[Utterance], conditions: Conditions) -> tuple[list[Utterance], Counter[str]]:
-    """Return the utterances that meet all conditions, in order, and how many others failed which one first.
+def select(utterances: Sequence[Utterance], conditions: Conditions) -> tuple[list[Utterance], Counter[str]]:
+    """Return the utterances that meet all conditions, in order, and the number of others by the first failed one.
 
     Raises:
-        StatisticsError: a text condition is no regular expression, or nothing is left.
+        StatisticsError: a text condition is not a regular expression, or no utterance is left.
     """
     for pattern in (conditions.text, conditions.without_text):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise StatisticsError(f"{pattern!r} is no regular expression: {error}") from error
+            raise StatisticsError(f"{pattern!r} is not a regular expression: {error}") from error
     reasons = [conditions.reason(utterance) for utterance in utterances]
-    kept = [utterance for utterance, reason in zip(utterances, reasons, strict=True) if not reason]
+    selected = [utterance for utterance, reason in zip(utterances, reasons, strict=True) if not reason]
     dropped = Counter(filter(None, reasons))
-    if not kept:
-        told = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
-        raise StatisticsError(f"no utterance of {len(utterances)} meets the conditions: {told}; loosen them")
-    return kept, dropped
+    if not selected:
+        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+        raise StatisticsError(f"no utterance of {len(utterances)} meets the conditions: {counts}; relax them")
+    return selected, dropped
 
 
 def draw(utterances: Sequence[Utterance], path: Path) -> None:
-    """Draw the distribution of durations and of pace as a picture.
+    """Draw histograms of durations and of pace.
 
     Raises:
         StatisticsError: matplotlib is not installed.
@@ -143,7 +143,7 @@ def draw(utterances: Sequence[Utterance], path: Path) -> None:
     left.hist([u.duration_s for u in utterances], bins=_BINS)
     left.set(xlabel="seconds", ylabel="utterances", title=f"{len(utterances)} utterances")
     right.hist([pace(u) for u in utterances], bins=_BINS)
-    right.set(xlabel="characters a second", title="the far ends are wrong transcripts more often than not")
+    right.set(xlabel="characters a second", title="the tails are mostly wrong transcripts")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -154,4 +154,4 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 
 def _quantile_line(values: Sequence[float]) -> str:
     least, low, middle, high, most = (f"{value:.2f}" for value in values)
-    return f"{middle} in the middle, {low} to {high} for nine of ten, {least} to {most} in all"
+    return f"median {middle}, 90 % in {low} to {high}, all in {least} to {most}"

@@ -1,10 +1,8 @@
-"""Corpora as they are published, to utterances: one function a layout, and the prepare step of each recipe."""
+"""Importers of corpora, one function per layout, and the prepare step of each recipe."""
 
-from ds2.data.corpora.an4 import import_an4
 from ds2.data.corpora.common import ImporterError
-from ds2.data.corpora.folder import import_folder
 from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
-from ds2.data.corpora.librispeech import import_librispeech
+from ds2.data.corpora.layouts import import_an4, import_folder, import_librispeech
 from ds2.data.corpora.prepare import FORMATS, RECIPES, import_corpus, prepare
 from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch

@@ -1,4 +1,4 @@
-"""What all importers share: finding audio whatever its extension is now, and its length from the header."""
+"""Shared by all importers: reading lists, finding audio under another extension, durations from headers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ds2.system.machine import usable_cores
 
 log = logging.getLogger(__name__)
 
-_NAMED_AT_MOST = 20
+_MAX_SHOWN = 20
 
 
 class ImporterError(UserError):
-    """A corpus that cannot be imported as asked; the message names files, lines and the way out."""
+    """A corpus cannot be imported; the message names files, lines and the way out."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An utterance that a corpus lists, before its audio was looked at."""
+    """An utterance that a corpus lists, before its audio is read."""
 
-    audio: Path  # as listed; the file may have another extension by now
+    audio: Path  # as listed; the file may have another extension
     text: str
     source: str  # "file:line" of the corpus
     speaker: str = ""
@@ -42,14 +42,14 @@ class Entry:
 
 
 def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequence[str] = ()) -> list[Utterance]:
-    """Find each entry's audio and take its length from the header, in parallel.
+    """Find each entry's audio and read its duration from the header, in parallel.
 
     Args:
-        entries: what the corpus lists.
-        skip_bad: leave out utterances without usable audio, naming and counting them in the log, rather than stop.
-        problems: of entries that the importer could not even make; treated the same.
+        entries: utterances that the corpus lists.
+        skip_bad: leave out utterances without usable audio, with a warning, instead of raising.
+        problems: of lines that are not entries; treated the same.
     Raises:
-        ImporterError: some audio is missing or unreadable and `skip_bad` is false, or nothing is left.
+        ImporterError: some audio is missing or unreadable and `skip_bad` is false, or no utterance is left.
     """
     with ThreadPoolExecutor(usable_cores()) as pool:
         measured = list(
@@ -58,12 +58,12 @@ def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequenc
     utterances = [m for m in measured if isinstance(m, Utterance)]
     problems = [*problems, *(m for m in measured if isinstance(m, str))]
     if problems:
-        more = [f"... and {len(problems) - _NAMED_AT_MOST} more"] if len(problems) > _NAMED_AT_MOST else []
+        more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         if not skip_bad:
-            listed = "\n  ".join([*problems[:_NAMED_AT_MOST], *more])
+            listed = "\n  ".join([*problems[:_MAX_SHOWN], *more])
             raise ImporterError(
                 f"{len(problems)} of {len(utterances) + len(problems)} utterances cannot be imported:\n  {listed}\n"
-                "Mend the corpus, or leave them out (--skip-bad)"
+                "Correct the corpus, or leave them out (--skip-bad)"
             )
         log.warning("%d utterances left out of the import:\n  %s", len(problems), "\n  ".join(problems))
     if not utterances:
@@ -77,16 +77,16 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def find_audio(listed: Path) -> Path | None:
-    """Return the listed file or shard's member, or else one of the same name with another audio extension, or None."""
+    """Return the listed file or member of a shard, else a file with another audio extension, else None."""
     if listed.is_file() or member_of(listed):
         return listed
-    known = listed.suffix.lower() in AUDIO_SUFFIXES
-    found = _audio_names(str(listed.parent)).get(listed.stem if known else listed.name)
-    return listed.with_name(found) if found else None
+    stem = listed.stem if listed.suffix.lower() in AUDIO_SUFFIXES else listed.name
+    name = _audio_names(str(listed.parent)).get(stem)
+    return listed.with_name(name) if name else None
 
 
 def corpus_folder(folder: str | Path) -> Path:
-    """Return the folder as an absolute path; raises ImporterError where it is none."""
+    """Return the folder as an absolute path; raises ImporterError where it is not a folder."""
     path = Path(folder).expanduser().resolve()
     if not str(folder) or not path.is_dir():
         raise ImporterError(f"no corpus folder at {str(folder)!r}; give the folder as published (data.corpus=FOLDER)")
@@ -96,7 +96,7 @@ def corpus_folder(folder: str | Path) -> Path:
 def _measure(entry: Entry) -> Utterance | str:
     audio = find_audio(entry.audio)
     if audio is None:
-        return f"{entry.source}: no audio at {entry.audio} nor under another extension"
+        return f"{entry.source}: no audio at {entry.audio}, nor with another extension"
     try:
         info = audio_info(audio)
     except AudioError as error:
@@ -115,7 +115,7 @@ def _audio_names(folder: str) -> dict[str, str]:
     """Map the stems of a folder's audio files to their names."""
     try:
         names = [entry.name for entry in os.scandir(folder)]
-    except (OSError, ValueError):  # ValueError: a NUL, or half a surrogate pair, which no path holds
+    except (OSError, ValueError):  # ValueError: NUL or half a surrogate pair
         return {}
     order = {suffix: rank for rank, suffix in enumerate(AUDIO_SUFFIXES)}
     audio = [name for name in names if os.path.splitext(name)[1].lower() in order]

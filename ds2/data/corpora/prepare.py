@@ -1,4 +1,4 @@
-"""The prepare step of each recipe, and the one entry for `ds2 data import`."""
+"""`import_corpus` of `ds2 data import`, and `prepare`, which writes the manifests of a recipe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ds2.data.corpora.an4 import import_an4
 from ds2.data.corpora.common import ImporterError
-from ds2.data.corpora.folder import import_folder
 from ds2.data.corpora.kaldi import import_kaldi
-from ds2.data.corpora.librispeech import import_librispeech, libri_root, parts
+from ds2.data.corpora.layouts import import_an4, import_folder, import_librispeech, libri_root, parts
 from ds2.data.corpora.shards import import_shar, import_webdataset
 from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
 from ds2.data.manifest import Utterance, write_manifest
@@ -32,9 +30,9 @@ def import_corpus(format: str, folder: str | Path, split: str = "", *, skip_bad:
         format: one of FORMATS.
         folder: of the corpus; for csv and deepspeech_pytorch the table itself.
         split: the part of LibriSpeech (empty: all beneath the folder) or AN4 (empty: train); other layouts have none.
-        skip_bad: name, count and leave out utterances without usable audio rather than stop.
+        skip_bad: leave out utterances without usable audio, with a warning.
     Raises:
-        ImporterError: an unknown format, a split where there are none, or what the importer finds wrong.
+        ImporterError: an unknown format, a split of a layout without splits, or an error of the importer.
     """
     if format == "librispeech":
         return import_librispeech(folder, split, skip_bad=skip_bad)
@@ -52,20 +50,19 @@ def import_corpus(format: str, folder: str | Path, split: str = "", *, skip_bad:
         raise ImporterError(f"unknown format {format!r}; one of {', '.join(FORMATS)}")
     if split:
         raise ImporterError(
-            f"format {format} has no parts, so split {split!r} cannot be taken; give the part's own folder"
+            f"format {format} has no parts, so --split {split!r} is not allowed; give the folder of the part"
         )
     return importers[format](folder, skip_bad=skip_bad)
 
 
 def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Path]:
-    """Write the manifests of a recipe into `work_dir` and return them by part: train, dev, mostly test.
+    """Write the manifests of a recipe into `work_dir` and return their paths by part: train, dev, mostly test.
 
-    - an4: the official train and test parts; dev is 5 % of train by whole speakers drawn by seed, so that it is, like
-      the test part, of speakers that training never hears. Its texts may occur in train, as those of the test part do.
-    - librispeech: every train-* part found but the mini one, dev-clean and test-clean; dev-other and test-other where
-      found.
+    - an4: the official train and test parts; dev is 5 % of train by whole speakers, drawn by seed. Like those of the
+      test part, its speakers do not occur in train; its texts may.
+    - librispeech: all train-* parts except the mini one, dev-clean and test-clean; dev-other and test-other if present.
     - librispeech_5h: train-clean-5, and `dev` or mini LibriSpeech's `dev-clean-2` as dev.
-    - synthetic: a corpus that ds2 makes itself (`corpus` is not read), audio included.
+    - synthetic: a generated corpus, audio included; `corpus` is not read.
 
     Raises:
         ImporterError: an unknown recipe, the corpus is not at `corpus`, or it cannot be imported.
@@ -83,7 +80,7 @@ def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Pa
     elif name in recipes:
         splits = recipes[name](corpus)
     else:
-        raise ImporterError(f"data.prepare={name!r} is none of {', '.join(RECIPES)}; name your manifests in data.train")
+        raise ImporterError(f"data.prepare={name!r} is not one of {', '.join(RECIPES)}; or set data.train")
     written = {}
     for part, utterances in splits.items():
         written[part] = work_dir / f"{part}.jsonl"
@@ -102,12 +99,12 @@ def _an4(corpus: str | Path) -> dict[str, list[Utterance]]:
     order = sorted(by_speaker)
     random.Random(_DEV_SEED).shuffle(order)
     dev_speakers: set[str] = set()
-    held = 0
+    count = 0
     for speaker in order:
-        if held >= _DEV_FRACTION * len(utterances):
+        if count >= _DEV_FRACTION * len(utterances):
             break
         dev_speakers.add(speaker)
-        held += len(by_speaker[speaker])
+        count += len(by_speaker[speaker])
     return {
         "train": [u for u in utterances if u.speaker not in dev_speakers],
         "dev": [u for u in utterances if u.speaker in dev_speakers],
@@ -117,23 +114,23 @@ def _an4(corpus: str | Path) -> dict[str, list[Utterance]]:
 
 def _librispeech(corpus: str | Path) -> dict[str, list[Utterance]]:
     root = libri_root(corpus)
-    found = parts(root)
-    train = [part for part in found if part.startswith("train-") and part != "train-clean-5"]
-    if not train or "dev-clean" not in found or "test-clean" not in found:
+    present = parts(root)
+    train = [part for part in present if part.startswith("train-") and part != "train-clean-5"]
+    if not train or "dev-clean" not in present or "test-clean" not in present:
         raise ImporterError(
-            f"{root}: expected train-*, dev-clean and test-clean, found {', '.join(found) or 'no folders'}"
+            f"{root}: expected train-*, dev-clean and test-clean, found {', '.join(present) or 'no folders'}"
         )
     splits = {"train": [u for part in train for u in import_librispeech(root, part)]}
     names = {"dev": "dev-clean", "test": "test-clean", "dev_other": "dev-other", "test_other": "test-other"}
-    return splits | {name: import_librispeech(root, part) for name, part in names.items() if part in found}
+    return splits | {name: import_librispeech(root, part) for name, part in names.items() if part in present}
 
 
 def _librispeech_5h(corpus: str | Path) -> dict[str, list[Utterance]]:
     root = libri_root(corpus)
-    found = parts(root)
-    dev = next((part for part in ("dev", "dev-clean-2") if part in found), None)
-    if "train-clean-5" not in found or dev is None:
+    present = parts(root)
+    dev = next((part for part in ("dev", "dev-clean-2") if part in present), None)
+    if "train-clean-5" not in present or dev is None:
         raise ImporterError(
-            f"{root}: expected train-clean-5 and dev or dev-clean-2, found {', '.join(found) or 'no folders'}"
+            f"{root}: expected train-clean-5 and dev or dev-clean-2, found {', '.join(present) or 'no folders'}"
         )
     return {"train": import_librispeech(root, "train-clean-5"), "dev": import_librispeech(root, dev)}

@@ -1,4 +1,4 @@
-"""Tar files that other tools wrote, whose audio is read where it lies: WebDataset's, and lhotse's Shar."""
+"""Tar files of other tools, WebDataset and lhotse's Shar; their audio is read in place."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TEXT_SUFFIXES = ("txt", "text")
 
 
 def import_webdataset(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
-    """Import all NAME.tar beneath a folder: samples KEY.flac (or other audio) with KEY.json or KEY.txt beside it.
+    """Import all NAME.tar beneath a folder: samples KEY.flac (or other audio) with KEY.json or KEY.txt.
 
-    A key ends at the first dot of a member's last name, as WebDataset has it. Of KEY.json text, speaker and language
-    are taken, by the names that a table's columns go by. The tar files must not be compressed.
+    A key ends at the first dot of a member's file name, as in WebDataset. KEY.json gives text, speaker and language, by
+    the names of columns in tables. The tar files must not be compressed.
 
     Raises:
         ImporterError: no tar files, one that is damaged, a sample without audio or text, or unusable audio.
     """
     root = corpus_folder(folder)
     entries, problems = list[Entry](), list[str]()
-    for path in _found(root, "*.tar", "NAME.tar with samples KEY.flac and KEY.json or KEY.txt"):
+    for path in _find_files(root, "*.tar", "NAME.tar with samples KEY.flac and KEY.json or KEY.txt"):
         try:
             shard = Shard(path)
             for key, members in _samples(shard).items():
@@ -51,7 +51,7 @@ def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance
     """
     root = corpus_folder(folder)
     entries, problems = list[Entry](), list[str]()
-    for path in _found(root, "cuts.*.jsonl*", "cuts.N.jsonl.gz with recording.N.tar"):
+    for path in _find_files(root, "cuts.*.jsonl*", "cuts.N.jsonl.gz with recording.N.tar"):
         tar = path.with_name(f"recording.{path.name.split('.')[1]}.tar")
         try:
             names = _by_id(Shard(tar))
@@ -67,15 +67,15 @@ def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance
     return _measured(entries, problems, skip_bad=skip_bad)
 
 
-def _found(root: Path, pattern: str, expected: str) -> list[Path]:
-    found = sorted(path for path in root.rglob(pattern) if path.is_file())
-    if not found:
+def _find_files(root: Path, pattern: str, expected: str) -> list[Path]:
+    files = sorted(path for path in root.rglob(pattern) if path.is_file())
+    if not files:
         raise ImporterError(f"{root}: holds no {expected}")
-    return found
+    return files
 
 
 def _measured(entries: list[Entry], problems: list[str], *, skip_bad: bool) -> list[Utterance]:
-    check_members(entry.audio for entry in entries)  # each shard is looked through once, here
+    check_members(entry.audio for entry in entries)  # reads the headers of each shard once
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
 
 
@@ -99,13 +99,13 @@ def _sample(shard: Shard, key: str, listed: list[tuple[str, str]]) -> Entry:
     facts: dict[str, Any] = {}
     if "json" in members:
         facts = _object(shard.read(members["json"]), source)
-    found = {kind: _text(facts, names, source) for kind, names in COLUMNS.items()}
+    fields = {kind: _text(facts, names, source) for kind, names in COLUMNS.items()}
     for kind in _TEXT_SUFFIXES:
-        if not found["text"] and kind in members:
-            found["text"] = " ".join(_decoded(shard.read(members[kind]), source).split())
-    if not found["text"]:
+        if not fields["text"] and kind in members:
+            fields["text"] = " ".join(_decoded(shard.read(members[kind]), source).split())
+    if not fields["text"]:
         raise ImporterError(f"{source}: no transcript: KEY.json with one of {', '.join(COLUMNS['text'])}, or KEY.txt")
-    return Entry(shard.path / audio[0], found["text"], source, found["speaker"], found["lang"])
+    return Entry(shard.path / audio[0], fields["text"], source, fields["speaker"], fields["lang"])
 
 
 def _by_id(shard: Shard) -> dict[str, str]:
@@ -125,22 +125,22 @@ def _cut(tar: Path, names: dict[str, str], source: str, line: bytes) -> Entry:
     if not any(texts):
         raise ImporterError(f"{source}: cut {name!r} has no text")
     shared = {key: {_text(part, (key,), source) for part in spoken} for key in ("speaker", "language")}
-    speaker, language = (found.pop() if len(found) == 1 else "" for found in shared.values())
+    speaker, language = (values.pop() if len(values) == 1 else "" for values in shared.values())
     return Entry(tar / names[name], " ".join(filter(None, texts)), source, speaker, language)
 
 
 def _object(content: bytes, source: str) -> dict[str, Any]:
     try:
-        found = parse_json(content)
+        record = parse_json(content)
     except ValueError as error:
         raise ImporterError(f"{source}: not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ImporterError(f"{source}: a JSON {type(found).__name__}; expected an object")
-    return found
+    if not isinstance(record, dict):
+        raise ImporterError(f"{source}: a JSON {type(record).__name__}; expected an object")
+    return record
 
 
 def _text(record: dict[str, Any], keys: tuple[str, ...], source: str) -> str:
-    """The first of the keys that has a text or a number; raises ImporterError where it is neither."""
+    """Return the first value that is not empty; raises ImporterError where it is neither text nor whole number."""
     for key in keys:
         value = record.get(key)
         if value is None or value == "":

@@ -18,7 +18,7 @@ COLUMNS = {
     "speaker": ("client_id", "speaker_id", "speaker"),
     "lang": ("locale", "lang", "language"),
 }
-"""The names that a column goes by, most telling first."""
+"""Names of columns, the most specific first."""
 _TABLES_SHOWN = 8
 _MAX_JSON_BYTES = 1 << 30
 
@@ -60,7 +60,7 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
             if len(row) != len(header):
                 raise ImporterError(f"{source}: {len(row)} fields, the header has {len(header)}")
             field = {kind: "" if index is None else row[index].strip() for kind, index in column.items()}
-            audio = _beside(path.parent, field["audio"])
+            audio = _find_listed(path.parent, field["audio"])
             entries.append(Entry(audio, field["text"], source, field["speaker"], field["lang"]))
     except csv.Error as error:
         raise ImporterError(f"{path}:{reader.line_num}: {error}") from error
@@ -80,13 +80,13 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False) -> li
     pairs = _json_pairs(path) if path.suffix == ".json" else _csv_pairs(path)
     entries, problems = [], []
     for source, audio, transcript in pairs:
-        text_file = _beside(path.parent, transcript)
+        text_file = _find_listed(path.parent, transcript)
         try:
             text = " ".join(line for _, line in read_lines(text_file))
         except TextError as error:
             problems.append(f"{source}: transcript {error}")
             continue
-        entries.append(Entry(_beside(path.parent, audio), text, source))
+        entries.append(Entry(_find_listed(path.parent, audio), text, source))
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
 
 
@@ -95,7 +95,7 @@ def _column(header: list[str], names: tuple[str, ...]) -> int | None:
     return next((lowered.index(name) for name in names if name in lowered), None)
 
 
-def _beside(folder: Path, listed: str) -> Path:
+def _find_listed(folder: Path, listed: str) -> Path:
     candidates = [folder / listed, folder / "clips" / listed, Path.cwd() / listed]
     return next((c for c in candidates if c.is_file() or find_audio(c)), candidates[0])
 

@@ -28,7 +28,7 @@ def test_it_shows_and_clears_what_is_kept_by_kind(
     assert main(["cache", where]) == 0
     shown = capsys.readouterr().out
     assert str(tmp_path / "work" / "audio_cache") in shown and "last used" in shown
-    assert "kernels         2.0 MB      1 files" in shown and "kept            4.0 MB" in shown
+    assert "kernels         2.0 MB      1 files" in shown and "total           4.0 MB" in shown
     assert main(["cache", "--clear", "audio", "--clear=arpa", where]) == 0
     assert "2.0 MB removed, 1 files" in capsys.readouterr().out
     left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())

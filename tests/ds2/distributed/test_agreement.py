@@ -44,7 +44,7 @@ def test_equal_facts_pass_and_a_single_process_agrees_with_itself() -> None:
 
 def test_the_program_is_every_source_file_however_deep() -> None:
     names = {name for name, _ in sources()}
-    assert {"cli.py", "distributed/agreement.py", "data/corpora/an4.py"} <= names
+    assert {"cli.py", "distributed/agreement.py", "data/corpora/layouts.py"} <= names
     assert sum(name.endswith(".cuh") for name in names) >= 13
 
 

@@ -29,7 +29,7 @@ def test_pairs_become_utterances_and_folders_speakers(tmp_path: Path, caplog: py
     assert [(u.audio_filepath.name, u.text, u.speaker) for u in found] == [
         ("alone.wav", "nobody", ""), ("1.5.wav", "Grüße an alle", "ann"), ("1.flac", "hello", "bob"),
     ]  # fmt: skip
-    assert "1 recordings have no transcript" in caplog.text and "untold.wav" in caplog.text
+    assert "1 recordings without a transcript" in caplog.text and "untold.wav" in caplog.text
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -44,3 +44,16 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_bytes(b"\xff")
     with pytest.raises(ImporterError, match=r"d\.txt:1: byte 1 is not UTF-8"):
         import_corpus("folder", tmp_path)
+
+
+def test_hidden_files_are_ignored_and_texts_that_are_not_utf_8_skipped(tmp_path: Path) -> None:
+    record(tmp_path / "a.wav", "good")
+    record(tmp_path / "b.wav", None)
+    (tmp_path / "b.txt").write_bytes("größer".encode("latin-1"))
+    record(tmp_path / "c.wav", None)
+    (tmp_path / "c.txt").write_bytes("größer".encode("utf-16"))
+    (tmp_path / "._a.txt").write_bytes(b"\x00\x05\x16\x07")  # as macOS writes next to each file of other disks
+    (tmp_path / "._a.wav").write_bytes(b"\x00\x05\x16\x07")
+    with pytest.raises(ImporterError, match=r"2 of 3(.|\n)*b\.txt:1: byte 3 is not UTF-8(.|\n)*c\.txt:1: .*UTF-16"):
+        import_corpus("folder", tmp_path)
+    assert [u.text for u in import_corpus("folder", tmp_path, skip_bad=True)] == ["good"]

@@ -47,7 +47,7 @@ def test_what_is_no_table_is_named_with_the_way_out(tmp_path: Path) -> None:
         (["name,words", "a,b"], r"t\.csv:1: columns \['name', 'words'\] have none for audio"),
         (["path,sentence", "a,b,c"], r"t\.csv:2: 3 fields, the header has 2"),
         (["path,sentence", 'a,"b'], r"t\.csv:2: unexpected end of data"),
-        (["path,sentence", "gone.wav,b"], r"t\.csv:2: no audio at .*gone\.wav nor under another extension"),
+        (["path,sentence", "gone.wav,b"], r"t\.csv:2: no audio at .*gone\.wav, nor with another extension"),
         ([], "columns"),
     ],
 )

@@ -59,9 +59,9 @@ def test_filter_keeps_what_meets_the_conditions_and_counts_the_rest(
     shown = capsys.readouterr().out
     assert "longer than --max-s" in shown and "with --without-text" in shown
     assert main(["data", "filter", str(manifest), str(out), "--speakers", "nobody"]) == 2
-    assert "20 not of --speakers; loosen them" in capsys.readouterr().err
+    assert "20 not of --speakers; relax them" in capsys.readouterr().err
     assert main(["data", "filter", str(manifest), str(out), "--text", "("]) == 2
-    assert "no regular expression" in capsys.readouterr().err
+    assert "is not a regular expression" in capsys.readouterr().err
 
 
 def test_alphabet_writes_one_that_a_run_can_use(
