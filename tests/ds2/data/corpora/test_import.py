@@ -24,7 +24,7 @@ def test_a_missing_corpus_is_named(tmp_path: Path, format: str) -> None:
 def test_a_path_that_no_file_can_have_is_named(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text("path,sentence\nwav\0/a.wav,a\n")
-    with pytest.raises(TextError, match=r"table\.csv:2: holds NUL"):
+    with pytest.raises(TextError, match=r"table\.csv:2: contains NUL"):
         import_corpus("csv", table)
 
 
