@@ -30,6 +30,7 @@ from ds2.text.pieces import learn_pieces
 from ds2.text.unknown_characters import alphabet_lines
 
 log = logging.getLogger(__name__)
+_SHOWN_OF_A_KIND = 5
 _BASE_SYMBOLS = " '"
 
 
@@ -39,6 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     checked = commands.add_parser("check", help="read every utterance and report problems")
+    checked.add_argument("--all", action="store_true", help=f"print all findings, not {_SHOWN_OF_A_KIND} of each kind")
     checked.add_argument("--json", type=Path, help="also write the findings to this file")
     checked.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
 
@@ -75,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
         status: int = options.run(options)
         return status
     if options.command == "check":
-        return run_check(compose_config(options.overrides), options.json)
+        return run_check(compose_config(options.overrides), options.json, show_all=options.all)
     if options.command == "prepare":
         data = compose_config(options.overrides).data
         for part, path in prepare(data.prepare, data.corpus, data.work_dir).items():
@@ -94,12 +96,13 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_check(config: Config, json_path: Path | None = None) -> int:
+def run_check(config: Config, json_path: Path | None = None, *, show_all: bool = False) -> int:
     """Check the manifests of a config, prepare them where missing, and print the report.
 
     Args:
         config: manifests, alphabet and model (of which only the striding is used).
         json_path: also write the report to this file.
+        show_all: print all findings, not only some of each kind.
     Returns:
         0 if training may start, else 1.
     Raises:
@@ -123,7 +126,7 @@ def run_check(config: Config, json_path: Path | None = None) -> int:
         return int(model.output_frames(int(features.frames(samples))))
 
     report = check(splits, config.data, config.augment, alphabet, output_frames)
-    print(report.format())
+    print(report.format(None if show_all else _SHOWN_OF_A_KIND))
     if json_path is not None:
         report.write_json(json_path)
     return 0 if report.may_start else 1

@@ -51,6 +51,7 @@ class Finding:
     source: str  # "manifest:line"
     name: str
     message: str
+    excess: float = 0.0  # how bad it is, for kinds that have a measure
 
 
 @dataclass
@@ -73,13 +74,21 @@ class CheckReport:
         """Findings by (severity, kind)."""
         return Counter((finding.severity, finding.kind) for finding in self.findings)
 
-    def format(self) -> str:
-        """Return the report as text: a line per finding, the counts, the verdict."""
-        ordered = sorted(self.findings, key=lambda f: (f.severity, f.kind))
-        lines = [f"{f.severity}: {f.source or f.name}: {f.name}: {f.kind}: {f.message}" for f in ordered]
-        lines += [f"note: {note}" for note in self.notes]
-        lines.append(f"{self.utterances} utterances, {self.hours:.2f} h")
+    def format(self, shown: int | None = None) -> str:
+        """Return the report as text: the counts of findings, the findings of each kind, the verdict.
+
+        Args:
+            shown: number of findings printed of each kind, the worst ones where the kind has an order; None prints all.
+        """
+        lines = [f"{self.utterances} utterances, {self.hours:.2f} h"]
         lines += [f"  {count:6d} {severity}s: {kind}" for (severity, kind), count in sorted(self.counts.items())]
+        for (severity, kind), count in sorted(self.counts.items()):
+            same_kind = [f for f in self.findings if (f.severity, f.kind) == (severity, kind)]
+            same_kind.sort(key=lambda f: -f.excess)
+            lines += [f"{severity}: {f.source or f.name}: {f.name}: {kind}: {f.message}" for f in same_kind[:shown]]
+            if shown is not None and count > shown:
+                lines.append(f"  ... and {count - shown} more {severity}s: {kind} (--all prints them, --json has them)")
+        lines += [f"note: {note}" for note in self.notes]
         lines += ["", self.unfit, ""] if self.unfit else []
         lines.append("training may start" if self.may_start else "training may not start: correct the errors above")
         return "\n".join(lines)
@@ -316,6 +325,7 @@ def _pace_outliers(listed: Sequence[tuple[str, Utterance]]) -> list[Finding]:
             u.source,
             u.name,
             f"{u.duration_s:.2f} s for {len(u.text)} characters is {math.exp(pace - centre):.2g} times the usual time",
+            abs(pace - centre),
         )
         for split, u, pace in paced
         if abs(pace - centre) > limit

@@ -186,6 +186,23 @@ def test_the_command_tells_by_its_status_and_writes_json(
     assert {f["kind"] for f in stored["findings"] if f["severity"] == "error"} == {"unreadable", "characters"}
 
 
+def test_the_report_begins_with_counts_and_shows_the_worst_of_each_kind(tmp_path: Path) -> None:
+    spoken = [Utterance(tmp_path / f"{number}.wav", 2.0, TEXT) for number in range(60)]
+    slow = [Utterance(tmp_path / f"slow{number}.wav", 2.0 * number, TEXT) for number in range(5, 9)]
+    config = Config(run_dir="x")
+    splits = {"train": [*spoken, *slow]}
+    report = check(splits, config.data, config.augment, Alphabet.from_config(config.alphabet), frames_at_25_hz)
+    lines = report.format(shown=2).splitlines()
+    assert lines[:3] == ["64 utterances, 0.05 h", "      64 errors: unreadable", "       4 warnings: pace"]
+    assert [line.split(": ")[2] for line in lines if line.startswith("warning: ") and "pace" in line] == [
+        "slow8",
+        "slow7",
+    ]
+    assert sum(line.startswith("error: ") for line in lines) == 2
+    assert "  ... and 62 more errors: unreadable (--all prints them, --json has them)" in lines
+    assert sum(line.startswith("error: ") for line in report.format().splitlines()) == 64
+
+
 def test_characters_that_do_not_fit_end_in_a_table_and_an_alphabet(folder: Path) -> None:
     report = checked(folder, Utterance(write(folder / "x.wav", noise(60)), 2.0, "schöne Grüße"))
     shown = report.format()
