@@ -8,7 +8,7 @@ import stat
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +37,7 @@ _LOSSLESS = {"PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE"
 _BLOCK_FRAMES = 1 << 18
 RATES_HZ = (1000, 768_000)
 _MAX_CHANNELS = 64
+_CANCELLED_POWER = 0.1  # of the average of channels, relative to theirs; two channels of noise have 0.5
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
@@ -284,6 +285,8 @@ def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | 
                 if np.isfinite(peak)
                 else f"{path}: holds NaN or infinite samples"
             )
+        if file.channels > 1 and done == len(block) and _cancels(block, mono):
+            _log_cancellation(path, file.channels)
         yield mono
     if not done:
         raise AudioError(f"{path}: no samples could be decoded at {offset_s:g} s")
@@ -321,6 +324,22 @@ def _with_last(blocks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[
         previous = block
     if previous is not None:
         yield previous, True
+
+
+def _cancels(block: NDArray[np.float32], mono: NDArray[np.float32]) -> bool:
+    """Return whether the average of channels (N, channels) has lost most of their power."""
+    power = float(np.square(block).mean())
+    return float(np.square(mono).mean()) < _CANCELLED_POWER * power
+
+
+@lru_cache(maxsize=4096)
+def _log_cancellation(path: Path, channels: int) -> None:
+    log.warning(
+        "%s: the average of its %d channels has less than a tenth of their power (opposite phases, or a voice in one "
+        "channel only): extract the channel with the voice, e.g. `sox IN OUT remix 1`",
+        path,
+        channels,
+    )
 
 
 @cache

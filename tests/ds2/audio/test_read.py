@@ -122,3 +122,17 @@ def test_channels_are_averaged_in_float32(tmp_path: Path, channels: int) -> None
     soundfile.write(tmp_path / "many.wav", samples, 16000, subtype="FLOAT")
     total = functools.reduce(np.add, samples.T)  # a sum rounds after each channel
     assert np.array_equal(read_audio(tmp_path / "many.wav", 16000), total / np.float32(channels))
+
+
+@pytest.mark.parametrize(
+    ("gains", "warns"),
+    [((1.0, -1.0), True), ((1.0, *[0.0] * 31), True), ((1.0, 0.0), False), ((1.0, 1.0), False), ((0.0, 0.0), False)],
+)
+def test_channels_whose_average_loses_the_sound_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gains: tuple[float, ...], warns: bool
+) -> None:
+    soundfile.write(tmp_path / "a.wav", chirp(16000)[:, None] * np.array(gains), 16000)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            read_audio(tmp_path / "a.wav")
+    assert caplog.text.count("extract the channel with the voice") == int(warns)
