@@ -220,8 +220,15 @@ def replays(trainer: Trainer) -> int:
         ),
         ("model.intermediate=[1]", "model.depth=4", "model.skip=2"),
         ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0", "features.kind=log_mel"),
+        ("model.cell=lstm", "train.accumulate=2", "batching.utterances=2"),
+        ("model.cell=gru",),
+        ("model.cell=lstm", "model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"),
+        ("model.cell=gru", "model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"),
     ],
-    ids=["adamw", "sgd", "accumulated", "masked", "dropout", "two_views", "intermediate", "bidirectional"],
+    ids=[
+        *("adamw", "sgd", "accumulated", "masked", "dropout", "two_views", "intermediate", "bidirectional"),
+        *("lstm", "gru", "bidirectional_lstm", "bidirectional_gru"),
+    ],
 )
 def test_graphs_give_the_bits_of_single_launches(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...]
