@@ -1,6 +1,6 @@
 """No input, however damaged, gives a traceback, a hang, a gigabyte or, where checksums tell, a wrong result.
 
-DS2_FUZZ_CASES=2000 DS2_FUZZ_SEED=7 fuzzes longer and elsewhere; see tools/fuzz.py for one case alone.
+DS2_FUZZ_CASES=2000 DS2_FUZZ_SEED=7 fuzzes longer and elsewhere; see tools/fuzz.py inputs for one case alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the tool in a process of its own: it forks, which a process with threads must not."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "fuzz.py"), *arguments],
+        [sys.executable, str(ROOT / "tools" / "fuzz.py"), "inputs", *arguments],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
     )  # fmt: skip
@@ -36,8 +36,8 @@ def test_damaged_inputs_are_named_errors_or_right_results() -> None:
 FAULTY_READERS = """
 import os, sys, time
 sys.path[:0] = [{tools!r}]
-import fuzz, fuzz_targets
-from fuzz_damage import BYTES
+from fuzzing import files, inputs
+from fuzzing.damage import BYTES
 
 def make(folder):
     (folder / "f").write_bytes(b"whole")
@@ -54,11 +54,11 @@ faults = dict(
     traceback=lambda: {{}}["x"], died=os.abort, hang=lambda: time.sleep(3600), memory=lambda: b"1" * (1 << 27),
     wrong=lambda: None,
 )
-fuzz.MEMORY_KIB = 1 << 16
+inputs.MEMORY_KIB = 1 << 16
 for name, fault in faults.items():
-    fuzz.HANG_S = 2 if name == "hang" else 60
-    fuzz.TARGETS["faulty"] = fuzz_targets.Target("faulty", make, reader(fault), BYTES, checked=True)
-    print(name, fuzz.main(["--cases", "2", "--only", "faulty"]))
+    inputs.HANG_S = 2 if name == "hang" else 60
+    inputs.TARGETS["faulty"] = files.Target("faulty", make, reader(fault), BYTES, checked=True)
+    print(name, inputs.main(["--cases", "2", "--only", "faulty"]))
 """
 
 

@@ -1,4 +1,4 @@
-"""After any number of kill -9 the same command ends with what the unbroken run ends with; see tools/kill_chains.py.
+"""After any number of kill -9 the same command ends with what the unbroken run ends with; see tools/fuzz.py kills.
 
 DS2_KILLS=40 kills each work so often.
 """
@@ -29,7 +29,7 @@ KILLS = os.environ.get("DS2_KILLS", "2")
 def test_chains_of_kills_end_as_the_unbroken_run(works: tuple[str, ...]) -> None:
     path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "kill_chains.py"), "--kills", KILLS, "--only", *works],
+        [sys.executable, str(ROOT / "tools" / "fuzz.py"), "kills", "--kills", KILLS, "--only", *works],
         env={**os.environ, "PYTHONPATH": path}, cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Damage to files, drawn by seed: bytes of any file, words of a text, values in the JSON of a safetensors header."""
+"""Random damage to files: bytes of any file, words of a text, values in the JSON of a safetensors header."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def _integer(draw: random.Random, content: bytes) -> bytes:
 
 
 def _number(draw: random.Random, content: bytes) -> bytes:
-    found = list(_NUMBER.finditer(content))
-    if not found:
+    numbers = list(_NUMBER.finditer(content))
+    if not numbers:
         return _word(draw, content)
-    chosen = draw.choice(found)
+    chosen = draw.choice(numbers)
     return content[: chosen.start()] + draw.choice(NUMBERS).encode() + content[chosen.end() :]
 
 

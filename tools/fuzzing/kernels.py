@@ -1,7 +1,7 @@
-"""Run random problems through random tiles of the recurrent kernels on a GPU, beside float64.
+"""Run random problems on random tiles of the recurrent kernels on a GPU, and compare the results with float64.
 
-    python tools/fuzz_kernels.py --seconds 240 --workers 14      every case that fails is one line; exit status 1
-    python tools/fuzz_kernels.py --seed 3 --case 31              one case again
+    python tools/fuzz.py kernels --seconds 240 --workers 14      prints a line for each failure; exit status 1
+    python tools/fuzz.py kernels --seed 3 --case 31              one case again
 
 A case is a cell, a dtype, a hidden size and, for each pass, a layout of its space, whether the planner would choose it
 or not; it runs with several tiles, batches, numbers of frames and kinds of lengths, with a first state and without, on
@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.problem import Choice, DoesNotFit, Problem
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support import gated_cases, persistent_cases
 from support.op_cases import nan_filled_memory, poison_padding
@@ -70,11 +70,11 @@ def cases(seed: int, case: int) -> Iterator[str]:
 
 def _tile(rng: random.Random, problem: Problem, max_sms: int | None, layouts: dict[bool, str]) -> Choice:
     """A tile of the layout that the case has taken before, if this problem has it: it may need no new kernel."""
-    found = space(problem, device_facts(0), max_sms)
-    same = [choice for choice in found if choice.work.layout == layouts.get(problem.backward)]
-    layout = rng.choice(sorted({choice.work.layout for choice in same or found}))
+    choices = space(problem, device_facts(0), max_sms)
+    same = [choice for choice in choices if choice.work.layout == layouts.get(problem.backward)]
+    layout = rng.choice(sorted({choice.work.layout for choice in same or choices}))
     layouts.setdefault(problem.backward, layout)
-    return rng.choice([choice for choice in found if choice.work.layout == layout])
+    return rng.choice([choice for choice in choices if choice.work.layout == layout])
 
 
 def _lengths(rng: random.Random, frames: int, batch: int, kind: str) -> Tensor:
@@ -123,9 +123,9 @@ def _plain(cell: str, shape: tuple[int, int, int], kind: torch.dtype, lengths: T
     first, last = (h0, grad_h_n) if with_state else (zeros, zeros)
 
     def loops(to: torch.dtype) -> list[Tensor]:
-        given = [tensor.to(to) for tensor in (x, weight, first, grad_y, last, once[0])]
-        forward = persistent_cases.forward_loop(*given[:3], lengths, cell)
-        return [*forward, *persistent_cases.backward_loop(given[3], given[4], given[5], given[1], lengths, cell)]
+        inputs = [tensor.to(to) for tensor in (x, weight, first, grad_y, last, once[0])]
+        forward = persistent_cases.forward_loop(*inputs[:3], lengths, cell)
+        return [*forward, *persistent_cases.backward_loop(inputs[3], inputs[4], inputs[5], inputs[1], lengths, cell)]
 
     return (once, again), loops(kind), loops(torch.float64)
 
@@ -165,16 +165,16 @@ def _worker(seed: int, first: int, step: int, until: float) -> tuple[Counter[str
     return count, faults
 
 
-def main() -> int:
-    """Run cases until the time is over, or one."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run cases until the time is over, or one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="only this one")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--workers", type=int, default=4)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise SystemExit("tools/fuzz_kernels.py needs a CUDA GPU; tests/ops/recurrent emulates the kernels without one")
+        raise SystemExit("tools/fuzz.py kernels needs a CUDA GPU; tests/ops/recurrent emulates the kernels without one")
     if options.case is not None:
         faults = [fault for fault in cases(options.seed, options.case) if fault]
         print("\n".join(faults) or f"case {options.case}: right")
@@ -184,10 +184,6 @@ def main() -> int:
         jobs = [pool.submit(_worker, options.seed, i, workers, until) for i in range(workers)]
         results = [job.result() for job in jobs]
     total = sum((count for count, _ in results), Counter())
-    faults = [fault for _, found in results for fault in found]
+    faults = [fault for _, faults_of_worker in results for fault in faults_of_worker]
     print(f"seed {options.seed}: {total['cases']} cases, {total['runs']} runs, {len(faults)} wrong")
     return bool(faults)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What reaches a model from outside: uploads and messages to a server, manifests to align, audio in blocks, shards."""
+"""Inputs from clients and of commands: uploads and messages to a server, manifests, audio in blocks, shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
-from fuzz_damage import BYTES, JSON_LINES, TEXT
-from fuzz_targets import CPU, RATE_HZ, TINY, Target, digest, make_manifest, make_model, noise, speech, write_lines
+from fuzzing.damage import BYTES, JSON_LINES, TEXT
+from fuzzing.files import CPU, RATE_HZ, TINY, Target, digest, make_manifest, make_model, noise, speech, write_lines
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -47,7 +47,7 @@ _CLOSE_REASON_BYTES = 123  # of the protocol: a longer one breaks the connection
 
 
 class Refused(UserError):
-    """The server told its client what is wrong."""
+    """The server answered with an error message."""
 
 
 @functools.cache
@@ -55,12 +55,12 @@ def _recogniser(folder: Path) -> Recogniser:
     return Recogniser.of(load_model(folder / "best.safetensors"), DecodeConfig(method="beam", beam=4), CPU)
 
 
-def _ask(folder: Path, questions: Callable[[TestClient], Any]) -> Any:
-    """What a server answers; a fault of its own is raised here."""
+def _request(folder: Path, requests: Callable[[TestClient], Any]) -> Any:
+    """Return the answer of a server, and raise its own faults."""
     with TestClient(application(LocalRecogniser(_recogniser(folder), LIMITS), LIMITS)) as client:
         try:
-            answer = questions(client)
-        except OSError as error:  # which would be a message of a command
+            answer = requests(client)
+        except OSError as error:  # a command would print it as one line
             raise AssertionError(f"the server failed: {error}") from error
         if " ds2_sessions 0.0" not in client.get("/metrics").text.replace("\n", " "):
             raise AssertionError("a session was never closed")
@@ -93,7 +93,7 @@ def _upload(folder: Path) -> Any:
             raise Refused(answer.json()["error"]["message"])
         return answer.text
 
-    return _ask(folder, post)
+    return _request(folder, post)
 
 
 def _make_messages(path: str) -> Callable[[Path], None]:
@@ -108,12 +108,12 @@ def _make_messages(path: str) -> Callable[[Path], None]:
     ]
     hints = {"prompt": "ab, one two", "hot_words": {"ab": 5, "c": 1.5}}
     form, silence = {"type": "audio/pcm", "rate": 24000}, {"type": "server_vad", "silence_duration_ms": 300}
-    given = {
+    session = {
         "type": "transcription",
         "audio": {"input": {"format": form, "turn_detection": silence, "transcription": hints}},
     }
     realtime = [
-        *[{"type": "session.update", "event_id": "e1", "session": given}] * 6,
+        *[{"type": "session.update", "event_id": "e1", "session": session}] * 6,
         *({"type": "input_audio_buffer.append", "audio": part} for part in sound),
         {"type": "input_audio_buffer.commit", "event_id": "e2"},
         {"type": "input_audio_buffer.clear"},
@@ -128,31 +128,31 @@ def _make_messages(path: str) -> Callable[[Path], None]:
 
 def _messages(path: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        return _ask(folder, lambda client: _talk(client, path, (folder / "messages.jsonl").read_bytes()))
+        return _request(folder, lambda client: _talk(client, path, (folder / "messages.jsonl").read_bytes()))
 
     return read
 
 
 def _talk(client: TestClient, path: str, content: bytes) -> Any:
-    """Send each line as a message, what it says under `binary` as bytes, then hear all answers."""
-    told: list[Any] = []
+    """Send each line as a message, the value of `binary` as bytes; return all answers."""
+    answers: list[Any] = []
     with client.websocket_connect(path) as socket:
         for line in content.decode("utf-8", "replace").split("\n"):
             binary = _binary(line)
             socket.send_text(line) if binary is None else socket.send_bytes(binary)
         socket.send_text('{"eof": 1}' if path == "/" else '{"type": "input_audio_buffer.clear", "event_id": "last"}')
         try:
-            while not told or told[-1].get("type") != "input_audio_buffer.cleared":
+            while not answers or answers[-1].get("type") != "input_audio_buffer.cleared":
                 text = socket.receive_text()
                 text.encode()  # what the protocol does with it
-                told.append(json.loads(text, parse_constant=_no_json))
+                answers.append(json.loads(text, parse_constant=_no_json))
         except WebSocketDisconnect as end:
             if len((end.reason or "").encode()) > _CLOSE_REASON_BYTES:
                 raise AssertionError(f"no reason that can be sent: {end.reason}") from end
-    errors = [answer for answer in told if "error" in answer]
+    errors = [answer for answer in answers if "error" in answer]
     if errors:
         raise Refused(str(errors[0]["error"]))
-    return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in told]
+    return [{key: value for key, value in answer.items() if not key.endswith("_id")} for answer in answers]
 
 
 def _no_json(constant: str) -> None:
@@ -175,8 +175,8 @@ def _aligned(folder: Path) -> Any:
     recogniser = _recogniser(folder)
     utterances = scored_utterances([str(folder / "m.jsonl")], recogniser.alphabet)
     with torch.inference_mode():
-        found = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
-    return [(one.words, one.surprise) for one in found]
+        alignments = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
+    return [(one.words, one.surprise) for one in alignments]
 
 
 def _blocks(folder: Path) -> Any:

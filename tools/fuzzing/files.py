@@ -1,11 +1,13 @@
-"""Every reader of ds2 with whole files for it, small enough that thousands of damaged ones are read in minutes."""
+"""Every file reader of ds2, with files for it so small that it reads thousands of damaged ones in minutes."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
 import random
+import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import soundfile
 import torch
-from fuzz_damage import BYTES, JSON_LINES, NUMBERS, TENSORS, TEXT, WORDS, Damage
+from fuzzing.damage import BYTES, JSON_LINES, LISTS, NUMBERS, TAR, TENSORS, TEXT, WORDS, Damage
 from torch import Tensor
 
 from ds2.audio.features import Features
@@ -22,22 +24,28 @@ from ds2.audio.read import audio_info, read_audio
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, DataConfig, ModelConfig
 from ds2.data.audio_cache import open_audio
+from ds2.data.check import check
 from ds2.data.corpora import import_corpus
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
+from ds2.data.statistics import statistics
 from ds2.decoding.methods import make_decoder
 from ds2.lm.arpa import write_arpa
 from ds2.lm.files import load_ngram, save_ngram
 from ds2.lm.kneser_ney import estimate
+from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
+from ds2.lm.recurrent_training import StateFile, TrainingPosition
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import load_model, save_model
 from ds2.recognition.settings import decode_settings, save_settings, tuned_file
 from ds2.scoring.texts import read_texts
+from ds2.system.tensor_file import optimizer_tensors
 from ds2.text.alphabet import Alphabet
 from ds2.text.pieces import read_pieces
 from ds2.training.optim import make_optimizer
 from ds2.training.state import TrainState, read_state, save_state
 
 RATE_HZ = 16000
+_SECRET_LEVEL = 0.9  # constant: no sound of the containers has such a median
 CPU = torch.device("cpu")
 WORDS_OF_LM = ("one", "two", "three", "four")
 TINY = Config(
@@ -52,11 +60,11 @@ class Target:
     """One kind of input and what reads it."""
 
     name: str
-    make: Callable[[Path], None]  # whole files into an empty folder
-    read: Callable[[Path], Any]  # to a value that is compared
+    make: Callable[[Path], None]  # writes undamaged files into an empty folder
+    read: Callable[[Path], Any]  # returns a value that is compared
     damages: tuple[Damage, ...]
     only: str = "*"  # glob of the files that are damaged
-    checked: bool = False  # damage is seen: whatever is read is what was written
+    checked: bool = False  # the format has checksums: a read that succeeds returns what was written
 
 
 def digest(values: Iterable[Any]) -> str:
@@ -250,7 +258,7 @@ def _override(draw: random.Random, content: bytes) -> bytes:
 
 
 def _read_override(folder: Path) -> Any:
-    """What `ds2 train` builds from its settings before it looks at data, without the memory of the weights."""
+    """Build what `ds2 train` builds before it reads data, without memory for the weights."""
     config = compose_config([(folder / "override").read_bytes().decode()])
     alphabet = Alphabet.from_config(config.alphabet)
     features = Features(config.features, config.data.sample_rate_hz)
@@ -267,6 +275,105 @@ def _make_override(folder: Path) -> None:
 
 def _texts(folder: Path) -> Any:
     return [read_texts(folder / "m.jsonl", ids=ids, hypotheses=True) for ids in (False, True)]
+
+
+def _container(suffix: str, codec: str) -> Target:
+    """Audio in a container; beside it a file that must not be read, whatever the damaged container refers to."""
+
+    def make(folder: Path) -> None:
+        import av
+
+        soundfile.write(folder / "secret.wav", np.full(RATE_HZ // 2, _SECRET_LEVEL), RATE_HZ, subtype="PCM_16")
+        with av.open(str(folder / f"a.{suffix}"), "w") as output:
+            stream = output.add_stream(codec, rate=RATE_HZ)
+            stream.layout, stream.bit_rate = "mono", 96000
+            samples = noise(0.5).astype(np.float32)[None]
+            whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+            whole.sample_rate = RATE_HZ
+            stream.codec_context.open()
+            size = stream.codec_context.frame_size or 1024
+            even = av.AudioResampler(stream.codec_context.format, "mono", RATE_HZ, frame_size=size)
+            for frame in [*even.resample(whole), *even.resample(None)]:
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode(None))
+
+    def read(folder: Path) -> Any:
+        waveform = read_audio(folder / f"a.{suffix}")
+        if np.median(waveform) > _SECRET_LEVEL - 0.05:
+            raise AssertionError("the sound of another file was read")
+        audio_info(folder / f"a.{suffix}")
+        return digest([waveform])
+
+    return Target(f"audio {suffix}", make, read, LISTS, f"a.{suffix}")
+
+
+def _check(folder: Path) -> Any:
+    """What `ds2 data check` reports."""
+    config, alphabet = TINY, Alphabet.from_config(TINY.alphabet)
+    splits = {"train": [*read_manifest(folder / "m.jsonl")] * 17}  # enough for a check of the pace
+    report = check(splits, config.data, config.augment, alphabet, lambda samples: samples // 640)
+    return report.format(), statistics(splits["train"]).format()
+
+
+def _make_webdataset(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for number, utterance in enumerate(speech(folder / "made")):
+            facts = folder / f"{number}.json"
+            facts.write_text(json.dumps({"text": utterance.text, "speaker": utterance.speaker}), encoding="utf-8")
+            tar.add(utterance.audio_filepath, f"{number}.wav")
+            tar.add(facts, f"{number}.json")
+
+
+def _make_shar(folder: Path) -> None:
+    lines = []
+    with tarfile.open(folder / "recording.000000.tar", "w") as tar:
+        for number, utterance in enumerate(speech(folder / "made")):
+            tar.add(utterance.audio_filepath, f"cut-{number}.wav")
+            supervision = {"text": utterance.text, "speaker": utterance.speaker, "language": "en"}
+            lines.append(json.dumps({"id": f"cut-{number}", "start": 0, "supervisions": [supervision]}) + "\n")
+    (folder / "cuts.000000.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _make_packed_shar(folder: Path) -> None:
+    _make_shar(folder)
+    cuts = folder / "cuts.000000.jsonl"
+    cuts.with_name("cuts.000000.jsonl.gz").write_bytes(gzip.compress(cuts.read_bytes()))
+    cuts.unlink()
+
+
+def _imported(format_name: str) -> Callable[[Path], Any]:
+    return lambda folder: [(u.name, u.text, u.speaker, u.duration_s) for u in import_corpus(format_name, folder)]
+
+
+def _make_recurrent(folder: Path) -> None:
+    torch.manual_seed(0)
+    letters = sorted({" ", *"".join(WORDS_OF_LM)})
+    save_recurrent(
+        folder / "lm", RecurrentLM(Alphabet(("", *letters)), RecurrentShape(hidden=8, layers=2)), {"step": 1}
+    )
+
+
+def _read_recurrent(folder: Path) -> Any:
+    return digest(load_recurrent(folder / "lm").score([" ".join(WORDS_OF_LM), "one", ""]))
+
+
+def _training(folder: Path) -> tuple[StateFile, RecurrentLM, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = RecurrentLM(Alphabet(("", *sorted({" ", *"".join(WORDS_OF_LM)}))), RecurrentShape(hidden=8, layers=2))
+    return StateFile(folder / "state", {"text": "of words"}, 0.0), model, torch.optim.AdamW(model.parameters())
+
+
+def _make_lm_state(folder: Path) -> None:
+    state, model, optimizer = _training(folder)
+    torch.autograd.backward(-model.log_probs(torch.tensor([[1], [0]]), torch.tensor([2])).sum())
+    optimizer.step()
+    state.save(model, optimizer, TrainingPosition(1, 1, 1, 0.1))
+
+
+def _read_lm_state(folder: Path) -> Any:
+    state, model, optimizer = _training(folder)
+    position = state.restore(model, optimizer)
+    return digest([position, *model.state_dict().values(), *optimizer_tensors(optimizer).values()])
 
 
 def _targets() -> Mapping[str, Target]:
@@ -291,6 +398,14 @@ def _targets() -> Mapping[str, Target]:
                lambda f: read_pieces(f / "p.txt"), TEXT),
         Target("tuned settings", _make_tuned, _read_tuned, TEXT),
         Target("overrides", _make_override, _read_override, (_override,)),
+        *(_container(*names) for names in (("m4a", "aac"), ("mka", "libopus"), ("ts", "aac"), ("wma", "wmav2"))),
+        Target("data check", make_manifest, _check, JSON_LINES, "m.jsonl"),
+        Target("import webdataset", _make_webdataset, _imported("webdataset"), TAR, "*.tar"),
+        Target("import shar, audio", _make_shar, _imported("shar"), TAR, "*.tar"),
+        Target("import shar, cuts", _make_shar, _imported("shar"), JSON_LINES, "cuts*"),
+        Target("import shar, packed", _make_packed_shar, _imported("shar"), BYTES, "[cr]*"),
+        Target("LM recurrent", _make_recurrent, _read_recurrent, TENSORS, checked=True),
+        Target("LM recurrent, training", _make_lm_state, _read_lm_state, TENSORS, checked=True),
     )  # fmt: skip
     return {row.name: row for row in rows}
 

@@ -1,11 +1,12 @@
 """Kill ds2 with -9 at random moments, start it again, and compare what it ends with to the unbroken run, bit for bit.
 
-    python tools/kill_chains.py --kills 4                   four kills of each work: some minutes
-    python tools/kill_chains.py --kills 40 --only train     the table is what docs/results/reliability.md shows
+    python tools/fuzz.py kills --kills 4                   four kills of each work: some minutes
+    python tools/fuzz.py kills --kills 40 --only train     docs/results/reliability.md shows the table
 
-A chain starts one command again after each kill, until it ends by itself. On two ranks half of the kills take the whole
-job, half one rank: then the others must end by themselves within a minute. A fault is a chain that ends otherwise than
-the unbroken run, fails, or leaves temporary files; the exit status is 1 if there are any. Needs /proc (Linux).
+A chain starts one command again after each kill, until it ends by itself. On two ranks half of the kills end the whole
+job, and half of them one rank: then the others must end by themselves within a minute. Faults are a chain whose result
+differs from that of the unbroken run, one that fails, and temporary files that remain; the exit status is 1 if there
+are any. Needs /proc (Linux).
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import soundfile
-from kill_process import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -35,6 +38,7 @@ RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
 DS2 = (sys.executable, "-m", "ds2.cli")
 KILLS_A_CHAIN = 8
+OTHERS_END_S = 60.0
 MOST_FAULTS = 8  # a command that fails by itself would never be killed often enough
 PREPARE = (  # a corpus that takes about as long as Python's start
     "import sys; from ds2 import cli; from ds2.data.corpora import synthetic;"
@@ -59,12 +63,12 @@ class Work:
 
 @dataclass
 class Count:
-    """What became of the chains of one work."""
+    """How the chains of one work ended."""
 
     kills: int = 0
     chains: int = 0
     equal: int = 0
-    faults: list[str] | None = None
+    faults: list[str] = field(default_factory=list)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,27 +77,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=4, help="of each work (default 4)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="works whose names begin so")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     started, faults = time.monotonic(), []
     rows = ["| work | kills -9 | chains | equal | faults |", "|---|---:|---:|---:|---:|"]
     with tempfile.TemporaryDirectory(prefix="ds2-kills-") as name:
         base = Path(name)
         for work in works(base):
-            if given.only and not work.name.startswith(tuple(given.only)):
+            if options.only and not work.name.startswith(tuple(options.only)):
                 continue
-            draw = random.Random(f"{given.seed} {work.name}")
-            count = chains(work, base / work.name.replace(" ", "-"), given.kills, draw)
-            found = count.faults or []
-            rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(found)} |")
-            print(rows[-1], *found, sep="\n", file=sys.stderr)
-            faults += [f"{work.name}: {fault}" for fault in found]
-    print(f"seed {given.seed}, {time.monotonic() - started:.0f} s, commit {git_commit()}\n")
+            draw = random.Random(f"{options.seed} {work.name}")
+            count = chains(work, base / work.name.replace(" ", "-"), options.kills, draw)
+            rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(count.faults)} |")
+            print(rows[-1], *count.faults, sep="\n", file=sys.stderr)
+            faults += [f"{work.name}: {fault}" for fault in count.faults]
+    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s, commit {git_commit()}\n")
     print("\n".join([*rows, "", *(f"- {fault}" for fault in faults)]))
     return 1 if faults else 0
 
 
 def works(base: Path) -> list[Work]:
-    """What is killed, on a corpus that is made in `base`."""
+    """The commands that are killed, on a corpus that is made in `base`."""
     manifest, text = _corpus(base / "corpus"), base / "text.txt"
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
@@ -117,7 +120,7 @@ def works(base: Path) -> list[Work]:
     def trained() -> str:
         model = base / "train" / "unbroken" / "run" / "best.safetensors"
         if not model.is_file():
-            run(training(base / "train" / "unbroken"), base / "train" / "unbroken")
+            run_and_kill(training(base / "train" / "unbroken"), base / "train" / "unbroken")
         return str(model)
 
     def tuning(folder: Path) -> Sequence[str]:
@@ -136,8 +139,8 @@ def works(base: Path) -> list[Work]:
 
     def recurrent_model_of_text(folder: Path) -> Sequence[str]:
         sizes = ("--hidden", "32", "--layers", "1", "--epochs", "2", "--join", "2", "--device", "cpu")
-        kept = ("--save-minutes", "0.005", "--symbols", " abcdefghij")
-        return (*DS2, "lm", "train", str(text), "--output", str(folder / "text.lm"), *sizes, *kept)
+        others = ("--save-minutes", "0.005", "--symbols", " abcdefghij")
+        return (*DS2, "lm", "train", str(text), "--output", str(folder / "text.lm"), *sizes, *others)
 
     def preparing(folder: Path) -> Sequence[str]:
         work_dir = f"data.work_dir={folder / 'corpus'}"
@@ -176,7 +179,7 @@ def _corpus(folder: Path) -> Path:
 
 
 def _trained(folder: Path) -> object:
-    """Every tensor of the trainer state, how far it is but for the clock, and the loss of each step, the last said."""
+    """Every tensor of the trainer state, the last loss that was logged for each step, and which models there are."""
     file = folder / "run" / "trainer.safetensors"
     tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load_file(file).items()}
     lines = map(json.loads, (folder / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines())
@@ -195,26 +198,25 @@ def _built(folder: Path) -> tuple[object, object]:
 def _files(folder: Path, pattern: str, *, order: bool = True) -> object:
     """Names and content of files, paths of the folder left out; or, where content may lie in any order, sizes."""
     files = sorted(path for path in folder.glob(pattern) if path.is_file())
-    here = str(folder).encode()
+    own_path = str(folder).encode()
 
     def content(file: Path) -> str | int:
-        held = file.read_bytes()
-        return hashlib.sha256(held.replace(here, b"")).hexdigest() if order else len(held)
+        data = file.read_bytes()
+        return hashlib.sha256(data.replace(own_path, b"")).hexdigest() if order else len(data)
 
     return [(str(file.relative_to(folder)), content(file)) for file in files]
 
 
 def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
-    """Kill the work so many times, over as many chains as that takes."""
-    count = Count(faults=[])
-    assert count.faults is not None
+    """Kill the work `kills` times, in as many chains as that takes."""
+    count = Count()
     unbroken = folder / "unbroken"
     command = work.command(unbroken)  # may train what it needs
     started = time.monotonic()
-    status = run(command, unbroken)
+    status = run_and_kill(command, unbroken)
     whole_s = time.monotonic() - started
     if status:
-        count.faults.append(f"the unbroken run ended with status {status}: {_said(unbroken)}")
+        count.faults.append(f"the unbroken run ended with status {status}: {_last_output(unbroken)}")
         return count
     expected, ordinary = work.result(unbroken), {path.name for path in _temporary(unbroken)}  # torch's own caches
     while count.kills < kills and len(count.faults) < MOST_FAULTS:
@@ -223,37 +225,97 @@ def chains(work: Work, folder: Path, kills: int, draw: random.Random) -> Count:
         for kill in range(min(KILLS_A_CHAIN, kills - count.kills)):
             alone = work.ranks > 1 and draw.random() < 0.5
             started = time.monotonic()
-            status = run(work.command(chain), chain, draw.uniform(0.2, 1.05) * whole_s, draw if alone else None)
+            status = run_and_kill(
+                work.command(chain), chain, draw.uniform(0.2, 1.05) * whole_s, draw if alone else None
+            )
             count.kills += status is None
             if status is not None:
                 if kill == 0:  # a whole run that was over before: the machine is less busy than it was
                     whole_s = min(whole_s, time.monotonic() - started)
                 break
         else:
-            status = run(work.command(chain), chain)
+            status = run_and_kill(work.command(chain), chain)
         if status:
-            count.faults.append(f"chain {count.chains} ended with status {status}: {_said(chain)}")
+            count.faults.append(f"chain {count.chains} ended with status {status}: {_last_output(chain)}")
         elif work.result(chain) != expected:
-            count.faults.append(f"chain {count.chains} ended otherwise than the unbroken run")
+            count.faults.append(f"chain {count.chains} has another result than the unbroken run")
         else:
             count.equal += 1
-        left = [path for path in _temporary(chain) if path.name not in ordinary]
-        if left:
-            size = sum(path.stat().st_size for path in left if path.is_file()) / 1e6
-            count.faults.append(f"chain {count.chains} left {len(left)} temporary files, {size:.1f} MB: {left[0].name}")
+        leftovers = [path for path in _temporary(chain) if path.name not in ordinary]
+        if leftovers:
+            size = sum(path.stat().st_size for path in leftovers if path.is_file()) / 1e6
+            count.faults.append(
+                f"chain {count.chains} left {len(leftovers)} temporary files, {size:.1f} MB: {leftovers[0].name}"
+            )
         shutil.rmtree(chain, ignore_errors=True)
     return count
 
 
 def _temporary(folder: Path) -> list[Path]:
     """Files that ds2 puts somewhere for a while; the folders of an mpirun that was killed are not its own."""
-    found = [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
-    return [path for path in found if not path.name.startswith(("ompi.", "prte.", "pmix"))]
+    paths = [path for path in folder.rglob("*") if path.suffix == ".partial" or path.parent == folder / "tmp"]
+    return [path for path in paths if not path.name.startswith(("ompi.", "prte.", "pmix"))]
 
 
-def _said(folder: Path) -> str:
-    return (folder / "said.txt").read_text(errors="replace").strip()[-300:].replace("\n", " / ")
+def _last_output(folder: Path) -> str:
+    return (folder / "output.txt").read_text(errors="replace").strip()[-300:].replace("\n", " / ")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run_and_kill(
+    command: Sequence[str], folder: Path, kill_after_s: float = 0.0, one_of: random.Random | None = None
+) -> int | None:
+    """Run a command in a folder: its status, or None where it was killed.
+
+    Args:
+        command: what to run.
+        folder: where it writes; `tmp` in it is its temporary folder.
+        kill_after_s: 0 does not kill.
+        one_of: draws the one process among ds2's that is killed; None kills all.
+    """
+    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "DS2_CACHE_DIR": str(folder / "cache"),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }  # fmt: skip
+    with (folder / "output.txt").open("ab") as output:
+        job = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return job.wait(kill_after_s or None)
+        except subprocess.TimeoutExpired:
+            family = [job.pid, *_descendants(job.pid)]
+            ranks = [pid for pid in family if _is_python(pid)] if one_of else []
+            if ranks and one_of:
+                _kill([one_of.choice(ranks)])
+                with suppress(subprocess.TimeoutExpired):
+                    job.wait(OTHERS_END_S)
+                    return None
+                output.write(b"ranks went on although one of them was killed\n")
+            _kill([job.pid, *_descendants(job.pid)])
+            job.wait()
+            return None
+
+
+def _descendants(process: int) -> list[int]:
+    processes = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                processes += [child, *_descendants(child)]
+    return processes
+
+
+def _is_python(process: int) -> bool:
+    with suppress(OSError):
+        return (
+            b"ds2.cli" in Path(f"/proc/{process}/cmdline").read_bytes()
+            and b"mpirun" not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]
+        )
+    return False
+
+
+def _kill(processes: Sequence[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, 9)

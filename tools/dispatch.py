@@ -1,0 +1,26 @@
+"""Commands of a tool, each in a module of its own that is imported only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+
+
+def dispatch(commands: Mapping[str, str], description: str | None) -> int | None:
+    """Run `main` of the module that the first word of the command line names.
+
+    Args:
+        commands: modules by command; `main(arguments)` of each parses the rest and returns the exit status.
+        description: what `--help` shows.
+    """
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in commands:
+        sys.argv[0] += f" {arguments[0]}"  # argparse names the program by it
+        status: int | None = importlib.import_module(commands[arguments[0]]).main(arguments[1:])
+        return status
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=list(commands))
+    parser.parse_args(arguments)  # shows the help, or says that the command is missing or unknown
+    return 2
