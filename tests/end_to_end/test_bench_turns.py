@@ -1,4 +1,4 @@
-"""tools/bench_turns.py: source trees that train in turns are told apart, by time and by bits."""
+"""`tools/bench.py turns`: source trees that train in turns differ by time and by the bits of their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = [sys.executable, str(ROOT / "tools" / "bench_turns.py")]
+TOOL = [sys.executable, str(ROOT / "tools" / "bench.py"), "turns"]
 TINY = (
     "--model", "rnn_8", "--batch", "2", "--duration", "0.5", "--turns", "3", "--steps", "2", "--warmup", "1",
     "--device", "cpu", "model.hidden=8", "model.depth=1",
@@ -40,9 +40,10 @@ def test_a_slower_tree_and_one_of_other_gradients_are_seen(tmp_path: Path) -> No
     command = [*TOOL, *TINY, "--tree", *trees]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[1:]]
-    assert [row[-1] for row in rows] == trees and [row[7] for row in rows] == ["same", "same", "other"]
-    step_ms, ratios = ([float(row[column]) for row in rows] for column in (3, 5))
+    heading, _, *rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+    cells = {name: [row[column] for row in rows] for column, name in enumerate(heading)}
+    assert cells["tree"] == trees and cells["gradients"] == ["same", "same", "other"]
+    step_ms, ratios = (list(map(float, cells[name])) for name in ("step ms", "ratio"))
     assert ratios[0] == 1.0 < ratios[1] and step_ms[1] >= 5000.0
 
 

@@ -1,50 +1,27 @@
-"""Words are right or wrong by alignment, calibration errors are those of hand-worked bins, calibrations are found."""
+"""Words are right or wrong by alignment; the fit recovers the calibration that the words were made with."""
 
 from __future__ import annotations
-
-import json
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.paths import ROOT
+from numpy.typing import NDArray
 
 from ds2.config.schema import ConfigError, DecodeConfig
-from ds2.decoding.confidence import calibrate, fit_calibration
+from ds2.decoding.confidence import calibrate, correct_words, fit_calibration
 from ds2.decoding.methods import make_decoder
 from ds2.text.alphabet import Alphabet
 
-TOOL = runpy.run_path(str(ROOT / "tools" / "plot_confidence.py"))
+
+def test_words_are_judged_by_alignment() -> None:
+    assert correct_words(["the", "hat", "sat"], ["the", "cat", "sat", "o"]) == [True, False, True, False]
 
 
-def test_words_are_judged_by_alignment(tmp_path: Path) -> None:
-    words = [
-        {"text": text, "confidence": sure} for text, sure in (("the", 0.9), ("cat", 0.4), ("sat", 0.8), ("o", 0.1))
-    ]
-    record = {"text": "the hat sat", "pred_text": "the cat sat o", "words": words}
-    (tmp_path / "h.jsonl").write_text(json.dumps(record) + "\n")
-    confidences, right = TOOL["read"](tmp_path / "h.jsonl")
-    assert confidences.tolist() == [0.9, 0.4, 0.8, 0.1]
-    assert right.tolist() == [True, False, True, False]
-    found = TOOL["reliability"](confidences, right, bins=2)
-    assert found.words.tolist() == [2, 2]
-    assert found.calibration_error == pytest.approx((2 * 0.25 + 2 * 0.15) / 4)
-    TOOL["draw"](found, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 1000
-
-
-def test_empty_bins_and_certain_words_have_their_place() -> None:
-    found = TOOL["reliability"](np.array([1.0, 1.0]), np.array([True, False]), bins=10)
-    assert found.words[-1] == 2
-    assert found.calibration_error == pytest.approx(0.5)
-
-
-def test_hypotheses_without_words_are_named(tmp_path: Path) -> None:
-    (tmp_path / "h.jsonl").write_text(json.dumps({"text": "a", "pred_text": "a", "words": []}) + "\n")
-    with pytest.raises(ValueError, match=r"decode\.times=true"):
-        TOOL["read"](tmp_path / "h.jsonl")
+def calibration_error(confidences: NDArray[np.float64], right: NDArray[np.bool_], bins: int = 10) -> float:
+    """The mean distance between confidence and accuracy over bins, weighted by words (Guo et al. 2017, equation 3)."""
+    bin_of = np.minimum((confidences * bins).astype(np.int64), bins - 1)
+    gaps = np.bincount(bin_of, confidences, bins) - np.bincount(bin_of, right, bins)
+    return float(np.abs(gaps).sum()) / len(confidences)
 
 
 @pytest.mark.parametrize("made_by", [(0.5, -1.0), (0.25, 0.5), (3.0, 2.0)])
@@ -54,7 +31,7 @@ def test_the_calibration_that_made_the_words_is_found(made_by: tuple[float, floa
     right = draw.uniform(size=len(confidences)) < calibrate(confidences, made_by)
     assert fit_calibration(confidences, right) == pytest.approx(made_by, abs=0.1)
     before, after = (
-        TOOL["reliability"](values, right).calibration_error
+        calibration_error(values, right)
         for values in (confidences, calibrate(confidences, fit_calibration(confidences, right)))
     )
     assert after < 0.01 < before

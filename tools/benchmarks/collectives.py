@@ -1,17 +1,16 @@
-"""Time sums over ranks by size: ours beside MPI's own all-reduce and, on GPUs, NCCL's, so that a slow link is seen.
+"""Time sums over ranks by size: ours, MPI's own all-reduce and, on GPUs, NCCL's; a slow link shows.
 
-    mpirun -n 4 python tools/bench_collectives.py                     # host memory
-    mpirun -n 4 python tools/bench_collectives.py --device cuda       # GPU memory: through MPI and through NCCL
+    mpirun -n 4 python tools/bench.py collectives                     # host memory
+    mpirun -n 4 python tools/bench.py collectives --device cuda       # GPU memory: through MPI and through NCCL
 
-Bus bandwidth is 2 (N - 1) / N x bytes / time: what each rank's link carries when nothing is sent twice. `same bits`
-says whether two runs on equal input agreed bit for bit on every rank. The fit at the end, time = latency + bytes /
-bandwidth, is what tools/predict_scaling.py takes.
+Bus bandwidth is 2 (N - 1) / N x bytes / time: the load of each rank's link if nothing is sent twice. `same bits`:
+whether two runs on equal input agreed bit for bit on every rank. `bench.py predict` reads the fit at the end: time =
+latency + bytes / bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.common import Table, facts, new_parser, parse, write_json
 from mpi4py import MPI
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from ds2.config.schema import CommConfig
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.distributed.mpi import library_version
-from ds2.system.machine import git_commit
 
 Sum = Callable[[Tensor], object]
 
@@ -36,10 +35,10 @@ Sum = Callable[[Tensor], object]
 def time_sum(comm: Communicator, call: Sum, elements: int, device: torch.device, repeats: int) -> tuple[float, bool]:
     """Median seconds of the slowest rank, and whether two sums of equal input agree bit for bit."""
     generator = torch.Generator().manual_seed(comm.rank)
-    given = torch.randn(elements, generator=generator).to(device)
-    tensor, results, times_s = given.clone(), [], []
+    values = torch.randn(elements, generator=generator).to(device)
+    tensor, results, times_s = values.clone(), [], []
     for run in range(repeats + 2):
-        tensor.copy_(given)
+        tensor.copy_(values)
         _wait(device)
         MPI.COMM_WORLD.Barrier()
         began = time.perf_counter()
@@ -58,27 +57,28 @@ def _wait(device: torch.device) -> None:
 
 
 def mpi_own(tensor: Tensor) -> None:
-    """MPI_Allreduce, through host memory as it comes."""
+    """MPI_Allreduce through host memory."""
     host = tensor.cpu().numpy()
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, host)
     tensor.copy_(torch.from_numpy(host))
 
 
 def ours(comm: Communicator) -> Sum:
-    """The sum that gradients take."""
+    """The sum that gradients use."""
     return lambda tensor: comm.start_sum(tensor).wait()
 
 
-def measure(comm: Communicator, name: str, call: Sum, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(
+    comm: Communicator, name: str, call: Sum, options: argparse.Namespace, table: Table | None
+) -> list[dict[str, Any]]:
     """All sizes of one way."""
     rows = []
-    for kib in args.kib:
-        seconds, same = time_sum(comm, call, kib * 256, comm.device, args.repeats)
+    for kib in options.kib:
+        seconds, same = time_sum(comm, call, kib * 256, comm.device, options.repeats)
         bus = 2 * (comm.world - 1) / comm.world * kib * 1024 / seconds
         rows.append({"way": name, "kib": kib, "us": 1e6 * seconds, "bus_gb_per_s": bus / 1e9, "same_bits": same})
-        if comm.rank == 0:
-            bits = "yes" if same else "NO"
-            print(f"{name:<16}{kib:>9}{1e6 * seconds:>12.1f}{bus / 1e9:>12.3f}{bits:>11}", flush=True)
+        if table:
+            table.print_row(rows[-1])
     return rows
 
 
@@ -91,35 +91,37 @@ def fit(rows: list[dict[str, Any]]) -> tuple[float, float]:
     return max(float(latency_s), 0.0), 1 / max(float(per_byte_s), 1e-15)
 
 
-def main() -> None:
-    """Parse, run each way, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> int:
+    """Time every way; rank 0 prints and writes."""
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kib", nargs="+", type=int, default=[4, 64, 1024, 4096, 25600])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON file of all rows")
-    args = parser.parse_args()
-    resolve_device(args.device)
+    options = parse(parser, arguments)
+    resolve_device(options.device)
+    columns = {
+        "way": "{way}",
+        "KiB": "{kib}",
+        "us": "{us:.1f}",
+        "bus GB/s": "{bus_gb_per_s:.3f}",
+        "same bits": "{same_bits}",
+    }
     rows: dict[str, list[dict[str, Any]]] = {}
-    for backend in ("mpi", "nccl") if args.device != "cpu" else ("mpi",):
-        with connect(CommConfig(backend=backend, timeout_s=120), args.device) as comm:
+    table, head = None, {}
+    for backend in ("mpi", "nccl") if options.device != "cpu" else ("mpi",):
+        with connect(CommConfig(backend=backend, timeout_s=120), options.device) as comm:
             if comm.rank == 0 and not rows:
-                print(f"{comm.world} ranks on {comm.device.type}, {library_version()}, commit {git_commit()}")
-                print(f"{'way':<16}{'KiB':>9}{'us':>12}{'bus GB/s':>12}{'same bits':>11}", flush=True)
-            if backend == "mpi":
-                rows["MPI's own"] = measure(comm, "MPI's own", mpi_own, args)
-                rows["ours over MPI"] = measure(comm, "ours over MPI", ours(comm), args)
-            else:
-                rows["NCCL's own"] = measure(comm, "NCCL's own", comm.sum_, args)
-                rows["ours over NCCL"] = measure(comm, "ours over NCCL", ours(comm), args)
+                head = facts(options, comm.device, f"sums over {comm.world} ranks, {library_version()}")
+                table = Table(columns)
+            own, name = (mpi_own, "MPI") if backend == "mpi" else (comm.sum_, "NCCL")
+            for way, call in ((f"{name}'s own", own), (f"ours over {name}", ours(comm))):
+                rows[way] = measure(comm, way, call, options, table)
             rank, world = comm.rank, comm.world
     if rank == 0:
-        fits = {way: fit(found) for way, found in rows.items()}
+        fits = {way: fit(rows_of_way) for way, rows_of_way in rows.items()}
         for way, (latency_s, bandwidth) in fits.items():
             print(f"{way}: latency {1e6 * latency_s:.1f} us, bus bandwidth {bandwidth / 1e9:.3f} GB/s at {world} ranks")
-        if args.out:
-            args.out.write_text(json.dumps({"ranks": world, "rows": rows, "fits": fits}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        if options.out:
+            write_json(options.out, {**head, "ranks": world, "rows": rows, "fits": fits})
+    return 0

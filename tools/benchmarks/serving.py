@@ -1,17 +1,16 @@
-"""Latency under real-time sources, N at once, until the 98th percentile passes a limit; a table and a plot.
+"""Latency with N real-time sources at once, until the 98th percentile passes a limit.
 
     ds2 serve MODEL --sessions 256 &
-    python tools/bench_serving.py AUDIO... --streams 1 8 16 32 64                     # clients of that server
-    python tools/bench_serving.py AUDIO... --model MODEL --streams 64 256 1024        # the recogniser alone, in process
+    python tools/bench.py serving AUDIO... --streams 1 8 16 32 64                     # clients of that server
+    python tools/bench.py serving AUDIO... --model MODEL --streams 64 256 1024        # the recogniser alone, in process
 
-Clients speak Vosk's WebSocket, each with a file of its own in turn, and begin at random within a chunk. Latency counts
-from when a chunk would have been spoken, so a server that cannot keep up shows. In process, what has arrived when the
-recogniser becomes free is the next batch, as in `ds2.serve.batcher`; `--one-at-a-time` hears each source by itself.
+Clients use Vosk's WebSocket protocol, take the files in turn, and begin at random within a chunk. Latency counts from
+the end of a chunk in the source's time, so a server that cannot keep up shows. In process, the next batch is whatever has
+arrived when the recogniser becomes free, as in `ds2.serve.engine`; `--one-at-a-time` decodes each source by itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import heapq
 import json
@@ -20,8 +19,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from benchmarks.common import RATE_HZ, Table, facts, new_parser, parse
 from numpy.typing import NDArray
 from websockets.asyncio.client import connect
 
@@ -33,12 +34,13 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Live, decode_sessions, results
 from ds2.serve.http import gc_tuning
 
-RATE_HZ = 16000
-_LATE_S = 5.0  # behind by so much, a measurement ends: the recogniser cannot keep up
+_LATE_S = 5.0  # a measurement ends when the recogniser is this far behind
 
 
-async def stream(url: str, data: bytes, chunk_s: float, seconds: float, spread_s: float, found: list[float]) -> None:
-    """Send a file again and again, as fast as it is spoken."""
+async def stream(
+    url: str, data: bytes, chunk_s: float, seconds: float, spread_s: float, latencies: list[float]
+) -> None:
+    """Send a file again and again in real time."""
     size = round(chunk_s * RATE_HZ) * 2
     async with connect(url, max_size=None, open_timeout=120, ping_interval=None) as ws:
         await ws.send(json.dumps({"config": {"sample_rate": RATE_HZ}}))
@@ -51,17 +53,17 @@ async def stream(url: str, data: bytes, chunk_s: float, seconds: float, spread_s
             at = (at + size) % len(data)
             await ws.send(piece)
             await ws.recv()
-            found.append(time.perf_counter() - spoken_s)
-            if found[-1] > _LATE_S:
+            latencies.append(time.perf_counter() - spoken_s)
+            if latencies[-1] > _LATE_S:
                 break
         await ws.send('{"eof" : 1}')
         await ws.recv()
 
 
 async def _clients(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[float]:
-    found: list[float] = []
-    await asyncio.gather(*(stream(url, audio[n % len(audio)], *times, found) for n in range(streams)))
-    return found
+    latencies: list[float] = []
+    await asyncio.gather(*(stream(url, audio[n % len(audio)], *times, latencies) for n in range(streams)))
+    return latencies
 
 
 def _process(url: str, audio: Sequence[bytes], streams: int, *times: float) -> list[float]:
@@ -84,8 +86,8 @@ def in_process(
     """Latencies of all chunks, seconds, and sizes of batches."""
     draw, size = random.Random(0), round(chunk_s * RATE_HZ)
     sounds = [np.frombuffer(data, "<i2").astype(np.float32) / 32768 for data in audio]
-    lives = [recogniser.live(sample_rate_hz=RATE_HZ) for _ in range(streams)]
-    places = [draw.randrange(len(sounds[n % len(sounds)])) for n in range(streams)]
+    sessions = [recogniser.live(sample_rate_hz=RATE_HZ) for _ in range(streams)]
+    positions = [draw.randrange(len(sounds[n % len(sounds)])) for n in range(streams)]
     start_s = time.perf_counter() + 0.1
     due = [(start_s + draw.random() * chunk_s, n) for n in range(streams)]
     heapq.heapify(due)
@@ -103,11 +105,11 @@ def in_process(
             arrived.append(heapq.heappop(due))
         for arrived_s, n in arrived:
             sound = sounds[n % len(sounds)]
-            lives[n].accept_waveform(_next(sound, places[n], size))
-            places[n] = (places[n] + size) % len(sound)
+            sessions[n].accept_waveform(_next(sound, positions[n], size))
+            positions[n] = (positions[n] + size) % len(sound)
             heapq.heappush(due, (arrived_s + chunk_s, n))
-        batch = [lives[n] for _, n in arrived]
-        _hear(batch)
+        batch = [sessions[n] for _, n in arrived]
+        _decode(batch)
         sizes.append(len(batch))
         answered_s = time.perf_counter()
         latencies += [answered_s - arrived_s for arrived_s, _ in arrived]
@@ -119,7 +121,7 @@ def _next(sound: NDArray[np.float32], at: int, size: int) -> NDArray[np.float32]
     return piece if len(piece) == size else np.concatenate([piece, sound[: size - len(piece)]])
 
 
-def _hear(batch: Sequence[Live]) -> None:
+def _decode(batch: Sequence[Live]) -> None:
     while any(live.is_ready() for live in batch):
         decode_sessions(batch)
     results(batch)
@@ -127,26 +129,12 @@ def _hear(batch: Sequence[Live]) -> None:
         live.segments.clear()
 
 
-def plot(path: Path, rows: Sequence[tuple[int, Sequence[float]]], limit_ms: float, title: str) -> None:
-    """Latency over streams."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for index, name in enumerate(("p50", "p95", "p98", "p99")):
-        axes.plot([streams for streams, _ in rows], [values[index] for _, values in rows], marker="o", label=name)
-    axes.axhline(limit_ms, color="grey", linestyle=":")
-    axes.set(xlabel="streams", ylabel="ms from a chunk's end to its answer", title=title, ylim=(0, 2 * limit_ms))
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description="latency under real-time sources")
+def main(arguments: list[str] | None = None) -> int:
+    """Measure each number of streams."""
+    parser = new_parser(__doc__)
     parser.add_argument("audio", nargs="+")
     parser.add_argument("--url", default="ws://127.0.0.1:2700/")
-    parser.add_argument("--model", type=Path, help="hear in this process instead of asking a server")
+    parser.add_argument("--model", type=Path, help="recognise in this process, without a server")
     parser.add_argument("--decode", nargs="*", default=[], help="of --model: decode.KEY=VALUE ...")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto", help="of --model")
@@ -156,37 +144,35 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--spread-s", type=float, default=0.0, help="within which clients begin, a chunk at least")
     parser.add_argument("--processes", type=int, default=1, help="of clients")
-    parser.add_argument("--limit-ms", type=float, default=200.0, help="of p98: past it no more streams are tried")
-    parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
-    waveforms = (np.clip(read_audio(path, RATE_HZ) * 32767, -32768, 32767) for path in given.audio)
+    parser.add_argument("--limit-ms", type=float, default=200.0, help="of p98: beyond it no more streams are tried")
+    options = parse(parser, arguments)
+    waveforms = (np.clip(read_audio(path, RATE_HZ) * 32767, -32768, 32767) for path in options.audio)
     audio = [waveform.astype("<i2").tobytes() for waveform in waveforms]
-    recogniser = None
-    if given.model:
-        device, file = resolve_device(given.device), find_model(given.model)
+    recogniser, device = None, resolve_device(options.device)
+    facts(options, device, f"chunks of {options.chunk_s:g} s, {options.model or options.url}")
+    if options.model:
+        file = find_model(options.model)
         loaded = load_model(file, device)
-        recogniser = Recogniser.of(loaded, resolve_options(given.decode, file, loaded.config), device, given.precision)
-        recogniser.session().runner.prepare(max(given.streams))
-        in_process(recogniser, audio, max(given.streams), given.chunk_s, 2.0, alone=False)  # what is built once
-    print("| streams | p50 ms | p95 ms | p98 ms | p99 ms | slowest ms | mean batch |\n|---|---|---|---|---|---|---|")
-    rows = []
-    for streams in given.streams:
-        batch = ""
+        decode = resolve_options(options.decode, file, loaded.config)
+        recogniser = Recogniser.of(loaded, decode, device, options.precision)
+        recogniser.session().runner.prepare(max(options.streams))
+        in_process(recogniser, audio, max(options.streams), options.chunk_s, 2.0, alone=False)  # builds what it needs
+    percentiles = {"p50": 50, "p95": 95, "p98": 98, "p99": 99, "slowest": 100}
+    columns = {f"{name} ms": f"{{{name}:.0f}}" for name in percentiles}
+    table = Table({"streams": "{streams}", **columns, "mean batch": "{batch:.1f}"})
+    for streams in options.streams:
+        row: dict[str, Any] = {"streams": streams}
         if recogniser is not None:
             with gc_tuning():
-                found, sizes = in_process(recogniser, audio, streams, given.chunk_s, given.seconds, given.one_at_a_time)
-            batch = f"{np.mean(sizes):.1f}"
+                latencies, sizes = in_process(
+                    recogniser, audio, streams, options.chunk_s, options.seconds, options.one_at_a_time
+                )
+            row["batch"] = float(np.mean(sizes))
         else:
-            times = (given.chunk_s, given.seconds, given.spread_s)
-            found = over_sockets(given.url, audio, streams, *times, given.processes)
-        values = (1000 * np.percentile(found, [50, 95, 98, 99, 100])).tolist()
-        rows.append((streams, values))
-        print(f"| {streams} | " + " | ".join(f"{value:.0f}" for value in values) + f" | {batch} |", flush=True)
-        if values[2] > given.limit_ms:
+            times = (options.chunk_s, options.seconds, options.spread_s)
+            latencies = over_sockets(options.url, audio, streams, *times, options.processes)
+        row |= {name: 1000 * float(np.percentile(latencies, percent)) for name, percent in percentiles.items()}
+        table.print_row(row)
+        if row["p98"] > options.limit_ms:
             break
-    if given.plot:
-        plot(given.plot, rows, given.limit_ms, "one at a time" if given.one_at_a_time else "Batch Dispatch")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

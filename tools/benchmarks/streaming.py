@@ -1,15 +1,13 @@
-"""Latency of a block of streaming audio: samples where they arrived to logits on the host, for batches of streams.
+"""Latency of a block of live audio, from its samples to logits on the host, for batches of streams.
 
-    python tools/bench_streaming.py model=rnn_8 --batch 1 16 64
+    python tools/bench.py streaming model=rnn_8 --batch 1 16 64
 
-Samples arrive 0.2 s at a time and are taken as they come; what that takes for all streams is a column of its own.
-A further column is the time that the device takes for the graph alone.
-Weights are random: no time depends on them.
+Each stream accepts 0.2 s of samples at a time; the last column is the time of that for all streams. "device" is the
+time of the CUDA graph alone. Weights are random: no time depends on them.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from benchmarks.common import Table, facts, new_parser, parse
 
 from ds2.audio.features import Features
 from ds2.audio.stream import SampleBlocks
@@ -30,7 +29,7 @@ from ds2.text.alphabet import Alphabet
 
 
 def pipeline_of(overrides: Sequence[str], device: torch.device, precision: str) -> Pipeline:
-    """An untrained model with all that belongs to it."""
+    """An untrained model with features, alphabet and decoder."""
     config = compose_config([*overrides, "run_dir=none", "data.train=[none]", "data.dev=[none]"])
     torch.manual_seed(0)
     features = Features(config.features, config.data.sample_rate_hz).to(device)
@@ -41,7 +40,7 @@ def pipeline_of(overrides: Sequence[str], device: torch.device, precision: str) 
 
 
 def block_ms(runner: BlockRunner, streams: int, block_frames: int, rounds: int) -> tuple[float, float, float]:
-    """Median and p98 of a block of so many streams, and the median of taking their samples, in ms."""
+    """Median and p98 of a block of `streams` streams, and the median of accepting their samples, in ms."""
     features, draw = runner.features, np.random.default_rng(0)
     slots = [runner.start_stream() for _ in range(streams)]
     cuts = [SampleBlocks(features, block_frames, partial(runner.input_buffer, slot)) for slot in slots]
@@ -50,18 +49,18 @@ def block_ms(runner: BlockRunner, streams: int, block_frames: int, rounds: int) 
         assert not list(cut.accept(own[: features.window_samples - features.step_samples]))
     on_gpu = runner.device.type == "cuda"
 
-    def act() -> tuple[float, float]:
+    def run_block() -> tuple[float, float]:
         start_s = time.perf_counter()
         blocks = [block for cut, own in zip(cuts, samples, strict=True) for block in cut.accept(own)]
-        taken_s = time.perf_counter()
+        accepted_s = time.perf_counter()
         for output in runner.step(slots, blocks):
             torch.empty(output.logits.shape, pin_memory=on_gpu).copy_(output.logits, non_blocking=True)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
-        return 1000 * (time.perf_counter() - taken_s), 1000 * (taken_s - start_s)
+        return 1000 * (time.perf_counter() - accepted_s), 1000 * (accepted_s - start_s)
 
-    times_ms, taken_ms = zip(*(act() for _ in range(8 + rounds)), strict=True)
-    return statistics.median(times_ms[8:]), float(np.percentile(times_ms[8:], 98)), statistics.median(taken_ms[8:])
+    times_ms, accept_ms = zip(*(run_block() for _ in range(8 + rounds)), strict=True)
+    return statistics.median(times_ms[8:]), float(np.percentile(times_ms[8:], 98)), statistics.median(accept_ms[8:])
 
 
 def device_ms(runner: BlockRunner, size: int, rounds: int = 50) -> float:
@@ -76,29 +75,26 @@ def device_ms(runner: BlockRunner, size: int, rounds: int = 50) -> float:
     return start.elapsed_time(end) / rounds
 
 
-def main() -> None:
-    """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description="latency of a block of streaming audio")
+def main(arguments: list[str] | None = None) -> int:
+    """Measure each number of streams."""
+    parser = new_parser(__doc__)
     parser.add_argument("overrides", nargs="*", default=["model=rnn_8"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--block-s", type=float, default=0.2)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="")
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    precision = given.precision or ("bf16" if device.type == "cuda" else "fp32")
-    pipeline = pipeline_of(given.overrides, device, precision)
-    block_frames = pipeline.model.time_stride * round(given.block_s / pipeline.frame_s)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{' '.join(given.overrides)}, blocks of {given.block_s:g} s, {precision}, {name}")
-    print("| streams | ms | p98 ms | device ms | taking samples ms |\n|---|---|---|---|---|")
+    options = parse(parser, arguments)
+    device = torch.device(options.device)
+    precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+    pipeline = pipeline_of(options.overrides, device, precision)
+    block_frames = pipeline.model.time_stride * round(options.block_s / pipeline.frame_s)
+    facts(options, device, f"{' '.join(options.overrides)}, blocks of {options.block_s:g} s, {precision}")
+    columns = {"streams": "{streams}", "ms": "{median:.3f}", "p98 ms": "{p98:.3f}", "device ms": "{device:.3f}"}
+    table = Table(columns | {"accepting samples ms": "{accept:.3f}"})
     runner = pipeline.block_runner(block_frames)
-    for streams in given.batch:
-        median, slowest, taken = block_ms(runner, streams, block_frames, given.rounds)
-        alone = f"{device_ms(runner, streams):.3f}" if device.type == "cuda" and streams in runner.batches else ""
-        print(f"| {streams} | {median:.3f} | {slowest:.3f} | {alone} | {taken:.3f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    for streams in options.batch:
+        median, p98, accept = block_ms(runner, streams, block_frames, options.rounds)
+        graph = device_ms(runner, streams) if device.type == "cuda" and streams in runner.batches else None
+        table.print_row({"streams": streams, "median": median, "p98": p98, "device": graph, "accept": accept})
+    return 0

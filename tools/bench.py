@@ -1,0 +1,31 @@
+"""Measure speed and memory of ds2 and its kernels.
+
+    python tools/bench.py rnn              one recurrent layer against torch.nn and float64
+    python tools/bench.py training         training steps of whole models
+    python tools/bench.py turns            training steps of several source trees in turns
+    python tools/bench.py memory           layers that fit into memory
+    python tools/bench.py scaling          training steps on several ranks
+    python tools/bench.py collectives      sums over ranks
+    python tools/bench.py predict          throughput on many ranks, from scaling.json and collectives.json
+    python tools/bench.py streaming        a chunk of live audio, without a server
+    python tools/bench.py serving          latency of a server, or of the recogniser alone
+    python tools/bench.py same-words       words of streams and of whole files
+
+`python tools/bench.py COMMAND --help` shows the options of each.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from dispatch import dispatch
+
+COMMANDS = {
+    name: f"benchmarks.{name.replace('-', '_')}"
+    for name in (
+        "rnn", "training", "turns", "memory", "scaling", "collectives", "predict", "streaming", "serving", "same-words",
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(dispatch(COMMANDS, __doc__))

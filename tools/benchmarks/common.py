@@ -1,0 +1,171 @@
+"""What the benchmarks share: timing, a corpus of noise, the machine and commit of a result, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import soundfile
+import torch
+
+from ds2.data.manifest import Utterance, write_manifest
+from ds2.system.machine import git_commit
+
+RATE_HZ = 16000
+
+
+class Timing(NamedTuple):
+    """Seconds a call: the median, and the 10th and 90th percentile."""
+
+    median_s: float
+    low_s: float
+    high_s: float
+
+
+def measure(call: Callable[[], object], device: torch.device, repeats: int = 20, budget_s: float = 1.0) -> Timing:
+    """Time ``call`` up to ``repeats`` times, at least 3 times, within about ``budget_s``.
+
+    GPU calls are queued without waiting, each between two device events, so that the host runs ahead as in training.
+    """
+    call()
+    _wait(device)
+    started = time.perf_counter()
+    call()
+    _wait(device)
+    repeats = max(3, min(repeats, int(budget_s / (time.perf_counter() - started))))
+    if device.type == "cuda":
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for start, stop in events:
+            start.record()
+            call()
+            stop.record()
+        torch.cuda.synchronize(device)
+        times = [start.elapsed_time(stop) * 1e-3 for start, stop in events]
+    else:
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), deciles[0], deciles[-1])
+
+
+def measure_host(call: Callable[[], object], device: torch.device, repeats: int = 50) -> Timing:
+    """Time how long the host needs to queue ``call``, which must not wait for the GPU; nothing else is queued then."""
+    times = []
+    for _ in range(repeats):
+        _wait(device)
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    _wait(device)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), deciles[0], deciles[-1])
+
+
+def graphed(call: Callable[[], object]) -> Callable[[], object]:
+    """Capture ``call`` in a CUDA graph and return its replay, which keeps the graph's memory alive."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> object:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def machine(device: torch.device) -> str:
+    """Name the machine that results were measured on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def new_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark; `--commit` is for source trees without git."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", default="", help="commit of this source tree, where it is not a git repository")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Parse, and set `commit` to the commit of the source tree; a tree of an unknown commit is an error."""
+    options = parser.parse_args(arguments)
+    options.commit = options.commit or git_commit()
+    if options.commit == "unknown":
+        parser.error("the commit is unknown, as these sources are not in a git repository: name it with --commit")
+    return options
+
+
+def facts(options: argparse.Namespace, device: torch.device, title: str) -> dict[str, str]:
+    """Print what is measured, where and at which commit; return it as the head of the result."""
+    head = {"title": title, "machine": machine(device), "git_commit": options.commit}
+    print(", ".join(head.values()), flush=True)
+    return head
+
+
+def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result to a file, or print it as one line where there is no file."""
+    if path is None:
+        print(json.dumps(result))
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+class Table:
+    """Prints a Markdown table row by row.
+
+    Args:
+        columns: a format string such as "{step_ms:.1f}" by heading, filled from a row. A cell whose value is missing or
+            None is "-".
+    """
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.columns = columns
+        print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+
+    def print_row(self, row: Mapping[str, Any]) -> None:
+        """Print one row."""
+        print(f"| {' | '.join(_cell(column, row) for column in self.columns.values())} |", flush=True)
+
+
+def _cell(column: str, row: Mapping[str, Any]) -> str:
+    try:
+        return column.format(**row)
+    except (KeyError, TypeError):
+        return "-"
+
+
+def write_noise(folder: Path, utterances: int, duration_s: float, characters_per_s: float) -> Path:
+    """Write a manifest of noise with random transcripts, without doubled letters."""
+    rng = np.random.default_rng(1)
+    records = []
+    for index in range(utterances):
+        path = folder / f"{index}.wav"
+        soundfile.write(path, 0.1 * rng.standard_normal(int(duration_s * RATE_HZ)), RATE_HZ)
+        steps = rng.integers(1, 26, size=int(duration_s * characters_per_s))
+        text = "".join(chr(ord("a") + c) for c in np.cumsum(steps) % 26)
+        records.append(Utterance(path, duration_s, text))
+    write_manifest(folder / "noise.jsonl", records)
+    return folder / "noise.jsonl"
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

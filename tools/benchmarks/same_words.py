@@ -1,0 +1,117 @@
+"""Compare the words of streams and of whole files: chunks are cut at random, streams join and leave batches at random.
+
+    python tools/bench.py same-words MODEL FOLDER [decode.KEY=VALUE ...]
+
+Compares words, their times and scores; chunks last 10 ms to 3 s. Also counts the words that a partial result had and a
+later one had not. Exit status 1 if a word differs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from benchmarks.common import facts, new_parser, parse
+
+from ds2.audio.read import read_audio
+from ds2.commands.decode_options import resolve_options
+from ds2.commands.transcribe import audio_files
+from ds2.config.device import resolve_device
+from ds2.decoding.hypothesis import Hypothesis
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Session, decode_sessions, results
+from ds2.scoring.wer import CORRECT, align
+
+MOST_AT_ONCE = 32
+
+
+class Streams:
+    """Files that are recognised as streams, each at its own pace."""
+
+    def __init__(self, recogniser: Recogniser, files: list[str], draw: random.Random) -> None:
+        self.recogniser, self.waiting, self.draw = recogniser, list(enumerate(files)), draw
+        self.active: dict[int, tuple[Session, object, int]] = {}
+        self.results: dict[int, Hypothesis] = {}
+        self.partial_words: dict[int, list[str]] = {}
+        self.retracted = self.partials = self.batches = self.streams = 0
+
+    def run(self) -> None:
+        """Recognise all files."""
+        while self.waiting or self.active:
+            while self.waiting and len(self.active) < MOST_AT_ONCE and self.draw.random() < 0.8:
+                index, name = self.waiting.pop(0)
+                samples = read_audio(name, self.recogniser.features.sample_rate_hz)
+                self.active[index], self.partial_words[index] = (self.recogniser.session(), samples, 0), []
+            for index in [index for index in self.active if self.draw.random() < 0.7]:
+                session, samples, at = self.active[index]
+                end = at + round(self.draw.uniform(0.01, 3.0) * session.sample_rate_hz)
+                session.accept_waveform(samples[at:end])  # type: ignore[index]
+                self.active[index] = (session, samples, end)
+            ready = [index for index, (session, *_) in self.active.items() if session.is_ready()]
+            for _ in range(self.draw.randint(0, 3)):
+                decode_sessions([self.active[index][0] for index in ready])
+                self._read_partials(ready)
+            for index, (session, samples, at) in list(self.active.items()):
+                if at >= len(samples) and not session.is_ready():  # type: ignore[arg-type]
+                    self.results[index] = session.finish()
+                    self._count_retracted(index, self.results[index])
+                    del self.active[index]
+
+    def _read_partials(self, ready: list[int]) -> None:
+        self.batches, self.streams = self.batches + 1, self.streams + len(ready)
+        for index, hypothesis in zip(ready, results([self.active[index][0] for index in ready]), strict=True):
+            self._count_retracted(index, hypothesis)
+
+    def _count_retracted(self, index: int, hypothesis: Hypothesis) -> None:
+        """Count the words of the last partial result, except its unfinished last one, that this result has no more."""
+        before, words = self.partial_words[index], hypothesis.text.split()
+        whole = before[:-1]
+        common = next((at for at, pair in enumerate(zip(whole, words, strict=False)) if pair[0] != pair[1]), None)
+        self.retracted += len(whole) - (min(len(whole), len(words)) if common is None else common)
+        self.partial_words[index] = words
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print each difference and the counts."""
+    parser = new_parser(__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("files", nargs="+", help="audio files or folders of them, then decode.KEY=VALUE")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parse(parser, arguments)
+    decode = [argument for argument in options.files if argument.startswith("decode.")]
+    files = list(audio_files([argument for argument in options.files if argument not in decode]))
+    device, file = resolve_device(options.device), find_model(options.model)
+    loaded = load_model(file, device)
+    facts(options, device, f"streams and whole files, {options.model}")
+    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, options.precision)
+    start_s = time.monotonic()
+    wholes = [recogniser.transcribe(name) for name in files]
+    whole_s = time.monotonic() - start_s
+    streams = Streams(recogniser, files, random.Random(options.seed))
+    streams.run()
+    words = wrong = times = 0
+    score = 0.0
+    for index, whole in enumerate(wholes):
+        stream, wanted = streams.results[index], whole.hypothesis
+        words += len(wanted.text.split())
+        edits = sum(edit != CORRECT for edit in align(wanted.text.split(), stream.text.split()))
+        if edits:
+            print(f"{files[index]}\n  file:   {wanted.text}\n  stream: {stream.text}")
+        wrong += edits
+        times += not edits and [(w.start_s, w.end_s) for w in wanted.words] != [
+            (w.start_s, w.end_s) for w in stream.words
+        ]
+        score = max(score, abs(wanted.score - stream.score) / max(1.0, abs(wanted.score)))
+    hours = sum(whole.duration_s for whole in wholes) / 3600
+    print(f"{len(files)} files, {hours:.2f} h, {words} words, on {device}: {wrong} words differ")
+    print(f"{times} files have other times; scores differ by {score:.1e} at most")
+    share = 100 * streams.retracted / max(1, words)
+    print(f"partial results retracted {streams.retracted} words, {share:.2f} in 100")
+    stream_s = time.monotonic() - start_s - whole_s
+    mean = streams.streams / max(1, streams.batches)
+    print(f"files {whole_s:.0f} s, streams {stream_s:.0f} s, {mean:.1f} streams a batch")
+    return 1 if wrong else 0

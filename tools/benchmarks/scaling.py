@@ -1,0 +1,190 @@
+"""Measure how training scales over ranks: audio seconds a second, efficiency, and the hidden part of the all-reduce.
+
+    python tools/bench.py scaling --ranks 1 2 4 --per-rank 4 --model rnn_48_skip_4       # work grows with the ranks
+    python tools/bench.py scaling --ranks 1 2 4 --global-batch 64 --model rnn_48_skip_4  # as in the paper's Figure 5
+
+Starts `mpirun -n RANKS`, or torchrun (--launcher), for each number of ranks, and times training steps for every
+combination of recurrent backend, batch, overlap and batch norm. Utterances are noise of equal length. TFLOP/s count 2
+operations for each weight, frame and pass that uses it (forward, data, weights). Writes scaling.json into --out.
+Options of mpirun (hosts, binding) go into --mpirun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import Table, facts, new_parser, parse, write_json, write_noise
+from benchmarks.training import add_noise_options, noise_overrides
+
+from ds2.commands.compose import compose_config
+from ds2.config.device import resolve_device
+from ds2.config.schema import CommConfig
+from ds2.data.batching import deal
+from ds2.data.loader import Batch
+from ds2.distributed.communicator import Communicator
+from ds2.distributed.launch import connect
+from ds2.training.trainer import Trainer
+
+COLUMNS = {
+    "backend": "{backend}", "fixed": "{fixed}", "ranks": "{ranks}", "batch": "{batch}", "overlap": "{overlap}",
+    "batch norm": "{batch_norm}", "step ms": "{step_ms:.1f}", "forward": "{forward_ms:.1f}",
+    "backward": "{backward_ms:.1f}", "exposed": "{allreduce_exposed_ms:.2f}", "all-reduce": "{allreduce_total_ms:.2f}",
+    "hidden": "{hidden:.0%}", "audio s/s": "{audio_s_per_s:.0f}", "TFLOP/s": "{tflop_per_s:.1f}",
+    "efficiency": "{efficiency:.1%}",
+}  # fmt: skip
+
+
+def step_flop(trainer: Trainer, frames: int) -> float:
+    """Operations of a step's matrix products, convolutions and recurrences over `frames` feature frames in all."""
+    model = trainer.model
+    bins, total = model.bins, 0.0
+    for conv in model.convs:
+        frames, bins = -(-frames // conv.stride[1]), conv.output_bins(bins)
+        total += 2.0 * conv.weight.numel() * bins * frames
+    total += sum(2.0 * p.numel() * frames for p in model.parameters() if p.dim() == 2)
+    return 3 * total
+
+
+def measure(
+    comm: Communicator, options: argparse.Namespace, folder: Path, batch: int, overlap: bool, norm: str, backend: str
+) -> dict[str, Any]:
+    """Mean step of one combination on these ranks, with its split."""
+    with comm.in_turn():
+        corpus = folder / str(batch)
+        if not (corpus / "noise.jsonl").is_file():
+            corpus.mkdir(parents=True, exist_ok=True)
+            write_noise(corpus, batch, options.duration, options.characters)
+    overrides = [
+        f"model={options.model}", f"model.backend={backend}", f"comm.overlap={overlap}", f"comm.batch_norm={norm}",
+        f"comm.bucket_mib={options.bucket_mib}", *noise_overrides(corpus, batch), f"run_dir={folder / 'run'}",
+        *options.overrides,
+    ]  # fmt: skip
+    config = compose_config(overrides)
+    trainer = Trainer(config, folder / "run", comm)
+    trainer.model.train()
+    plan = [list(range(batch))]
+    part: Batch = next(iter(trainer.loader.epoch([deal(plan[0], comm.rank, comm.world)], 1)))
+    part = part.pin_memory() if trainer.device.type == "cuda" else part
+    trainer.overlap.decided = True  # each of the two is measured
+    batches = trainer.prepared(itertools.repeat(part))
+    for _ in range(options.warmup):
+        trainer.step(batches, plan)
+    trainer.timer.means(1)
+    comm.allgather(None)
+    began = time.perf_counter()
+    for _ in range(options.steps):
+        trainer.step(batches, plan)
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    step_s = (time.perf_counter() - began) / options.steps
+    split = trainer.timer.means(options.steps)
+    step_s = max(comm.allgather(step_s))
+    frames = trainer.features.frames(int(options.duration * trainer.config.data.sample_rate_hz)) * batch
+    return {
+        "backend": backend, "tflop_per_s": step_flop(trainer, frames) / step_s / 1e12,
+        "ranks": comm.world, "comm": comm.name, "batch": batch, "overlap": overlap, "batch_norm": norm,
+        "step_ms": 1000 * step_s, "audio_s_per_s": batch * options.duration / step_s,
+        "gradient_mib": sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 2**20,
+        **{f"{name}_ms": 1000 * seconds for name, seconds in split.items()},
+    }  # fmt: skip
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Run all combinations on the ranks of this job; rank 0 writes the rows."""
+    folder = Path(options.as_rank)
+    rows = []
+    with connect(CommConfig(backend=options.comm, timeout_s=120), options.device) as comm:
+        batches = [("per_rank", n * comm.world) for n in options.per_rank] + [
+            ("global", n) for n in options.global_batch
+        ]
+        choices = list(itertools.product([True, False], options.batch_norm)) if comm.world > 1 else [(True, "shared")]
+        for backend, (overlap, norm), (fixed, batch) in itertools.product(options.backend, choices, batches):
+            rows.append({"fixed": fixed, **measure(comm, options, folder, batch, overlap, norm, backend)})
+            if comm.rank == 0:
+                print(f"{comm.world} ranks: {json.dumps(rows[-1])}", flush=True)
+            if comm.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if comm.rank == 0:
+            (folder / f"rows-{comm.world}.json").write_text(json.dumps(rows))
+
+
+def launch(arguments: list[str], options: argparse.Namespace, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """Start the ranks and read what rank 0 wrote."""
+    own = Path(sys.executable).with_name("mpirun")
+    mpirun = str(own) if own.is_file() else shutil.which("mpirun") or "mpirun"
+    launcher = [mpirun, "-n", str(ranks), *shlex.split(options.mpirun), sys.executable]
+    if options.launcher == "torchrun":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    tool = str(Path(__file__).parents[1] / "bench.py")
+    command = [*launcher, tool, "scaling", *arguments, "--as-rank", str(folder), "--commit", options.commit]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    subprocess.run(command, check=True, env={**os.environ, **root}, timeout=options.limit)
+    rows: list[dict[str, Any]] = json.loads((folder / f"rows-{ranks}.json").read_text())
+    return rows
+
+
+def add_efficiency(rows: list[dict[str, Any]]) -> None:
+    """Add the throughput a rank over that of the fewest ranks with the same batch (a rank, or in all)."""
+    for row in rows:
+
+        def comparable(other: dict[str, Any], row: dict[str, Any] = row) -> bool:
+            ranks = (other["ranks"], row["ranks"]) if row["fixed"] == "per_rank" else (1, 1)
+            same_batch = other["batch"] * ranks[1] == row["batch"] * ranks[0]
+            return same_batch and all(other[key] == row[key] for key in ("fixed", "backend"))
+
+        base = min(filter(comparable, rows), key=lambda r: (r["ranks"], not r["overlap"]))
+        row["efficiency"] = row["audio_s_per_s"] / row["ranks"] / (base["audio_s_per_s"] / base["ranks"])
+
+
+def main(arguments: list[str]) -> int:
+    """Start ranks and report; or be one of them."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--per-rank", nargs="*", type=int, default=[], help="utterances a rank: the global batch grows")
+    parser.add_argument("--global-batch", nargs="*", type=int, default=[], help="utterances over all ranks: fixed")
+    parser.add_argument("--batch-norm", nargs="+", default=["shared"], choices=["shared", "local"])
+    parser.add_argument("--model", default="rnn_8")
+    parser.add_argument("--backend", nargs="+", default=["auto"], help="recurrent backends of ds2_ops, e.g. auto gemm")
+    parser.add_argument("--comm", default="auto", choices=["auto", "mpi", "gloo", "nccl"])
+    parser.add_argument("--launcher", default="mpirun", choices=["mpirun", "torchrun"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--bucket-mib", type=float, default=25.0)
+    parser.add_argument("--warmup", type=int, default=14, help="recorded passes start at the eleventh step")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--mpirun", default="--oversubscribe --bind-to none", help="options of mpirun")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that each number of ranks may take")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder of scaling.json")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    add_noise_options(parser)
+    options = parse(parser, arguments)
+    if not options.per_rank and not options.global_batch:
+        options.per_rank = [4]
+    if options.as_rank:
+        run_rank(options)
+        return 0
+    title = f"{options.model}, {options.duration:g} s utterances"
+    head = facts(options, resolve_device(options.device), title)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row for ranks in options.ranks for row in launch(arguments, options, ranks, Path(folder))]
+    add_efficiency(rows)
+    table = Table(COLUMNS)
+    for row in rows:
+        total_ms = row.get("allreduce_total_ms", 0.0)
+        hidden = max(0.0, 1 - row["allreduce_exposed_ms"] / total_ms) if total_ms else None
+        table.print_row({**row, "hidden": hidden})
+    write_json(
+        options.out / "scaling.json", {**head, "model": options.model, "duration_s": options.duration, "rows": rows}
+    )
+    return 0

@@ -1,0 +1,177 @@
+"""Time whole training steps: features, model, CTC, backward, clipping and optimizer, on a batch in memory.
+
+    python tools/bench.py training --model rnn_48_skip_4 --batch 4 16 64
+    python tools/bench.py training --model rnn_8 --batch 4 --backend gemm     # without persistent kernels
+    python tools/bench.py training --model rnn_8 --batch 4 --graphs off auto  # launch by launch, and as CUDA graphs
+
+Utterances are noise of equal length with random transcripts. Prints a table and one JSON line. A step is timed on the
+host (median, 10th and 90th percentile) from the end of the step before it, as in training; `host` is its time without
+the trainer's wait for loss and gradient norm. `GPU` is the time in which any kernel or copy runs, and `launches` their
+number, from a trace of three further steps: the slower of host and GPU decides the time of a step. Steps are recorded
+as CUDA graphs from about the tenth step on, so the warm-up should not be shorter than the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import Table, facts, new_parser, parse, write_json, write_noise
+
+from ds2.commands.compose import compose_config
+from ds2.config.device import resolve_device
+from ds2.data.loader import Batch
+from ds2.training.trainer import Trainer
+
+COLUMNS = {
+    "model": "{model}", "batch": "{batch}", "graphs": "{graphs}", "step ms": "{step_ms:.1f}",
+    "10 to 90 %": "{p10_ms:.1f}-{p90_ms:.1f}", "forward": "{forward_ms:.1f}", "backward": "{backward_ms:.1f}",
+    "optimizer": "{optimizer_ms:.1f}", "host": "{host_ms:.1f}", "GPU": "{gpu_busy_ms:.1f}", "launches": "{launches:d}",
+    "audio s/s": "{audio_s_per_s:.0f}", "GiB": "{peak_gib:.2f}",
+}  # fmt: skip
+
+
+class WaitTime:
+    """Sums the seconds that a trainer's steps wait for results of the device."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.seconds = 0.0
+        status = trainer.comm.status
+        waiting = status.waiting
+
+        @contextmanager
+        def timed(name: str) -> Iterator[None]:
+            began = time.perf_counter()
+            with waiting(name):
+                yield
+            self.seconds += time.perf_counter() - began
+
+        status.waiting = timed  # type: ignore[method-assign]
+
+
+def trace(step: Callable[[], object], steps: int = 3) -> tuple[float, int, dict[str, tuple[int, float]]]:
+    """Return the ms a step in which any kernel or copy runs, the launches a step, and (launches, ms) by kernel."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy_us, reached = 0.0, float("-inf")
+    for start, end in sorted((e.time_range.start, e.time_range.end) for e in on_device):
+        busy_us += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in on_device:
+        count, total_us = kernels.get(event.name, (0, 0.0))
+        kernels[event.name] = count + 1, total_us + event.time_range.elapsed_us()
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
+    per_step = {name: (count // steps, total_us / 1000 / steps) for name, (count, total_us) in longest}
+    return busy_us / 1000 / steps, len(on_device) // steps, per_step
+
+
+def noise_overrides(folder: Path, batch: int) -> list[str]:
+    """Settings of a run on `write_noise`'s corpus in `folder`, whose steps hardly change the weights."""
+    return [
+        "optim=sgd", "optim.learning_rate=1e-6", f"batching.utterances={batch}", "data.workers=0",
+        f"data.train=[{folder / 'noise.jsonl'}]", f"data.work_dir={folder}", "train.max_skipped_steps=100000",
+        f"run_dir={folder / 'run'}",
+    ]  # fmt: skip
+
+
+def open_trainer(
+    model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path
+) -> tuple[Trainer, Callable[[], object]]:
+    """Make a trainer of one model, and a function that takes a step, always on the same batch."""
+    config = compose_config([
+        f"model={model}", f"model.backend={options.backend}", f"device={options.device}",
+        f"train.precision={options.precision}", f"train.graphs={graphs}", *noise_overrides(folder, batch),
+        *options.overrides,
+    ])  # fmt: skip
+    trainer = Trainer(config, Path(config.run_dir))
+    trainer.model.train()
+    prepared: Batch = next(iter(trainer.loader.epoch([list(range(batch))], 1)))
+    batches = trainer.prepared(itertools.repeat(prepared.pin_memory() if trainer.device.type == "cuda" else prepared))
+    return trainer, lambda: trainer.step(batches, [range(batch)])
+
+
+def bench(model: str, batch: int, graphs: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Time steps of one model at one batch size."""
+    trainer, take_step = open_trainer(model, batch, graphs, options, folder)
+    on_gpu = trainer.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times_ms, host_ms = [], []
+    waits = WaitTime(trainer)
+    for step in range(options.warmup + options.steps):
+        if step == options.warmup:
+            trainer.timer.means(1)  # forgets the steps before
+        waits.seconds = 0.0
+        began = time.perf_counter()
+        take_step()
+        if step >= options.warmup:
+            times_ms.append(1000 * (time.perf_counter() - began))
+            host_ms.append(times_ms[-1] - 1000 * waits.seconds)
+    split = trainer.timer.means(options.steps)
+    busy_ms, launches, kernels = trace(take_step) if on_gpu else (None, None, {})
+    deciles = statistics.quantiles(times_ms, n=10)
+    median_ms = statistics.median(times_ms)
+    return {
+        "model": model, "batch": batch, "graphs": graphs,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "host_ms": statistics.median(host_ms), "gpu_busy_ms": busy_ms, "launches": launches,
+        "step_ms": median_ms, "p10_ms": deciles[0], "p90_ms": deciles[-1],
+        "forward_ms": 1000 * split["forward"], "backward_ms": 1000 * split["backward"],
+        "optimizer_ms": 1000 * split["optimizer"],
+        "audio_s_per_s": 1000 * batch * options.duration / median_ms,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "skipped": trainer.progress.skipped, "kernels": dict(itertools.islice(kernels.items(), options.kernels)),
+    }  # fmt: skip
+
+
+def add_noise_options(parser: argparse.ArgumentParser, duration_s: float = 7.0) -> None:
+    """Add the options of the corpus, and the settings that every run takes."""
+    parser.add_argument("--duration", type=float, default=duration_s, help="seconds of each utterance")
+    parser.add_argument("--characters", type=float, default=14.0, help="characters of transcript a second")
+    parser.add_argument("overrides", nargs="*", help="further settings, e.g. model.depth=2")
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which steps are timed."""
+    parser.add_argument("--model", nargs="+", default=["rnn_8"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[4])
+    parser.add_argument("--backend", default="auto", help="recurrent backend of ds2_ops")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--graphs", nargs="+", choices=("auto", "on", "off"), default=["auto"])
+    parser.add_argument("--warmup", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=20)
+    add_noise_options(parser)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Time every model, batch size and way of launching."""
+    parser = new_parser(__doc__)
+    add_training_options(parser)
+    parser.add_argument("--kernels", type=int, default=0, help="list the kernels that take longest: this many")
+    options = parse(parser, arguments)
+    title = f"training steps, {options.duration:g} s utterances, backend {options.backend}"
+    head = facts(options, resolve_device(options.device), title)
+    table, rows = Table(COLUMNS), []
+    for model, batch, graphs in itertools.product(options.model, options.batch, options.graphs):
+        with tempfile.TemporaryDirectory() as folder:
+            write_noise(Path(folder), batch, options.duration, options.characters)
+            rows.append(bench(model, batch, graphs, options, Path(folder)))
+        table.print_row(rows[-1])
+        for name, (count, total_ms) in rows[-1]["kernels"].items():
+            print(f"{total_ms:>12.3f} ms {count:>5} x {name[:150]}", flush=True)
+    write_json(None, {**head, "duration_s": options.duration, "rows": rows})
+    return 0
