@@ -5,8 +5,8 @@
     python tools/bench.py serving AUDIO... --model MODEL --streams 64 256 1024        # the recogniser alone, in process
 
 Clients use Vosk's WebSocket protocol, take the files in turn, and begin at random within a chunk. Latency counts from
-the end of a chunk in the source's time, so a server that cannot keep up shows. In process, the next batch is whatever has
-arrived when the recogniser becomes free, as in `ds2.serve.engine`; `--one-at-a-time` decodes each source by itself.
+the end of a chunk in the source's time, so a server that cannot keep up shows. In process, the next batch is whatever
+has arrived when the recogniser becomes free, as in `ds2.serve.engine`; `--one-at-a-time` decodes each source by itself.
 """
 
 from __future__ import annotations
