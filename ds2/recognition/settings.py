@@ -16,6 +16,7 @@ from ds2.config.schema import Config, ConfigError, DecodeConfig
 from ds2.system.files import write_text
 
 _TEXTS = tuple(f"decode.{entry.name}" for entry in fields(DecodeConfig) if entry.type == "str")
+_MAX_BYTES = 1 << 20  # of a file of tuned settings
 
 
 def tuned_file(model_file: Path) -> Path:
@@ -63,8 +64,12 @@ def decode_settings(
 def _read(file: Path) -> DictConfig:
     """The values of a tuned file; errors as `decode_settings`, those of OmegaConf as they are."""
     try:
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise ConfigError(f"{file}: has {size} bytes, {_MAX_BYTES} at most; delete it or run `ds2 lm tune` again")
         text = file.read_text(encoding="utf-8")
         _refuse_interpolation(file, text)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines can stand for gigabytes
+            raise ConfigError(f"{file}: holds an alias (*NAME); write the value out, or run `ds2 lm tune` again")
         read = OmegaConf.create(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits
         reason = " ".join(str(error).split())

@@ -98,6 +98,10 @@ def _measure(entry: Entry) -> Utterance | str:
     if audio is None:
         return f"{entry.source}: no audio at {entry.audio}, nor with another extension"
     try:
+        f"{audio}{entry.speaker}".encode()
+    except UnicodeEncodeError:
+        return f"{entry.source}: {str(audio)!a} is not UTF-8, as manifests are: rename the file or its folder"
+    try:
         info = audio_info(audio)
     except AudioError as error:
         return f"{entry.source}: {error}"

@@ -209,7 +209,8 @@ TUNED = {
     "a wrong type": (b"beam: many", "beam"),
     "an unknown key": (b"baem: 3", "beam"),
     "deep": (b"[" * 3000, "no YAML"),
-    "an alias bomb": (b"a: &a [x,x]\nb: &b [*a,*a]\n" + b"beam: *b", "best-decode.yaml"),
+    "an alias bomb": (b"a: &a [x,x]\nb: &b [*a,*a]\n" + b"beam: *b", "alias"),
+    "a whole film": (b"#" * (1 << 21), "at most"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import soundfile
 
 from ds2.data.corpora import ImporterError, import_corpus
+from ds2.data.manifest import write_manifest
 
 
 def record(path: Path, text: str | None) -> None:
@@ -57,3 +59,18 @@ def test_hidden_files_are_ignored_and_texts_that_are_not_utf_8_skipped(tmp_path:
     with pytest.raises(ImporterError, match=r"2 of 3(.|\n)*b\.txt:1: byte 3 is not UTF-8(.|\n)*c\.txt:1: .*UTF-16"):
         import_corpus("folder", tmp_path)
     assert [u.text for u in import_corpus("folder", tmp_path, skip_bad=True)] == ["good"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("name", ["f\udcfc.wav", "f\udcfcr/1.wav"])
+def test_names_that_are_not_utf_8_are_reported_since_no_manifest_can_hold_them(tmp_path: Path, name: str) -> None:
+    record(tmp_path / "a.wav", "good")
+    record(tmp_path / "b.wav", "bad name")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    for suffix in (".wav", ".txt"):
+        (tmp_path / "b.wav").with_suffix(suffix).rename((tmp_path / name).with_suffix(suffix))
+    with pytest.raises(ImporterError, match=r"1 of 2(.|\n)*f\\udcfc.*is not UTF-8(.|\n)*rename"):
+        import_corpus("folder", tmp_path)
+    utterances = import_corpus("folder", tmp_path, skip_bad=True)
+    write_manifest(tmp_path / "manifest.jsonl", utterances)
+    assert [u.text for u in utterances] == ["good"]
