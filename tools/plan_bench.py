@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import run_loaded
-from ds2_ops.jit.source import Source
+from ds2_ops.jit.launch import Source, run_loaded
 from ds2_ops.recurrent.backends import gemm
 from ds2_ops.recurrent.cells import CELLS, Options
 from ds2_ops.recurrent.plan.problem import Choice, Problem, array_bytes, pass_arguments

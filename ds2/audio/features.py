@@ -10,7 +10,7 @@ from typing import overload
 
 import numpy as np
 import torch
-from ds2_ops.spectrum import op as spectrum
+from ds2_ops import spectrum
 from torch import Tensor, nn
 
 from ds2.audio import filter_banks

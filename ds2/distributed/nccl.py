@@ -14,9 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from ds2_ops.peers.exchange import Exchange, exchange_bytes
-from ds2_ops.peers.memory import Mailbox
-from ds2_ops.peers.sum import MOST_RANKS, PeerSum, mailbox_bytes
+from ds2_ops.peers import MAX_RANKS, Mailbox, PeerExchange, PeerSum, exchange_bytes, sum_bytes
 from torch import Tensor
 
 from ds2.distributed.communicator import Communicator, GroupCommunicator, Moment, Pending
@@ -96,9 +94,9 @@ class PeerMemory:
     def _open(self, comm: Communicator, device_index: int) -> str:
         """Map the mailboxes of all ranks; return why a rank cannot, or ''."""
         hosts = len(set(comm.allgather(comm.host)))
-        if hosts > 1 or comm.world > MOST_RANKS:
+        if hosts > 1 or comm.world > MAX_RANKS:
             return f"there are {comm.world} ranks on {hosts} hosts"
-        addresses, reason = self._map(comm, mailbox_bytes(comm.world), device_index)
+        addresses, reason = self._map(comm, sum_bytes(comm.world), device_index)
         if not reason:
             self._sum = PeerSum(comm.rank, addresses)
         return reason
@@ -120,7 +118,7 @@ class PeerMemory:
                 reason = f"rank {comm.rank}: {error}"
         return addresses, next((text for text in comm.allgather(reason) if text), "")
 
-    def exchanges(self, sizes: Sequence[int]) -> list[Exchange] | None:
+    def exchanges(self, sizes: Sequence[int]) -> list[PeerExchange] | None:
         """Return for each size (in numbers) what sums it over two ranks by copies.
 
         None if there are other than two ranks, or too little memory. All ranks pass the same sizes.
@@ -135,7 +133,7 @@ class PeerMemory:
                 if comm.rank == 0:
                     log.info("sums of gradients are not made by copies: %s", reason)
                 return None
-            exchanges.append(Exchange(addresses[comm.rank], addresses[1 - comm.rank]))
+            exchanges.append(PeerExchange(addresses[comm.rank], addresses[1 - comm.rank]))
         return exchanges
 
     def sum_chunks(self, chunks: Tensor, own: Tensor | None = None) -> Tensor | None:
@@ -224,7 +222,7 @@ class NcclCommunicator(GroupCommunicator):
 
     def copy_sums(self, tensors: Sequence[Tensor]) -> list[Callable[[], Pending]] | None:
         exchanges = self._peers.exchanges([tensor.numel() for tensor in tensors])
-        if exchanges is None or not all(map(Exchange.takes, tensors)):
+        if exchanges is None or not all(map(PeerExchange.takes, tensors)):
             return None
         pairs = zip(exchanges, tensors, strict=True)
         return [partial(_CopiedSum, exchange, tensor.detach(), self._stream) for exchange, tensor in pairs]
@@ -252,7 +250,7 @@ class _StreamSum:
 class _CopiedSum:
     """A sum with copies on the gradient stream, and an addition in `wait`."""
 
-    def __init__(self, exchange: Exchange, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, exchange: PeerExchange, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         self._exchange, self._tensor = exchange, tensor
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         self._started, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

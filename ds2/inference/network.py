@@ -17,14 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from ds2_ops import gru
-from ds2_ops.classifier.op import classify
+from ds2_ops.classifier import classify
 from ds2_ops.convolution import streams
-from ds2_ops.convolution.carried import ConvInput, flattened, joined
 from ds2_ops.convolution.kernels import CHANNELS
-from ds2_ops.convolution.streams import StreamConvolution
+from ds2_ops.convolution.streams import ConvInput, StreamConvolution, flatten, join
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent
-from ds2_ops.row_convolution.chain import lookahead_chain
+from ds2_ops.row_convolution.streams import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
@@ -136,7 +135,7 @@ class BlockNetwork:
         if edges:
             for table in state.tables():
                 table.index_copy_(1, slots, table.index_select(1, slots) * (blocks > 0)[:, None])
-        frames = flattened(x.first(self._channels))
+        frames = flatten(x.first(self._channels))
         return classify(self.run_layers(frames, state, slots, blocks, ends, edges=edges), *self._classifier)
 
     @torch.no_grad()
@@ -268,8 +267,8 @@ class LibraryConv:
             self.all_bias = self.bias.repeat_interleave(self.bins)
 
     def step(self, x: ConvInput, tail: Tensor, slots: Tensor, needed: int) -> Tensor:
-        """Run on the next block of streams: see `ds2_ops.convolution.cached.joined`."""
-        return self(joined(x.first(self.channels), tail, slots, needed))
+        """Run on the next block of streams: see `ds2_ops.convolution.streams.join`."""
+        return self(join(x.first(self.channels), tail, slots, needed))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map (B, F, T, C) to the frames (B, F', T', C') for which the whole kernel lies in T."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from ds2_ops.batch_norm.kernels import why_not
-from ds2_ops.batch_norm.op import Running, batch_norm
+from ds2_ops.batch_norm.op import RunningStatistics, batch_norm
 from torch import Tensor, nn
 
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
@@ -169,7 +169,7 @@ class SequenceBatchNorm(nn.Module):
 
     def _launched(self, rows: Tensor, count: Count, context: PassContext, **options: Any) -> Tensor:
         self.advance()
-        running = Running(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
+        running = RunningStatistics(self.running_mean, self.running_var, max(self.momentum, 1.0 / self.batches))
         return batch_norm(
             rows,
             context.weight(self.weight),

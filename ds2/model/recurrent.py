@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
-from ds2_ops.lengths import turned
+from ds2_ops.lengths import reverse_time
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.backends.persistent import why_not
 from torch import Tensor, nn
@@ -120,8 +120,8 @@ class GatedRecurrentLayer(nn.Module):
             y = self._torch_forward(self.cell, x, ragged, context)
             if self.cell_reverse is None:
                 return y
-            backward = self._torch_forward(self.cell_reverse, turned(x, ragged.lengths), ragged, context)
-            return y + turned(backward, ragged.lengths)
+            backward = self._torch_forward(self.cell_reverse, reverse_time(x, ragged.lengths), ragged, context)
+            return y + reverse_time(backward, ragged.lengths)
         cells = [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
         biases = [self._biases(cell, context) for cell in cells]
         input_biases = [input_bias for input_bias, _ in biases]

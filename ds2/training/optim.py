@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
-from ds2_ops.optimizer.update import FusedNorm, FusedUpdate, why_not
+from ds2_ops.optimizer import FusedNorm, FusedUpdate, why_not
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError, OptimConfig

@@ -1,13 +1,15 @@
-"""Persistent recurrent GPU kernels and the row convolution as torch ops, usable without ds2.
+"""Operators of speech recognition as torch ops with GPU kernels, usable without ds2.
 
 recurrent        h_t = f(x_t + W_hh h_(t-1)), LSTM and GRU, their backends, and the planner of the persistent kernels
 row_convolution  r_t = sum_j w_j h_(t+j), on any device
-ctc              decoding kernels: prefix beam search and forced alignment; the loss
-batch_norm       batch norm of ragged batches, with the clip behind it
-convolution      the front end's second convolution on Hopper's matrix unit
-optimizer        clipping and update of all parameters in one launch
-peers            sums of a few numbers over the GPUs of a host
-lengths, checks  what the ops say of frames per utterance, and of wrong arguments
+ctc              prefix beam search, forced alignment, the loss
+batch_norm       batch norm of ragged batches, with the clip that follows it
+convolution      the convolutions of the front end, on Hopper's matrix unit
+classifier       logits of few labels
+spectrum         normalised log power spectra of samples
+optimizer        the norm of all gradients, clipping and update
+peers            sums over the GPUs of a host
+lengths, checks  lengths of utterances; errors about arguments, choice of a backend
 jit              from a translation unit to a launch
 csrc             the kernels
 """
@@ -32,18 +34,18 @@ __all__ = [
     "recurrence",
 ]
 
-_HOMES = dict.fromkeys(("GRU", "LSTM", "RNN", "Recurrence"), "recurrent.modules")
-_HOMES |= dict.fromkeys(("bidirectional", "gru", "lstm", "recurrence"), "recurrent.op")
-_HOMES["lookahead"] = "row_convolution.op"
+_MODULES = dict.fromkeys(("GRU", "LSTM", "RNN", "Recurrence"), "recurrent.modules")
+_MODULES |= dict.fromkeys(("bidirectional", "gru", "lstm", "recurrence"), "recurrent.op")
+_MODULES["lookahead"] = "row_convolution.op"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the torch ops when they are used: primitives serve processes that have no torch."""
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    """Import the torch ops on first use: `recurrent.primitives` runs in processes without torch."""
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """List the public names too, imported or not."""
+    """List the public names, imported or not."""
     return sorted({*globals(), *__all__})

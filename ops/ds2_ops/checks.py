@@ -1,4 +1,4 @@
-"""What the ops refuse before anything is launched, and the words in which they say so; which backend they take."""
+"""Checks of arguments before a launch, and the choice of a backend."""
 
 import difflib
 import functools
@@ -8,15 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+MIN_CAPABILITY = (8, 0)  # of the GPUs that ctc and batch_norm run on: conversions of bfloat16, reductions over a warp
 _log = logging.getLogger("ds2_ops")
 
 
-def check_choice(what: str, given: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError unless ``given`` is one of ``allowed``; the error names the nearest one."""
-    if given not in allowed:
-        near = difflib.get_close_matches(given, allowed, n=1)
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``allowed``; the error suggests the nearest one."""
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what} is {given!r}, allowed are {', '.join(map(repr, allowed))}{hint}")
+        raise ValueError(f"{name} is {value!r}, allowed are {', '.join(map(repr, allowed))}{hint}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: Sequence[int], legend: str) -> None:
@@ -26,7 +27,7 @@ def check_shape(name: str, tensor: Tensor, expected: Sequence[int], legend: str)
 
 
 def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
-    """Raise unless ``tensor`` has the dtype and the device of ``x``; shapes are `check_shape`'s."""
+    """Raise unless ``tensor`` has the dtype and the device of ``x``."""
     if tensor.dtype != x.dtype:
         raise TypeError(
             f"{name} is {tensor.dtype} but x is {x.dtype}: convert one with .to(dtype), or run under torch.autocast"
@@ -41,7 +42,7 @@ def check_x(x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
 
 
 def check_frames(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:
-    """Do as `check_x` with its shape and dtype."""
+    """Raise unless a shape is (T, B, H) and its dtype is allowed."""
     if len(shape) != 3:
         raise ValueError(f"x has shape {tuple(shape)}, expected (T, B, H): frames, batch, hidden")
     if dtype not in dtypes:
@@ -49,7 +50,7 @@ def check_frames(shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torc
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to know what is made of these."""
+    """Return whether autograd must record an operation on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -58,18 +59,18 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, or a copy whose rows follow one another; None stays."""
+    """Return the tensor, or a contiguous copy; None for None."""
     return None if tensor is None else tensor.contiguous()
 
 
 def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating tensors, of any shape, as torch.autocast casts inputs of a matrix product (float64 stays).
+    """Cast floating-point tensors as torch.autocast casts the inputs of a matrix product; float64 stays.
 
-    The first of them says on which device all are.
+    All are on the device of the first one.
     """
     first = tensors[0]
     assert first is not None
-    device = "cuda" if first.is_cuda else first.device.type  # which takes long to say what it is
+    device = "cuda" if first.is_cuda else first.device.type  # `device.type` takes longer than `is_cuda`
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
@@ -77,35 +78,45 @@ def under_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def refuse_second_derivative(op: str) -> None:
-    """Raise RuntimeError inside a backward that is itself being recorded: its result would lack a gradient silently."""
+    """Raise RuntimeError in a backward pass that autograd records, whose result would silently have no gradient."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{op} has no second derivative and this backward runs with create_graph=True: use backend='reference'"
         )
 
 
-def take_fastest(
-    asked: str, fastest: str, fallback: str, reason: str | None, case: str, *facts: object, way_out: str = ""
+def why_no_gpu(device: torch.device) -> str | None:
+    """Say why a device is no CUDA GPU of compute capability `MIN_CAPABILITY` or later; None if it is one."""
+    if device.type != "cuda":
+        return f"the data is on {device}, the kernels need a CUDA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
+    return None
+
+
+def choose_backend(
+    backend: str, fastest: str, fallback: str, reason: str | None, case: str, *facts: object, way_out: str = ""
 ) -> str:
-    """Turn the backend "auto" into one that runs, logged once a case.
+    """Turn the backend "auto" into one that runs, and log the choice once for each case.
 
     Args:
-        asked: "auto", or the fastest one's name.
-        fastest: taken by "auto" unless there is a reason against it.
-        fallback: taken by "auto" otherwise.
+        backend: "auto", or the name of the fastest one.
+        fastest: chosen for "auto" if there is no reason against it.
+        fallback: chosen for "auto" otherwise.
         reason: why the fastest one cannot run, or None.
-        case: what runs, in the form of ``%`` for `facts`.
-        way_out: what to do where the fastest one was asked for, if the reason does not say.
+        case: the operation, a format for `facts` with ``%``.
+        way_out: what to do where the fastest one was named, if the reason does not say it.
 
     Raises:
-        RuntimeError: the fastest one was asked for by name and there is a reason against it.
+        RuntimeError: the fastest one was named and cannot run.
     """
-    if asked == "auto":
+    if backend == "auto":
         _log_choice(fastest, fallback, reason, case, facts)
         return fallback if reason else fastest
     if reason:
-        raise RuntimeError(f"backend {asked!r} cannot run this: {reason}{way_out}")
-    return asked
+        raise RuntimeError(f"backend {backend!r} cannot run this: {reason}{way_out}")
+    return backend
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Frames of each utterance of a padded batch, as all operators take them.
+"""Lengths of the utterances of a padded batch: checks, masks, and reversal in time.
 
 Shape letters: T frames, B batch.
 """
@@ -16,14 +16,14 @@ def check_lengths(lengths: Tensor, batch: int) -> None:
     """Raise unless ``lengths`` is an integer tensor of shape (B,)."""
     check_shape("lengths", lengths, (batch,), "(B,)")
     if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"lengths is {lengths.dtype}, allowed are torch.int32 and torch.int64: frames per utterance")
+        raise TypeError(f"lengths is {lengths.dtype}, allowed are torch.int32 and torch.int64")
 
 
 def lengths_on(lengths: Tensor | None, frames: int, device: torch.device) -> Tensor | None:
-    """Bring lengths to ``device`` as int32; raise ValueError where one on the CPU lies outside 0..T.
+    """Copy lengths to ``device`` as int32; raise ValueError where one on the CPU lies outside 0..T.
 
-    Lengths that are on a GPU already are not read back, which would make the host wait for the device; nor are they
-    while torch.compile traces the reference, whose graph would break there.
+    Lengths on a GPU are not checked: the host would wait for the device. Lengths are not checked either while
+    torch.compile traces the reference: the check would break its graph.
     """
     if lengths is None:
         return None
@@ -47,10 +47,10 @@ def valid_frames(lengths: Tensor, frames: int) -> Tensor:
     return torch.arange(frames, device=lengths.device)[:, None] < lengths
 
 
-def turned(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Reverse each utterance of (T, B, ...) in time within its own length; padding stays where it is.
+def reverse_time(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Reverse each utterance of (T, B, ...) in time within its own length; padding does not move.
 
-    Differentiable: its gradient takes the same way back, without the sums that autograd has for any index.
+    Differentiable. Its gradient is the same reversal, without the sums that autograd needs for an arbitrary index.
     """
     time = torch.arange(x.shape[0], device=x.device)[:, None]
     if lengths is None:
@@ -67,7 +67,7 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
 
 
 class _Reorder(torch.autograd.Function):
-    """x (T, B, ...) in another order of each utterance's frames, (T, B), which is its own inverse."""
+    """Reorder the frames of x (T, B, ...) by an order (T, B) that is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from ds2_ops.jit.launch import Launch
-from ds2_ops.jit.source import Source
+from ds2_ops.jit.launch import Launch, Source
 from ds2_ops.recurrent import layer
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from ds2_ops.jit.source import Source
+from ds2_ops.jit.launch import Source
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.cells import Options
 from ds2_ops.recurrent.plan.choose import grid_choices

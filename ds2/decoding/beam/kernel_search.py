@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 from ds2_ops.ctc import beam as kernel
-from ds2_ops.ctc.labels import spell
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
@@ -39,7 +38,7 @@ class KernelSearch:
         self.beam = options.beam
         self.fusion = fusion
         self.grams = None if fusion.lm is None else grams_tables(fusion.lm, fusion)
-        self.weights = kernel.Weights(
+        self.weights = kernel.SearchWeights(
             alpha=fusion.alpha,
             beta=fusion.beta,
             unknown_score=fusion.unknown_score,
@@ -62,19 +61,19 @@ class KernelSearch:
         self,
         log_probs: Tensor,
         frames: Tensor,
-        before: kernel.Found | None = None,
+        before: kernel.PrefixTables | None = None,
         slots: Tensor | None = None,
         roots: Tensor | None = None,
-    ) -> kernel.Found:
+    ) -> kernel.PrefixTables:
         """Search packed log-probs (T, B, V) with (B,) int64 frames each; other arguments as the kernel's."""
         lexicon = lexicon_tables(self.fusion)  # anew for each call: sessions add and remove hot words
         return kernel.search(log_probs, frames, self.beam, self.weights, lexicon, self.grams, before, slots, roots)
 
 
-def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
+def lexicon_tables(fusion: Fusion) -> kernel.LexiconTables:
     """Return the spelling and the trie of a fusion in the form of the kernel."""
     spelling, nodes = fusion.spelling, fusion.trie.nodes
-    return kernel.Lexicon(
+    return kernel.LexiconTables(
         starts_word=spelling.starts_word,
         characters=spelling.characters,
         counts=spelling.counts,
@@ -89,11 +88,11 @@ def lexicon_tables(fusion: Fusion) -> kernel.Lexicon:
     )
 
 
-def grams_tables(lm: NGram, fusion: Fusion) -> kernel.Grams:
+def grams_tables(lm: NGram, fusion: Fusion) -> kernel.NGramTables:
     """Return a model on the device of the fusion in the form of the kernel: with the first entry of every state."""
     size = len(lm.vocabulary)
     starts = torch.arange(lm.backoff.numel() + 1, device=lm.keys.device) * size
-    return kernel.Grams(
+    return kernel.NGramTables(
         keys=lm.keys,
         log_prob=lm.log_prob,
         next_state=lm.next_state,
@@ -239,9 +238,9 @@ class KernelStreams:
     def _search(self, packed: Tensor, counts: Tensor, rows: Tensor, max_removed: int = MAX_REMOVED) -> list[list[int]]:
         tables, slots = self.tables, rows.int()
         grown = torch.empty(0, dtype=torch.int32, device=self.device)
-        before = kernel.Found(self._halves, tables.names, tables.integers, tables.floats, grown)
+        before = kernel.PrefixTables(self._halves, tables.names, tables.integers, tables.floats, grown)
         after = self.search.search(packed, counts, before, slots, tables.roots)
-        shared = spell(counts, slots, after, tables.labels, tables.counts, max_removed).cpu().numpy()
+        shared = kernel.append_labels(counts, slots, after, tables.labels, tables.counts, max_removed).cpu().numpy()
         self._longest.update(zip(rows.tolist(), shared[:, 1].tolist(), strict=True))
         return [row[2 : 2 + row[0]].tolist() for row in shared]
 

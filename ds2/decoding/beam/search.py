@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 import torch
 from ds2_ops.ctc import beam as kernel
-from ds2_ops.ctc import labels as traces
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,7 +51,7 @@ class BatchedBeamSearch:
             end = self.kernel.search(packed, counts)
             table, slots = _rank(self.fusion, torch.logaddexp(*end.halves), end, self.options.nbest)
             entries = end.names[..., _ENTRY].gather(1, slots)
-            return NBest(read_labels(traces.trace(entries, end.grown)), table.cpu().numpy())
+            return NBest(read_labels(kernel.trace_labels(entries, end.grown)), table.cpu().numpy())
         start = Beams.start(self.fusion, len(lengths), self.options.beam, log_probs.shape[2])
         state, shared = self.step(start, log_probs, lengths)
         return self.nbest(self.flushed(state), shared)
@@ -144,7 +143,7 @@ def _without_shared(beams: Beams) -> tuple[Beams, list[list[int]]]:
 _ENTRY = 3  # column of the kernel's `names`: the last entry of the prefix in the trace
 
 
-def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.Found | Beams, nbest: int) -> tuple[Tensor, Tensor]:
+def _rank(fusion: Fusion, acoustic: Tensor, end: kernel.PrefixTables | Beams, nbest: int) -> tuple[Tensor, Tensor]:
     """Join prefixes that differ in a last space only; return scores (B, N, 4) as in `NBest` and slots (B, N)."""
     log_prob, bonus, fused = fusion.finish(end.integers, end.floats, acoustic > NONE)
     hashes, parents = end.names[..., HASH], end.names[..., PARENT]

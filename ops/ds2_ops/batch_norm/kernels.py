@@ -1,4 +1,4 @@
-"""The launches of batch norm: sums over rows, then the transform, both ways; and where they can run.
+"""The launches of batch norm: sums over rows, then the transform, in both passes; and where they can run.
 
 Shape letters: B utterances, F bins, T frames, C channels, N rows: all axes but the channels taken together.
 """
@@ -11,17 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds2_ops.jit.launch import Launch, run
-from ds2_ops.jit.source import Parameters, Source, names, parameters, translation_unit
+from ds2_ops.checks import why_no_gpu
+from ds2_ops.jit.launch import Launch, Parameters, Source, names, parameters, run, translation_unit
 
-LEAST_CAPABILITY = (8, 0)  # bf16 conversions
 THREADS = 256
 _NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
-_BYTES = 16  # of a load
-# Two for each of an H200's 132 multiprocessors: 121 us for both ways of 22,400 rows of 1152, where 528 take 139. Every
-# block of the second launch reads the sums of all chunks of its columns.
+_BYTES = 16  # of a load instruction
+# Two for each of an H200's 132 multiprocessors: both passes of 22,400 rows of 1152 take 121 us, with 528 blocks 139 us,
+# because every block of the second launch reads the sums of all chunks of its columns.
 _BLOCKS = 264
-_LEAST_ROWS = 4  # of a thread: each chunk costs a block its start
+_MIN_ROWS = 4  # of a thread: fewer are not worth the start of a block
 _ROWS = (
     "const int* lengths, int rows, int channels, int chunk_rows, int chunks, int column_blocks, int bins, int frames"
 )
@@ -53,12 +52,12 @@ _KERNELS: dict[str, tuple[Parameters, str]] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """How a contiguous tensor (..., C) is cut into blocks.
+    """How the kernels divide a contiguous tensor (..., C) among blocks.
 
     Attributes:
         dtype: of its elements.
         rows, channels: N and C.
-        bins, frames: F and T where rows are (B, F, T) and lengths say which count; else 0 and all of them count.
+        bins, frames: F and T where rows are (B, F, T) with lengths; 0 where all rows are valid.
         clipped: whether clipped ReLU follows.
     """
 
@@ -71,7 +70,7 @@ class Rows:
 
     @property
     def lanes(self) -> int:
-        """Threads beside each other on a row."""
+        """Threads that share a row."""
         return 8 if self.channels > 4 * _BYTES // self.dtype.itemsize else 4
 
     @property
@@ -81,26 +80,26 @@ class Rows:
 
     @functools.cached_property
     def chunk(self) -> tuple[int, int]:
-        """Rows a chunk, and chunks."""
-        most, at_once = _BLOCKS // self.columns, THREADS // self.lanes
-        chunks = max(1, min(most, self.rows // (_LEAST_ROWS * at_once)))
+        """Rows of a chunk, and number of chunks."""
+        max_chunks, rows_at_once = _BLOCKS // self.columns, THREADS // self.lanes
+        chunks = max(1, min(max_chunks, self.rows // (_MIN_ROWS * rows_at_once)))
         rows = -(-self.rows // chunks)
-        rows += -rows % at_once
+        rows += -rows % rows_at_once
         return rows, -(-self.rows // rows)
 
     def partial(self, device: torch.device) -> Tensor:
-        """Where the first launch leaves the sums of each chunk for the second: (chunks, 2, C) float64."""
+        """Allocate the sums of each chunk, which the second launch reads: (chunks, 2, C) float64."""
         return torch.empty(self.chunk[1], 2, self.channels, dtype=torch.float64, device=device)
 
     def launch(self, kernel: str) -> Launch:
-        """The launch of a kernel over all rows."""
+        """Make the launch of a kernel over all rows."""
         clipped = self.clipped and kernel != "sum_rows"
         source = _source(kernel, self.dtype, self.lanes, self.bins > 0, clipped)
         smem_bytes = THREADS * 2 * (_BYTES // self.dtype.itemsize) * 8 if kernel.startswith("sum") else THREADS * 8
         return Launch(source, THREADS, grid=self.chunk[1] * self.columns, smem_bytes=smem_bytes)
 
     def run(self, kernel: str, lengths: Tensor | None, partial: Tensor, *arguments: Tensor | float | None) -> None:
-        """Launch a kernel. `partial` holds the sums of each chunk, or of all: (1, 2, C)."""
+        """Launch a kernel; `partial` holds the sums of each chunk, (chunks, 2, C), or of all, (1, 2, C)."""
         chunk_rows, _ = self.chunk
         shape = (lengths, self.rows, self.channels, chunk_rows, len(partial), self.columns, self.bins, self.frames)
 
@@ -129,11 +128,11 @@ def _source(kernel: str, dtype: torch.dtype, lanes: int, ragged: bool, clipped: 
 
 
 def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
-    """Say why the kernels cannot normalise channels of a type on a device; None if they can."""
+    """Say why the kernels cannot normalise channels of a dtype on a device; None if they can."""
     if device.type != "cuda":
-        return f"the data is on {device}, the kernels need a CUDA GPU"
+        return why_no_gpu(device)
     if dtype not in _NUMBERS:
-        return f"the data is {dtype}, the kernels add up 16-bit types and float32"
+        return f"the data is {dtype}, the kernels support bfloat16, float16 and float32"
     numbers = _BYTES // dtype.itemsize
     if channels % numbers:
         return f"there are {channels} channels, the kernels load {numbers} at a time"
@@ -142,9 +141,8 @@ def why_not(dtype: torch.dtype, channels: int, device: torch.device) -> str | No
 
 @functools.cache
 def _why_not_device(device: torch.device) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 or later"
+    if reason := why_no_gpu(device):
+        return reason
     try:
         from ds2_ops.jit.build import compiler_version
 

@@ -1,4 +1,4 @@
-"""The operator: batch norm of rows of channels on a GPU, and the sums over ranks between its launches.
+"""Batch norm of ragged batches on a GPU, with the clip that follows it, and sums over ranks between its launches.
 
 Shape letters: B utterances, F bins, T frames, C channels.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from ds2_ops.batch_norm.kernels import Rows
 from ds2_ops.checks import refuse_second_derivative
 
-# Given the sums of chunks of rows (K, 2, C) float64, which it may overwrite, and perhaps (2, C) float32 for the sums of
-# this rank's; returns the sums over all chunks and ranks (1, 2, C).
+# Sums over chunks and ranks. Arguments: sums of chunks of rows (K, 2, C) float64, which may be overwritten, and None or
+# (2, C) float32 to receive the sums of this rank. Returns the sums over all chunks and ranks (1, 2, C).
 Reduce = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Running:
-    """Running averages (C,) float32, which take a share of the batch's own as it is normalised."""
+class RunningStatistics:
+    """Running averages (C,) float32: mean and variance of a batch enter them with weight `share`."""
 
     mean: Tensor
     var: Tensor
@@ -38,24 +38,24 @@ def batch_norm(
     eps: float,
     lengths: Tensor | None = None,
     clip: float | None = None,
-    running: Running | None = None,
+    running: RunningStatistics | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """Normalise each channel over the positions that count, y = (x - mean) / sqrt(var + eps) * weight + bias.
+    """Normalise each channel over the valid positions, y = (x - mean) / sqrt(var + eps) * weight + bias.
 
-    (Deep Speech 2, section 3.2.) Two launches each way, statistics in float64 of sums of four numbers in float32; on
-    torch's current stream, can be captured in a CUDA graph, the same bits on every run. Differentiable in ``x``,
-    ``weight`` and ``bias``. Where `kernels.why_not` finds no reason against it.
+    (Deep Speech 2, section 3.2.) Two launches in each pass; statistics are float64 sums of sums of four numbers in
+    float32. Runs on torch's current stream, can be captured in a CUDA graph, gives the same bits on every run.
+    Differentiable in ``x``, ``weight`` and ``bias``. Requires that `kernels.why_not` returns None.
 
     Args:
-        x: (..., C) contiguous, bfloat16, float16 or float32. Without ``lengths`` it is 0 where it does not count, and
-            so is the gradient that comes back.
+        x: (..., C) contiguous, bfloat16, float16 or float32. Without ``lengths``, x and the gradient of y must be 0 at
+            padding.
         weight, bias: (C,) float32.
-        count: (1,) int32 on the device, positions that count, at least 1; with ``reduce`` those of all ranks.
+        count: (1,) int32 on the device, valid positions, at least 1; with ``reduce`` those of all ranks.
         eps: added to the variance, the mean square deviation.
-        lengths: (B,) int32 on the device, valid frames, for x of shape (B, F, T, C): what lies past them is ignored,
-            comes out as 0 and has no gradient.
-        clip: then also clipped ReLU up to this, in the same launch.
+        lengths: (B,) int32 on the device, valid frames of x (B, F, T, C): padding is ignored, comes out as 0 and has no
+            gradient.
+        clip: apply clipped ReLU up to this value in the same launch; None: no nonlinearity.
         running: averages to update.
         reduce: sums over chunks and ranks; the statistics are then those of all ranks.
 
@@ -69,12 +69,12 @@ def batch_norm(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Keeps its input and vectors only; where the clip holds is computed anew from them."""
+    """Saves only the input and vectors of channels; the backward pass recomputes where the clip applies."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, count: Tensor, lengths: Tensor | None, eps: float,
-        clip: float | None, running: Running | None, reduce: Reduce | None,
+        clip: float | None, running: RunningStatistics | None, reduce: Reduce | None,
     ) -> Tensor:  # fmt: skip
         channels, device = x.shape[-1], x.device
         bins, frames = (x.shape[1], x.shape[2]) if lengths is not None else (0, 0)
@@ -110,6 +110,6 @@ class _BatchNorm(torch.autograd.Function):
             gradients = own[1] * inverse, own[0]
             grad_weight = grad_bias = None
         grad_x = torch.empty_like(x)
-        written = (grad_weight, grad_bias)
-        rows.run("backward_rows", lengths, partial, grad_y, x, grad_x, count, *channel, *written, ctx.clip)
+        outputs = (grad_weight, grad_bias)
+        rows.run("backward_rows", lengths, partial, grad_y, x, grad_x, count, *channel, *outputs, ctx.clip)
         return grad_x, *gradients, None, None, None, None, None, None

@@ -2,5 +2,5 @@
 
 kernels  the launches: correlation over windows (forward, backward_data), sums of weights' gradients (backward_weights)
 op       the operator: autograd, the layouts of the weights, and where it can run
-streams  the same for a block of streams, for inference
+streams  the same on blocks of streams, for inference
 """

@@ -1,19 +1,18 @@
-"""The launches of the convolution, and the tiles they are cut into."""
+"""The launches of the convolution and their tiles."""
 
 from __future__ import annotations
 
 import functools
 
-from ds2_ops.jit.launch import Launch
-from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, Source, names, parameters, translation_unit
 
 CHANNELS = 32
-BIN_FRAMES = 64  # of a tile where the bins lie in a ring
-_AHEAD = 6  # bins of the ring that are on their way
+BIN_FRAMES = 64  # of a tile of `sum_weights_of_bins`, which holds its bins in a ring buffer
+_PREFETCHED = 6  # bins of the ring buffer that are being loaded
 _SMEM_BYTES = 232448  # of a block on Hopper
-_MOST_STAGES = 8  # whose barriers lie at the head of shared memory
-_LEAST_FRAMES, _MOST_FRAMES = 64, 176  # of a warp group: accumulators that fit into registers
-_BLOCKS = 132  # multiprocessors of an H200: one block each
+_MAX_STAGES = 8  # their barriers lie at the start of shared memory
+_MIN_FRAMES, _MAX_FRAMES = 64, 176  # of a warp group: accumulators must fit into registers
+_BLOCKS = 132  # one for each multiprocessor of an H200
 _CORRELATION = parameters(
     """const unsigned short* x, const unsigned short* weights, unsigned short* y, int bins_in, int bins_out, int frames,
     int rows, int step, int first, int pairs, int tiles"""
@@ -25,17 +24,17 @@ _WEIGHT_SUMS = parameters(
 
 
 def frames_of_group(frames: int) -> int:
-    """Frames N of a warp group, two groups a block: a multiple of 16 that leaves little of the last tile empty."""
-    return min(range(_MOST_FRAMES, _LEAST_FRAMES - 1, -16), key=lambda n: -(-frames // (2 * n)) * 2 * n)
+    """Return the frames of a warp group, two groups a block: the multiple of 16 that pads the last tile least."""
+    return min(range(_MAX_FRAMES, _MIN_FRAMES - 1, -16), key=lambda n: -(-frames // (2 * n)) * 2 * n)
 
 
 def splits(pairs: int, items: int) -> int:
-    """Blocks that share the items of a pair of taps."""
+    """Return how many blocks share the items of a pair of taps."""
     return max(1, min(_BLOCKS // pairs, items))
 
 
 def correlate(pairs: int, utterances: int, frames: int, taps: int, group: int | None = None) -> Launch:
-    """The launch over all pairs of bins; `group` frames of a warp group."""
+    """Make the launch over all pairs of bins, with `group` frames of a warp group."""
     group = group or frames_of_group(frames)
     rows = _padded(2 * group + taps - 1)
     stages, smem_bytes = _stages(64 * rows + taps * CHANNELS * 2 * CHANNELS * 2)
@@ -45,28 +44,28 @@ def correlate(pairs: int, utterances: int, frames: int, taps: int, group: int | 
 
 
 def sum_weights(pairs: int, shares: int, taps: int, tile: int) -> Launch:
-    """The launch over all pairs of taps, in so many shares, with tiles of so many frames."""
+    """Make the launch over all pairs of taps, each divided among `shares` blocks, with tiles of `tile` frames."""
     stages, smem_bytes = _stages(64 * (2 * _padded(tile + taps - 1) + _padded(tile)))
     source = _source("sum_weights", "WeightSums", tile, taps, stages)
     return Launch(source, 256, grid=pairs * shares, smem_bytes=smem_bytes)
 
 
 def sum_weights_of_bins(pairs: int, shares: int) -> Launch:
-    """The launch over tiles of `BIN_FRAMES` frames, in so many shares, for all pairs of taps at once."""
-    slots = 2 * pairs - 2 + _AHEAD
+    """Make the launch over tiles of `BIN_FRAMES` frames, divided among `shares` blocks, for all pairs of taps."""
+    slots = 2 * pairs - 2 + _PREFETCHED
     head = -(-slots * 16 // 128) * 128
-    source = _source("sum_weights_of_bins", "WeightSums", BIN_FRAMES, pairs, _AHEAD)
-    return Launch(source, 256, grid=shares, smem_bytes=head + (slots + 1 + _AHEAD) * 64 * _padded(BIN_FRAMES))
+    source = _source("sum_weights_of_bins", "WeightSums", BIN_FRAMES, pairs, _PREFETCHED)
+    return Launch(source, 256, grid=shares, smem_bytes=head + (slots + 1 + _PREFETCHED) * 64 * _padded(BIN_FRAMES))
 
 
 def _stages(stage_bytes: int) -> tuple[int, int]:
-    """Stages that fit, and bytes of shared memory."""
-    stages = min(_MOST_STAGES, (_SMEM_BYTES - 128) // stage_bytes)
+    """Return the stages that fit, and their bytes of shared memory."""
+    stages = min(_MAX_STAGES, (_SMEM_BYTES - 128) // stage_bytes)
     return stages, 128 + stages * stage_bytes
 
 
 def _padded(rows: int) -> int:
-    """Rows of a window: `padded_rows` of window.cuh."""
+    """Return `padded_rows` of window.cuh: the rows of a window in shared memory."""
     return rows + (10 - rows % 8) % 8
 
 
@@ -86,7 +85,7 @@ def _source(function: str, struct: str, size: int, taps: int, stages: int) -> So
 
 
 def _product(columns: int, *, transposed: bool) -> str:
-    """The instance of Product for so many columns: PTX names each register."""
+    """Write the instance of Product for a number of columns: PTX names each register."""
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     instruction = (

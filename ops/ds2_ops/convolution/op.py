@@ -1,4 +1,4 @@
-"""The convolution as an operator: autograd, the layouts of the weights, and where it can run.
+"""The convolution as an operator: autograd, the layouts of the weights, and its conditions.
 
 Shape letters: B utterances, C = 32 channels, F bins, T frames, K x J taps over bins and frames, S stride over bins.
 """
@@ -17,12 +17,12 @@ from ds2_ops.convolution import kernels
 from ds2_ops.convolution.kernels import CHANNELS
 from ds2_ops.jit.launch import run
 
-_MOST_TAPS = 11  # over frames: accumulators of their gradients that fit into registers
-_FOLDED = CHANNELS // 2  # taps over frames that become channels, of two bins
+_MAX_TAPS = 11  # over frames: the accumulators of their gradients must fit into registers
+_FOLDED = CHANNELS // 2  # taps over frames that become channels, for two bins
 
 
 def why_not(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> str | None:
-    """Say why `convolve` cannot take x (B, C, F, T) and weight (32, C, K, J); None if it can."""
+    """Say why `convolve` does not support x (B, C, F, T) and weight (32, C, K, J); None if it does."""
     if x.device.type != "cuda":
         return f"the data is on {x.device}, the kernels need a CUDA GPU"
     dtypes = {x.dtype, weight.dtype}
@@ -31,25 +31,26 @@ def why_not(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> str | None:
     if dtypes != {torch.bfloat16}:
         return f"data and weights are {', '.join(sorted(map(str, dtypes)))}, the kernels multiply bfloat16"
     outputs, inputs, bins, frames = weight.shape
-    of_many = inputs == CHANNELS and stride == (2, 1) and frames <= _MOST_TAPS
-    of_one = inputs == 1 and stride[0] == 2 and frames <= _FOLDED and not x.requires_grad
-    if outputs != CHANNELS or bins % 4 != 1 or frames % 2 != 1 or not (of_many or of_one):
+    many_channels = inputs == CHANNELS and stride == (2, 1) and frames <= _MAX_TAPS
+    one_channel = inputs == 1 and stride[0] == 2 and frames <= _FOLDED and not x.requires_grad
+    if outputs != CHANNELS or bins % 4 != 1 or frames % 2 != 1 or not (many_channels or one_channel):
         return (
-            f"the kernel is {tuple(weight.shape)} of stride {stride}: ours are (32, 32, 4 n + 1, up to {_MOST_TAPS}) "
-            f"of stride (2, 1), and (32, 1, 4 n + 1, up to {_FOLDED}) of stride (2, n) for data without gradient"
+            f"the weight is {tuple(weight.shape)} with stride {stride}, allowed are "
+            f"(32, 32, 4 n + 1, up to {_MAX_TAPS}) with stride (2, 1), and "
+            f"(32, 1, 4 n + 1, up to {_FOLDED}) with stride (2, n) for data without gradient"
         )
-    return None if torch.cuda.get_device_capability(x.device) == (9, 0) else "the GPU is no Hopper"
+    return None if torch.cuda.get_device_capability(x.device) == (9, 0) else "the kernels need a Hopper GPU"
 
 
 def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Convolve with zeros around, y[f, t] = sum over k, j of weight[k, j] x[S f + k - K // 2, n t + j - J // 2].
 
-    Sums in float32. On torch's current stream, can be captured in a CUDA graph, the same bits on every run. Where
-    `why_not` finds no reason against it.
+    Sums in float32. Runs on torch's current stream, can be captured in a CUDA graph, gives the same bits on every run.
+    Requires that `why_not` returns None.
 
     Args:
-        x: (B, C, F, T) bfloat16, or what autocast rounds to it; C is 32 or 1. Best with its memory in the order
-            (B, F, T, C).
+        x: (B, C, F, T) bfloat16, or another dtype under autocast; C is 32 or 1. It is not copied if its memory has the
+            order (B, F, T, C).
         weight: (32, C, K, J), outputs first.
         stride: S and n, over bins and frames.
 
@@ -65,12 +66,12 @@ def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def fold(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """One channel as 32: pairs of bins, and up to 16 taps over frames, become channels; no taps over frames are left.
+    """Turn one channel into 32: pairs of bins and up to 16 taps over frames become channels, without taps over frames.
 
     Args:
         x: (B, 1, F, T).
-        weight: (32, 1, K, J), K = 4 n + 1: the centre of its pairs of taps is a pair.
-        stride: over frames; over bins it is 2, and 1 over the pairs.
+        weight: (32, 1, K, J), K = 4 n + 1, so that a pair of taps lies in the centre.
+        stride: over frames; it is 2 over bins, and 1 over the pairs.
 
     Returns:
         (B, 32, ceil(F / 2), ceil(T / stride)) with its memory in the order (B, F, T, C), and (32, 32, (K + 1) / 2, 1).
@@ -80,17 +81,17 @@ def fold(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def folded_windows(x: Tensor, stride: int, windows: int, before: int = 0) -> Tensor:
-    """(B, F, T) to windows from frame -before on, a stride apart: (B, ceil(F / 2), windows, 2, 16), zeros around."""
-    behind = (windows - 1) * stride + _FOLDED - before - x.shape[2]
-    padded = functional.pad(x, (before, behind, 0, x.shape[1] % 2))
-    found: Tensor = padded.unflatten(1, (-1, 2)).unfold(3, _FOLDED, stride)  # type: ignore[no-untyped-call]
-    return found.transpose(2, 3)
+    """Cut (B, F, T) into windows from frame -before, a stride apart: (B, ceil(F / 2), windows, 2, 16), zero-padded."""
+    after = (windows - 1) * stride + _FOLDED - before - x.shape[2]
+    padded = functional.pad(x, (before, after, 0, x.shape[1] % 2))
+    folded: Tensor = padded.unflatten(1, (-1, 2)).unfold(3, _FOLDED, stride)  # type: ignore[no-untyped-call]
+    return folded.transpose(2, 3)
 
 
 def folded_weight(weight: Tensor) -> Tensor:
-    """(32, 1, K, J) to (32, 32, (K + 1) / 2, 1), for what `folded_windows` gives."""
-    wide = functional.pad(weight[:, 0], (0, _FOLDED - weight.shape[3], 0, 1))
-    kernel: Tensor = wide.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
+    """Rearrange (32, 1, K, J) to (32, 32, (K + 1) / 2, 1), the weight for `folded_windows`."""
+    padded = functional.pad(weight[:, 0], (0, _FOLDED - weight.shape[3], 0, 1))
+    kernel: Tensor = padded.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
     return kernel.permute(0, 2, 3, 1).flatten(1, 2)[..., None]
 
 
@@ -118,7 +119,7 @@ class _Convolve(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             if ctx.stride != 2:
-                raise RuntimeError("the gradient of the data is there for stride 2 over bins only")
+                raise RuntimeError("the gradient of the data needs a stride of 2 over bins")
             rows = torch.empty_like(x)
             correlate(grad_y, pack(weight, 2, backward=True), rows, step=1, first=-(weight.shape[2] // 4))
             grad_x = rows.permute(0, 3, 1, 2)
@@ -128,15 +129,15 @@ class _Convolve(torch.autograd.Function):
 
 
 def correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, group: int | None = None) -> None:
-    """Write into y, for both bins of each pair, the products of windows of x with `packed`; asynchronous.
+    """Write the products of windows of x with `packed` into y, for both bins of each pair; asynchronous.
 
     Args:
         x: (B, F, T, 32) bfloat16, contiguous.
-        packed: as `pack` gives.
+        packed: from `pack`.
         y: (B, F', T, 32) bfloat16, contiguous; overwritten.
         step: bins of x from the window of one pair to that of the next.
-        first: bin of x at which the first pair's window begins; bins outside count as 0.
-        group: frames of a warp group, if the planner is not to choose.
+        first: bin of x at which the first pair's window begins; bins outside of x are 0.
+        group: frames of a warp group; None: the fastest.
     """
     batch, bins_in, frames, _ = x.shape
     bins_out, (rows, taps) = y.shape[1], packed.shape[:2]
@@ -151,10 +152,10 @@ def correlate(x: Tensor, packed: Tensor, y: Tensor, *, step: int, first: int, gr
 def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, tile: int | None = None) -> Tensor:
     batch, bins_in, frames, _ = x.shape
     taps_bins, taps = weight.shape[2:]
-    pairs, bins_out, of_bins = (taps_bins + 1) // 2, grad_y.shape[1], taps == stride == 1
-    tile = kernels.BIN_FRAMES if of_bins else tile or 2 * kernels.frames_of_group(frames)
+    pairs, bins_out, one_tap = (taps_bins + 1) // 2, grad_y.shape[1], taps == stride == 1
+    tile = kernels.BIN_FRAMES if one_tap else tile or 2 * kernels.frames_of_group(frames)
     tiles = -(-frames // tile)
-    if of_bins:
+    if one_tap:
         shares = kernels.splits(1, batch * tiles)
         launch = kernels.sum_weights_of_bins(pairs, shares)
     else:
@@ -168,12 +169,12 @@ def _weight_gradient(x: Tensor, grad_y: Tensor, weight: Tensor, stride: int, til
 
 
 def pack(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
-    """What row i of a window gives to both bins of a pair, as shared memory holds it.
+    """Arrange the weights in the layout of shared memory: row i of a window times the taps of both bins of a pair.
 
     Args:
         weight: (32, 32, K, J).
         stride: over bins.
-        backward: for the gradient of the data.
+        backward: whether for the gradient of the data.
 
     Returns:
         (rows, J, 4, 64, 8) of the weight's dtype.
@@ -184,9 +185,9 @@ def pack(weight: Tensor, stride: int, *, backward: bool) -> Tensor:
 
 
 @functools.cache
-@torch.inference_mode(False)  # whoever asks first, in inference mode perhaps, is not the only one
+@torch.inference_mode(False)  # a tensor made in inference mode could not be used outside of it later
 def _index(taps_bins: int, taps: int, stride: int, backward: bool, device: torch.device) -> Tensor:
-    """Where each packed number lies in a flat (32, 32, K, J); behind its end for the zeros."""
+    """Return the position of each packed number in a flat (32, 32, K, J); one past its end for zeros."""
     rows = taps_bins // 2 + 1 if backward else taps_bins + stride
     shape = (rows, taps, 4, 2 * CHANNELS, 8)
     row, tap, chunk, m, e = torch.meshgrid(*(torch.arange(n) for n in shape), indexing="ij")

@@ -1,8 +1,6 @@
-"""CTC on the GPU: decoding a block an utterance, and the loss.
+"""CTC on the GPU, one block for each utterance.
 
-device  which GPUs these kernels run on
-beam    prefix beam search with an n-gram model
-labels  what its prefixes spell, at the end or from chunk to chunk
+beam    prefix beam search with an n-gram model, and the labels of its prefixes
 align   the best path through a known label sequence
 loss    the sum over all paths through it, and its gradient
 """

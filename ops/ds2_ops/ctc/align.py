@@ -1,4 +1,4 @@
-"""Forced alignment of labels to log-probs on the GPU: a batch in one launch, a block an utterance.
+"""Forced alignment of labels to log-probs on the GPU: a batch in one launch, one block for each utterance.
 
 Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of the longest target.
 """
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.ctc.device import why_no_device
+from ds2_ops.checks import why_no_gpu
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, run
-from ds2_ops.jit.source import names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 
 _THREADS = 256
 # struct Targets of csrc/ctc/align.cuh
@@ -33,7 +32,7 @@ _SOURCE = translation_unit(
 
 @dataclass(frozen=True)
 class Aligned:
-    """Best paths, on the GPU; what lies past a target's labels is not defined."""
+    """Best paths, on the GPU; values past a target's labels are not defined."""
 
     log_prob: Tensor  # (B,) float32 of the whole path; -inf: fewer frames than the labels need
     spans: Tensor  # (B, 2, L) int32: the first frame of each label, and the frame after its last
@@ -49,14 +48,14 @@ def plan(longest: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch
     smem_bytes = 2 * (2 * longest + 1) * 4
     if smem_bytes > smem_bytes_per_block:
         raise ValueError(
-            f"{longest} labels need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}; cut it"
+            f"{longest} labels need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}: cut the text"
         )
     return Launch(_SOURCE, _THREADS, grid=utterances, smem_bytes=smem_bytes)
 
 
 def why_not(longest: int, device: torch.device) -> str | None:
     """Say why the kernel cannot align targets of up to `longest` labels to log-probs on a device; None if it can."""
-    if reason := why_no_device(device):
+    if reason := why_no_gpu(device):
         return reason
     try:
         plan(longest, runtime.smem_bytes_per_block(device_index(device)))
@@ -85,19 +84,7 @@ def align(log_probs: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> A
     log_prob = torch.empty(batch, device=device)
     spans = torch.zeros(batch, 2, longest, dtype=torch.int32, device=device)
     peaks = torch.zeros(batch, longest, device=device)
-    arguments: list[Any] = [
-        log_probs,
-        frames,
-        labels,
-        sizes,
-        moves,
-        log_prob,
-        spans,
-        peaks,
-        length,
-        batch,
-        vocabulary,
-        longest,
-    ]
+    arguments: list[Any] = [log_probs, frames, labels, sizes, moves, log_prob, spans, peaks]
+    arguments += [length, batch, vocabulary, longest]
     run(launch, arguments, lambda: f"alignment, (T, B, V) = {tuple(log_probs.shape)}, {longest} labels", device)
     return Aligned(log_prob, spans, peaks)

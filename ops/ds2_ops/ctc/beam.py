@@ -1,7 +1,7 @@
-"""CTC prefix beam search with an n-gram model on the GPU: a batch in one launch, a block an utterance.
+"""CTC prefix beam search with an n-gram model on the GPU: a batch in one launch, one block for each utterance.
 
-Shape letters: T frames, B utterances, V labels (0 is the blank), K beam, N trie nodes, A characters, L most characters
-of a label, E n-grams, S states, R best hypotheses.
+Shape letters: T frames, B utterances, V labels (0 is the blank), K beam, N trie nodes, A characters, L characters of a
+label at most, E n-grams, S states, R best hypotheses, P labels of a prefix at most, M labels that one call removes.
 """
 
 from dataclasses import dataclass, replace
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.ctc.device import why_no_device
+from ds2_ops.checks import why_no_gpu
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, run
-from ds2_ops.jit.source import names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 
-MOST_BEAM = 512
-SHAPES = (32, 64, 128, 256, 512)  # beams that kernels are built for; a smaller one takes the next
-_PREFIX_BYTES = 2 * (11 * 8 + 8 * 4)  # struct Prefixes of csrc/ctc/beam.cuh, now and next
-_FRAME_BYTES = 2 * 8 + 2 * 4 + 2  # what BeamMemory holds of a prefix beside it
+MAX_BEAM = 512
+SHAPES = (32, 64, 128, 256, 512)  # beams for which kernels are built; others use the next larger one
+_PREFIX_BYTES = 2 * (11 * 8 + 8 * 4)  # struct Prefixes of csrc/ctc/beam.cuh, of this frame and of the next
+_FRAME_BYTES = 2 * 8 + 2 * 4 + 2  # of a prefix in struct BeamMemory, without struct Prefixes
+_TRACE_THREADS = 64
+_APPEND_THREADS = 128
 
 # struct Search of csrc/ctc/beam.cuh
 _SEARCH = parameters(
@@ -38,27 +39,49 @@ _GRAMS = parameters(
     """const long long* keys, const float* log_prob, const int* next_state, const float* backoff, const int* suffix,
     const int* first, const int* label_ids, int vocabulary, int order, int unknown"""
 )
+# struct Spelled of csrc/ctc/labels.cuh
+_SPELLED = parameters(
+    """const long long* frames, const int* places, const int2* grown, const double* halves, const long long* names,
+    const short* before, const int* had, short* labels, int* counts, short* certain, int length, int rows, int beam,
+    int room, int most"""
+)
+# of trace_entries in csrc/ctc/labels.cuh
+_TRACE = parameters(
+    """const long long* entries, const int2* grown, short* labels, int count, int utterances, int slots, int width"""
+)
+TRACE = translation_unit("ctc/labels.cuh", _TRACE, f"    ds2::trace_entries({names(_TRACE)});\n")
+APPEND = translation_unit(
+    "ctc/labels.cuh",
+    _SPELLED,
+    f"""    extern __shared__ __align__(16) unsigned char shared[];
+    const ds2::Spelled spelled{{{names(_SPELLED)}}};
+    ds2::Speller<{_APPEND_THREADS}>(spelled, shared).run();
+""",
+)
 
 
 @dataclass(frozen=True)
-class Lexicon:
-    """How labels spell words, and a trie of known and hot words: node 0 is off it, 1 its root; tensors on one GPU."""
+class LexiconTables:
+    """The spelling of labels, and a trie of known and hot words; all tensors on one GPU.
 
-    starts_word: Tensor  # (V,) bool: the label ends the word before it
+    Node 1 of the trie is the root. Node 0 stands for prefixes that are not in the trie.
+    """
+
+    starts_word: Tensor  # (V,) bool: the label ends the previous word
     characters: Tensor  # (V, L) int64 codes, 0 pads
     counts: Tensor  # (V,) int64 characters
     children: Tensor  # (N, A) int32
-    word: Tensor  # (N,) int64 vocabulary id of the word that ends here, or -1
+    word: Tensor  # (N,) int64 vocabulary id of the word that ends at the node, or -1
     is_word: Tensor  # (N,) bool
-    hot: Tensor  # (N,) float64: bonus of the hot words that end here
-    unfinished: Tensor  # (N,) float64: what a word is worth that is written as far as here
-    follow: Tensor  # (N,) int32: where the next word starts after one that ends here; 0: at the utterance's root
+    hot: Tensor  # (N,) float64: bonus of the hot words that end at the node
+    unfinished: Tensor  # (N,) float64: score of an unfinished word that has reached the node
+    follow: Tensor  # (N,) int32: root of the next word after one that ends at the node; 0: the utterance's root
     space: int  # the label that only separates words, or -1
     has_hot: bool
 
 
 @dataclass(frozen=True)
-class Grams:
+class NGramTables:
     """A back-off n-gram model as an automaton, all tensors on one GPU; state 0 is the empty history."""
 
     keys: Tensor  # (E,) int64 ascending, state x vocabulary + word; the first are the unigrams
@@ -75,56 +98,56 @@ class Grams:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What scores are made of; natural logarithms."""
+class SearchWeights:
+    """Weights of the scores of a search; natural logarithms."""
 
     alpha: float
     beta: float
     unknown_score: float
     prune: float  # above 0
-    closed: bool  # only words of the lexicon
+    closed: bool  # only words of the lexicon are allowed
 
 
 @dataclass(frozen=True)
-class Found:
-    """The prefixes left after the last frame; in tables that go on from chunk to chunk, a row is a place."""
+class PrefixTables:
+    """The best prefixes after the last frame. In tables that live from chunk to chunk, a row is a slot of a stream."""
 
     halves: Tensor  # (2, rows, K) float64 log-probs: alignments that end in a blank, in the last label
     names: Tensor  # (rows, K, 4) int64: hash, parent's hash, last label, entry
     integers: Tensor  # (rows, K, 4) int64: state, node, characters of the unfinished word, words
     floats: Tensor  # (rows, K, 2) float64: language model, hot words
-    grown: Tensor  # (B, T, K, 2) int32: entry and label that entry t K + slot + 1 was made from; 0 or less before all
+    grown: Tensor  # (B, T, K, 2) int32: parent and label of entry t K + k + 1; 0 or less: no parent
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The kernel of a search, a block an utterance.
+class SearchLaunch:
+    """The launch of a search, one block for each utterance.
 
     Attributes:
         launch: the kernel.
-        table_columns: of the scores in global memory, float64 a prefix; 0: they are in shared memory.
+        table_columns: float64 scores of each prefix in global memory; 0: they are in shared memory.
     """
 
     launch: Launch
     table_columns: int
 
 
-def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: int, utterances: int = 1) -> Choice:
-    """Choose the kernel for a search.
+def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: int, utterances: int = 1) -> SearchLaunch:
+    """Choose the launch for a search.
 
     Args:
         beam: K.
         labels: V.
         order: of the n-gram model, 0 without.
-        unit: "none", "word" or "label", what the model reads.
-        smem_bytes_per_block: what the device gives a block.
-        utterances: B, each a block.
+        unit: "none", "word" or "label": the unit of the n-gram model.
+        smem_bytes_per_block: the largest shared memory of a block of the device.
+        utterances: B.
 
     Raises:
-        ValueError: the search does not fit; says what would.
+        ValueError: the search does not fit; the message names sizes that do.
     """
-    if not 1 <= beam <= MOST_BEAM:
-        raise ValueError(f"beam {beam} is not within 1 .. {MOST_BEAM}, which the kernel keeps on chip")
+    if not 1 <= beam <= MAX_BEAM:
+        raise ValueError(f"beam {beam} is not within 1 .. {MAX_BEAM}, the beams that fit on chip")
     slots = next(shape for shape in SHAPES if shape >= beam)
     threads = 256 if slots <= 64 else 512
     warps = threads // 32
@@ -134,7 +157,7 @@ def plan(beam: int, labels: int, order: int, unit: str, smem_bytes_per_block: in
     if smem_bytes > smem_bytes_per_block:
         raise ValueError(
             f"beam {beam} x {labels} labels need {smem_bytes} B of shared memory, a block has {smem_bytes_per_block}: "
-            "a smaller beam or alphabet fits"
+            "reduce the beam or the alphabet"
         )
     table_bytes = 8 * beam * columns
     outside = smem_bytes + table_bytes > smem_bytes_per_block
@@ -154,7 +177,7 @@ static_assert(sizeof(ds2::BeamMemory<Shape>) <= {fixed}, "beam.py and beam.cuh d
         launch_bounds="Shape::THREADS, 1",
     )
     launch = Launch(source, threads, grid=utterances, smem_bytes=smem_bytes + (0 if outside else table_bytes))
-    return Choice(launch, columns if outside else 0)
+    return SearchLaunch(launch, columns if outside else 0)
 
 
 def why_not(beam: int, labels: int, frames: int, order: int, device: torch.device) -> str | None:
@@ -167,10 +190,10 @@ def why_not(beam: int, labels: int, frames: int, order: int, device: torch.devic
         order: of the n-gram model, 0 without.
         device: of the log-probs.
     """
-    if reason := why_no_device(device):
+    if reason := why_no_gpu(device):
         return reason
     if frames * beam >= 2**31:
-        return f"{frames} frames x beam {beam} are beyond 2^31 prefixes: cut the recording"
+        return f"{frames} frames x beam {beam} are more than 2^31 prefixes: cut the recording"
     try:
         plan(beam, labels, order, "none", runtime.smem_bytes_per_block(device_index(device)))
     except (ValueError, RuntimeError) as error:
@@ -182,27 +205,29 @@ def search(
     log_probs: Tensor,
     frames: Tensor,
     beam: int,
-    weights: Weights,
-    lexicon: Lexicon,
-    grams: Grams | None,
-    going_on: Found | None = None,
-    places: Tensor | None = None,
+    weights: SearchWeights,
+    lexicon: LexiconTables,
+    grams: NGramTables | None,
+    previous: PrefixTables | None = None,
+    slots: Tensor | None = None,
     roots: Tensor | None = None,
-) -> Found:
+) -> PrefixTables:
     """Search all utterances (Hannun et al. 2014, "First-pass large vocabulary continuous speech recognition using
     bi-directional recurrent DNNs", algorithm 1), on torch's current stream, without waiting for it.
 
     Args:
         log_probs: (T, B, V) float32 contiguous, on the GPU; labels at -inf are not followed.
         frames: (B,) int64 on the GPU, at most T each.
-        beam: K, halves of prefixes that are kept at each frame.
+        beam: K, prefixes that survive each frame.
         weights: of the scores.
         lexicon: of the labels.
         grams: the language model, or None.
-        going_on: tables of prefixes after the frames before, that are written over (not ``grown``); None: utterances
-            start.
-        places: (B,) int32 on the GPU, the tables' row of each utterance, all different.
+        previous: tables after the previous frames, which are updated in place (but ``grown``); None: utterances start.
+        slots: (B,) int32 on the GPU, the tables' row of each utterance, all different; None: in order.
         roots: (rows,) int32 on the GPU, nodes of the trie at which an utterance's words start; None: 1.
+
+    Returns:
+        The tables after the last frame.
 
     Raises:
         ValueError: as ``plan``.
@@ -218,8 +243,8 @@ def search(
         return torch.empty(shape, dtype=dtype, device=device)
 
     grown = new(batch, length, beam, 2, dtype=torch.int32)
-    if going_on is None:
-        found = Found(
+    if previous is None:
+        prefixes = PrefixTables(
             halves=new(2, batch, beam, dtype=torch.float64),
             names=new(batch, beam, 4, dtype=torch.int64),
             integers=new(batch, beam, 4, dtype=torch.int64),
@@ -227,27 +252,79 @@ def search(
             grown=grown,
         )
     else:
-        found = replace(going_on, grown=grown)
+        prefixes = replace(previous, grown=grown)
     table = new(batch, beam, choice.table_columns, dtype=torch.float64) if choice.table_columns else None
-    arguments: list[Any] = [log_probs, frames, places, roots, found.grown]
-    arguments += [found.halves, found.names, found.integers, found.floats, table]
-    arguments += [length, batch, len(found.names), labels, beam, grams.start if grams else 0, int(weights.closed)]
+    arguments: list[Any] = [log_probs, frames, slots, roots, prefixes.grown]
+    arguments += [prefixes.halves, prefixes.names, prefixes.integers, prefixes.floats, table]
+    arguments += [length, batch, len(prefixes.names), labels, beam, grams.start if grams else 0, int(weights.closed)]
     arguments += [weights.alpha, weights.beta, weights.unknown_score, weights.prune]
-    arguments += lexicon_arguments(lexicon) + grams_arguments(grams)
+    arguments += _lexicon_arguments(lexicon) + _grams_arguments(grams)
     run(choice.launch, arguments, lambda: f"beam search, (T, B, V) = {tuple(log_probs.shape)}, beam {beam}", device)
-    return found
+    return prefixes
 
 
-def lexicon_arguments(lexicon: Lexicon) -> list[Any]:
-    """Return struct Lexicon of csrc/ctc/beam.cuh in its order."""
-    own = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
+def _lexicon_arguments(lexicon: LexiconTables) -> list[Any]:
+    """Return the members of struct Lexicon of csrc/ctc/beam.cuh, in its order."""
+    tables = [lexicon.starts_word, lexicon.characters, lexicon.counts, lexicon.children, lexicon.word, lexicon.is_word]
     sizes = [lexicon.characters.shape[1], lexicon.children.shape[1], lexicon.space, int(lexicon.has_hot)]
-    return [*own, lexicon.hot, lexicon.unfinished, lexicon.follow, *sizes]
+    return [*tables, lexicon.hot, lexicon.unfinished, lexicon.follow, *sizes]
 
 
-def grams_arguments(grams: Grams | None) -> list[Any]:
-    """Return struct Grams of csrc/ctc/ngram.cuh in its order."""
+def _grams_arguments(grams: NGramTables | None) -> list[Any]:
+    """Return the members of struct Grams of csrc/ctc/ngram.cuh, in its order."""
     if grams is None:
         return [None] * 7 + [0, 0, 0]
-    own = [grams.keys, grams.log_prob, grams.next_state, grams.backoff, grams.suffix, grams.first, grams.label_ids]
-    return [*own, grams.vocabulary, grams.order, grams.unknown]
+    tables = [grams.keys, grams.log_prob, grams.next_state, grams.backoff, grams.suffix, grams.first, grams.label_ids]
+    return [*tables, grams.vocabulary, grams.order, grams.unknown]
+
+
+def trace_labels(entries: Tensor, grown: Tensor) -> Tensor:
+    """Follow entries to the root, and return the labels on the way.
+
+    Args:
+        entries: (B, R) int64 contiguous, on the GPU: the last column of `PrefixTables.names`.
+        grown: of the same tables.
+
+    Returns:
+        (B, R, T) int16 labels, the last label first, and -1 after the first label; the rest is not defined.
+
+    Raises:
+        RuntimeError: as ``search``.
+    """
+    batch, count = entries.shape
+    length, beam = grown.shape[1:3]
+    labels = torch.empty(batch, count, length, dtype=torch.int16, device=entries.device)
+    arguments: list[Any] = [entries, grown, labels, count, batch, length * beam, length]
+    launch = Launch(TRACE, _TRACE_THREADS, grid=-(-batch * count // _TRACE_THREADS))
+    run(launch, arguments, lambda: f"trace of {batch} x {count} hypotheses", entries.device)
+    return labels
+
+
+def append_labels(
+    frames: Tensor, slots: Tensor, prefixes: PrefixTables, labels: Tensor, counts: Tensor, max_removed: int
+) -> Tensor:
+    """Append the labels of a chunk to the labels of each prefix, and remove the first labels that all prefixes share.
+
+    Args:
+        frames: (B,) int64 on the GPU, of the chunk.
+        slots: (B,) int32 on the GPU, rows of the tables.
+        prefixes: the tables after the chunk, and its `grown`.
+        labels: (rows, K, P) int16, updated; P must have space for the labels of the chunk.
+        counts: (rows, K) int32, updated.
+        max_removed: M, the most labels to remove.
+
+    Returns:
+        (B, M + 2) int16: the number of removed labels, the longest remaining prefix, the removed labels.
+
+    Raises:
+        RuntimeError: as ``search``.
+    """
+    (batch, length, beam, _), (rows, _, capacity) = prefixes.grown.shape, labels.shape
+    at = slots.long()
+    removed = torch.empty(batch, max_removed + 2, dtype=torch.int16, device=labels.device)
+    arguments: list[Any] = [frames, slots, prefixes.grown, prefixes.halves, prefixes.names]
+    arguments += [labels.index_select(0, at), counts.index_select(0, at), labels, counts, removed]
+    arguments += [length, rows, beam, capacity, max_removed]
+    launch = Launch(APPEND, _APPEND_THREADS, grid=batch, smem_bytes=4 * (beam + max_removed))
+    run(launch, arguments, lambda: f"labels of {batch} x {beam} prefixes", labels.device)
+    return removed

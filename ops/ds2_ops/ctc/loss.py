@@ -1,4 +1,4 @@
-"""CTC loss and its gradient on the GPU: three launches, lengths that are never read back, the same bits on every run.
+"""CTC loss and its gradient on the GPU: log-softmax and two launches. Lengths are never read back.
 
 Shape letters: T frames, B utterances, V labels (0 is the blank), L labels of the longest target.
 """
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.ctc.device import why_no_device
+from ds2_ops.checks import why_no_gpu
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, run
-from ds2_ops.jit.source import Parameters, Source, names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, Parameters, Source, device_index, names, parameters, run, translation_unit
 
 _THREADS = 256
 _TARGETS = "const float* log_probs, const long long* frames, const long long* labels, const long long* sizes"
@@ -56,7 +55,7 @@ def plan(longest: int, vocabulary: int, smem_bytes_per_block: int, utterances: i
 
 def why_not(longest: int, vocabulary: int, device: torch.device) -> str | None:
     """Say why the kernels cannot score targets of up to `longest` of `vocabulary` labels; None if they can."""
-    if reason := why_no_device(device):
+    if reason := why_no_gpu(device):
         return reason
     try:
         plan(longest, vocabulary, runtime.smem_bytes_per_block(device_index(device)))
@@ -69,16 +68,16 @@ def ctc_loss(logits: Tensor, frames: Tensor, labels: Tensor, sizes: Tensor) -> T
     """Negative log-likelihood of each target, summed over all alignments (Graves et al. 2006, equation 8).
 
     On torch's current stream, without host synchronisation; can be captured in a CUDA graph. Differentiable in
-    ``logits``.
+    ``logits``. Every run gives the same bits.
 
     Args:
         logits: (T, B, V) of any float dtype on the GPU; log-softmax and sums are float32.
-        frames: (B,) int64 on the GPU, 0 to T: the caller's promise, as are all values on the GPU.
-        labels: (B, L) int64 on the GPU, 1 to V - 1 where they count.
+        frames: (B,) int64 on the GPU, 0 to T. Values on the GPU are not checked.
+        labels: (B, L) int64 on the GPU, 1 to V - 1 in the first ``sizes`` columns.
         sizes: (B,) int64 on the GPU, labels of each target, 0 to L.
 
     Returns:
-        (B,) float32 in nats; infinite where no alignment exists, the gradient then being without meaning.
+        (B,) float32 in nats; infinite where no alignment exists; the gradient is then not defined.
 
     Raises:
         ValueError: as ``plan``.

@@ -1,7 +1,7 @@
 """From a translation unit to machine code: NVRTC, and a cache on disk.
 
 A kernel is named by its translation unit: a few lines that include headers of ``csrc`` and define one extern "C"
-function called ``ds2_kernel``. Building needs no GPU, no nvcc and no host compiler.
+function ``ds2_kernel``. Building needs no GPU, no nvcc and no host compiler.
 """
 
 import functools
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ENTRY = "ds2_kernel"
-LAUNCH_REGISTERS = "DS2_LAUNCH_REGISTERS"  # a constant of sources whose kernels must be compiled to so many a thread
+LAUNCH_REGISTERS = "DS2_LAUNCH_REGISTERS"  # a constant in some sources: registers that a thread must be compiled to
 _CSRC = Path(__file__).parents[1] / "csrc"
 _INCLUDE = re.compile(r'^ *# *include +"([^"]+)"', re.MULTILINE)
 _MAGIC = b"ds2_ops cubin 3\n"
@@ -25,11 +25,14 @@ _MAGIC = b"ds2_ops cubin 3\n"
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what the assembler said about it: registers, bytes of local memory a thread, losses.
+    """A compiled kernel and the assembler's report on it.
 
-    What does not fit into registers lies in local memory, and what they cannot hold: arrays indexed at run time, which
-    are no spills to the assembler but cost as much. ``loss`` is what it calls a potential loss of performance, such as
-    matrix instructions that wait for each other, or nothing.
+    Attributes:
+        code: the cubin.
+        registers: of a thread.
+        local_bytes: local memory of a thread. It holds spilled registers, and arrays indexed at run time, which
+            the assembler does not count as spills although they cost as much.
+        loss: the assembler's warning of lost performance, such as matrix instructions that wait for each other; or "".
     """
 
     code: bytes
@@ -46,7 +49,7 @@ def cache_dir() -> Path:
 
 
 def debug_waits() -> bool:
-    """True if $DS2_OPS_DEBUG is set: kernels then bound every wait, say who waits for whom, and trap."""
+    """True if $DS2_OPS_DEBUG is set: kernels then bound every wait, report who waits for whom, and trap."""
     return os.environ.get("DS2_OPS_DEBUG", "0") not in ("", "0")
 
 
@@ -74,7 +77,7 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
         pass  # absent, unreadable or damaged: build it
     binary = _compile(source, arch, _defines())
     if _read_headers() != _headers():
-        raise RuntimeError(f"headers in {_CSRC} changed since this process read them: it must be started again")
+        raise RuntimeError(f"headers in {_CSRC} changed since this process read them: start it again")
     try:
         _publish(entry, _encode(binary))
     except OSError as error:
@@ -83,7 +86,7 @@ def build(source: str, arch: str = "sm_90a") -> Binary:
 
 
 def key(source: str, arch: str = "sm_90a") -> str:
-    """Hash of everything that decides the machine code; arguments as of :func:`build`."""
+    """Hash of everything that decides the machine code; arguments as for :func:`build`."""
     digest = hashlib.sha256()
     for part in (compiler_version(), arch, *_defines(), source):
         digest.update(part.encode() + b"\0")
@@ -97,19 +100,19 @@ def _defines() -> Sequence[str]:
 
 
 def _included(source: str) -> dict[str, str]:
-    """Name and text of each header of ``csrc`` that a source includes, by itself or through another header."""
-    headers, found, named = _headers(), dict[str, str](), _INCLUDE.findall(source)
-    while named:
-        name = named.pop()
-        if name in headers and name not in found:
-            found[name] = headers[name]
-            named += _INCLUDE.findall(headers[name])
-    return found
+    """Name and text of each header of ``csrc`` that a source includes, directly or through another header."""
+    headers, included, pending = _headers(), dict[str, str](), _INCLUDE.findall(source)
+    while pending:
+        name = pending.pop()
+        if name in headers and name not in included:
+            included[name] = headers[name]
+            pending += _INCLUDE.findall(headers[name])
+    return included
 
 
 @functools.cache
 def sources_digest() -> str:
-    """Short hash of the compiler and all headers of ``csrc``: which version of the kernels this is."""
+    """Short hash of the compiler and all headers of ``csrc``, which names this version of the kernels."""
     texts = "\0".join(f"{name}\0{text}" for name, text in sorted(_headers().items()))
     return hashlib.sha256(f"{compiler_version()}\0{texts}".encode()).hexdigest()[:16]
 
@@ -125,7 +128,7 @@ def _read_headers() -> dict[str, str]:
 
 @functools.cache
 def compiler_version() -> str:
-    """Name NVRTC and cuda-core and their versions; RuntimeError, which says what to install, where they are missing."""
+    """Return the versions of NVRTC and cuda-core; RuntimeError with the package to install where they are missing."""
     try:
         from cuda.bindings import nvrtc
         from cuda.core import __version__ as core_version
@@ -169,33 +172,33 @@ def _compile(source: str, arch: str, defines: Sequence[str]) -> Binary:
 
 
 def check_registers(source: str, registers: int) -> None:
-    """Raise RuntimeError where a source says how many registers a thread starts with and was compiled to others.
+    """Raise RuntimeError where a source names the registers of a thread and was compiled to another number.
 
-    What `setmaxnreg` gives some warps, others have given back; a kernel compiled to fewer registers than were counted
-    on would wait for ever.
+    `setmaxnreg` moves registers from some warps to others. A kernel with fewer registers than its source assumes would
+    wait for ever.
     """
     expected = re.search(rf"{LAUNCH_REGISTERS} = (\d+)", source)
     if expected and int(expected[1]) != registers:
         raise RuntimeError(
-            f"{compiler_version()} compiled a kernel to {registers} registers a thread; its warps count on "
-            f"{expected[1]} to share out: pip install 'nvidia-cuda-nvrtc>=13.0,<13.1', or use backend='gemm'"
+            f"{compiler_version()} compiled a kernel to {registers} registers a thread, its source needs "
+            f"{expected[1]}: pip install 'nvidia-cuda-nvrtc>=13.0,<13.1', or use backend='gemm'"
         )
 
 
 def _encode(binary: Binary) -> bytes:
-    about = {key: value for key, value in asdict(binary).items() if key != "code"}
-    about["sha256"] = hashlib.sha256(binary.code).hexdigest()
-    return _MAGIC + json.dumps(about).encode() + b"\n" + binary.code
+    report = {key: value for key, value in asdict(binary).items() if key != "code"}
+    report["sha256"] = hashlib.sha256(binary.code).hexdigest()
+    return _MAGIC + json.dumps(report).encode() + b"\n" + binary.code
 
 
 def _decode(data: bytes) -> Binary:
     if not data.startswith(_MAGIC):
         raise ValueError("not a cache entry")
-    about_line, _, code = data[len(_MAGIC) :].partition(b"\n")
-    about = json.loads(about_line)
-    if about.pop("sha256") != hashlib.sha256(code).hexdigest():
+    line, _, code = data[len(_MAGIC) :].partition(b"\n")
+    report = json.loads(line)
+    if report.pop("sha256") != hashlib.sha256(code).hexdigest():
         raise ValueError("damaged cache entry")
-    return Binary(code, **about)
+    return Binary(code, **report)
 
 
 def _publish(entry: Path, data: bytes) -> None:
@@ -213,8 +216,8 @@ def _publish(entry: Path, data: bytes) -> None:
 @functools.cache
 def _warn_unwritable(folder: str, error: str) -> None:
     warnings.warn(
-        f"compiled kernels cannot be kept in {folder} ({error}); every process builds its own. "
-        "Set DS2_OPS_CACHE_DIR to a folder that can be written.",
+        f"compiled kernels cannot be written to {folder} ({error}): every process builds its own. "
+        "Set DS2_OPS_CACHE_DIR to a writable folder.",
         RuntimeWarning,
         stacklevel=4,
     )

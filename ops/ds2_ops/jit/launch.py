@@ -1,22 +1,163 @@
-"""The one way in which every kernel is launched; errors say what failed and on which GPU.
+"""A kernel's translation unit, its parameters, and the one way in which every kernel is launched.
 
-``launch_on`` knows no framework; ``run`` and ``run_on`` are torch's ways to it.
+A table of parameters is written once. It gives the signature of the kernel, the arguments of the calls in its body, and
+the C types of the arguments of a launch. `launch_on` needs no framework; `run` and `run_on` launch on torch's current
+stream. Errors name what failed and on which GPU.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ds2_ops.jit import runtime
-from ds2_ops.jit.source import Argument, Packed, Source
+from ds2_ops.jit.build import ENTRY
 
 if TYPE_CHECKING:
     import torch
 
-_thread = threading.local()  # `ready` where the thread has a context: one that has asked nothing of CUDA has none
+_thread = threading.local()  # has `ready` once the thread has a CUDA context; a new thread has none
+
+
+class HasAddress(Protocol):
+    """An array that knows the address of its first element, as torch's tensors do."""
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        ...
+
+
+Argument = HasAddress | float | None
+Parameters = tuple[tuple[str, str], ...]  # (C type, name), in the kernel's order
+
+
+def parameters(declarations: str) -> Parameters:
+    """Parse C declarations, ``type name, type name, ...``."""
+    pairs = (" ".join(declaration.split()).rpartition(" ") for declaration in declarations.split(","))
+    return tuple((kind, name) for kind, _, name in pairs)
+
+
+def names(parameters: Parameters) -> str:
+    """Return the names of the parameters, separated by commas: the arguments of a call or the members of a struct."""
+    return ", ".join(name for _, name in parameters)
+
+
+class Packed:
+    """The arguments of one launch, 8 bytes each, and the array of their addresses, which the driver reads.
+
+    Attributes:
+        memory: the arguments.
+        addresses: address of the array of their addresses.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.memory = (ctypes.c_uint64 * count)()
+        first = ctypes.addressof(self.memory)
+        self._addresses = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        self.addresses = ctypes.addressof(self._addresses)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A translation unit for `build.build`, and the parameters of its kernel."""
+
+    text: str
+    parameters: Parameters
+
+    def numbers(self, arguments: Sequence[Argument]) -> list[float]:
+        """Convert arguments to the numbers that `pack` writes: a tensor to its address, None to a null pointer.
+
+        Raises:
+            ValueError: there are more or fewer arguments than parameters.
+            TypeError: a fraction stands for a pointer or an integer, or a tensor for a number.
+        """
+        if len(arguments) != len(self.parameters):
+            raise ValueError(
+                f"{len(arguments)} arguments for the kernel's {len(self.parameters)} parameters: pass "
+                f"{names(self.parameters)}"
+            )
+        return [convert(argument) for argument, convert in zip(arguments, self._converters, strict=True)]
+
+    def pack(self, numbers: Sequence[float]) -> Packed:
+        """Write one number for each parameter, addresses among them, in the form that the driver reads."""
+        try:
+            packed = self._free.pop()
+        except IndexError:
+            packed = Packed(len(self.parameters))
+        self._layout.pack_into(packed.memory, 0, *numbers)
+        return packed
+
+    def take_back(self, packed: Packed) -> None:
+        """Reuse the memory of `pack` for another launch, once the driver has read it."""
+        self._free.append(packed)
+
+    @functools.cached_property
+    def _converters(self) -> list[Callable[[Any], Any]]:
+        return [_SCALARS.get(kind, _POINTER)[1] for kind, _ in self.parameters]
+
+    @functools.cached_property
+    def _layout(self) -> struct.Struct:
+        return struct.Struct("=" + "".join(_SCALARS.get(kind, _POINTER)[0] for kind, _ in self.parameters))
+
+    @functools.cached_property
+    def _free(self) -> list[Packed]:
+        """Memory that no launch uses now: at most one for each thread that has launched the kernel."""
+        return []
+
+
+def translation_unit(
+    header: str, parameters: Parameters, body: str, *, ahead: str = "", launch_bounds: str = ""
+) -> Source:
+    """Write a kernel around functions of a header.
+
+    Args:
+        header: path in csrc.
+        parameters: of the kernel.
+        body: statements that use them.
+        ahead: declarations between the header and the kernel.
+        launch_bounds: threads of a block, and blocks of a multiprocessor, where the compiler needs to know them.
+    """
+    bounds = f"__launch_bounds__({launch_bounds}) " if launch_bounds else ""
+    signature = ", ".join(f"{kind} {name}" for kind, name in parameters)
+    text = f'#include "{header}"\n{ahead}extern "C" __global__ void {bounds}{ENTRY}({signature}) {{\n{body}}}\n'
+    return Source(text, parameters)
+
+
+def _pointer(value: HasAddress | int | None) -> int:
+    if isinstance(value, int):
+        return value
+    if value is None:
+        return 0
+    if hasattr(value, "data_ptr"):
+        return value.data_ptr()
+    raise TypeError(f"the argument {value!r} is not a pointer: pass a tensor, an address or None")
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"the argument {value!r} is not an integer")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (int, float)):
+        return value
+    raise TypeError(f"the argument {value!r} is not a number")
+
+
+# Of each C type: the format of `struct`, 8 bytes wide, and the conversion of an argument.
+_POINTER = ("Q", _pointer)
+_SCALARS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int": ("i4x", _integer),
+    "long long": ("q", _integer),
+    "float": ("f4x", _number),
+    "double": ("d", _number),
+}
 
 
 @dataclass(frozen=True)
@@ -25,12 +166,12 @@ class Launch:
 
     Attributes:
         source: its translation unit.
-        threads: a block.
+        threads: of a block.
         grid: blocks (not clusters).
-        cluster: blocks a cluster.
-        smem_bytes: dynamic shared memory a block.
+        cluster: blocks of a cluster.
+        smem_bytes: dynamic shared memory of a block.
         cooperative: start all blocks at once or none, because they wait for each other.
-        early: start while the kernel before it on the stream still runs, if that one says so: for a kernel that waits
+        early: start while the previous kernel of the stream still runs, if that one allows it. Such a kernel must wait
             itself before it touches anything but weights (`await_kernel_before` in csrc/ptx/sync.cuh).
     """
 
@@ -41,6 +182,12 @@ class Launch:
     smem_bytes: int = 0
     cooperative: bool = False
     early: bool = False
+
+
+def why_not_early(device: torch.device) -> str | None:
+    """Say why a CUDA device cannot run a launch with `early`; None if it can."""
+    hopper = runtime.capability(device_index(device)) >= (9, 0)
+    return None if hopper else "a kernel that starts before the previous one ends needs a Hopper GPU"
 
 
 def run_loaded(launch: Launch, kernel: Any, packed: Packed, stream: int) -> None:
@@ -62,7 +209,7 @@ def launch_on(
     Args:
         launch: the kernel.
         numbers: one for each parameter of its source, addresses among them. Arrays must live until this returns.
-        what: called where the launch fails: the op, its shapes and its tile, for the message.
+        what: returns the op, its shapes and its tile, for the message of an error.
         device_index: the CUDA device, which is the current one.
         stream: its handle.
 
@@ -92,15 +239,15 @@ def device_index(device: torch.device) -> int:
 
 
 def run(launch: Launch, arguments: Sequence[Argument], what: Callable[[], str], device: torch.device) -> None:
-    """Do as ``launch_on`` on torch's current stream of a device; tensors and None may be among the arguments."""
+    """Run `launch_on` on torch's current stream of a device; tensors and None may be among the arguments."""
     run_on(launch, launch.source.numbers(arguments), what, device_index(device))
 
 
 def run_on(launch: Launch, numbers: Sequence[float], what: Callable[[], str], index: int) -> None:
-    """Do as ``launch_on`` on torch's current stream of CUDA device ``index``."""
+    """Run `launch_on` on torch's current stream of CUDA device ``index``."""
     import torch
 
-    stream = torch._C._cuda_getCurrentRawStream(index)  # these two cost a tenth of what torch.cuda's take
+    stream = torch._C._cuda_getCurrentRawStream(index)  # these two take a tenth of the time of torch.cuda's functions
     if index == torch._C._cuda_getDevice():
         launch_on(launch, numbers, what, index, stream)
     else:

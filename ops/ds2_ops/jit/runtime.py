@@ -1,4 +1,4 @@
-"""Kernels on a device: what it can hold, loading, launching. Calls the driver and knows no framework."""
+"""The CUDA driver: properties of a device, loading of kernels, launching. Needs no framework."""
 
 import functools
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from ds2_ops.jit.build import ENTRY, build, compiler_version
 
 @functools.cache
 def arch(device_index: int) -> str:
-    """Name the real architecture that kernels for this device are built for."""
-    found = capability(device_index)
-    return "sm_90a" if found == (9, 0) else "sm_{}{}".format(*found)
+    """Return the real architecture that kernels for this device are built for."""
+    version = capability(device_index)
+    return "sm_90a" if version == (9, 0) else "sm_{}{}".format(*version)
 
 
 def capability(device_index: int) -> tuple[int, int]:
@@ -24,29 +24,29 @@ def capability(device_index: int) -> tuple[int, int]:
 
 @functools.cache
 def attribute(device_index: int, name: str) -> int:
-    """Ask the driver for CU_DEVICE_ATTRIBUTE_`name`; RuntimeError as ``build``."""
-    wanted = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    status, value = _driver().cuDeviceGetAttribute(wanted, _device(device_index))
+    """Read CU_DEVICE_ATTRIBUTE_`name` from the driver; RuntimeError as ``build``."""
+    key = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    status, value = _driver().cuDeviceGetAttribute(key, _device(device_index))
     _check(status, f"cuDeviceGetAttribute {name}")
     return int(value)
 
 
 @functools.cache
 def device_name(device_index: int) -> str:
-    """Name of a GPU as its driver gives it."""
+    """Name of a GPU."""
     name = call("cuDeviceGetName", 100, _device(device_index))
     return str(name.split(b"\0")[0].decode())
 
 
 @functools.cache
 def driver_version() -> str:
-    """Version of CUDA that the driver speaks, as "13.0"."""
+    """Version of CUDA that the driver supports, as "13.0"."""
     version = call("cuDriverGetVersion")
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a function of the driver; return its one result, if any. RuntimeError names what failed."""
+    """Call a function of the driver; return its result, if any. RuntimeError names the function and its status."""
     status, *results = getattr(_driver(), name)(*arguments)
     _check(status, name)
     return results[0] if results else None
@@ -54,7 +54,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 @contextmanager
 def current(device_index: int) -> Iterator[None]:
-    """Make a device the thread's current one, and the one before it afterwards."""
+    """Make a device the thread's current one, and restore the previous one at the end."""
     _device(device_index)
     before = call("cuCtxGetCurrent")
     set_current(device_index)
@@ -66,7 +66,7 @@ def current(device_index: int) -> Iterator[None]:
 
 @functools.cache
 def _driver() -> Any:
-    compiler_version()  # says what to install where cuda-python is missing
+    compiler_version()  # its error names the package to install where cuda-python is missing
     from cuda.bindings import driver
 
     return driver
@@ -91,37 +91,37 @@ def load(source: str, device_index: int) -> Any:
     """Build if needed and load a kernel, once a process and device.
 
     Args:
-        source: as ``build``; static shared memory is not allowed, it would eat from the dynamic limit set here.
+        source: as ``build``; it must not use static shared memory, which would reduce the limit that is set below.
         device_index: the CUDA device; it becomes the current one.
 
     Returns:
-        Its handle, for `launch`; the kernel may use clusters of 16 and all the shared memory that a block can have.
+        Its handle, for `launch`; the kernel may use clusters of 16 and all shared memory of a block.
 
     Raises:
         RuntimeError: as ``build``; or the driver refuses the binary.
     """
     driver, architecture = _driver(), arch(device_index)
     binary = build(source, architecture)
-    set_current(device_index)  # frameworks create a device's context at a first allocation, maybe later
+    set_current(device_index)  # a framework may not have created the device's context yet
     try:
         library = call("cuLibraryLoadData", binary.code, [], [], 0, [], [], 0)  # never unloaded
         kernel = call("cuLibraryGetKernel", library, ENTRY.encode())
     except RuntimeError as error:
         raise RuntimeError(f"the driver cannot load a kernel built for {architecture}: {error}\n{source}") from error
-    for wanted in (
+    for setting in (
         (driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
         (
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             smem_bytes_per_block(device_index),
         ),
     ):
-        (status,) = driver.cuKernelSetAttribute(*wanted, kernel, _device(device_index))
-        _check(status, f"cuKernelSetAttribute {wanted[0].name}")
+        (status,) = driver.cuKernelSetAttribute(*setting, kernel, _device(device_index))
+        _check(status, f"cuKernelSetAttribute {setting[0].name}")
     return driver.CUfunction(int(kernel))
 
 
 def smem_bytes_per_block(device_index: int) -> int:
-    """The most dynamic shared memory that a block may have on this device; RuntimeError as ``build``."""
+    """Largest dynamic shared memory of a block on this device; RuntimeError as ``build``."""
     return attribute(device_index, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
 
 
@@ -130,17 +130,17 @@ def _check(status: Any, call: str) -> None:
         raise RuntimeError(f"{call} failed: {status.name}")
 
 
-@functools.lru_cache(maxsize=1024)  # making one costs more than launching with it
+@functools.lru_cache(maxsize=1024)  # making one takes longer than a launch
 def config(grid: int, block: int, cluster: int, smem_bytes: int, cooperative: bool, early: bool, stream: int) -> Any:
     """Describe a launch to the driver.
 
     Args:
         grid: blocks (not clusters).
-        block: threads a block.
-        cluster: blocks a cluster.
-        smem_bytes: dynamic shared memory a block.
+        block: threads of a block.
+        cluster: blocks of a cluster.
+        smem_bytes: dynamic shared memory of a block.
         cooperative: start all blocks at once or none, because they wait for each other.
-        early: start while the kernel before it runs, if that one lets it (programmatic dependent launch).
+        early: start while the previous kernel runs, if that one allows it (programmatic dependent launch).
         stream: handle of a CUDA stream (as ``torch.cuda.current_stream().cuda_stream``).
     """
     driver = _driver()
@@ -172,15 +172,15 @@ def launch(config: Any, kernel: Any, addresses: int) -> Any:
     Args:
         config: from ``config``.
         kernel: from ``load``.
-        addresses: where an array of the arguments' addresses lies; all has been read when this returns.
+        addresses: address of an array of the arguments' addresses; the driver has read all when this returns.
 
     Returns:
-        The driver's status, 0 where it took the launch.
+        The driver's status, 0 where it accepted the launch.
     """
     return _driver().cuLaunchKernelEx(config, kernel, addresses, 0)[0]
 
 
 def max_active_clusters(kernel: Any, *, block: int, cluster: int, smem_bytes: int, stream: int) -> int:
-    """How many clusters of this kernel the current device can hold at once (0 if none fits)."""
+    """Return how many clusters of this kernel the current device can run at once (0 if none fits)."""
     settings = config(cluster, block, cluster, smem_bytes, False, False, stream)
     return int(call("cuOccupancyMaxActiveClusters", kernel, settings))

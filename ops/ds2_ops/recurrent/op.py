@@ -14,12 +14,12 @@ from ds2_ops.checks import (
     check_choice,
     check_like,
     check_shape,
+    choose_backend,
     needs_grad,
-    take_fastest,
     under_autocast,
 )
 from ds2_ops.jit.launch import device_index
-from ds2_ops.lengths import check_lengths, lengths_on, turned
+from ds2_ops.lengths import check_lengths, lengths_on, reverse_time
 from ds2_ops.recurrent.autograd import Sinks, eager, forward, forward_on, options_of
 from ds2_ops.recurrent.backends.choose import BACKENDS, backend_for, check_call, why_not_unasked
 from ds2_ops.recurrent.backends.gemm import wide_dtype
@@ -332,7 +332,7 @@ def _both_directions(
         check_lengths(lengths, batch)
     if not torch.compiler.is_compiling() and in_one_launch(cell, x, hidden, backend, max_sms):
         facts = (hidden, cell, x.dtype, x.device)
-        take_fastest(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)
+        choose_backend(backend, "persistent", "gemm", None, "both directions of H %d %s %s on %s", *facts)
         lengths = lengths_on(lengths, x.shape[0], x.device)
         states = (None if state is None else state.transpose(0, 1) for state in (h0, c0))
         tensors = (x, weight_hh, bias_hn, *states, lengths)
@@ -348,9 +348,9 @@ def _both_directions(
         sinks = (None if pair is None else pair[way : way + 1] for pair in (weight_sinks, bias_sinks))
         return _one_direction(cell, z, weight_hh[way], bias, h, c, lengths, clip, backend, max_sms, *sinks)
 
-    reverse, h_reverse, c_reverse = run(turned(x[:, :, 1], lengths), 1)
+    reverse, h_reverse, c_reverse = run(reverse_time(x[:, :, 1], lengths), 1)
     y, h_n, c_n = run(x[:, :, 0], 0)
-    both = torch.stack([y, turned(reverse, lengths)], dim=2)
+    both = torch.stack([y, reverse_time(reverse, lengths)], dim=2)
     c = None if c_n is None or c_reverse is None else torch.stack([c_n, c_reverse])
     return both, torch.stack([h_n, h_reverse]), c
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, launch_on
-from ds2_ops.jit.source import names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, launch_on, names, parameters, translation_unit
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.plan.problem import ELEMENT_BYTES, NUMBERS, DoesNotFit, Problem, check_rows, pass_arguments

@@ -1,4 +1,4 @@
-"""Row convolution: each feature sees itself and the next tau frames, so a one-directional network can look ahead.
+"""The row convolution as an operator, and as shifted multiply-adds on any device.
 
 Shape letters: T frames, B batch, H hidden, K = tau + 1 taps.
 """
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import check_choice, check_like, check_x, refuse_second_derivative, take_fastest, under_autocast
-from ds2_ops.lengths import check_lengths, lengths_on
-from ds2_ops.row_convolution import shift
+from ds2_ops.checks import check_choice, check_like, check_x, choose_backend, refuse_second_derivative, under_autocast
+from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
 from ds2_ops.row_convolution.reference import lookahead_reference
 
 BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Sink = Callable[[Callable[[], Tensor]], None]  # takes a function that makes a gradient
 
-
-Sink = Callable[[Callable[[], Tensor]], None]
+# A block of frames, its sum and its taps stay in a CPU's last-level cache; a GPU needs few and large launches.
+_BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 def lookahead(
@@ -39,11 +39,11 @@ def lookahead(
         x: (T, B, H) features; bfloat16, float16, float32 or float64. Any strides; a copy is made unless contiguous.
         weight: (H, K), K = tau + 1 taps, ``weight[:, j]`` for the frame j ahead. Same dtype and device as ``x``.
         lengths: (B,) int32 or int64, valid frames per utterance, 0 to T, on the CPU or the device of ``x``; all T when
-            None. Best int32 on the device: never read back, so values there are the caller's promise.
+            None. Fastest as int32 on the device. Values on a GPU are not checked.
         backend: "triton" (CUDA), "shift" (K shifted multiply-adds, any device), "reference" (plain autograd), or
             "auto": "triton" where it can run, else "shift"; logged once on a GPU.
-        sink: takes the gradient of ``weight`` in eager mode: is given what makes it, (H, K) in float32 where the Triton
-            kernels ran, to be called when it suits; autograd then gets none.
+        sink: receives, in eager mode, a function that makes the gradient of ``weight``, (H, K), in float32 from the
+            Triton kernels. It may be called later. Autograd then gets no gradient of ``weight``.
 
     Returns:
         y (T, B, H), 0 where t >= length.
@@ -51,7 +51,7 @@ def lookahead(
     Raises:
         ValueError: a shape, device, length or name that is not allowed.
         TypeError: a dtype that is not allowed.
-        RuntimeError: a backend asked for by name cannot run this, with the reason.
+        RuntimeError: the named backend cannot run this, with the reason.
     """
     check_choice("backend", backend, BACKENDS)
     x, weight = under_autocast(x, weight)  # type: ignore[assignment]
@@ -73,10 +73,10 @@ def _run_forward(x: Tensor, weight: Tensor, lengths: Tensor | None, backend: str
     lengths = lengths_on(lengths, x.shape[0], x.device)
     x, weight = x.contiguous(), weight.contiguous()
     if _resolve(backend, x, weight) == "triton":
-        from ds2_ops.row_convolution import triton_kernels
+        from ds2_ops.row_convolution import kernels
 
-        return triton_kernels.forward(x, weight, lengths)
-    return shift.forward(x, weight, lengths)
+        return kernels.forward(x, weight, lengths)
+    return _shift_forward(x, weight, lengths)
 
 
 def _run_backward(
@@ -92,10 +92,10 @@ def _backward_in_parts(
     lengths = lengths_on(lengths, x.shape[0], x.device)
     grad_y, x, weight = grad_y.contiguous(), x.contiguous(), weight.contiguous()
     if _resolve(backend, x, weight) == "triton":
-        from ds2_ops.row_convolution import triton_kernels
+        from ds2_ops.row_convolution import kernels
 
-        return triton_kernels.backward(grad_y, x, weight, lengths)
-    grad_x, grad_weight = shift.backward(grad_y, x, weight, lengths)
+        return kernels.backward(grad_y, x, weight, lengths)
+    grad_x, grad_weight = _shift_backward(grad_y, x, weight, lengths)
     return grad_x, lambda: grad_weight
 
 
@@ -113,7 +113,7 @@ def _gradients(
 
 
 class _EagerLookahead(torch.autograd.Function):
-    """The custom op below without its wrappers, which cost the host more than launching the kernel does."""
+    """The custom op below without its wrappers, which take longer than the launch of the kernel."""
 
     @staticmethod
     def forward(ctx: Any, sink: Sink | None, *inputs: Any) -> Tensor:
@@ -148,13 +148,83 @@ def _(grad_y: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Te
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+def _shift_forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
+    """Sum w_j * x_(t+j) over the taps j, as shifted multiply-adds over blocks of time.
+
+    Products are summed in float32 (float64 for float64) in the order of the taps, whatever block a frame lies in, so a
+    stream has the bits of the whole utterance.
+
+    Args:
+        x: (T, B, H), contiguous.
+        weight: (H, K) of the same dtype and device.
+        lengths: (B,) int32 on the device of ``x``, or None.
+
+    Returns:
+        y (T, B, H), 0 at padding.
+    """
+    x = _masked(x, lengths)
+    y = torch.empty_like(x)
+    taps = _accumulated(weight.t().contiguous())
+    for start, stop in _blocks(x):
+        source = _accumulated(x[start : stop + len(taps) - 1])
+        total = source[: stop - start] * taps[0]
+        for j in range(1, min(len(taps), len(source))):
+            ahead = source[j : j + stop - start]
+            total[: len(ahead)].addcmul_(ahead, taps[j])
+        y[start:stop] = total
+    return y
+
+
+def _shift_backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute grad_x_t = sum_j w_j * grad_y_(t-j) and grad_w_j = sum_(t,b) grad_y_t * x_(t+j).
+
+    Args:
+        grad_y: (T, B, H); values at padding are ignored.
+        x, weight, lengths: as for `_shift_forward`.
+
+    Returns:
+        grad_x (T, B, H), 0 at padding, and grad_weight (H, K).
+    """
+    grad_y, x = _masked(grad_y, lengths), _masked(x, lengths)
+    grad_x = torch.empty_like(x)
+    taps = _accumulated(weight.t().contiguous())
+    blocks = _blocks(x)
+    # One sum of products for each tap, as large as a block: half the memory traffic of a product and a sum a block.
+    products = x.new_zeros(len(taps), *x[: blocks[0][1] if blocks else 0].shape, dtype=taps.dtype)
+    for start, stop in blocks:
+        first = max(0, start - len(taps) + 1)
+        gradient, source = _accumulated(grad_y[first:stop]), _accumulated(x[start:stop])
+        total = torch.zeros_like(source)
+        for j in range(min(len(taps), stop)):
+            missing = max(0, j - start)  # frames of this block without a frame t - j
+            delayed = gradient[start - first - j + missing : stop - first - j]
+            total[missing:].addcmul_(delayed, taps[j])
+            products[j, missing : stop - start].addcmul_(delayed, source[missing:])
+        grad_x[start:stop] = total
+    return _masked(grad_x, lengths), products.sum((1, 2)).t().contiguous().to(weight.dtype)
+
+
+def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
+    return x if lengths is None else torch.where(valid_frames(lengths, x.shape[0])[:, :, None], x, 0.0)
+
+
+def _blocks(x: Tensor) -> list[tuple[int, int]]:
+    frames, batch, hidden = x.shape
+    block = max(1, _BLOCK_ELEMENTS.get(x.device.type, 1 << 22) // max(1, batch * hidden))
+    return [(start, min(start + block, frames)) for start in range(0, frames, block)]
+
+
+def _accumulated(x: Tensor) -> Tensor:
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
 def _resolve(backend: str, x: Tensor, weight: Tensor) -> str:
-    """Turn "auto" into a backend that runs; raise RuntimeError where a named one cannot."""
+    """Turn "auto" into a backend that can run; raise RuntimeError where a named one cannot."""
     if backend == "shift" or (backend == "auto" and x.device.type == "cpu"):
         return "shift"
     reason = _why_not_triton(x, weight)
     way_out = "; use backend='shift' or 'auto'"
-    return take_fastest(backend, "triton", "shift", reason, "lookahead %s on %s", x.dtype, x.device, way_out=way_out)
+    return choose_backend(backend, "triton", "shift", reason, "lookahead %s on %s", x.dtype, x.device, way_out=way_out)
 
 
 def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
@@ -163,9 +233,9 @@ def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
     if x.dtype == torch.float64:
         return "x is torch.float64, the Triton kernels sum in float32"
     try:
-        from ds2_ops.row_convolution import triton_kernels
+        from ds2_ops.row_convolution import kernels
     except ImportError as error:
         return f"{error}; pip install triton"
-    if weight.shape[1] > triton_kernels.MAX_TAPS:
-        return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {triton_kernels.MAX_TAPS}"
+    if weight.shape[1] > kernels.MAX_TAPS:
+        return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {kernels.MAX_TAPS}"
     return None

@@ -1,4 +1,4 @@
-"""The equation of the row convolution, differentiable by autograd: what the fast implementations are checked by."""
+"""The equation of the row convolution, differentiable by autograd: the reference of the tests."""
 
 import torch
 from torch import Tensor

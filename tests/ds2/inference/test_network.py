@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ds2_ops.convolution import streams
-from ds2_ops.convolution.carried import ConvInput, joined
+from ds2_ops.convolution.streams import ConvInput, join
 from ds2_ops.jit import runtime
 from torch import Tensor
 from torch.nn import functional
@@ -129,7 +129,7 @@ class Plain:
         self.weight, self.stride = weight, stride
 
     def __call__(self, x: ConvInput, table: Tensor, slots: Tensor, needed: int) -> Tensor:
-        images = joined(x, table, slots, needed).permute(0, 3, 1, 2)
+        images = join(x, table, slots, needed).permute(0, 3, 1, 2)
         return functional.conv2d(images, self.weight, None, self.stride, (self.weight.shape[2] // 2, 0)).permute(
             0, 2, 3, 1
         )

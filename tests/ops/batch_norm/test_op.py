@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from ds2_ops.batch_norm import kernels
-from ds2_ops.batch_norm.kernels import LEAST_CAPABILITY, Rows, why_not
-from ds2_ops.batch_norm.op import Running, batch_norm
+from ds2_ops.batch_norm.kernels import Rows, why_not
+from ds2_ops.batch_norm.op import RunningStatistics, batch_norm
 from ds2_ops.batch_norm.reference import batch_norm_reference
+from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import patch_run
 from torch import Tensor
@@ -56,7 +57,7 @@ class Case:
     def count(self) -> Tensor:
         return self.valid.sum().int().view(1).to(self.device)
 
-    def run(self, running: Running | None = None) -> tuple[Tensor, list[Tensor]]:
+    def run(self, running: RunningStatistics | None = None) -> tuple[Tensor, list[Tensor]]:
         to = lambda t: t.to(self.device)  # noqa: E731
         inputs = [to(t).clone().requires_grad_() for t in (self.x, self.weight, self.bias)]
         lengths = None if self.lengths is None else to(self.lengths)
@@ -122,7 +123,7 @@ def test_kernels_compile_without_spills_for_the_oldest_gpu_too() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows = Rows(dtype, 10_000, 1152 if dtype != torch.float16 else 32, 4, 50, clipped=True)
         for kernel in ("sum_rows", "normalise", "sum_gradients", "backward_rows"):
-            assert build(rows.launch(kernel).source.text, "sm_{}{}".format(*LEAST_CAPABILITY)).local_bytes == 0
+            assert build(rows.launch(kernel).source.text, "sm_{}{}".format(*MIN_CAPABILITY)).local_bytes == 0
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 1400, 22_400, 1_800_000])
@@ -143,7 +144,7 @@ def test_running_averages_and_sums_over_ranks(emulated: None, monkeypatch: pytes
     if device == "cuda":
         monkeypatch.undo()
     case = Case((70, 3, 72), torch.float32, device, ragged=False)
-    running = Running(torch.full((72,), 3.0, device=device), torch.full((72,), 5.0, device=device), 0.25)
+    running = RunningStatistics(torch.full((72,), 3.0, device=device), torch.full((72,), 5.0, device=device), 0.25)
     alone = case.run(running)
     torch.testing.assert_close(running.mean.cpu().double(), 3.0 + 0.25 * (case.mean - 3.0))
     torch.testing.assert_close(running.var.cpu().double(), 5.0 + 0.25 * (case.var - 5.0))

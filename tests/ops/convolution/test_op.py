@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops.convolution import kernels, op, streams
-from ds2_ops.convolution.carried import ConvInput
 from ds2_ops.convolution.kernels import frames_of_group
 from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, pack, why_not
-from ds2_ops.convolution.streams import StreamConvolution
+from ds2_ops.convolution.streams import ConvInput, StreamConvolution
 from ds2_ops.jit.build import build
-from ds2_ops.jit.launch import Launch
-from ds2_ops.jit.source import Source
+from ds2_ops.jit.launch import Launch, Source
 from support.kernel_on_cpu import HERE, compile_kernel, host_arguments
 from torch import Tensor
 from torch.nn import functional

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ds2_ops.ctc import align, beam, labels, loss
-from ds2_ops.ctc.device import LEAST_CAPABILITY
+from ds2_ops.checks import MIN_CAPABILITY
+from ds2_ops.ctc import align, beam, loss
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import H200_SMEM_BYTES
@@ -24,13 +24,13 @@ def test_every_shape_compiles_without_spills(slots: int, unit: str) -> None:
 
 def test_other_kernels_compile_without_spills() -> None:
     scored = (loss.plan(300, 29, H200_SMEM_BYTES).source, loss.SLOPES)
-    for source in (labels.TRACE, labels.SPELL, align.plan(300, H200_SMEM_BYTES).source, *scored):
+    for source in (beam.TRACE, beam.APPEND, align.plan(300, H200_SMEM_BYTES).source, *scored):
         assert build(source.text).local_bytes == 0
 
 
 def test_kernels_compile_for_the_oldest_gpu_they_run_on() -> None:
     launch = beam.plan(32, 29, 4, "word", H200_SMEM_BYTES).launch
-    assert build(launch.source.text, "sm_{}{}".format(*LEAST_CAPABILITY)).local_bytes == 0
+    assert build(launch.source.text, "sm_{}{}".format(*MIN_CAPABILITY)).local_bytes == 0
 
 
 @pytest.mark.parametrize("beams", [1, 32, 33, 128, 512])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops import bidirectional, recurrence
-from ds2_ops.lengths import turned
+from ds2_ops.lengths import reverse_time
 from ds2_ops.recurrent import op
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import CELLS
@@ -122,10 +122,10 @@ class OneLaunch:
     def forward(x: Tensor, weight: Tensor, bias: Any, h0: Any, c0: Any, lengths: Any, *options: Any) -> Any:
         ways = []
         for way in range(2):
-            z = turned(x[:, :, way], lengths) if way else x[:, :, way].contiguous()
+            z = reverse_time(x[:, :, way], lengths) if way else x[:, :, way].contiguous()
             own = (None if bias is None else bias[way], *(None if t is None else t[:, way] for t in (h0, c0)))
             y, h_n, c_n, saved = gemm.forward(z, weight[way], *own, lengths, *options)
-            frames = [turned(t, lengths) if way and t is not None else t for t in (y, saved)]
+            frames = [reverse_time(t, lengths) if way and t is not None else t for t in (y, saved)]
             ways.append([frames[0], h_n, c_n, frames[1]])
         y, h_n, c_n, saved = zip(*ways, strict=True)
         return tuple(_stacked(*pair) for pair in ((y, 2), (h_n, 1), (c_n, 1), (saved, 2)))
@@ -137,10 +137,10 @@ class OneLaunch:
         ways = []
         for way in range(2):
             frames = [None if t is None else t[:, :, way].contiguous() for t in (grad_y, y, saved)]
-            frames = [turned(t, lengths) if way and t is not None else t for t in frames]
+            frames = [reverse_time(t, lengths) if way and t is not None else t for t in frames]
             above = [None if t is None else t[:, way] for t in (grad_h_n, grad_c_n)]
             grad_x, last, *before = gemm.backward_data(frames[0], *above, *frames[1:], weight[way], lengths, options)
-            ways.append([turned(t, lengths) if way and t is not None else t for t in (grad_x, last)] + before)
+            ways.append([reverse_time(t, lengths) if way and t is not None else t for t in (grad_x, last)] + before)
         grad_x, last, grad_h0, grad_c0 = zip(*ways, strict=True)
         return tuple(_stacked(*pair) for pair in ((grad_x, 2), (last, 2), (grad_h0, 1), (grad_c0, 1)))
 

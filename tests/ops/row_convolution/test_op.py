@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ds2_ops import lookahead
-from ds2_ops.row_convolution import shift
+from ds2_ops.row_convolution import op
 from ds2_ops.row_convolution.op import _backward, _forward
 from ds2_ops.row_convolution.reference import lookahead_reference
 from support.op_cases import (
@@ -130,14 +130,14 @@ def test_blocks_of_time_do_not_show(block_frames: int, monkeypatch: pytest.Monke
         x, weight, grad_y = problem((30, 2, 8, taps), CPU, torch.float32)
         whole = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
         with monkeypatch.context() as patch:
-            patch.setattr(shift, "_BLOCK_ELEMENTS", {"cpu": block_frames * 2 * 8})
+            patch.setattr(op, "_BLOCK_ELEMENTS", {"cpu": block_frames * 2 * 8})
             cut = outputs_and_gradients(bind(None, "shift"), [x, weight], [grad_y])
         assert_same_bits(cut[:2], whole[:2])
         assert relative_error(cut[2], whole[2]) < 1e-6
 
 
 @pytest.mark.parametrize(("device", "backend"), [on_cpu("shift"), on_gpu("triton"), on_gpu("shift")])
-def test_a_sink_is_given_what_makes_the_weights_gradient(device: torch.device, backend: str) -> None:
+def test_a_sink_receives_the_function_that_makes_the_weights_gradient(device: torch.device, backend: str) -> None:
     x, weight, grad_y = problem((50, 4, 64, 6), device, torch.bfloat16)
     y, grad_x, grad_weight = outputs_and_gradients(bind(None, backend), (x, weight), (grad_y,))
     made: list[Callable[[], Tensor]] = []

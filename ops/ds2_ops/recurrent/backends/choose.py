@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ds2_ops.checks import check_choice, check_frames, take_fastest
+from ds2_ops.checks import check_choice, check_frames, choose_backend
 from ds2_ops.recurrent.backends.persistent import why_not
 from ds2_ops.recurrent.cells import CELLS
 
@@ -105,7 +105,7 @@ def _resolve(
     if backend == "auto":
         reason = reason or why_not_unasked(dtype, float32_precision)
     facts = (hidden, cell, dtype, device)
-    return take_fastest(backend, "persistent", "gemm", reason, "recurrence H %d %s %s on %s", *facts)
+    return choose_backend(backend, "persistent", "gemm", reason, "recurrence H %d %s %s on %s", *facts)
 
 
 def why_not_unasked(dtype: torch.dtype, float32_precision: str) -> str | None:

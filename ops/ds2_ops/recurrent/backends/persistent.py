@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds2_ops.jit.launch import Launch, device_index, run, run_on
-from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, run_on, translation_unit
 from ds2_ops.recurrent.calibrate import choose_tile
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
 from ds2_ops.recurrent.deferred import Work

@@ -10,8 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ds2_ops.jit.build import LAUNCH_REGISTERS
-from ds2_ops.jit.launch import Launch
-from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, Source, names, parameters, translation_unit
 from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Work, step_us
 

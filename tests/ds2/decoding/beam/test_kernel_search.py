@@ -181,6 +181,6 @@ def test_a_search_that_does_not_fit_runs_in_pytorch_and_says_so_once(
         found = batched.search(log_probs.to(device), lengths)
     assert_same(found, search(case, None, CPU, by_kernel=False))
     assert [record.getMessage() for record in caplog.records if "beam 600" in record.getMessage()] == [
-        "the beam search runs in PyTorch, which is many times slower: beam 600 is not within 1 .. 512, which the "
-        "kernel keeps on chip"
+        "the beam search runs in PyTorch, which is many times slower: beam 600 is not within 1 .. 512, the beams that "
+        "fit on chip"
     ]

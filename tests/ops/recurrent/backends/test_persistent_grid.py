@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-from ds2_ops.jit.launch import Launch, launch_on
-from ds2_ops.jit.source import Source
+from ds2_ops.jit.launch import Launch, Source, launch_on
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.calibrate import device_facts
 from ds2_ops.recurrent.cells import Options

@@ -80,7 +80,7 @@ def test_a_kernel_compiled_to_other_registers_than_its_warps_share_is_refused(
     for choice in handing:
         launched = 65536 // choice.launch.threads // 8 * 8
         check_registers(choice.launch.source.text, launched)
-        with pytest.raises(RuntimeError, match=f"to {launched - 8} registers a thread; its warps count on {launched}"):
+        with pytest.raises(RuntimeError, match=f"to {launched - 8} registers a thread, its source needs {launched}"):
             check_registers(choice.launch.source.text, launched - 8)
 
 

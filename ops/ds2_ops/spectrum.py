@@ -1,4 +1,4 @@
-"""Normalised log power spectra of windows of samples, which the kernel reads where they were written.
+"""Normalised log power spectra of windows of samples, for recognition of streams: one launch.
 
 Shape letters: R rows of samples, B streams, F = W / 2 + 1 bins, T frames, W samples of a window.
 """
@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.jit import runtime
-from ds2_ops.jit.launch import Launch, device_index, run
-from ds2_ops.jit.source import names, parameters, translation_unit
+from ds2_ops.jit.launch import Launch, names, parameters, run, translation_unit, why_not_early
 
 _FRAMES = 10  # of a block
-_MOST_WINDOW = 1024
+_MAX_WINDOW = 1024
 _LOG_POWER = parameters(
     """const float* samples, const long long* rows, const long long* lengths, const float* window, const float* turns,
     const float* mean, const float* std, float* out, int row, int frames, int step, float floor"""
@@ -38,13 +36,13 @@ def log_power(
     """Compute (ln(|DFT of window x samples|^2 + floor) - mean) / std of windows a step apart, 0 past lengths.
 
     Args:
-        samples: (R, N) float32 contiguous on the GPU, or pinned and seen from it; N is at least W.
-        rows: (B,) int64 which of them.
-        lengths: (B,) int64 frames of each that count.
-        window: (W,) float32, for which `why_not` finds no reason.
-        step: samples between windows.
+        samples: (R, N) float32 contiguous on the GPU, or in pinned memory that the GPU reads; N is at least W.
+        rows: (B,) int64 row of each stream.
+        lengths: (B,) int64 valid frames of each stream.
+        window: (W,) float32, for which `why_not` returns None.
+        step: samples from one window to the next.
         mean, std: (F,) float32.
-        floor: what is added to the power.
+        floor: added to the power.
 
     Returns:
         (B, F, T) float32 with T = (N - W) // step + 1. Its bits do not depend on the batch.
@@ -52,37 +50,24 @@ def log_power(
     batch, size, row = len(rows), len(window), samples.shape[1]
     frames = (row - size) // step + 1
     out = samples.new_empty(batch, size // 2 + 1, frames)
-    given: list[Any] = [
-        samples,
-        rows,
-        lengths,
-        window,
-        _turns(size, window.device),
-        mean,
-        std,
-        out,
-        row,
-        frames,
-        step,
-        floor,
-    ]
+    arguments: list[Any] = [samples, rows, lengths, window, _turns(size, window.device), mean, std, out]
+    arguments += [row, frames, step, floor]
     launch = log_power_launch(size, step, batch * -(-frames // _FRAMES))
-    run(launch, given, lambda: f"spectra of {frames} windows of {size} samples, {batch} streams", window.device)
+    run(launch, arguments, lambda: f"spectra of {frames} windows of {size} samples, {batch} streams", window.device)
     return out
 
 
 def why_not(window: Tensor) -> str | None:
-    """Say why the kernel does not take windows of this one's length and place; None if it does."""
+    """Say why the kernel cannot take windows like this one; None if it can."""
     if not window.is_cuda or window.dtype != torch.float32:
-        return f"the window is {window.dtype} on {window.device}"
-    if len(window) % 4 or len(window) > _MOST_WINDOW:
-        return f"{len(window)} samples a window are no multiple of 4, or more than {_MOST_WINDOW}"
-    hopper = runtime.capability(device_index(window.device)) >= (9, 0)
-    return None if hopper else "a kernel that starts early needs Hopper"
+        return f"the window is {window.dtype} on {window.device}, the kernel takes float32 on a CUDA GPU"
+    if len(window) % 4 or len(window) > _MAX_WINDOW:
+        return f"a window has {len(window)} samples, allowed are multiples of 4 up to {_MAX_WINDOW}"
+    return why_not_early(window.device)
 
 
 @functools.cache
-@torch.inference_mode(False)  # whoever asks first is not the only one
+@torch.inference_mode(False)  # a tensor made in inference mode could not be used outside of it later
 def _turns(size: int, device: torch.device) -> Tensor:
     """(W, 2) cos and sin of 2 pi m / W."""
     angles = 2 * math.pi / size * torch.arange(size, dtype=torch.float64)
@@ -91,7 +76,7 @@ def _turns(size: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def log_power_launch(size: int, step: int, blocks: int) -> Launch:
-    """The launch for windows of so many samples, so many apart."""
+    """Make the launch for windows of `size` samples, `step` samples apart."""
     half = (size // 4 + 32) // 32 * 32
     smem_bytes = 4 * (2 * (size // 4 + 1) * 4 * -(-2 * _FRAMES // 4) + 2 * size)
     source = translation_unit(

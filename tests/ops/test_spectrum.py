@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ds2_ops import spectrum
 from ds2_ops.jit.build import build
-from ds2_ops.spectrum import op
-from ds2_ops.spectrum.op import log_power, log_power_launch, why_not
+from ds2_ops.spectrum import log_power, log_power_launch, why_not
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA, relative_error
 from torch import Tensor
@@ -16,10 +16,12 @@ SHAPES = [(3, 320, 160, 20), (1, 320, 160, 1), (2, 160, 80, 11), (2, 64, 24, 10)
 
 
 def plain(samples: Tensor, lengths: Tensor, window: Tensor, step: int, mean: Tensor, std: Tensor) -> Tensor:
-    spectra = torch.fft.rfft(samples.unfold(1, len(window), step) * window)
-    power = torch.view_as_real(spectra).square().sum(-1)
-    found = (((power + FLOOR).log() - mean) / std).transpose(1, 2)
-    return torch.where((torch.arange(found.shape[2], device=samples.device) < lengths[:, None])[:, None], found, 0.0)
+    complex_spectra = torch.fft.rfft(samples.unfold(1, len(window), step) * window)
+    power = torch.view_as_real(complex_spectra).square().sum(-1)
+    spectra = (((power + FLOOR).log() - mean) / std).transpose(1, 2)
+    return torch.where(
+        (torch.arange(spectra.shape[2], device=samples.device) < lengths[:, None])[:, None], spectra, 0.0
+    )
 
 
 def check(shape: tuple[int, int, int, int], device: torch.device) -> None:
@@ -35,22 +37,22 @@ def check(shape: tuple[int, int, int, int], device: torch.device) -> None:
     bins = size // 2 + 1
     mean, std = torch.randn(bins, generator=draw) - 8, 1 + torch.rand(bins, generator=draw)
     samples, rows, lengths, window, mean, std = (t.to(device) for t in (samples, rows, lengths, window, mean, std))
-    given = (window.float(), step, mean, std, FLOOR)
-    found = log_power(samples, rows, lengths, *given)
+    options = (window.float(), step, mean, std, FLOOR)
+    spectra = log_power(samples, rows, lengths, *options)
     chosen = samples[rows]
     true = plain(chosen.double(), lengths, window.float().double(), step, mean.double(), std.double())
     stock = plain(chosen, lengths, window.float(), step, mean, std)
-    assert found.shape == true.shape
-    assert relative_error(found, true) <= 2 * relative_error(stock, true)
+    assert spectra.shape == true.shape
+    assert relative_error(spectra, true) <= 2 * relative_error(stock, true)
     for at in range(batch):
-        assert torch.equal(log_power(samples, rows[at : at + 1], lengths[at : at + 1], *given)[0], found[at])
-    longest = log_power(samples, rows, torch.full_like(lengths, frames), *given)
-    assert torch.equal(log_power(samples[:, : size + step].contiguous(), rows, lengths + 2, *given), longest[..., :2])
+        assert torch.equal(log_power(samples, rows[at : at + 1], lengths[at : at + 1], *options)[0], spectra[at])
+    longest = log_power(samples, rows, torch.full_like(lengths, frames), *options)
+    assert torch.equal(log_power(samples[:, : size + step].contiguous(), rows, lengths + 2, *options), longest[..., :2])
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[3] > 1])
 def test_the_kernel_on_a_cpu(shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_run(monkeypatch, op)
+    patch_run(monkeypatch, spectrum)
     check(shape, torch.device("cpu"))
 
 

@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
+from ds2_ops import peers
 from ds2_ops.jit.build import build
-from ds2_ops.peers import sum as peers
-from ds2_ops.peers.sum import MOST, PeerSum, mailbox_bytes
+from ds2_ops.peers import MAX_NUMBERS, PeerSum, sum_bytes
 from support.kernel_on_cpu import patch_run
 from torch import Tensor
 
-SIZES = [1, 255, 256, 257, 2304, MOST, 0, 3, 2304, 2304, 1]  # blocks that sit out sums count them not
+SIZES = [1, 255, 256, 257, 2304, MAX_NUMBERS, 0, 3, 2304, 2304, 1]  # blocks without numbers do not count a sum
 
 
 def values(rank: int, number: int, count: int) -> Tensor:
@@ -55,10 +55,10 @@ def test_all_ranks_have_the_bits_of_the_sum_in_order_of_rank(
     ranks: int, backwards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch_run(monkeypatch, peers, backwards)
-    warm = torch.zeros(mailbox_bytes(1), dtype=torch.uint8)
+    warm = torch.zeros(sum_bytes(1), dtype=torch.uint8)
     PeerSum(0, [warm.data_ptr()])(torch.zeros(1, 1, dtype=torch.float64))  # the compiler's start, before processes wait
-    boxes = torch.zeros(ranks, mailbox_bytes(ranks), dtype=torch.uint8).share_memory_()
-    results = torch.full((ranks, len(SIZES), MOST), torch.nan, dtype=torch.float64).share_memory_()
+    boxes = torch.zeros(ranks, sum_bytes(ranks), dtype=torch.uint8).share_memory_()
+    results = torch.full((ranks, len(SIZES), MAX_NUMBERS), torch.nan, dtype=torch.float64).share_memory_()
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=_rank, args=(rank, boxes, results)) for rank in range(ranks)]
     for process in processes:
@@ -73,20 +73,20 @@ def test_all_ranks_have_the_bits_of_the_sum_in_order_of_rank(
 
 def test_numbers_that_are_none_and_signs_of_zero_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_run(monkeypatch, peers)
-    given = torch.tensor([torch.inf, torch.nan, -0.0, 5e-324], dtype=torch.float64)
-    expected = given.clone()
-    box = torch.zeros(mailbox_bytes(1), dtype=torch.uint8)
-    PeerSum(0, [box.data_ptr()])(given[None])
-    assert torch.equal(given.view(torch.int64), expected.view(torch.int64))
+    numbers = torch.tensor([torch.inf, torch.nan, -0.0, 5e-324], dtype=torch.float64)
+    expected = numbers.clone()
+    box = torch.zeros(sum_bytes(1), dtype=torch.uint8)
+    PeerSum(0, [box.data_ptr()])(numbers[None])
+    assert torch.equal(numbers.view(torch.int64), expected.view(torch.int64))
 
 
 def test_only_float64_of_a_few_numbers_is_taken() -> None:
-    assert PeerSum.takes(torch.empty(64, 2, MOST // 2, dtype=torch.float64))
+    assert PeerSum.takes(torch.empty(64, 2, MAX_NUMBERS // 2, dtype=torch.float64))
     assert not PeerSum.takes(torch.empty(65, 1, dtype=torch.float64))
-    assert not PeerSum.takes(torch.empty(1, MOST + 1, dtype=torch.float64))
+    assert not PeerSum.takes(torch.empty(1, MAX_NUMBERS + 1, dtype=torch.float64))
     assert not PeerSum.takes(torch.empty(1, 1))
 
 
 @pytest.mark.parametrize(("ranks", "arch"), [(2, "sm_80"), (2, "sm_90a"), (8, "sm_90a")])
 def test_the_kernel_compiles_without_spills(ranks: int, arch: str) -> None:
-    assert build(peers._source(ranks).text, arch).local_bytes == 0
+    assert build(peers._sum_source(ranks).text, arch).local_bytes == 0

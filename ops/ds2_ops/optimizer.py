@@ -1,4 +1,4 @@
-"""Norm, clipping and update of all parameters in two launches, for optimizers of torch, which keep their state."""
+"""The norm of all gradients in one launch, clipping and update of all parameters in another; torch holds the state."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds2_ops.jit.launch import Launch, run
-from ds2_ops.jit.source import Source, names, parameters, translation_unit
+from ds2_ops.checks import MIN_CAPABILITY
+from ds2_ops.jit.launch import Launch, Source, names, parameters, run, translation_unit
 
-LEAST_CAPABILITY = (8, 0)  # bf16 conversions
 THREADS = 256
-_PIECE = 8192  # numbers a block
-_COLUMNS = 8  # of struct Piece, 8 bytes each
+_PIECE = 8192  # numbers of a block
 
 
 def _source(function: str, declarations: str, *, memory: bool = False) -> Source:
@@ -39,45 +37,44 @@ ADAMW = _source("adamw", "const float* norm, float most, double beta1, double be
 
 def why_not(optimizer: torch.optim.Optimizer) -> str | None:
     """Say why the kernels cannot take the steps of an optimizer; None if they can. Its state may not exist yet."""
-    supported = {torch.optim.SGD: _odd_sgd, torch.optim.AdamW: _odd_adamw}
-    odd = supported.get(type(optimizer))
-    if odd is None:
-        return f"the optimizer is {type(optimizer).__name__}, the kernels know SGD and AdamW"
+    why_not_group = {torch.optim.SGD: _why_not_sgd, torch.optim.AdamW: _why_not_adamw}.get(type(optimizer))
+    if why_not_group is None:
+        return f"the optimizer is {type(optimizer).__name__}, the kernels support SGD and AdamW"
     for group in optimizer.param_groups:
-        if reason := odd(group):
+        if reason := why_not_group(group):
             return reason
         if not isinstance(group["lr"], Tensor):
-            return "the learning rate is a number of the host"
+            return "the learning rate is a Python number, the kernels read a tensor"
         for parameter in group["params"]:
             if not parameter.is_cuda or parameter.dtype != torch.float32 or not parameter.is_contiguous():
                 return "a parameter is not contiguous float32 on a CUDA GPU"
-            if torch.cuda.get_device_capability(parameter.device) < LEAST_CAPABILITY:
+            if torch.cuda.get_device_capability(parameter.device) < MIN_CAPABILITY:
                 return "the GPU has a compute capability below 8.0"
     return None
 
 
-def _odd_sgd(group: Mapping[str, Any]) -> str | None:
-    usual = group["momentum"] > 0 and group["nesterov"] and not group["dampening"] and not group["maximize"]
-    return None if usual else "the kernel for SGD is Nesterov's"
+def _why_not_sgd(group: Mapping[str, Any]) -> str | None:
+    nesterov = group["momentum"] > 0 and group["nesterov"] and not group["dampening"] and not group["maximize"]
+    return None if nesterov else "the kernel for SGD uses Nesterov's momentum, without dampening"
 
 
-def _odd_adamw(group: Mapping[str, Any]) -> str | None:
+def _why_not_adamw(group: Mapping[str, Any]) -> str | None:
     if group["amsgrad"] or group["maximize"]:
-        return "the kernel for AdamW has no amsgrad"
-    return None if group["capturable"] else "the count of steps is on the host"
+        return "the kernel for AdamW supports neither amsgrad nor maximize"
+    return None if group["capturable"] else "the count of steps is on the host: pass capturable=True"
 
 
 class FusedUpdate:
-    """Clipping and update of everything an optimizer holds in one launch; the optimizer's own state is what changes.
+    """Clipping and update of all parameters of an optimizer in one launch, which changes the optimizer's own state.
 
-    Per number the arithmetic of torch's fused optimizers, float64 rounded to float32 where they store: results agree to
-    the last bit or two. On torch's current stream, can be captured in a CUDA graph; learning rates are read from their
-    tensors each time.
+    The arithmetic is that of torch's fused optimizers, in float64, rounded to float32 where they store: results agree
+    to the last bit or two. Runs on torch's current stream and can be captured in a CUDA graph. Each call reads the
+    learning rates from their tensors.
 
     Args:
-        optimizer: for which `why_not` finds no reason, and which has taken a step or loaded a state. Parameters,
-            gradients and state must stay where they are.
-        rounded: bfloat16 tensors that are given the new values of some parameters.
+        optimizer: one for which `why_not` returns None, and which has taken a step or loaded a state. Parameters,
+            gradients and state must keep their addresses.
+        rounded: parameter -> bfloat16 tensor that receives its new values.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rounded: Mapping[Tensor, Tensor]) -> None:
@@ -87,7 +84,7 @@ class FusedUpdate:
         moments = ["momentum_buffer"] if self._sgd else ["exp_avg", "exp_avg_sq"]
         rows: list[tuple[Tensor | None, ...]] = []
         decays: list[float] = []
-        self._held: list[Tensor] = []  # the table holds addresses
+        self._tensors: list[Tensor] = []  # referenced, because the table holds their addresses
         self._steps: list[Tensor] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -98,35 +95,35 @@ class FusedUpdate:
                 steps = None if self._sgd else state["step"]
                 rows.append((parameter, parameter.grad, first, second, rounded.get(parameter), group["lr"], steps))
                 decays.append(group["weight_decay"])
-                self._held += [tensor for tensor in rows[-1] if tensor is not None]
+                self._tensors += [tensor for tensor in rows[-1] if tensor is not None]
                 self._steps += [] if steps is None else [steps]
-        self._device = self._held[0].device
+        self._device = self._tensors[0].device
         self._table = _table(rows, decays).to(self._device)
 
-    def __call__(self, norm: Tensor, most: float) -> None:
-        """Take a step, or none where the norm is not finite: then nothing changes.
+    def __call__(self, norm: Tensor, max_norm: float) -> None:
+        """Take a step; change nothing where the norm is not finite.
 
         Args:
             norm: () float32 on the device, of all gradients.
-            most: the norm to which larger gradients are clipped; 0: none are.
+            max_norm: the norm to which larger gradients are clipped; 0: no clipping.
         """
         if self._steps:
             counts = torch.isfinite(norm).to(self._steps[0].dtype)
-            torch._foreach_add_(self._steps, [counts] * len(self._steps))  # a lone tensor would be read on the host
+            torch._foreach_add_(self._steps, [counts] * len(self._steps))  # a single tensor would be read on the host
         source = NESTEROV if self._sgd else ADAMW
         launch = Launch(source, THREADS, grid=len(self._table))
-        run(launch, [self._table, norm, most, *self._numbers], lambda: "the optimizer's step", self._device)
+        run(launch, [self._table, norm, max_norm, *self._numbers], lambda: "the optimizer's step", self._device)
 
 
 class FusedNorm:
-    """The 2-norm over some flat tensors in one launch and a sum; they must stay where they are.
+    """The 2-norm of some flat tensors in one launch and a sum; the tensors must keep their addresses.
 
     Args:
         tensors: contiguous float32 on a GPU.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._held = list(tensors)
+        self._tensors = list(tensors)
         rows = [(None, tensor, None, None, None, None, None) for tensor in tensors]
         self._table = _table(rows, [0.0] * len(rows)).to(tensors[0].device)
 
@@ -148,9 +145,11 @@ def _table(rows: Sequence[tuple[Tensor | None, ...]], decays: Sequence[float]) -
         for column, tensor in enumerate(row):
             address = 0 if tensor is None else tensor.data_ptr()
             if column < 5 and address % 16:
-                raise ValueError(f"a tensor of {numbers} numbers does not begin on a boundary of 16 bytes")
-            moves = tensor is not None and column < 5  # the rate and the count are one number each
-            columns.append(address + (starts * tensor.element_size() if moves and tensor is not None else 0 * starts))
+                raise ValueError(f"a tensor of {numbers} numbers begins at an address that is no multiple of 16 bytes")
+            if tensor is None or column >= 5:  # the learning rate and the count of steps are one number each
+                columns.append(address + 0 * starts)
+            else:
+                columns.append(address + starts * tensor.element_size())
         lengths = np.minimum(numbers - starts, _PIECE)
         bits = int.from_bytes(struct.pack("<f", decay), "little")
         pieces.append(np.stack([*columns, lengths << 32 | bits], 1))

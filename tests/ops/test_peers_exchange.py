@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
+from ds2_ops import peers
 from ds2_ops.jit.build import build
-from ds2_ops.peers import exchange
-from ds2_ops.peers.exchange import THREADS, Exchange, exchange_bytes
+from ds2_ops.peers import EXCHANGE_THREADS, PeerExchange, exchange_bytes
 from support.kernel_on_cpu import patch_run
 from torch import Tensor
 
-SIZES = [1, 4, 7, THREADS * 4 + 3, 20_011]
+SIZES = [1, 4, 7, EXCHANGE_THREADS * 4 + 3, 20_011]
 ROUNDS = 3
 
 
@@ -28,7 +28,7 @@ def copy(to: int, tensor: Tensor) -> None:
 
 def _rank(rank: int, boxes: list[Tensor], results: Tensor) -> None:
     torch.set_num_threads(1)
-    made = [Exchange(box[rank].data_ptr(), box[1 - rank].data_ptr()) for box in boxes]
+    made = [PeerExchange(box[rank].data_ptr(), box[1 - rank].data_ptr()) for box in boxes]
     for turn in range(ROUNDS):
         mine = [values(rank, turn, count) for count in SIZES]
         for one, numbers in zip(made, mine, strict=True):
@@ -42,11 +42,11 @@ def _rank(rank: int, boxes: list[Tensor], results: Tensor) -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_both_ranks_have_the_sum_time_after_time(backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_run(monkeypatch, exchange, backwards)
-    monkeypatch.setattr(exchange, "_copy", copy)
-    monkeypatch.setattr(exchange, "_BLOCKS", 5)
+    patch_run(monkeypatch, peers, backwards)
+    monkeypatch.setattr(peers, "_copy", copy)
+    monkeypatch.setattr(peers, "_EXCHANGE_BLOCKS", 5)
     warm = torch.zeros(exchange_bytes(1), dtype=torch.uint8)  # alone, the other's words are one's own
-    alone = Exchange(warm.data_ptr(), warm.data_ptr())
+    alone = PeerExchange(warm.data_ptr(), warm.data_ptr())
     alone.send(torch.ones(1))
     alone.add(one := torch.ones(1))
     assert one.item() == 2.0
@@ -68,12 +68,12 @@ def test_both_ranks_have_the_sum_time_after_time(backwards: bool, monkeypatch: p
 
 def test_only_whole_float32_is_taken() -> None:
     numbers = torch.empty(64)
-    assert Exchange.takes(numbers) and Exchange.takes(numbers[4:])
-    assert not Exchange.takes(numbers.double()) and not Exchange.takes(numbers[1:])
-    assert not Exchange.takes(numbers.view(8, 8).t()) and not Exchange.takes(numbers[:0])
+    assert PeerExchange.takes(numbers) and PeerExchange.takes(numbers[4:])
+    assert not PeerExchange.takes(numbers.double()) and not PeerExchange.takes(numbers[1:])
+    assert not PeerExchange.takes(numbers.view(8, 8).t()) and not PeerExchange.takes(numbers[:0])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_kernels_compile_without_spills(arch: str) -> None:
-    for source in (exchange._await_source(), exchange._add_source()):
+    for source in (peers._await_source(), peers._add_source()):
         assert build(source.text, arch).local_bytes == 0

@@ -16,16 +16,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_TAPS = 32  # the ring and the taps live in registers
-# Measured on an H200 over B 4 to 64 and K 6 and 20; more of each gained nothing or lost.
-_REGISTERS_WANTED = 80  # a thread, for taps, window and sums; addresses and loads in flight come on top
+MAX_TAPS = 32  # the window and the taps live in registers
+# The best values on an H200, measured over B 4 to 64 and K 6 and 20.
+_MAX_REGISTERS = 80  # of a thread, for taps, window and sums, without addresses and loads in flight
 _FORWARD_WARPS = 8192
 _BACKWARD_WARPS = 4096  # fewer, because each chunk of time also writes its part of grad_weight
-_CHUNK_FRAMES = 24  # at least: each chunk reads K - 1 frames of its neighbour again
+_MIN_CHUNK_FRAMES = 24  # each chunk reads K - 1 frames of its neighbour again
 
 
 def forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
-    """Sum w_j * x_(t+j) over the taps j. Arguments and returns as in :func:`ds2_ops.row_convolution.shift.forward`."""
+    """Sum w_j * x_(t+j) over the taps j.
+
+    Args:
+        x: (T, B, H), contiguous, on a CUDA GPU.
+        weight: (H, K) of the same dtype and device.
+        lengths: (B,) int32 on the device of ``x``, or None.
+
+    Returns:
+        y (T, B, H), 0 at padding.
+    """
     y = torch.empty_like(x)
     if x.numel():
         taps, turn = weight.shape[1], 8
@@ -37,10 +46,14 @@ def forward(x: Tensor, weight: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Compute both gradients, that of the weight in parts.
+    """Compute both gradients; that of the weight in partial sums, which are added up later.
 
-    Arguments and returns as in :func:`ds2_ops.row_convolution.shift.backward`, but for what adds up the parts in place
-    of grad_weight: (H, K) float32, of any strides.
+    Args:
+        grad_y: (T, B, H); values at padding are ignored.
+        x, weight, lengths: as for :func:`forward`.
+
+    Returns:
+        grad_x (T, B, H), 0 at padding, and a function that returns grad_weight: (H, K) float32 of any strides.
     """
     grad_x = torch.empty_like(x)
     if not x.numel():
@@ -58,16 +71,17 @@ def backward(grad_y: Tensor, x: Tensor, weight: Tensor, lengths: Tensor | None) 
 def _cut(
     frames: int, batch: int, hidden: int, element_bytes: int, turn: int, registers_per_column: int, warps: int
 ) -> tuple[tuple[int, int], int, int]:
-    """Cut columns and time: wide loads while registers last, then chunks of time until the GPU is full.
+    """Divide columns and time: loads as wide as registers allow, then chunks of time until the GPU is full.
 
-    Returns the grid (column blocks, chunks), the frames of a chunk and the columns of a block.
+    Returns:
+        The grid (column blocks, chunks), the frames of a chunk and the columns of a block.
     """
     per_thread = 16 // element_bytes
-    while per_thread > 1 and registers_per_column * per_thread > _REGISTERS_WANTED:
+    while per_thread > 1 and registers_per_column * per_thread > _MAX_REGISTERS:
         per_thread //= 2
     columns = 32 * per_thread
     column_blocks = triton.cdiv(batch * hidden, columns)
-    chunks = max(1, min(warps // column_blocks, frames // _CHUNK_FRAMES))
+    chunks = max(1, min(warps // column_blocks, frames // _MIN_CHUNK_FRAMES))
     chunk = triton.cdiv(triton.cdiv(frames, chunks), turn) * turn
     return (column_blocks, triton.cdiv(frames, chunk)), chunk, columns
 

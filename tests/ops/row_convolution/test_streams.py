@@ -1,4 +1,4 @@
-"""Row convolutions behind one another on blocks: those of the whole, however it is cut, in one launch or in several."""
+"""A chain of row convolutions on blocks of any length has the bits of the whole, in one launch or in several."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from ds2_ops import lookahead
 from ds2_ops.jit.build import build
-from ds2_ops.row_convolution import chain
-from ds2_ops.row_convolution.chain import chain_launch, lookahead_chain
+from ds2_ops.row_convolution import streams
+from ds2_ops.row_convolution.streams import chain_launch, lookahead_chain
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA, relative_error
 from torch import Tensor
@@ -26,18 +26,18 @@ def whole(y: Tensor, taps: Tensor, skip: Tensor | None) -> Tensor:
 def in_blocks(y: Tensor, taps: Tensor, skip: Tensor | None, cut: list[int]) -> Tensor:
     """The same by blocks of so many frames, each stream from its first frame on."""
     count, width, _ = taps.shape
-    waiting = count * (width - 1)
+    delay = count * (width - 1)
     batch, hidden = y.shape[1:]
-    places = torch.arange(batch, device=y.device).flip(0) + 1
-    held = y.new_full((waiting * (1 if skip is None else 2), batch + 2, hidden), float("nan"))  # of others
-    held[:, places] = 0
-    silence = y.new_zeros(waiting, *y.shape[1:])
+    slots = torch.arange(batch, device=y.device).flip(0) + 1
+    state = y.new_full((delay * (1 if skip is None else 2), batch + 2, hidden), float("nan"))  # of others
+    state[:, slots] = 0
+    silence = y.new_zeros(delay, *y.shape[1:])
     ys, skips = torch.cat([y, silence]).split(cut), None if skip is None else torch.cat([skip, silence]).split(cut)
-    found = []
+    outputs = []
     for number, block in enumerate(ys):
-        found.append(lookahead_chain(block, taps, held, None if skips is None else skips[number], places))
-    assert bool(held[:, [0, batch + 1]].isnan().all())
-    return torch.cat(found)[waiting:]
+        outputs.append(lookahead_chain(block, taps, state, None if skips is None else skips[number], slots))
+    assert bool(state[:, [0, batch + 1]].isnan().all())
+    return torch.cat(outputs)[delay:]
 
 
 def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device, with_skip: bool) -> None:
@@ -47,11 +47,11 @@ def check(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: tor
         torch.randn(*size, generator=draw).to(device, dtype)
         for size in ((frames, batch, hidden), (frames, batch, hidden), (count, tau + 1, hidden))
     )
-    given, all_frames = skip if with_skip else None, frames + count * tau
-    true = whole(y.double(), taps.double(), None if given is None else given.double())
-    stock = whole(y, taps, given)
+    added, all_frames = skip if with_skip else None, frames + count * tau
+    true = whole(y.double(), taps.double(), None if added is None else added.double())
+    stock = whole(y, taps, added)
     cuts = [[all_frames], [1] * all_frames, [2, all_frames - 2]]
-    first, *others = (in_blocks(y, taps, given, cut) for cut in cuts)
+    first, *others = (in_blocks(y, taps, added, cut) for cut in cuts)
     assert relative_error(first, true) <= 2 * relative_error(stock, true)
     for other in others:
         assert torch.equal(other, first)
@@ -69,8 +69,8 @@ def test_blocks_give_the_whole(shape: tuple[int, int, int, int, int], with_skip:
 def test_the_kernel_on_a_cpu(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype, with_skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch_run(monkeypatch, chain)
-    monkeypatch.setattr(chain, "why_not", lambda y, taps: None)
+    patch_run(monkeypatch, streams)
+    monkeypatch.setattr(streams, "why_not", lambda y, taps: None)
     check(shape, dtype, torch.device("cpu"), with_skip)
 
 
@@ -89,7 +89,7 @@ def test_it_compiles_without_spills(count: int, tau: int) -> None:
 
 def test_wrong_shapes_are_refused() -> None:
     y, taps = torch.zeros(2, 1, 4), torch.zeros(3, 2, 4)
-    with pytest.raises(ValueError, match="held has shape"):
+    with pytest.raises(ValueError, match="state has shape"):
         lookahead_chain(y, taps, torch.zeros(3, 1, 4), y)
     with pytest.raises(ValueError, match="skip has shape"):
         lookahead_chain(y, taps, torch.zeros(6, 1, 4), y[:1])
