@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _YIELD_TO_RANK_0_S = 1.0  # in this time the exit of rank 0 ends the other ranks
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # only torchrun sets it; other tools set the four above too
 
 
@@ -68,5 +70,5 @@ def _torch_complete() -> bool:
 
 
 def _number(names: Sequence[str]) -> int | None:
-    """Return the first of the variables that holds a number."""
-    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdigit()), None)
+    """Return the first of the variables that holds a number that a rank or a port can have."""
+    return next((int(value) for name in names if _NUMBER.fullmatch(value := os.environ.get(name, ""))), None)

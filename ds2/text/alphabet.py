@@ -14,7 +14,7 @@ from typing import Any
 
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
-from ds2.system.plain import FieldError, from_plain
+from ds2.system.plain import FieldError, from_plain, short_repr
 from ds2.text.normalise import check_locale, check_numbers, drop_punctuation, lower, spell_numbers, upper
 
 BLANK = 0  # the label of CTC's blank
@@ -90,9 +90,11 @@ class Alphabet:
             )
         check_numbers(self.numbers)
         check_locale(self.locale)
+        if any("\ud800" <= character <= "\udfff" for character in "".join(self.symbols)):
+            raise AlphabetError("symbols hold half of a surrogate pair, which is not a character")
         labels = {symbol: label for label, symbol in enumerate(self.symbols)}
         if len(labels) < len(self.symbols) or self.symbols[:1] != ("",):
-            raise AlphabetError(f"symbols {self.symbols!r} must be the blank '' and then distinct symbols")
+            raise AlphabetError(f"symbols {short_repr(self.symbols)} must be the blank '' and then distinct symbols")
         unreachable = [s for s in self.symbols if self._composed(self._cased(s)) != s]
         if unreachable:
             raise AlphabetError(

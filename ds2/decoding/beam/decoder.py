@@ -17,12 +17,13 @@ from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.beam.search import BatchedBeamSearch, Labels, NBest, SearchState
 from ds2.decoding.beam.torch_search import Beams
 from ds2.decoding.decoder import check_log_probs
-from ds2.decoding.hypothesis import EMPTY, Hypothesis, spell_words
+from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, spell_words
 from ds2.decoding.lexicon import ROOT, HotWords
 from ds2.decoding.rescore import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
+_MAX_BEAM = 10_000
 _CPU_FRAMES = 64  # searched at a time on a CPU, between removals of shared labels; a GPU takes a whole chunk
 
 
@@ -52,6 +53,11 @@ class BeamDecoder:
         device: torch.device,
         second_pass: SecondPass | None = None,
     ) -> None:
+        if options.beam > _MAX_BEAM:  # all pairs of prefixes are compared in each frame
+            raise DecodeError(
+                f"decode.beam={options.beam} is not allowed with decode.method=beam: give {_MAX_BEAM} or less, "
+                "or choose decode.method=native"
+            )
         self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
         self.second_pass = second_pass
         fusion = Fusion(alphabet, options, lm, device)

@@ -90,6 +90,8 @@ def test_launchers_are_known_by_their_variables(
         ({"WORLD_SIZE": "2"}, "gloo", r"no RANK, WORLD_SIZE='2'.*torchrun --nproc-per-node N .*unset WORLD_SIZE,"),
         ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "auto", r"RANK below WORLD_SIZE"),
         ({"RANK": "1", "WORLD_SIZE": "two", **ADDRESS}, "nccl", r"WORLD_SIZE='two'"),
+        ({"RANK": "0", "WORLD_SIZE": "²", **ADDRESS}, "auto", r"WORLD_SIZE='²'"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000, **ADDRESS}, "auto", r"WORLD_SIZE='999"),
         (TORCHRUN, "mpi", r"comm=mpi, but torchrun started the 2 ranks.*mpirun -n 2 ds2.*comm=auto"),
         (TORCHRUN, "single", r"comm=single, but the launcher started 2 ranks.*without mpirun, srun or torchrun"),
         ({}, "gloo", r"comm=gloo is for ranks that torchrun started.*torchrun --nproc-per-node N.*comm=auto"),
