@@ -1,4 +1,4 @@
-"""Commands of a tool, each in a module of its own that is imported only when it runs."""
+"""Commands of a tool, each in a module that is imported only when it runs; the commit that a result must name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping
+
+from ds2.system.machine import git_commit
 
 
 def dispatch(commands: Mapping[str, str], description: str | None) -> int | None:
@@ -24,3 +26,15 @@ def dispatch(commands: Mapping[str, str], description: str | None) -> int | None
     parser.add_argument("command", choices=list(commands))
     parser.parse_args(arguments)  # shows the help, or says that the command is missing or unknown
     return 2
+
+
+def add_commit_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--commit`, for source trees without git."""
+    parser.add_argument("--commit", default="", help="commit of this source tree, where it is not a git repository")
+
+
+def check_commit(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set `options.commit` to the commit of the source tree; a tree of an unknown commit is an error."""
+    options.commit = options.commit or git_commit()
+    if options.commit == "unknown":
+        parser.error("the commit is unknown, as these sources are not in a git repository: name it with --commit")

@@ -1,35 +1,194 @@
-"""Train the rows of a table, several at a time, and report: `tools/reproduce.py table1 data.corpus=FOLDER --gpus 0 1`.
+"""Train the rows of a table, several at a time, and report their word error rates.
 
-The same command goes on where it was stopped, by kill -9 too: runs resume from their folders, and a row whose
-results/ROW.json exists is done, also on a machine that has nothing but these. A row that fails is named, the others
-go on.
+    python tools/reproduce.py table1 data.corpus=FOLDER --gpus 0 1
+
+The same command continues where it was stopped, even by kill -9: runs resume from their folders, and a row with a file
+results/ROW.json is done, also on a machine that has nothing but these files. If a row fails, the others continue and
+the report gives the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import re
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from reproduce_command import RowFailed, TimeUp, run_command
-from reproduce_log import curve, events, minutes_of_steps, noise_scale, so_far
-from reproduce_report import Unfinished, report, write_plot
+from dispatch import add_commit_option, check_commit
 from reproduce_tables import OPTIMIZERS, TABLES, Row, Shape, Table
 
 from ds2.commands.common import real, whole
 from ds2.config.allowed import COUNT, UNLIMITED
 from ds2.system.files import write_text
-from ds2.system.machine import git_commit
 
-_NARROWEST = 1152  # as wide as the paper's layers: over this, none is left
+_NARROWEST = 1152  # the width of the paper's layers: divided by more, none remains
+_FACTS = ("dev cost", "training cost", "parameters", "rate", "epochs", "steps", "noise scale", "minutes")
+_LINES_OF_AN_ERROR = 3
+_SAVING_S = 12  # for a run to save when the time is up
+_DS2 = "import sys; from ds2 import cli; from ds2.system.signals import die_with_parent;"
+_DS2 += "die_with_parent(); sys.exit(cli.main())"  # a run must not outlive the table
+
+
+class RowFailed(Exception):
+    """A command of a row failed."""
+
+
+class TimeUp(RowFailed):
+    """A command was stopped or not started because the time was up."""
+
+
+def run_command(arguments: Sequence[str], gpu: str, run_dir: Path, stop_at: float) -> None:
+    """Run a command of ds2 on a GPU; it ends with this process, and when the time is up.
+
+    Args:
+        arguments: of ds2.
+        gpu: its number, or cpu.
+        run_dir: of the run; `output.txt` there gets what the command prints.
+        stop_at: when it is stopped, by `time.monotonic`.
+
+    Raises:
+        RowFailed: its status was not 0.
+        TimeUp: it was stopped or not started.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu != "cpu" else None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log = run_dir / "output.txt"
+    with log.open("a", encoding="utf-8") as output:
+        remaining_s = stop_at - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeUp("not started, the time was up")
+        with subprocess.Popen(
+            [sys.executable, "-c", _DS2, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        ) as process:
+            try:
+                status = process.wait(None if remaining_s == float("inf") else remaining_s)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                raise TimeUp(f"stopped when the time was up: {so_far(run_dir)}") from None
+    if status:
+        lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
+        raise RowFailed(f"ds2 {arguments[0]} ended with {status}: {' | '.join(lines[-_LINES_OF_AN_ERROR:])} ({log})")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_SAVING_S)
+    except subprocess.TimeoutExpired:  # the run resumes from its last save
+        process.kill()
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind in a run's log by step; the later line of a repeated step counts.
+
+    Skips a line that a kill cut short.
+    """
+    log, by_step, epoch = run_dir / "log.jsonl", {}, 0
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        epoch = event.get("epoch", epoch)
+        if event["event"] == kind:
+            by_step[event["step"]] = {"epoch": epoch, **event}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def so_far(run_dir: Path) -> str:
+    """How far a run is, in words."""
+    train, dev = events(run_dir, "train"), events(run_dir, "dev")
+    where = f"epoch {train[-1]['epoch']}, step {train[-1]['step']}" if train else "no step"
+    return where + (f", dev WER {100 * dev[-1]['wer']:.2f} %, cost {dev[-1]['loss']:.1f}" if dev else "")
+
+
+def minutes_of_steps(train_events: Sequence[Mapping[str, Any]]) -> float:
+    """The time of the steps of train events, over all restarts of the run."""
+    steps = [0, *(event["step"] for event in train_events)]
+    return (
+        sum((step - last) * event["step_s"] for last, step, event in zip(steps, steps[1:], train_events, strict=False))
+        / 60
+    )
+
+
+def noise_scale(train_events: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median gradient noise scale of train events, None without any; the last ones have hardly any signal."""
+    scales = [event["noise_scale"] for event in train_events if event.get("noise_scale") is not None]
+    return median(scales) if scales else None
+
+
+def report(
+    table: Table,
+    results: Mapping[str, Mapping[str, Any]],
+    unfinished: Mapping[str, str],
+    failures: Mapping[str, str],
+) -> str:
+    """The table in Markdown without its empty columns, and a list of the rows that have no result.
+
+    Args:
+        table: whose rows are reported.
+        results: content of the files results/ROW.json, by row.
+        unfinished: how far rows are that have started and have no result, by row.
+        failures: reasons of the rows that failed in this run, by row.
+    """
+    tests = list(dict.fromkeys(name for row in table.rows for name in results.get(row.name, {}).get("tests", ())))
+    columns = ["", "paper", *(column for name in tests for column in (f"{name}: WER (95 %)", "CER")), *_FACTS]
+    rows = [_cells(row.name, row.paper, results[row.name], tests) for row in table.rows if row.name in results]
+    filled = [index for index in range(len(columns)) if index == 0 or any(cells[index] for cells in rows)]
+    lines = [[columns[index] for index in filled], ["---"] * len(filled)]
+    lines += [[cells[index] for index in filled] for cells in rows]
+    text = f"## {table.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    if table.repeats:
+        text += "".join(_mean(test, [result["tests"][test]["wer"] for result in results.values()]) for test in tests)
+    missing = [row.name for row in table.rows if row.name not in results]
+    if missing:
+        text += f"\nMissing rows, {len(missing)} of {len(table.rows)}:\n\n"
+        text += "".join(f"- {name}: {failures.get(name) or unfinished.get(name, 'not run')}\n" for name in missing)
+    return text
+
+
+def _cells(name: str, paper: float | None, result: Mapping[str, Any], tests: Sequence[str]) -> list[str]:
+    scores = [result["tests"].get(test) for test in tests]
+    return [
+        name,
+        "" if paper is None else f"{paper:.2f}",
+        *(cell for score in scores for cell in ((_rate(score), f"{100 * score['cer']:.2f}") if score else ("", ""))),
+        _number(result["dev_loss"], ".1f"),
+        _number(result["train_loss"], ".1f"),
+        f"{result['parameters'] / 1e6:.2f} M",
+        _number(result["rate"], "g"),
+        f"{result['epochs']}",
+        f"{result['steps']}",
+        _number(result["noise_scale"], ".0f"),
+        f"{result['minutes']:.1f}",
+    ]
+
+
+def _mean(test: str, rates: Sequence[float]) -> str:
+    low, high = (100 * edge(rates) for edge in (min, max))
+    return f"\n{test}: mean WER {100 * fmean(rates):.2f} of {len(rates)}, {low:.2f} to {high:.2f}\n"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _rate(scores: Mapping[str, Any]) -> str:
+    interval = scores["interval"]
+    return f"{100 * scores['wer']:.2f} ({100 * interval['low']:.2f} .. {100 * interval['high']:.2f})"
 
 
 class Reproduction:
@@ -38,58 +197,60 @@ class Reproduction:
     Args:
         table: what to run.
         folder: of run folders (`runs`), `results` and the report.
-        given: the options of the command.
+        options: of the command line.
     """
 
-    def __init__(self, table: Table, folder: Path, given: argparse.Namespace) -> None:
-        self.table, self.folder, self.given = table, folder, given
-        self.stop_at = time.monotonic() + 60 * given.stop_after_minutes if given.stop_after_minutes else float("inf")
+    def __init__(self, table: Table, folder: Path, options: argparse.Namespace) -> None:
+        self.table, self.folder, self.options = table, folder, options
+        self.stop_at = (
+            time.monotonic() + 60 * options.stop_after_minutes if options.stop_after_minutes else float("inf")
+        )
         self.failures: dict[str, str] = {}
-        self._saying = threading.Lock()
-        self._trained: dict[Path, int] = {}  # epochs that this process saw a run end with
-        self._places: queue.Queue[str] = queue.Queue()  # a GPU's number for each run that may be on it
-        for gpu in list(given.gpus) * given.at_once:
-            self._places.put(gpu)
+        self._printing = threading.Lock()
+        self._trained: dict[Path, int] = {}  # epochs of the runs that this process has finished
+        self._free_gpus: queue.Queue[str] = queue.Queue()  # a GPU's number for each run that it has room for
+        for gpu in list(options.gpus) * options.at_once:
+            self._free_gpus.put(gpu)
 
     def run(self) -> None:
         """Run every row that has no result yet."""
         by_name = {row.name: row for row in self.table.rows}
-        wanted = [by_name[name] for name in self.given.rows] or list(self.table.rows)
-        with ThreadPoolExecutor(self._places.qsize()) as pool:
+        wanted = [by_name[name] for name in self.options.rows] or list(self.table.rows)
+        with ThreadPoolExecutor(self._free_gpus.qsize()) as pool:
             list(pool.map(self._row, wanted))
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """What is known, by row."""
-        return {row.name: found for row in self.table.rows if (found := self._kept(row))}
+        """The results of finished rows, by row."""
+        return {row.name: result for row in self.table.rows if (result := self._saved(row))}
 
     def of_other_settings(self) -> str | None:
-        """The first row whose result is one of another shape of the table, and what differs; None where all fit."""
+        """Name the first result that other settings gave, and which; None where all results are of these settings."""
         for row in self.table.rows:
             wanted = {*self.table.settings, *row.settings}
-            kept = self._kept(row)
-            if kept and (missing := sorted(wanted - {*kept["settings"]})):
+            saved = self._saved(row)
+            if saved and (missing := sorted(wanted - {*saved["settings"]})):
                 return f"{self._result_file(row)} was trained without {', '.join(missing)}"
         return None
 
-    def _kept(self, row: Row) -> dict[str, Any] | None:
+    def _saved(self, row: Row) -> dict[str, Any] | None:
         path = self._result_file(row)
-        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-        return found
+        result: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return result
 
-    def unfinished(self) -> dict[str, Unfinished]:
-        """How far the rows came that have begun and have no result, by row; of several rates the one that went on."""
-        found = {}
+    def unfinished(self) -> dict[str, str]:
+        """How far the rows are that have started and have no result, by row; of several rates the furthest."""
+        progress = {}
         for row in self.table.rows:
             folders = [self._run_dir(row, rate) for rate in (None, *self._rates())]
-            begun = [folder for folder in folders if events(folder, "train")]
-            if begun and not self._result_file(row).is_file():
-                furthest = max(begun, key=lambda folder: events(folder, "train")[-1]["step"])
-                found[row.name] = Unfinished(so_far(furthest), curve(furthest))
-        return found
+            started = [folder for folder in folders if events(folder, "train")]
+            if started and not self._result_file(row).is_file():
+                furthest = max(started, key=lambda folder: events(folder, "train")[-1]["step"])
+                progress[row.name] = f"started, {so_far(furthest)}"
+        return progress
 
     def _rates(self) -> Sequence[float]:
-        given: list[float] | None = self.given.rates
-        return self.table.rates if given is None else given
+        rates: list[float] | None = self.options.rates
+        return self.table.rates if rates is None else rates
 
     def _row(self, row: Row) -> None:
         if self._result_file(row).is_file():
@@ -97,27 +258,29 @@ class Reproduction:
         try:
             result = self._result(row)
             write_text(self._result_file(row), json.dumps(result, indent=1) + "\n")
-            scores = [f"{name} {100 * found['wer']:.2f} %" for name, found in result["tests"].items()]
-            self._say(f"{row.name}: {', '.join(scores)}")
-        except Exception as error:  # whatever it is: the other rows go on
+            scores = [f"{name} {100 * score['wer']:.2f} %" for name, score in result["tests"].items()]
+            self._print(f"{row.name}: {', '.join(scores)}")
+        except Exception as error:  # the other rows continue
             self.failures[row.name] = str(error) if isinstance(error, RowFailed) else repr(error)
-            self._say(f"{row.name}: {self.failures[row.name]}")
+            self._print(f"{row.name}: {self.failures[row.name]}")
 
     def _result(self, row: Row) -> dict[str, Any]:
-        rate, tried = self._best_rate(row)
-        run_dir = self._train(row, rate, self.given.epochs)
+        rate, tried = self.best_rate(row)
+        run_dir = self.train(row, rate, self.options.epochs)
         tests = self._evaluate(run_dir, "greedy", ["decode=greedy"])
-        if self.given.decode:
+        if self.options.decode:
             try:
-                tests |= self._evaluate(run_dir, "with LM", self.given.decode)
+                tests |= self._evaluate(run_dir, "with LM", self.options.decode)
             except RowFailed as error:
-                self._say(f"{row.name}, with LM: {error}")
+                self._print(f"{row.name}, with LM: {error}")
         best = min(events(run_dir, "dev"), key=lambda event: (event["wer"], event["cer"]))
-        passed = events(run_dir, "train")
-        if not passed:
-            raise RowFailed(f"{run_dir}/log.jsonl tells of no step: set train.log_every_steps below the steps taken")
+        steps_taken = events(run_dir, "train")
+        if not steps_taken:
+            raise RowFailed(f"{run_dir}/log.jsonl has no step: set train.log_every_steps below the steps taken")
         last = [
-            event["loss"] for event in passed if event["epoch"] == passed[-1]["epoch"] and event["loss"] is not None
+            event["loss"]
+            for event in steps_taken
+            if event["epoch"] == steps_taken[-1]["epoch"] and event["loss"] is not None
         ]
         return {
             "tests": tests,
@@ -126,49 +289,50 @@ class Reproduction:
             "parameters": _parameters(run_dir),
             "rate": rate,
             "rates": tried,
-            "epochs": passed[-1]["epoch"],
-            "steps": passed[-1]["step"],
-            "minutes": minutes_of_steps(passed),
-            "noise_scale": noise_scale(passed),
-            "curve": curve(run_dir),
-            "settings": [*self.table.settings, *row.settings, *self.given.overrides],
-            "git_commit": git_commit(),
+            "epochs": steps_taken[-1]["epoch"],
+            "steps": steps_taken[-1]["step"],
+            "minutes": minutes_of_steps(steps_taken),
+            "noise_scale": noise_scale(steps_taken),
+            "curve": [[event["step"], event["loss"], event["wer"]] for event in events(run_dir, "dev")],
+            "settings": [*self.table.settings, *row.settings, *self.options.overrides],
+            "git_commit": self.options.commit,
         }
 
-    def _best_rate(self, row: Row) -> tuple[float | None, dict[str, float]]:
-        """The rate of those tried whose dev cost is lowest after the first epochs: the paper's fastest convergence."""
+    def best_rate(self, row: Row) -> tuple[float | None, dict[str, float]]:
+        """Return the rate of the lowest dev cost after the first epochs, as the paper chooses it, and all costs."""
         rates = self._rates()
         if len(rates) <= 1:
             return (rates[0] if rates else None), {}
-        with ThreadPoolExecutor(len(rates)) as pool:  # beside each other where there are places
+        with ThreadPoolExecutor(len(rates)) as pool:  # at the same time where GPUs have room
             costs = list(pool.map(lambda rate: self._try(row, rate), rates))
-        found = {rate: cost for rate, cost in zip(rates, costs, strict=True) if isinstance(cost, float)}
+        finite = {rate: cost for rate, cost in zip(rates, costs, strict=True) if isinstance(cost, float)}
         failed = [cost for cost in costs if isinstance(cost, RowFailed)]
         if late := next((why for why in failed if isinstance(why, TimeUp)), None):
             raise late
-        if not found:
+        if not finite:
             raise RowFailed(f"no learning rate of {list(rates)} trained: {(failed or ['no finite dev cost'])[0]}")
-        return min(found, key=lambda rate: found[rate]), {f"{rate:g}": loss for rate, loss in found.items()}
+        return min(finite, key=lambda rate: finite[rate]), {f"{rate:g}": cost for rate, cost in finite.items()}
 
     def _try(self, row: Row, rate: float) -> float | RowFailed | None:
-        """The dev cost of a rate after the epochs of the search, or why there is none."""
+        """The dev cost of a rate after the epochs of the search, or the error; None for a cost that is not finite."""
         run_dir = self._run_dir(row, rate)
         try:
             if not self._tried(run_dir):
-                run_dir = self._train(row, rate, self.given.search_epochs)
+                run_dir = self.train(row, rate, self.options.search_epochs)
         except RowFailed as error:
             return error
-        losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.given.search_epochs]
+        losses = [e["loss"] for e in events(run_dir, "dev") if e["epoch"] <= self.options.search_epochs]
         return float(losses[-1]) if losses and losses[-1] is not None else None
 
     def _tried(self, run_dir: Path) -> bool:
-        return any(event["epoch"] == self.given.search_epochs for event in events(run_dir, "dev"))
+        return any(event["epoch"] == self.options.search_epochs for event in events(run_dir, "dev"))
 
-    def _train(self, row: Row, rate: float | None, epochs: int) -> Path:
+    def train(self, row: Row, rate: float | None, epochs: int) -> Path:
+        """Train a row at a rate, and return its run folder."""
         run_dir = self._run_dir(row, rate)
         if self._trained.get(run_dir) == epochs:
             return run_dir
-        settings = [*self.table.settings, *row.settings, *self.given.overrides, f"run_dir={run_dir}"]
+        settings = [*self.table.settings, *row.settings, *self.options.overrides, f"run_dir={run_dir}"]
         settings += [f"optim.learning_rate={rate}"] if rate else []
         if epochs:
             settings += [f"train.epochs={epochs}"]
@@ -177,20 +341,20 @@ class Reproduction:
         return run_dir
 
     def _command(self, arguments: Sequence[str], run_dir: Path) -> None:
-        gpu = self._places.get()
+        gpu = self._free_gpus.get()
         try:
             run_command(arguments, gpu, run_dir, self.stop_at)
         finally:
-            self._places.put(gpu)
+            self._free_gpus.put(gpu)
 
     def _evaluate(self, run_dir: Path, how: str, decode: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Scores by test manifest and way of decoding."""
         out = run_dir / _file_name(how)
-        self._command(["evaluate", str(run_dir), *self.given.test, *decode, "--out", str(out)], run_dir)
+        self._command(["evaluate", str(run_dir), *self.options.test, *decode, "--out", str(out)], run_dir)
         scores = {}
         for path in sorted(out.glob("*/report.json")):
-            found = json.loads(path.read_text(encoding="utf-8"))
-            scores[f"{path.parent.name}, {how}"] = {key: found[key] for key in ("wer", "cer", "interval")}
+            scored = json.loads(path.read_text(encoding="utf-8"))
+            scores[f"{path.parent.name}, {how}"] = {key: scored[key] for key in ("wer", "cer", "interval")}
         return scores
 
     def _run_dir(self, row: Row, rate: float | None) -> Path:
@@ -199,21 +363,21 @@ class Reproduction:
     def _result_file(self, row: Row) -> Path:
         return self.folder / "results" / f"{_file_name(row.name)}.json"
 
-    def _say(self, text: str) -> None:
-        with self._saying:
+    def _print(self, text: str) -> None:
+        with self._printing:
             print(time.strftime("%H:%M:%S"), text, flush=True)
 
 
 def _parameters(run_dir: Path) -> int:
-    from ds2.model.checkpoint import find_model, load_model  # here: a report need not wait for torch
+    from ds2.model.checkpoint import find_model, load_model  # a report does not need torch
 
     return load_model(find_model(run_dir)).model.parameter_count
 
 
 def _undone(table: Table, overrides: Sequence[str]) -> str | None:
-    """The first override of a setting in which rows differ: it would make them alike."""
+    """The first override of a setting in which rows differ: it would make them equal."""
     rows = [dict(setting.split("=", 1) for setting in row.settings) for row in table.rows]
-    return next((given for given in overrides if len({row.get(given.split("=", 1)[0]) for row in rows}) > 1), None)
+    return next((one for one in overrides if len({row.get(one.split("=", 1)[0]) for row in rows}) > 1), None)
 
 
 def _file_name(name: str) -> str:
@@ -222,10 +386,10 @@ def _file_name(name: str) -> str:
 
 def main() -> int:
     """Run, report; status 1 where rows are missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("overrides", nargs="*", help="settings of ds2 train for all rows: data.corpus=FOLDER")
-    parser.add_argument("--out", type=Path, help="folder (default: runs/TABLE); the same one goes on")
+    parser.add_argument("--out", type=Path, help="folder (default: runs/TABLE); the same one continues")
     parser.add_argument("--rows", nargs="+", default=[], help="only these, by name, in this order")
     parser.add_argument(
         "--narrow", type=real(0, _NARROWEST, above=True), default=1, help="widths of the paper over this"
@@ -245,25 +409,28 @@ def main() -> int:
         "--decode", nargs="+", default=[], help="settings of ds2 evaluate for a second WER: decode.lm=..."
     )
     parser.add_argument(
-        "--stop-after-minutes", type=real(0, UNLIMITED), default=0, help="stop runs then, to go on another day"
+        "--stop-after-minutes",
+        type=real(0, UNLIMITED),
+        default=0,
+        help="stop runs then; the same command continues them",
     )
-    given = parser.parse_intermixed_args()
-    table = TABLES[given.table](Shape(given.narrow, given.epochs, given.optimizer))
-    unknown = set(given.rows) - {row.name for row in table.rows}
+    add_commit_option(parser)
+    options = parser.parse_intermixed_args()
+    check_commit(parser, options)
+    table = TABLES[options.table](Shape(options.narrow, options.epochs, options.optimizer))
+    unknown = set(options.rows) - {row.name for row in table.rows}
     if unknown:
-        parser.error(f"{given.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")
-    if clash := _undone(table, given.overrides):
-        parser.error(f"{clash} would undo what the rows differ in; leave it out (--narrow changes all widths alike)")
-    folder = given.out or Path("runs") / given.table
-    reproduction = Reproduction(table, folder, given)
+        parser.error(f"{options.table} has no row {sorted(unknown)}; it has {[row.name for row in table.rows]}")
+    if clash := _undone(table, options.overrides):
+        parser.error(f"{clash} would undo what the rows differ in; omit it (--narrow changes all widths alike)")
+    folder = options.out or Path("runs") / options.table
+    reproduction = Reproduction(table, folder, options)
     if differs := reproduction.of_other_settings():
-        parser.error(f"{differs}, as this command would: give the former options, another --out, or remove the file")
+        parser.error(f"{differs}, unlike this command: pass the former options or another --out, or remove the file")
     reproduction.run()
     results = reproduction.results()
-    unfinished = reproduction.unfinished()
-    text = report(table, results, unfinished, reproduction.failures)
+    text = report(table, results, reproduction.unfinished(), reproduction.failures)
     write_text(folder / "report.md", text)
-    write_plot(table, results, unfinished, folder / "report.png")
     print(text)
     return int(len(results) < len(table.rows))
 

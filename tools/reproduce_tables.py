@@ -14,19 +14,19 @@ class Row:
 
     name: str
     settings: tuple[str, ...]
-    paper: float | None = None  # what the paper prints, WER in %
+    paper: float | None = None  # WER in % that the paper prints
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that are compared, and what they share.
+    """Rows that are compared, and their common settings.
 
     Attributes:
         title: heading of the report.
         rows: in the order of the report.
         settings: overrides of `ds2 train` for all rows.
-        rates: learning rates, of which each row tries all for the first epochs and goes on with the best; empty: none.
-        repeats: the rows differ by chance only; the report says their mean.
+        rates: learning rates, which each row tries for the first epochs to continue with the best; empty: none.
+        repeats: the rows differ by chance only; the report shows their mean.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the tables of the paper are run: widths over `narrow`, so many epochs, by this optimizer."""
+    """How the tables of the paper are run: widths divided by `narrow`, number of epochs, optimizer."""
 
     narrow: float = 1.0
     epochs: int = PAPER_EPOCHS
@@ -46,7 +46,7 @@ class Shape:
 
 
 # Section 5.3: Nesterov 0.99, clip 400, SortaGrad, noise on 40 %, the best model on dev. Not the paper's: characters at
-# 25 frames a second for speed; speed and masks, as 5 hours of speech would be learnt by heart otherwise.
+# 25 frames a second for speed; speed and masks, as the model would memorise 5 hours of speech otherwise.
 _PAPER = (
     "recipe=librispeech_5h_relu",
     "optim.schedule=anneal",

@@ -45,8 +45,8 @@ def test_a_figure_has_its_own_batches() -> None:
 
 def test_a_result_of_an_unknown_commit_is_refused() -> None:
     script = (
-        "import sys; sys.path[:0] = [sys.argv[1]]; import benchmarks.common as common;"
-        "common.git_commit = lambda: 'unknown'; common.parse(common.new_parser(None), sys.argv[2:])"
+        "import sys; sys.path[:0] = [sys.argv[1]]; import dispatch; from benchmarks import common;"
+        "dispatch.git_commit = lambda: 'unknown'; common.parse(common.new_parser(None), sys.argv[2:])"
     )
     command = [sys.executable, "-c", script, str(ROOT / "tools")]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import soundfile
 import torch
+from dispatch import add_commit_option, check_commit
 
 from ds2.data.manifest import Utterance, write_manifest
-from ds2.system.machine import git_commit
 
 RATE_HZ = 16000
 
@@ -97,18 +97,16 @@ def machine(device: torch.device) -> str:
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark; `--commit` is for source trees without git."""
+    """Make the parser of a benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", default="", help="commit of this source tree, where it is not a git repository")
+    add_commit_option(parser)
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse, and set `commit` to the commit of the source tree; a tree of an unknown commit is an error."""
+    """Parse a command line whose result names the commit of the source tree."""
     options = parser.parse_args(arguments)
-    options.commit = options.commit or git_commit()
-    if options.commit == "unknown":
-        parser.error("the commit is unknown, as these sources are not in a git repository: name it with --commit")
+    check_commit(parser, options)
     return options
 
 

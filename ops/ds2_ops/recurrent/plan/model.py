@@ -2,7 +2,7 @@
 
 A step is a chain: products of what has come, partial sums, the cell, the message to the others, which grows with what
 is sent. Each kind of tile (layout, groups in turns or rows in parts, gates) has a constant for every link of its chain,
-the same for all sizes; tools/fit_plans.py fits them by least squares to one half of a recorded sweep and judges them on
+the same for all sizes; tools/plans.py fits them by least squares to one half of a recorded sweep and judges them on
 the other. `tiles` that do not fit on the chip together run one after the other.
 """
 

@@ -1,4 +1,4 @@
-"""What a sweep over tiles recorded (tools/sweep_plans.py), and how far from the fastest tile a ranking is."""
+"""What a sweep over tiles recorded (tools/plans.py sweep), and how far from the fastest tile a ranking is."""
 
 import json
 from collections.abc import Callable, Iterable

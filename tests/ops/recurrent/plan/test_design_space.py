@@ -1,38 +1,38 @@
-"""The design-space tool: what was measured with fewer multiprocessors, and what a described processor would do."""
+"""The model's estimates for other processors: those of a sweep with fewer multiprocessors, larger and quicker ones."""
 
-import argparse
-import sys
+from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
+from ds2_ops.recurrent.plan.choose import space
+from ds2_ops.recurrent.plan.model import Processor, step_us
+from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
+from ds2_ops.recurrent.plan.record import read
 from support.paths import ROOT
 
-from tools import design_space
-
-
-@pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    monkeypatch.setattr(sys, "argv", ["design_space.py"])
-    return design_space.parse()
+H200 = DeviceFacts()
 
 
 @pytest.mark.parametrize("sms", [96, 64, 32])
 def test_estimates_hold_on_fewer_multiprocessors(sms: int) -> None:
-    assert design_space.check(ROOT / "ops" / "figures" / f"plans_h200_{sms}.json") <= 1.15
+    for _, times in read(ROOT / "ops" / "figures" / f"plans_h200_{sms}.json").problems:
+        ratio = min(step_us(choice.work) for choice, _ in times) / min(us for _, us in times)
+        assert 1 / 1.15 <= ratio <= 1.15
 
 
-def test_a_larger_processor_holds_more_and_a_quicker_one_takes_less(h200: argparse.Namespace) -> None:
-    def best(hidden: int, batch: int, **changes: float) -> float:
-        return design_space.tiles(hidden, batch, argparse.Namespace(**vars(h200) | changes))[0].us
+def test_a_larger_processor_holds_more_and_a_quicker_one_takes_less() -> None:
+    def best_us(hidden: int, batch: int, facts: DeviceFacts = H200, processor: Processor | None = None) -> float:
+        tiles = space(Problem(batch, hidden, "bfloat16", "relu", False), facts)
+        return min(step_us(tile.work, processor=processor or Processor()) for tile in tiles)
 
-    assert design_space.tiles(4224, 1, h200)
-    assert not design_space.tiles(4225, 1, h200)
-    assert best(4225, 1, sms=2 * h200.sms) > 0
-    assert best(1216, 4, registers=2 * h200.registers) < best(1216, 4)  # one cluster holds it
-    for quicker in ({"exchange": 0.5}, {"clock": 2 * h200.clock}, {"sms": 2 * h200.sms}):
-        assert best(2560, 64, **quicker) < best(2560, 64)
-
-
-def test_cliffs() -> None:
-    points = [design_space.Point(64 * n, 4, f"tile {n}", us) for n, us in ((1, 1.0), (2, 1.05), (3, 1.4))]
-    assert design_space.cliffs(points) == ["H 128 -> 192: 1.05 -> 1.40 us (tile 2 -> tile 3)"]
-    assert points[0].tflops == pytest.approx(2 * 64 * 64 * 4 * 1e-6)
+    clusters = {size: 2 * count for size, count in H200.active_clusters.items()}
+    twice = replace(H200, sms=2 * H200.sms, active_clusters=clusters)
+    assert best_us(4224, 1) > 0
+    with pytest.raises(DoesNotFit):
+        best_us(4225, 1)
+    assert best_us(4225, 1, twice) > 0
+    assert best_us(1216, 4, replace(H200, registers=2 * H200.registers)) < best_us(1216, 4)  # one cluster holds it
+    assert best_us(2560, 64, twice) < best_us(2560, 64)
+    for quicker in (Processor(exchange=0.5), Processor(clock=2.0)):
+        assert best_us(2560, 64, processor=quicker) < best_us(2560, 64)

@@ -11,7 +11,7 @@ from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
 from ds2_ops.recurrent.plan.record import Measured, Record, halves, read
 from support.paths import ROOT
 
-from tools import fit_plans
+from tools.planning import fit
 
 RECORDS = {"relu": "plans_h200.json"} | {name: f"plans_h200_{name}.json" for name in ("gated", "small", "streams")}
 
@@ -27,7 +27,7 @@ def judged(name: str) -> list[Measured]:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_choices_are_near_the_fastest(name: str) -> None:
-    found = fit_plans.judge(judged(name))
+    found = fit.judge(judged(name))
     assert found["top-1 mean"] <= 1.03
     assert found["top-1 worst"] <= 1.14
     assert found["top-5 mean"] <= 1.02
@@ -50,7 +50,7 @@ def test_the_sweep_is_wide_enough_to_be_wrong_in(name: str) -> None:
 
 def test_the_constants_are_those_of_the_fit() -> None:
     fitted_by = [measured for name in RECORDS for measured in halves(record(name).problems)[0]]
-    assert fit_plans.fit(fitted_by) == fitted()
+    assert fit.fit(fitted_by) == fitted()
 
 
 def test_halves_share_no_problem_and_miss_none() -> None:

@@ -1,18 +1,17 @@
-"""Fit the planner's performance model to one half of a recorded sweep, and judge its choices on the other.
+"""Fit the planner's performance model to one half of a recorded sweep, and test its choices on the other half.
 
-    python tools/fit_plans.py RECORD...            print how far from the fastest tile the model's choices are
-    python tools/fit_plans.py RECORD... --write    fit first, and write the constants that the planner uses
+    python tools/plans.py fit RECORD...            print how far from the fastest tile the model's choices are
+    python tools/plans.py fit RECORD... --write    fit first, and write the constants that the planner uses
 
-Least squares of relative errors, every constant at least 0. The half that a problem belongs to is that of its place on
-a chessboard of hidden and batch sizes. GRNN (2019), section 8.3, gives what its model reaches: 1.03 times the fastest
-on average and 1.14 at worst by its first choice, 1.02 and 1.08 by its first five.
+Least squares of relative errors, every constant at least 0. The halves are the two colours of a chessboard of hidden
+and batch sizes. GRNN (2019), section 8.3, reports for its model: 1.03 times the fastest on average and 1.14 at worst
+by its first choice, 1.02 and 1.08 by its first five.
 """
 
 import argparse
 import importlib.resources
 import json
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,22 +42,22 @@ def fit(problems: Iterable[Measured]) -> Constants:
 
 def _least_squares(a: np.ndarray, b: np.ndarray, names: list[str]) -> dict[str, float]:
     """Solve without negative constants: the most negative one is left out until there is none."""
-    kept = [place for place in range(len(names)) if np.ptp(a[:, place]) or a[:, place].any()]
+    columns = [place for place in range(len(names)) if np.ptp(a[:, place]) or a[:, place].any()]
     while True:
-        solution = np.linalg.lstsq(a[:, kept], b, rcond=1e-9)[0]
-        scale = solution * np.abs(a[:, kept]).mean(axis=0)
-        if not kept or scale.min() >= 0:
-            return {names[place]: float(f"{value:.4g}") for place, value in zip(kept, solution, strict=True)}
-        del kept[int(scale.argmin())]
+        solution = np.linalg.lstsq(a[:, columns], b, rcond=1e-9)[0]
+        scale = solution * np.abs(a[:, columns]).mean(axis=0)
+        if not columns or scale.min() >= 0:
+            return {names[place]: float(f"{value:.4g}") for place, value in zip(columns, solution, strict=True)}
+        del columns[int(scale.argmin())]
 
 
 def judge(problems: list[Measured], constants: Constants | None = None) -> dict[str, float]:
     """How far from the fastest the first choice and the first five are, on average and at worst."""
-    found: dict[str, float] = {"problems": len(problems)}
+    result: dict[str, float] = {"problems": len(problems)}
     for most in (1, 5):
         regrets = [measured.regret(lambda choice: step_us(choice.work, constants), most) for measured in problems]
-        found |= {f"top-{most} mean": round(statistics.mean(regrets), 4), f"top-{most} worst": round(max(regrets), 4)}
-    return found
+        result |= {f"top-{most} mean": round(statistics.mean(regrets), 4), f"top-{most} worst": round(max(regrets), 4)}
+    return result
 
 
 def errors(problems: list[Measured], constants: Constants | None = None) -> None:
@@ -90,15 +89,17 @@ def worst(problems: list[Measured], constants: Constants | None, count: int) -> 
         )
 
 
-def main() -> int:
-    """Fit or judge."""
+def main(arguments: list[str] | None = None) -> int:
+    """Fit if asked to, then judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--worst", type=int, default=8)
-    options = parser.parse_args()
-    parted = [halves(read(path).problems) for path in options.records]
-    fitted_by, judged_by = ([m for halved in parted for m in halved[side]] for side in (0, 1))
+    options = parser.parse_args(arguments)
+    records = [halves(read(path).problems) for path in options.records]
+    fitted_by, judged_by = (
+        [problem for halves_of_record in records for problem in halves_of_record[side]] for side in (0, 1)
+    )
     constants = fit(fitted_by) if options.write else None
     for name, problems in (("fitted by", fitted_by), ("judged by", judged_by)):
         print(name, judge(problems, constants))
@@ -111,7 +112,3 @@ def main() -> int:
         path.write_text(f'{{{about}, "constants": {{\n' + ",\n".join(lines) + "\n}}\n")
         print(f"{sum(map(len, constants.values()))} constants of {len(constants)} kinds -> {path}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

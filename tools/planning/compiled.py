@@ -1,0 +1,31 @@
+"""Record what the compiler reports about the planner's kernels, so that tests compile only kernels that changed.
+
+    python tools/plans.py compiled
+
+Runs the planner's tests on compiled kernels (`make test` before it fills the cache of kernels on all cores) and, if
+they pass, writes tests/ops/recurrent/plan/compiled.tsv. Its difference in a commit shows what a change of a kernel did
+to the registers of each tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from support import compiled
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile, run the tests and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
+    compiled.RECORD.unlink(missing_ok=True)
+    failed = pytest.main(["-q", "-m", "not gpu", str(compiled.RECORD.parent)])
+    if not failed:
+        print(f"{compiled.RECORD}: {compiled.write_record()} kernels")
+    return failed

@@ -1,0 +1,367 @@
+"""Measure every tile that the planner could choose; `plans.py fit` fits the model to the record.
+
+    python tools/plans.py sweep --out ops/figures/plans_h200.json   on a GPU: compile, check, time
+
+A tile's result is checked against float64 before it is timed. Times are medians of launches between device events, of
+T 256 and of T 64; the clock of the multiprocessors is read inside running kernels (clock64 and globaltimer). A tile
+that hangs is killed, noted and left out. A journal next to the record holds what is done, and the same command
+continues from there. Shape letters: T frames, B batch, H hidden.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds2_ops.jit import runtime
+from ds2_ops.jit.build import build
+from ds2_ops.jit.launch import Source, run_loaded
+from ds2_ops.recurrent.backends import gemm
+from ds2_ops.recurrent.calibrate import device_facts
+from ds2_ops.recurrent.cells import CELLS, Options
+from ds2_ops.recurrent.plan.choose import rank
+from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts, DoesNotFit, Problem, array_bytes, pass_arguments
+from torch import Tensor
+
+FRAMES, CHECKED_FRAMES, LAUNCHES = 256, 5, 2
+_CLOCK = "if (threadIdx.x == 0 && blockIdx.x == 0) { clocks[%d] = clock64(); clocks[%d] = ds2::now_ns(); }"
+HIDDEN = [64, 77, 128, 192, 256, 384, 512, 640, 700, 768, 896, 1001, 1024, 1152]
+HIDDEN += [1280, 1536, 1760, 1761, 2048, 2304, 2560, 2816]
+BATCH = [1, 2, 4, 8, 16, 32, 48, 64]
+FEW_FRAMES, ROUNDS = 64, 2
+CLOCKED = [(hidden, 64) for hidden in (256, 512, 1152, 1760, 2560)]
+Key = tuple[str, bool, int, int]  # cell, backward, hidden, batch
+
+
+def clocked_text(choice: Choice) -> str:
+    """The kernel's source with cycles and nanoseconds recorded at its beginning and end."""
+    head, _, body = choice.launch.source.text.partition("ds2_kernel(")
+    signature, _, statements = body.partition(") {\n")
+    end = statements.rindex("}")
+    begin, finish = _CLOCK % (0, 1), _CLOCK % (2, 3)
+    return (
+        f"{head}ds2_kernel({signature}, unsigned long long* clocks) {{\n    {begin}\n"
+        f"{statements[:end]}    __syncthreads();\n    {finish}\n}}\n"
+    )
+
+
+class Bench:
+    """Random tensors of one problem, on which its tiles are checked and timed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.device = problem, torch.device("cuda")
+        self.index, self.cell = torch.cuda.current_device(), CELLS[problem.nonlinearity]
+        torch.manual_seed(problem.hidden + problem.batch)
+        dtype = getattr(torch, problem.dtype)
+        self.arrays: list[Tensor | None] = []
+        for place, size in enumerate(array_bytes(problem, FRAMES)):
+            kind = torch.float32 if place in (9, 10) else dtype  # the cell state
+            count = size // kind.itemsize
+            self.arrays.append(torch.randn(count, dtype=kind, device=self.device) if size else None)
+        if self.arrays[1] is not None:
+            self.arrays[1].clamp_min_(0)  # an output
+        self.arrays[2].mul_(0.9 * problem.hidden**-0.5)
+        if self.cell.gates > 1 and problem.backward:
+            self.arrays[7].uniform_(-0.9, 0.9)  # values that a forward pass may save
+        self.exchange: Tensor | None = None
+        self.truth = self._truth().flatten()
+
+    def _few(self, place: int, width: int) -> Tensor:
+        """The first few frames of an array, in float64."""
+        rows = CHECKED_FRAMES * self.problem.batch
+        array = self.arrays[place]
+        assert array is not None
+        return array[: rows * width].double().view(CHECKED_FRAMES, self.problem.batch, width)
+
+    def _truth(self) -> Tensor:
+        """The result of a few frames in float64."""
+        problem, hidden, gates = self.problem, self.problem.hidden, self.cell.gates
+        matrix = self.arrays[2]
+        assert matrix is not None
+        if gates > 1:
+            carry = self.arrays[9].double().view(problem.batch, hidden) if self.arrays[9] is not None else None
+            if problem.backward:  # the backward pass reads the transpose
+                saved = self._few(7, self.cell.saved * hidden).unflatten(2, (self.cell.saved, hidden))
+                weight = matrix.double().view(hidden, gates * hidden).t()
+                grads = (self._few(0, hidden), None, carry)
+                return gemm.backward_data(*grads, grads[0], saved, weight, None, Options(problem.nonlinearity))[0]
+            weight = matrix.double().view(gates * hidden, hidden)
+            inputs = (self._few(0, gates * hidden), weight, None, None, carry, None)
+            return gemm.forward(*inputs, Options(problem.nonlinearity))[0]
+        double, outputs = matrix.double().view(hidden, hidden), []
+        x, state = self._few(0, hidden), matrix.new_zeros(problem.batch, hidden, dtype=torch.float64)
+        for t in range(CHECKED_FRAMES):
+            if problem.backward:
+                frame = CHECKED_FRAMES - 1 - t
+                state = (x[frame] + state @ double.t()) * (self._few(1, hidden)[frame] > 0)
+            else:
+                state = (x[t] + state @ double.t()).clamp_min(0)
+            outputs.append(state)
+        return torch.stack(outputs[::-1] if problem.backward else outputs)
+
+    def launcher(self, choice: Choice, frames: int, clocks: Tensor | None = None) -> Callable[[], None]:
+        """Prepare a launch, and return the function that does it."""
+        launch = choice.launch
+        if choice.exchange_words and (self.exchange is None or self.exchange.numel() < choice.exchange_words):
+            self.exchange = torch.empty(choice.exchange_words, dtype=torch.int32, device=self.device)
+        addresses = [0 if array is None else array.data_ptr() for array in self.arrays]
+        exchange = 0 if self.exchange is None else self.exchange.data_ptr()
+        numbers, source = pass_arguments(choice, self.problem, frames, addresses, 1.0, exchange), launch.source
+        if clocks is not None:
+            numbers.append(clocks.data_ptr())
+            source = Source(clocked_text(choice), (*source.parameters, ("void*", "clocks")))
+        packed, stream = source.pack(numbers), torch.cuda.current_stream().cuda_stream
+        kernel = runtime.load(source.text, self.index)
+
+        def call() -> None:
+            run_loaded(launch, kernel, packed, stream)
+
+        return call
+
+    def error(self, choice: Choice) -> float:
+        """Relative error of a few frames."""
+        call = self.launcher(choice, CHECKED_FRAMES)
+        self.arrays[5].fill_(torch.nan)
+        call()
+        result = self.arrays[5][: self.truth.numel()].double()
+        return float((result - self.truth).norm() / self.truth.norm())
+
+    def times_us(self, choices: list[Choice], frames: int, rounds: int) -> list[float]:
+        """Median time of a launch of each, in turns, so that a drift of the clock affects all alike."""
+        calls = [self.launcher(choice, frames) for choice in choices]
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in choices]
+        for turn in range(rounds):
+            for call, span in zip(calls, spans, strict=True):
+                for launch in range(-1 if turn == 0 else 0, LAUNCHES):
+                    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    start.record()
+                    call()
+                    stop.record()
+                    if launch >= 0:  # the others warm up
+                        span.append((start, stop))
+        torch.cuda.synchronize()
+        return [statistics.median(start.elapsed_time(stop) for start, stop in span) * 1e3 for span in spans]
+
+    def clock_mhz(self, choice: Choice) -> float:
+        """Cycles over time of a kernel that has been running for a while."""
+        clocks = torch.zeros(4, dtype=torch.int64, device=self.device)
+        call = self.launcher(choice, FRAMES, clocks)
+        for _ in range(8):
+            call()
+        cycles_0, ns_0, cycles_1, ns_1 = clocks.tolist()
+        return (cycles_1 - cycles_0) * 1e3 / (ns_1 - ns_0)
+
+
+def problems(options: argparse.Namespace) -> list[Problem]:
+    """Return the problems to measure, shuffled so that a record that is cut short covers all sizes."""
+    result = [
+        Problem(batch, hidden, options.dtype, cell, backward)
+        for cell in options.cells
+        for hidden in options.hidden
+        for backward in (False, True)
+        for batch in options.batch
+    ]
+    random.Random(0).shuffle(result)
+    return result
+
+
+def key_of(problem: Problem) -> Key:
+    """The key of a problem in a record."""
+    return problem.nonlinearity, problem.backward, problem.hidden, problem.batch
+
+
+def tiles(problem: Problem, facts: DeviceFacts, options: argparse.Namespace) -> list[Choice]:
+    """All tiles of a problem, or those of each design that the model likes most; none where it does not fit."""
+    try:
+        ranked = rank(problem, facts, options.max_sms)
+        return [c for design in options.designs for c in [c for c in ranked if c.design == design][: options.most]]
+    except DoesNotFit:
+        return []
+
+
+def clocked(problem: Problem, choices: list[Choice], options: argparse.Namespace) -> list[Choice]:
+    """Return the tiles in whose kernels the clock is read: of some problems, the first of each layout."""
+    if options.max_sms or (problem.hidden, problem.batch) not in CLOCKED:
+        return []
+    return list({choice.work.layout: choice for choice in reversed(choices)}.values())
+
+
+def build_all(sources: Iterable[str], workers: int) -> dict[str, str]:
+    """Compile in parallel into the cache of kernels; return the sources that failed or spilled, with the reason."""
+    wanted, started = sorted(set(sources)), time.perf_counter()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        notes = dict(zip(wanted, pool.map(_build_one, wanted), strict=True))
+    print(f"{len(wanted)} kernels compiled in {time.perf_counter() - started:.0f} s by {workers} processes", flush=True)
+    return {text: note for text, note in notes.items() if note}
+
+
+def _build_one(text: str) -> str:
+    try:
+        binary = build(text)
+    except RuntimeError as error:
+        return str(error)[:2000]
+    return f"{binary.local_bytes} B local, {binary.loss}" if binary.local_bytes or binary.loss else ""
+
+
+def measure_all(options: argparse.Namespace, journal: Path) -> None:
+    """Check and time what the journal lacks, and add it to the journal."""
+    facts = device_facts(0)
+    done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    finished = {tuple(entry["key"]) for entry in done if "times" in entry or entry.get("hung") == "timing"}
+    hung = {(*entry["key"], entry["hung"]) for entry in done if "hung" in entry}
+    with journal.open("a") as file:
+
+        def note(**entry: Any) -> None:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+
+        for problem in problems(options):
+            key = key_of(problem)
+            if key in finished:
+                continue
+            choices = [c for c in tiles(problem, facts, options) if (*key, c.name) not in hung]
+            if not choices:
+                continue
+            bench, right = Bench(problem), []
+            for choice in choices:
+                note(key=key, trying=choice.name)
+                try:
+                    error = bench.error(choice)
+                except RuntimeError as failure:
+                    note(key=key, failed=choice.name, why=str(failure)[:500])
+                    torch.cuda.synchronize()  # raises where the context is lost: then another process goes on
+                    continue
+                if error <= 0.02:
+                    right.append(choice)
+                else:
+                    note(key=key, wrong=choice.name, error=error)
+            note(key=key, trying="timing")
+            long = bench.times_us(right, FRAMES, ROUNDS)
+            short = bench.times_us(right, FEW_FRAMES, 1)
+            rows = zip(right, long, short, strict=True)
+            note(key=key, times=[(choice.name, round(a, 2), round(b, 2)) for choice, a, b in rows])
+            for choice in clocked(problem, right, options):
+                note(key=key, trying=choice.name)
+                note(key=key, clock=choice.name, mhz=round(bench.clock_mhz(choice)))
+            best = min(long)
+            print(f"{key}: {len(right)} of {len(choices)} tiles, {best / FRAMES:.3f} us a step", flush=True)
+
+
+def record(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Compile, then measure in a process that may hang."""
+    deadline = time.monotonic() + options.budget_s
+    facts = _facts_of_gpu()
+    wanted = set()
+    for problem in problems(options):
+        choices = tiles(problem, facts, options)
+        wanted |= {choice.launch.source.text for choice in choices}
+        wanted |= {clocked_text(choice) for choice in clocked(problem, choices, options)}
+    bad = build_all(wanted, options.workers)
+    for text, why in bad.items():
+        print(f"COMPILED BADLY: {why}\n{text}", flush=True)
+    journal = options.out.with_suffix(".journal")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    tool = str(Path(__file__).parents[1] / "plans.py")
+    command = [sys.executable, "-u", tool, "sweep", *arguments, "--measure"]
+    while time.monotonic() < deadline:
+        child = subprocess.Popen(command)
+        size, changed = -1, time.monotonic()
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+            now = journal.stat().st_size if journal.exists() else 0
+            if now != size:
+                size, changed = now, time.monotonic()
+            if time.monotonic() - changed > options.stall_s:
+                break
+        if child.poll() == 0:
+            break
+        child.kill()
+        child.wait()
+        if time.monotonic() < deadline:
+            last = json.loads(journal.read_text().splitlines()[-1]) if journal.exists() else {}
+            if "key" not in last:
+                print("the measuring process fails at its start", flush=True)
+                return 1
+            stuck = last.get("trying") or last.get("failed")
+            print(f"HUNG or FAILED: {last['key']} {stuck}", flush=True)
+            with journal.open("a") as file:
+                file.write(json.dumps({"key": last["key"], "hung": stuck}) + "\n")
+    write(journal, options.out, facts, options)
+    return 0
+
+
+def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namespace) -> None:
+    """Turn a journal into the record: names once, one problem a line."""
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    numbers: dict[str, int] = {}
+    lines = []
+    for entry in entries:
+        if "times" in entry:
+            times = [(numbers.setdefault(name, len(numbers)), a, b) for name, a, b in entry["times"]]
+            lines.append(json.dumps([*entry["key"], times], separators=(",", ":")))
+    clocks = [[*entry["key"], entry["clock"], entry["mhz"]] for entry in entries if "clock" in entry]
+    bad = ((entry, entry.get("wrong") or entry.get("failed") or entry.get("hung")) for entry in entries)
+    failed = [[*entry["key"], name] for entry, name in bad if name]
+    head = {
+        "max_sms": options.max_sms,
+        "dtype": options.dtype,
+        "gpu": facts.name,
+        "sms": facts.sms,
+        "active_clusters": dict(facts.active_clusters),
+        "driver": _smi("driver_version"),
+        "clock_max_mhz": _smi("clocks.max.sm"),
+        "clock_under_load_mhz": clocks,
+        "failed": failed,
+        "frames": [FRAMES, FEW_FRAMES],
+        "row": "cell, backward, hidden, batch, [name, us a launch of many frames, of few]",
+        "names": list(numbers),
+    }
+    text = json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(lines) + "\n]}\n"
+    out.write_text(text)
+    print(f"{len(lines)} problems, {sum(line.count('[') - 2 for line in lines)} tiles -> {out}", flush=True)
+
+
+def _smi(what: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _facts_of_gpu() -> DeviceFacts:
+    """Ask in another process: this one forks compilers, and a CUDA context does not survive a fork."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(device_facts, (0,))
+
+
+def main(arguments: list[str]) -> int:
+    """Record a sweep; with --measure be the process that measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cells", nargs="+", default=["relu"])
+    parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
+    parser.add_argument("--batch", type=int, nargs="+", default=BATCH)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-sms", type=int)
+    parser.add_argument("--designs", nargs="+", default=["units", "cluster", "narrow", "wide"])
+    parser.add_argument("--most", type=int, help="only this many tiles of each design, the model's best")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--budget_s", type=float, default=1e9, help="after which the record is written as it is")
+    parser.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not options.measure:
+        return record(options, arguments)
+    measure_all(options, options.out.with_suffix(".journal"))
+    return 0
