@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from ds2_ops.recurrent.backends.choose import why_not_unasked
-from ds2_ops.recurrent.calibrate import adopt, calibrate, wanted
+from ds2_ops.recurrent.calibrate import adopt, calibrate, tiles_to_measure
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -346,7 +346,7 @@ def choose_tiles(
         plan: an epoch's batches.
     """
     try:
-        most = config.train.calibrate or wanted()
+        most = config.train.calibrate or tiles_to_measure()
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if comm.rank == 0 and most and not progress.tiles and not progress.step and comm.device.type == "cuda":

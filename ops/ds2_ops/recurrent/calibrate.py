@@ -1,9 +1,9 @@
-"""Which kernel runs a problem on a GPU of this machine: the model's choice, or one that was measured.
+"""The tile of a problem on a GPU of this machine: the model's choice, or the fastest of those that were measured.
 
 Top-K calibration (GRNN, Holmes et al. 2019, section 7.2) takes the fastest of the K tiles that the model ranks first.
-It is off unless asked for, because another tile rounds differently: $DS2_OPS_CALIBRATE = K calibrates each problem when
-it is first met; :func:`calibrate` does so ahead, and :func:`adopt` takes what it returned, from another rank or an
-earlier run. Measurements lie in the folder of the compiled kernels, by GPU, driver and sources. Imports no framework.
+It is off by default, because another tile rounds differently. $DS2_OPS_CALIBRATE = K calibrates each problem on first
+use; :func:`calibrate` calibrates ahead of use, and :func:`adopt` takes its result from another rank or an earlier run.
+Measurements lie in the folder of the compiled kernels, by GPU, driver and sources. Needs no framework.
 Shape letters: T frames, B batch, H hidden.
 """
 
@@ -80,10 +80,10 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
             an order of its own. So the bits of an utterance do not depend on its batch.
 
     Returns:
-        The adopted tile of the problem, else the calibrated one if $DS2_OPS_CALIBRATE asks for it, else the model's.
+        The adopted tile of the problem, else the calibrated one if $DS2_OPS_CALIBRATE is set, else the model's choice.
 
     Raises:
-        DoesNotFit: no design can; the message gives the reason and the way out.
+        DoesNotFit: no design can run it; the message says why, and what to use instead.
     """
     ranked = rank(problem, device_facts(index), max_sms)
     if early and (clusters := [choice for choice in ranked if choice.design is Design.CLUSTER]):
@@ -91,8 +91,8 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
         ranked = [choice for choice in clusters if choice.launch.cluster == largest]
     key = key_of(problem, index, max_sms)
     name = _adopted[0].get(key) if _adopted else None
-    if not _adopted and (most := wanted()):
-        name = calibrate([(problem, max_sms)], index, most)[key]
+    if not _adopted and (count := tiles_to_measure()):
+        name = calibrate([(problem, max_sms)], index, count)[key]
     if name is None:
         return ranked[0]
     for choice in ranked:
@@ -108,15 +108,15 @@ def choose_tile(problem: Problem, index: int, max_sms: int | None, early: bool =
     return ranked[0]
 
 
-def wanted() -> int:
-    """How many tiles of each problem $DS2_OPS_CALIBRATE asks to measure; 0 for none.
+def tiles_to_measure() -> int:
+    """Return the number of tiles of each problem that $DS2_OPS_CALIBRATE sets; 0 for none.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: it is not a number.
     """
     text = os.environ.get("DS2_OPS_CALIBRATE", "").strip() or "0"
     if not text.isdecimal():
-        raise ValueError(f"DS2_OPS_CALIBRATE is {text!r}, allowed is a number of tiles to measure, or 0 for none")
+        raise ValueError(f"DS2_OPS_CALIBRATE is {text!r}, allowed is a number of tiles to measure; 0 measures none")
     return int(text)
 
 
@@ -206,7 +206,7 @@ def records() -> list[tuple[Path, dict[str, Any]]]:
         try:
             contents.append((path, json.loads(path.read_text())))
         except (OSError, ValueError):
-            continue  # damaged: measured anew when it is wanted
+            continue  # damaged: it will be measured again
     return contents
 
 

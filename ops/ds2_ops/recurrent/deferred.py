@@ -1,11 +1,11 @@
-"""Where gradients of weights go, and how their products wait until a recurrence leaves multiprocessors idle.
+"""Destinations of weight gradients, and products that wait until a recurrence leaves multiprocessors idle.
 
 A recurrence is bound by latency and uses only the clusters that its utterances need: at 4 of them 64 of an H200's 132
 multiprocessors. Gradients of weights are read after the backward pass only, and the transposed matrix that a recurrence
 loads is known before the pass begins: both are computed on a second stream while another recurrence runs.
 
-This happens only while a CUDA graph is recorded: launch by launch the host, which would have more to launch, sets the
-pace. The kernels and their bits are the same either way.
+This happens only while a CUDA graph is recorded. Without a graph the host limits the speed, and more launches would
+slow it down. The kernels and their bits are the same in both cases.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Work = Callable[[], None]
 
 
 class GradientSink(Protocol):
-    """Where the owner of a parameter keeps its gradient; an op adds to it there, and autograd then gets none."""
+    """Destination of the gradient of a parameter. An op adds to it, and autograd then gets no gradient."""
 
     @property
     def deferred(self) -> DeferredGradients | None:
-        """What runs work of this backward pass beside its recurrences; None if nothing does."""
+        """Queue of work that runs during the recurrences of this backward pass; None: work is not deferred."""
         ...
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
@@ -34,19 +34,19 @@ class GradientSink(Protocol):
         ...
 
     def add(self, make: Callable[[], Tensor]) -> None:
-        """Add the tensor that `make` returns, shaped like the gradient; `make` may be called later."""
+        """Add the tensor that `make` returns, of the shape of the gradient; `make` may run later."""
         ...
 
     def rows(self, start: int, stop: int) -> GradientSink:
-        """The sink of these rows of the gradient. Whoever adds to some rows in a pass adds to all of them."""
+        """Return the sink of these rows of the gradient. A pass adds to all rows or to none."""
         ...
 
 
 class Prefetch(Protocol):
-    """What the backward pass of a recurrence will load."""
+    """An input of a recurrence's backward pass that can be computed early."""
 
     def allocate(self) -> Work:
-        """Allocate its memory on the current stream; the function that is returned launches what fills it."""
+        """Allocate its memory on the current stream; return a function that launches its computation."""
         ...
 
 
@@ -59,11 +59,11 @@ class _Deferred:
 class DeferredGradients:
     """Defers work that only the end of a backward pass needs until a recurrence runs, while a CUDA graph is recorded.
 
-    The main stream waits for it where the next recurrence begins: work that takes longer than the recurrence beside
-    which it started goes on beside what lies between the two. Deferred work keeps the tensors that it reads alive.
+    The main stream waits for the work before the next recurrence, so work may take longer than the recurrence during
+    which it started. Deferred work holds references to the tensors that it reads.
 
     Args:
-        joined: called when the main stream waits for the work that was launched on the side stream.
+        joined: runs when the main stream waits for the side stream.
     """
 
     def __init__(self, joined: Callable[[], None] = lambda: None) -> None:
@@ -74,11 +74,11 @@ class DeferredGradients:
         self._side: torch.cuda.Stream | None = None
 
     def recording(self) -> bool:
-        """Whether launches become part of a CUDA graph."""
+        """Return whether a CUDA graph is being recorded."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Forget the recurrences of earlier passes without a backward pass, and the work that they left."""
+        """Forget the recurrences of earlier passes without a backward pass, and their work."""
         self._expected.clear()
         self._deferred.clear()
         self._running.clear()
@@ -87,8 +87,8 @@ class DeferredGradients:
         """Launch work on the current stream now, or, while recording, when the next recurrence runs.
 
         Args:
-            work: launches it; reads only the results of what has been launched so far.
-            done: called once everything that is launched afterwards comes after the work.
+            work: launches it; may read results of everything launched so far.
+            done: runs when all later launches are ordered after the work.
         """
         if self.recording():
             self._deferred.append(_Deferred(work, done))
@@ -103,16 +103,16 @@ class DeferredGradients:
         self._finish()
 
     def expect_backward(self, prefetch: Prefetch) -> None:
-        """Announce, in the recorded forward pass of a recurrence, what its backward pass will load."""
+        """Announce an input of a recurrence's backward pass, in its recorded forward pass."""
         self._expected.append(prefetch)
 
     @contextmanager
     def during_recurrence(self, own: Prefetch) -> Iterator[None]:
-        """Run deferred work beside the recurrence that the block launches, while recording.
+        """Run deferred work during the recurrence that the block launches, while recording.
 
         Args:
-            own: what this recurrence announced in its forward pass. What the next recurrence of the backward pass
-                announced is computed beside this one too.
+            own: the input that this recurrence announced in its forward pass. The input of the next recurrence of the
+                backward pass is computed at the same time.
         """
         if own in self._expected:
             del self._expected[self._expected.index(own) :]

@@ -1,4 +1,4 @@
-"""A recurrent layer for inference, projection and recurrence, whose kernels overlap where they can.
+"""A recurrent layer for inference: the projection and the recurrence, whose kernels overlap.
 
 Shape letters: T frames, B batch, R = T B rows, K width of the input, H hidden.
 """
@@ -21,14 +21,15 @@ from ds2_ops.recurrent.cells import CELLS
 from ds2_ops.recurrent.op import check_tensors, lstm, recurrence
 from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Design, Problem
 
-MOST_ROWS = 4096  # beyond, a library's product is several times as fast
-_SHARE_ROWS = 64  # that a block takes at least
+MAX_ROWS = 4096  # for more, a library's product is several times as fast
+_MIN_SHARE_ROWS = 64  # of a block
 _SMS = 132  # multiprocessors of an H200
-_WIDE_ROWS = 256  # of x; from so many on a block has two tiles of W
-_WIDE_PAIRS = 6  # along K for which two tiles' registers suffice, and _NARROW_PAIRS those of two such blocks
-_NARROW_PAIRS = 3
-_CLUSTER = 16  # blocks of one launch fill few GPCs, so that the recurrence behind finds a whole one
-_MOST_PAIRS = 10  # of matrix instructions along a warp's share of K: two rows of x share the registers with the weights
+_WIDE_ROWS = 256  # of x; with as many or more, a block has two tiles of W
+# Pairs of matrix instructions along a warp's share of K, by the registers of a multiprocessor:
+_WIDE_PAIRS = 6  # for one block with two tiles
+_NARROW_PAIRS = 3  # for two blocks with two tiles
+_MAX_PAIRS = 10  # for one tile: two rows of x share the registers with the weights
+_CLUSTER = 16  # clusters fill few GPCs, so that a whole GPC is free for the recurrence that follows
 _PROJECTION = parameters(
     """const void* x, const void* matrix, const void* bias, const int* begin, void* z,
     int rows, int batch, int width, int hidden, int shares"""
@@ -36,7 +37,7 @@ _PROJECTION = parameters(
 
 
 def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
-    """Say why the kernel does not run this projection; None if it does.
+    """Say why the kernel cannot run this projection; None if it can.
 
     Args:
         x: (T, B, K).
@@ -45,11 +46,11 @@ def why_no_projection(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     rows, width = x.shape[0] * x.shape[1], x.shape[2]
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x.dtype}, the kernel multiplies 16-bit numbers"
-    if not 1 <= rows <= MOST_ROWS:
-        return f"x has {rows} rows, the kernel takes 1 to {MOST_ROWS}"
-    if _pairs(width) > _MOST_PAIRS or width % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return f"rows of {width} numbers are too long, or do not start at multiples of 16 bytes"
-    if not (weight.is_contiguous() and bias.is_contiguous()):  # they are read before what would copy them has ended
+    if not 1 <= rows <= MAX_ROWS:
+        return f"x has {rows} rows, the kernel takes 1 to {MAX_ROWS}"
+    if _pairs(width) > _MAX_PAIRS or width % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return f"rows of {width} numbers are too long, or are not aligned to 16 bytes"
+    if not (weight.is_contiguous() and bias.is_contiguous()):  # the kernel would read a copy before it is written
         return "weight or bias is not contiguous"
     return None
 
@@ -63,7 +64,7 @@ def launch_projection(
         x: (T, B, K) contiguous, bfloat16 or float16, on a CUDA device.
         weight: (H, K) and bias: (H,), contiguous.
         begin: (B,) int32 first frames, or None for 0.
-        concurrent: recurrences of other streams run meanwhile: launch single blocks, as clusters would wait for theirs.
+        concurrent: recurrences of other streams run at the same time: launch single blocks, since clusters would wait.
 
     Returns:
         (T, B, H). Its bits do not depend on T, B or the other rows.
@@ -86,12 +87,12 @@ def launch_projection(
 def projection_launch(
     width: int, hidden: int, dtype: str, concurrent: bool = False, rows: int = 1
 ) -> tuple[Launch, int]:
-    """The launch for a width, a hidden size and a dtype as `Problem` names it, and the shares of the rows."""
+    """Return the launch for a width, a hidden size and a dtype of `Problem`, and the number of shares of the rows."""
     pairs = _pairs(width)
     tiles = 2 if rows >= _WIDE_ROWS and pairs <= _WIDE_PAIRS else 1
-    blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # that run at once
-    across = -(-hidden // (tiles * MMA_ROWS))
-    shares = max(1, min(-(-rows // _SHARE_ROWS), blocks // across))
+    running_blocks = _SMS if tiles == 2 and pairs > _NARROW_PAIRS else 2 * _SMS  # at the same time
+    row_blocks = -(-hidden // (tiles * MMA_ROWS))
+    shares = max(1, min(-(-rows // _MIN_SHARE_ROWS), running_blocks // row_blocks))
     cluster = 1 if concurrent or shares > 1 else _CLUSTER
     smem_bytes = tiles * WARPS * THREADS * 4
     source = translation_unit(
@@ -102,7 +103,7 @@ def projection_launch(
         f'static_assert(Shape::SMEM_BYTES == {smem_bytes}, "layer.py and projection.cuh disagree");\n',
         launch_bounds="Shape::ALL_THREADS, 1",
     )
-    grid = -(-across // cluster) * cluster * shares
+    grid = -(-row_blocks // cluster) * cluster * shares
     return Launch(source, THREADS, grid=grid, cluster=cluster, smem_bytes=smem_bytes, early=not concurrent), shares
 
 
@@ -128,18 +129,18 @@ def recurrent_layer(
 ) -> tuple[Tensor, Tensor]:
     """Run h_t = f(W_ih x_t + b + W_hh h_(t-1)) (Persistent RNNs, 2016, section 3, equation 2) without gradients.
 
-    On the persistent kernels and up to `MOST_ROWS` rows T B, both kernels load their weights while those
-    before them on the stream still run (programmatic dependent launch), launched plainly or recorded in a CUDA graph.
-    So the weights must be older than the kernels of this function that are still under way. The bits of an utterance
-    then depend neither on its batch nor on how its frames are cut (`ds2_ops.recurrent.calibrate.choose_tile`).
+    On the persistent kernels and up to `MAX_ROWS` rows T B, both kernels load their weights while the previous kernels
+    of the stream still run (programmatic dependent launch), also in a CUDA graph. No kernel that still runs may write
+    the weights. The bits of an utterance then depend neither on its batch nor on the lengths of its blocks
+    (`ds2_ops.recurrent.calibrate.choose_tile`).
 
     Args:
         x: (T, B, K).
         weight_ih: (H, K); bias: (H,); weight_hh: (H, H). Same dtype and device as ``x``.
-        h0, lengths, nonlinearity, clip, backend, max_sms: as :func:`ds2_ops.recurrence`.
-        begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0; all 0 when None.
-        projection_stream: where layers on other streams share the GPU, a stream for the projection, on which ``x`` is
-            ready; on the current one it need not be. The projection leaves multiprocessors to the other layers.
+        h0, lengths, nonlinearity, clip, backend, max_sms: as for :func:`ds2_ops.recurrence`.
+        begin: (B,) int32 on the device, the first frame of each utterance; W_ih x_t + b is 0 before it. None: all 0.
+        projection_stream: a stream for the projection, where layers on other streams share the GPU. ``x`` must be ready
+            on it, not on the current stream. The projection leaves multiprocessors to the other layers.
 
     Returns:
         y (T, B, H) and h_n (B, H), as :func:`ds2_ops.recurrence`.
@@ -176,16 +177,16 @@ def lstm_layer(
     max_sms: int | None = None,
     projection_stream: torch.cuda.Stream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients; its kernels overlap as those of `recurrent_layer`.
+    """Run :func:`ds2_ops.lstm` on W_ih x_t + b without gradients; the kernels overlap as in `recurrent_layer`.
 
     Args:
         x: (T, B, K).
-        weight_ih: (4 H, K); bias: (4 H,); weight_hh: (4 H, H). Same dtype and device as ``x``; older than the kernels
-            of this function that are still under way.
-        h0, c0, lengths, backend, max_sms: as :func:`ds2_ops.lstm`.
-        begin: (B,) int32 on the device, the frame before which W_ih x_t + b counts as 0, which leaves states that are 0
-            so; all 0 when None.
-        projection_stream: as :func:`recurrent_layer`.
+        weight_ih: (4 H, K); bias: (4 H,); weight_hh: (4 H, H). Same dtype and device as ``x``; not written by
+            kernels that still run.
+        h0, c0, lengths, backend, max_sms: as for :func:`ds2_ops.lstm`.
+        begin: (B,) int32 on the device, the first frame of each utterance; W_ih x_t + b is 0 before it, so states of 0
+            stay 0. None: all 0.
+        projection_stream: as for :func:`recurrent_layer`.
 
     Returns:
         y (T, B, H), h_n and c_n (B, H), as :func:`ds2_ops.lstm`.
@@ -207,14 +208,14 @@ def lstm_layer(
 
 
 def _lengths_of(x: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Lengths of x (T, B, ...) as kernels take them."""
+    """Check the lengths of x (T, B, ...) and copy them to its device."""
     if lengths is not None:
         check_lengths(lengths, x.shape[1])
     return lengths_on(lengths, len(x), x.device)
 
 
 def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> None:
-    """Check x (T, B, K), weight_ih (rows, K) and bias (rows,); `rows` is what messages call them."""
+    """Check x (T, B, K), weight_ih (rows, K) and bias (rows,); `rows` is their name in messages."""
     check_x(x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
     check_shape("weight_ih", weight_ih, (weight_ih.shape[0], x.shape[2]), f"({rows}, K)")
     check_shape("bias", bias, (weight_ih.shape[0],), f"({rows},)")
@@ -226,13 +227,13 @@ def _check_projection(x: Tensor, weight_ih: Tensor, bias: Tensor, rows: str) -> 
 def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, concurrent: bool = False) -> Tensor:
     """Compute W x + b without gradients, 0 before each utterance's first frame.
 
-    On a Hopper GPU in 16-bit types, up to `MOST_ROWS` rows T B, its bits do not depend on T and B.
+    On a Hopper GPU in 16-bit types, up to `MAX_ROWS` rows T B, its bits do not depend on T and B.
 
     Args:
         x: (T, B, K) contiguous.
-        weight: (H, K); bias: (H,); older than the kernels that are still under way.
+        weight: (H, K); bias: (H,); not written by kernels that still run.
         begin: (B,) int32 first frames on the device, or None for 0.
-        concurrent: as of `launch_projection`.
+        concurrent: as for `launch_projection`.
 
     Returns:
         (T, B, H).
@@ -247,7 +248,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, *, co
 def _project_on(
     x: Tensor, weight: Tensor, bias: Tensor, begin: Tensor | None, projection_stream: torch.cuda.Stream | None
 ) -> Tensor:
-    """Do as `project`, on a stream on which x is ready if there is one; the current stream then waits for it."""
+    """Run `project` on another stream, on which x is ready, if there is one; the current stream waits for it."""
     if projection_stream is None:
         return project(x.contiguous(), weight, bias, begin)
     with torch.cuda.stream(projection_stream):
@@ -261,12 +262,12 @@ def _project_on(
 def why_not_concurrent(
     batch: int, hidden: int, dtype: torch.dtype, device: torch.device, cell: str, max_sms: int
 ) -> str | None:
-    """Say why layers cannot run at the same time, on so many multiprocessors each; None if they can."""
+    """Say why layers cannot run at the same time on `max_sms` multiprocessors each; None if they can."""
     reason = persistent.why_not(1, batch, hidden, dtype, device, cell, max_sms)
     if reason is None:
         problem, index = persistent.problem_of(batch, hidden, dtype, cell, False), device_index(device)
         if choose_tile(problem, index, max_sms, True).launch.cooperative:
-            reason = f"recurrences of {hidden} units and {batch} utterances wait for a whole chip"
+            reason = f"recurrences of {hidden} units and {batch} utterances need the whole chip"
         elif CELLS[cell].gates > 1 and (dtype == torch.float32 or not _in_clusters(problem, index, None)):
             reason = f"{cell} layers of {hidden} units in {dtype} would have other bits on few multiprocessors"
     return reason
@@ -275,9 +276,9 @@ def why_not_concurrent(
 def _starts_early(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], cell: str, backend: str, max_sms: int | None
 ) -> bool:
-    """Whether the recurrence behind the projection of x (T, B, K) loads its weights while that one runs.
+    """Return whether the recurrence can load its weights while the projection of x (T, B, K) still runs.
 
-    Those that are not contiguous are copied, and a copy is no older than what still runs.
+    Weights that are not contiguous would be copied by a kernel that still runs.
     """
     weight_ih, bias, weight_hh = weights
     if not (x.is_cuda and weight_hh.is_contiguous()) or why_no_projection(x, weight_ih, bias) is not None:
@@ -291,7 +292,7 @@ def _starts_early(
 
 
 def _in_clusters(problem: Problem, index: int, max_sms: int | None) -> bool:
-    """Whether layers of this size may be run by the cluster design whatever the batch, as bits must not depend on it.
+    """Return whether the cluster design runs this layer for every batch, since bits must not depend on the batch.
 
     Small layers with gates have a faster design, which does not start early.
     """

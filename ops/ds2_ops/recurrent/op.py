@@ -67,7 +67,7 @@ def recurrence(
             (2, G H, H) for both directions.
         h0: (B, H) state before the first frame; zeros when None. (2, B, H) for both directions.
         lengths: (B,) int32 or int64, valid frames per utterance, 0 to T, on the CPU or the device of ``x``; all T when
-            None. Best int32 on the device: never read back, so values there are the caller's promise.
+            None. Fastest as int32 on the device. Values on a GPU are not checked.
         cell: "relu", "clipped_relu" (min(max(z, 0), clip)), "tanh", "lstm", "gru_after" or "gru_before".
         nonlinearity: another name for ``cell``.
         bias_hn: (H,) or (2, H), bias of a GRU's last recurrent product.
@@ -77,9 +77,9 @@ def recurrence(
             "cpu", or "auto": "cpu" on a CPU, else "persistent" if it can run and "gemm" if not, logged once. "auto"
             takes no TF32 products unless they are allowed.
         max_sms: most streaming multiprocessors that the persistent kernels may occupy; all when None.
-        weight_sink: takes the gradient of ``weight_hh`` in eager mode, as products to be made where it keeps it;
-            autograd then gets none. For both directions a pair.
-        bias_sink: takes the gradient of ``bias_hn`` alike.
+        weight_sink: receives the gradient of ``weight_hh`` in eager mode, as products to add to it; autograd then gets
+            no gradient. For both directions a pair.
+        bias_sink: receives the gradient of ``bias_hn`` in the same way.
 
     Returns:
         y (T, B, H), 0 where t >= length, and h_n (B, H), the state after each utterance's last frame (h0 for length 0);
@@ -88,7 +88,7 @@ def recurrence(
     Raises:
         ValueError: a shape, device, length, name or number that is not allowed.
         TypeError: a dtype that is not allowed.
-        RuntimeError: a backend asked for by name cannot run this, with the reason.
+        RuntimeError: the named backend cannot run this, with the reason.
     """
     cell = nonlinearity or cell
     run = _both_directions if x.dim() == 4 else _one_direction

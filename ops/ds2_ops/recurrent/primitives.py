@@ -1,8 +1,8 @@
-"""The persistent recurrence for any framework, or none: arrays by DLPack, a stream, and nothing allocated in a call.
+"""The persistent recurrence without a framework: DLPack arrays, a stream, and no allocation in a call.
 
-cuDNN's first paper (Chetlur et al. 2014), section 2: functions that no framework owns. Outputs and workspace are the
-caller's, whose size is asked first; arrays may be time-major or batch-major or have any strides; gradients overwrite
-what is there, or are added to it. This module and all below it import no torch.
+As in cuDNN's first paper (Chetlur et al. 2014), section 2. The caller allocates outputs and a workspace of
+`workspace_bytes`. Arrays may be time-major or batch-major or have any strides. Gradients overwrite their arrays, or are
+added to them. This module and its imports do not import torch.
 
     op = Forward(frames=512, batch=8, hidden=1152, dtype="float16", cell="relu")
     workspace = cupy.empty(op.workspace_bytes, cupy.uint8)

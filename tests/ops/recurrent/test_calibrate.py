@@ -107,7 +107,7 @@ def test_an_adopted_tile_runs_whatever_was_measured_here(
 def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS2_OPS_CALIBRATE", "yes")
     with pytest.raises(ValueError, match="DS2_OPS_CALIBRATE is 'yes', allowed is a number"):
-        calibrate.wanted()
+        calibrate.tiles_to_measure()
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from ds2_ops.jit.build import build
 from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.layer import (
-    MOST_ROWS,
+    MAX_ROWS,
     launch_projection,
     lstm_layer,
     projection_launch,
@@ -149,7 +149,7 @@ def test_kernels_that_overlap_give_the_same_bits(frames: int, batch: int, hidden
     lengths = torch.randint(0, frames + 1, (batch,), generator=draw, device=CUDA).int()
     lengths[0] = frames
     given, x = {"h0": drawn(batch, hidden).relu(), "lengths": lengths}, drawn(frames, batch, hidden)
-    assert frames * batch <= MOST_ROWS
+    assert frames * batch <= MAX_ROWS
     stock, aside = one_by_one(layers, x, given), torch.cuda.Stream()
     for turn in range(20):
         assert_same_bits([chain(layers, x, aside if turn % 2 else None, **given)], [stock])

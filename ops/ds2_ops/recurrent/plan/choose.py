@@ -12,34 +12,33 @@ from ds2_ops.recurrent.plan.wide import wide_choices
 
 
 def choose(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> Choice:
-    """Pick the tile with the lowest estimated time of :func:`space`, whose arguments and errors these are."""
+    """Return the tile with the lowest estimated time; arguments and errors are those of :func:`space`."""
     return rank(problem, device, max_sms)[0]
 
 
 def rank(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
-    """Order all tiles of :func:`space`, whose arguments and errors these are, by estimated time."""
+    """Return all tiles by estimated time; arguments and errors are those of :func:`space`."""
     return sorted(space(problem, device, max_sms), key=lambda choice: choice.step_us)
 
 
 def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> list[Choice]:
-    """Every tile of every design that can run a problem, whether it would be fast or not.
+    """Return every tile of every design that can run a problem, fast or not.
 
-    The number of frames is no part of a problem: a sequence cut in T must meet the same tile, as another one rounds
-    differently.
+    The number of frames is not part of a problem: all blocks of a sequence must run on the same tile, because tiles
+    round differently.
 
     Args:
-        problem: what to run.
-        device: where.
+        problem: the recurrence.
+        device: the GPU.
         max_sms: use at most this many multiprocessors; None for all.
 
     Raises:
-        DoesNotFit: no design can; the message gives the reason and the way out.
+        DoesNotFit: no design can run it; the message says why, and what to use instead.
     """
     if problem.dtype not in NUMBERS:
         raise DoesNotFit(f"dtype {problem.dtype} is not one of {', '.join(NUMBERS)}: use backend='gemm' or 'reference'")
     if problem.nonlinearity not in CELLS:
-        known = ", ".join(CELLS)
-        raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {known}: use backend='gemm'")
+        raise DoesNotFit(f"cell {problem.nonlinearity!r} is not one of {', '.join(CELLS)}: use backend='gemm'")
     if device.capability != (9, 0):
         major, minor = device.capability
         raise DoesNotFit(
@@ -56,7 +55,7 @@ def space(problem: Problem, device: DeviceFacts, max_sms: int | None = None) -> 
 
 
 def usable_sms(device: DeviceFacts, max_sms: int | None) -> int:
-    """How many multiprocessors a kernel may occupy."""
+    """Return how many multiprocessors a kernel may use."""
     return device.sms if max_sms is None else min(max_sms, device.sms)
 
 
@@ -91,9 +90,9 @@ def _reason(problem: Problem, device: DeviceFacts, sms: int, largest_grid: int) 
 
 
 def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of the whole-chip designs that can run this problem on ``sms`` multiprocessors, one block on each.
+    """Return every tile of the whole-chip designs for this problem on ``sms`` multiprocessors, one block on each.
 
-    None in two directions at once: each of them takes the whole chip.
+    There is none for two directions in one launch, because each direction needs the whole chip.
     """
     if problem.directions > 1:
         return []
@@ -101,7 +100,7 @@ def grid_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
 
 
 def largest_grid_hidden(problem: Problem, device: DeviceFacts, sms: int) -> int:
-    """The largest hidden size whose both passes the whole-chip designs can keep on ``sms`` multiprocessors."""
+    """Return the largest hidden size whose both passes the whole-chip designs can run on ``sms`` multiprocessors."""
 
     def fits(hidden: int) -> bool:
         passes = (problem._replace(batch=1, hidden=hidden, backward=backward) for backward in (True, False))

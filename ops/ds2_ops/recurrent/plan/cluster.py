@@ -18,12 +18,12 @@ from ds2_ops.recurrent.plan.problem import (
     kernel,
 )
 
-WEIGHT_REGISTERS = 180  # of those 200, the rest is the loop's
-STEPS_AHEAD = 4  # inputs are fetched this early
+WEIGHT_REGISTERS = 180  # of a multiplying thread; the loop needs about 20 more
+STEPS_AHEAD = 4  # steps by which inputs are prefetched
 
 
 def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of the cluster design that can run this problem on ``sms`` multiprocessors."""
+    """Return every tile of the cluster design that can run this problem on ``sms`` multiprocessors."""
     choices = []
     for cluster in (8, 16):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
@@ -38,17 +38,17 @@ def cluster_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Cho
         for groups, head_tiles in ((1, m_tiles), (2, m_tiles), *((1, head) for head in heads)):
             for samples in _sample_counts(problem, clusters, groups):
                 choice = _choice(problem, cluster, clusters, owned, groups, head_tiles, samples)
-                # With two directions every tile has its cluster: the chip, not the launch, holds some back.
-                free = choice.launch.grid <= cluster * clusters or clusters == device.active_clusters[cluster]
-                if free and choice.launch.smem_bytes <= device.smem_bytes_per_block:
+                # With two directions every tile has a cluster of its own, and some clusters wait for others to end.
+                fits = choice.launch.grid <= cluster * clusters or clusters == device.active_clusters[cluster]
+                if fits and choice.launch.smem_bytes <= device.smem_bytes_per_block:
                     choices.append(choice)
     return choices
 
 
 def _sample_counts(problem: Problem, clusters: int, groups: int) -> list[int]:
-    """How many utterances a group may have: spread over all clusters, or more, which takes fewer clusters or tiles.
+    """Return the possible utterances of a group: spread over all clusters, or more, for fewer clusters or tiles.
 
-    Two directions share the clusters, or all clusters take one and then the other.
+    Two directions share the clusters, or all clusters run one and then the other.
     """
     batch, shares = problem.batch, range(clusters // problem.directions or 1, clusters + 1)
     spread, *others = {min(MMA_SAMPLES, -(-batch // (share * groups))): None for share in (shares[-1], shares[0])}
@@ -59,7 +59,7 @@ def _sample_counts(problem: Problem, clusters: int, groups: int) -> list[int]:
 def cluster_units(
     hidden: int, dtype: str, cluster: int, gates: int = 1, registers: int = DeviceFacts.registers
 ) -> int | None:
-    """Hidden units that each block of a cluster owns, or None if their rows do not fit its registers in both passes."""
+    """Return the hidden units of a block of a cluster; None if registers do not hold their rows in both passes."""
     per_word = NUMBERS[dtype][1]
     # Blocks exchange 16 bytes at a time, and each of 8 warps takes a whole number of matrix instructions.
     step = per_word * max(4, MMA_WORDS * WARPS // cluster)
@@ -72,7 +72,7 @@ def cluster_units(
 
 
 def largest_cluster_hidden(dtype: str, gates: int = 1) -> int:
-    """The largest hidden size that the cluster design can keep in registers."""
+    """Return the largest hidden size that the cluster design can keep in registers."""
     hidden = 0
     while cluster_units(hidden + 1, dtype, 16, gates) is not None:
         hidden += 1
@@ -80,12 +80,12 @@ def largest_cluster_hidden(dtype: str, gates: int = 1) -> int:
 
 
 def _tiles(owned: int, per_word: int, cluster: int, sums: int, sent: int) -> tuple[int, int]:
-    """Matrix instructions of a warp: along the rows of its block, and along its share of K."""
+    """Return the matrix instructions of a warp along the rows of its block, and along its share of K."""
     return -(-sums * owned // MMA_ROWS), cluster * sent * owned // per_word // (MMA_WORDS * WARPS)
 
 
 def _rows_split(sums: int, m_tiles: int, k_tiles: int) -> int:
-    """Warps that share portions of K, each for a part of the rows: as in cluster_shape.cuh."""
+    """Return how many warps share a portion of K, each for a part of the rows, as in cluster_shape.cuh."""
     return 1 if sums == 1 or k_tiles % 2 or m_tiles % 2 else 2
 
 
@@ -154,7 +154,7 @@ def _smem_bytes(
     groups: int,
     units: int,
 ) -> int:
-    """Two stages of state and of partial sums, padded against bank conflicts, inputs, mbarriers: as in cluster.cuh."""
+    """Sum two stages of state and partial sums, padded against bank conflicts, inputs, mbarriers, as in cluster.cuh."""
     sample_pitch = (4 * words + 31) // 64 * 64 + 32 if cluster == 16 else (4 * words + 63) // 128 * 128 + 64
     state_bytes = cluster * (MMA_SAMPLES * sample_pitch + 64)
     partial_bytes = k_split * MMA_SAMPLES * (MMA_ROWS * m_tiles + 4) * 4

@@ -1,9 +1,9 @@
 """The performance model: microseconds of a time step from what a tile does in it.
 
-A step is a chain: products of what has come, partial sums, the cell, the message to the others, which grows with what
-is sent. Each kind of tile (layout, groups in turns or rows in parts, gates) has a constant for every link of its chain,
-the same for all sizes; tools/plans.py fits them by least squares to one half of a recorded sweep and judges them on
-the other. `tiles` that do not fit on the chip together run one after the other.
+A step is a chain: products of the received state, partial sums, the cell, the message to the other blocks. Each kind of
+tile (layout, groups in turns or rows in parts, gates) has one constant for each link of its chain, the same for all
+sizes. tools/plans.py fits them by least squares to one half of a recorded sweep and tests them on the other half.
+`tiles` that do not fit on the chip together run one after the other.
 """
 
 import functools
@@ -12,34 +12,34 @@ from dataclasses import dataclass
 from importlib import resources
 
 Constants = dict[str, dict[str, float]]
-# Of a step's chain, a message's way: measured alone, one word.
+# Time of a message of one word, measured alone.
 EXCHANGE_US = {f"{design}{size}": us for size, us in ((8, 0.228), (16, 0.277)) for design in ("cluster", "units")}
-EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # of these two not measured: as of 8
-WHOLE_CHIP = ("narrow", "wide", "streams")  # with gates, constants of a design are those of clusters of any size
-HIDDEN_PRODUCTS, MOST_PRODUCTS = 8, 45  # of a warp: so many cost nothing; as many as registers hold
-GRID_EXCHANGE_US = 0.657  # ... through L2, and through distributed shared memory
+EXCHANGE_US |= {"units1": 0.0, "units2": 0.228, "units4": 0.228}  # not measured for 2 and 4: as for 8
+WHOLE_CHIP = ("narrow", "wide", "streams")  # with gates, one set of constants for clusters of any size
+HIDDEN_PRODUCTS, MAX_PRODUCTS = 8, 45  # of a warp: that cost nothing; that registers hold
+GRID_EXCHANGE_US = 0.657  # through L2 and distributed shared memory
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one multiprocessor does in one time step of a tile: the facts from which the cost is estimated.
+    """The work of one multiprocessor in one time step of a tile, from which the cost is estimated.
 
     Attributes:
-        layout: which constants: design, and what else makes its steps another kind.
-        backward: the pass.
-        tiles: that run one after the other, so that the batch takes as many times as long.
-        m_tiles, k_tiles: matrix instructions of a multiplying warp: rows, and along K.
-        words: 32-bit words of one utterance's state that a block makes.
-        head_words: of these, in the first of two parts; all where there is one.
+        layout: the design and its variant, which have constants of their own.
+        backward: whether this is the backward pass.
+        tiles: number of tiles that run one after the other.
+        m_tiles, k_tiles: matrix instructions of a multiplying warp: along the rows, and along K.
+        words: 32-bit words of one utterance's state that a block computes.
+        head_words: of these, in the first of two parts; all where there is one part.
         samples, groups: utterances of a group, and groups that take turns.
-        cluster: blocks a cluster.
-        blocks: at work together on the chip.
-        rounds: in which the threads that finish a step get through a group's utterances.
+        cluster: blocks of a cluster.
+        blocks: blocks that run together on the chip.
+        rounds: passes of the finishing threads over a group's utterances.
         state_words: of one utterance's state that a block reads.
         smem_k_tiles: of `k_tiles`, with weights in shared memory.
         split_words: whether rows of arrays start between words, which costs loads that nothing hides.
-        phases: rounds in which blocks exchange something in a step.
-        sums, sent: numbers of a unit that are added up, and that travel, in a step: 1 but for cells with gates.
+        phases: exchanges between blocks in a step.
+        sums, sent: numbers of a unit that are added up, and that are sent, in a step: 1 but for cells with gates.
     """
 
     layout: str
@@ -64,23 +64,23 @@ class Work:
 
 @dataclass(frozen=True)
 class Processor:
-    """How a processor differs from the one that the constants are of: factors of its clock and of a message's way."""
+    """Factors of a processor's clock and of its time for a message, relative to the H200 of the constants."""
 
     clock: float = 1.0
     exchange: float = 1.0
 
 
 def kind(work: Work) -> str:
-    """Name what has constants of its own."""
-    how = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
-    how += " phases" if work.phases > 1 else ""
+    """Return the name of the constants for this work."""
+    variant = " parts" if work.head_words < work.words else " turns" if work.groups > 1 else ""
+    variant += " phases" if work.phases > 1 else ""
     gates = work.sums * work.sent > 1
     layout = work.layout.rstrip("0123456789") if gates and work.layout.startswith(WHOLE_CHIP) else work.layout
-    return f"{layout}{how}{' gates' if gates else ''}"
+    return f"{layout}{variant}{' gates' if gates else ''}"
 
 
 def terms(work: Work) -> dict[str, float]:
-    """Count what a step of a tile consists of, each in its unit."""
+    """Count the operations of a step of a tile, by kind."""
     if work.layout.startswith("units"):
         counts = _units_terms(work)
     elif work.layout.startswith("cluster"):
@@ -100,8 +100,8 @@ def terms(work: Work) -> dict[str, float]:
 
 def step_us(work: Work, constants: Constants | None = None, processor: Processor = Processor()) -> float:
     """Estimate a time step of the whole batch."""
-    known, name = constants or fitted(), kind(work)
-    chain = sum(known[name].get(term, 0.0) * count for term, count in terms(work).items())
+    values = (constants or fitted())[kind(work)]
+    chain = sum(values.get(term, 0.0) * count for term, count in terms(work).items())
     exchange = EXCHANGE_US.get(work.layout, GRID_EXCHANGE_US)
     return work.tiles * (chain / processor.clock + (processor.exchange - 1 / processor.clock) * exchange)
 
@@ -128,7 +128,7 @@ def _cluster_terms(work: Work) -> dict[str, float]:
         "rounds": work.rounds - 1,
         "samples": work.samples,
         "split words": work.split_words,
-        "split idle": work.split_words * max(0.0, 1 - products / MOST_PRODUCTS),  # loads that no products hide
+        "split idle": work.split_words * max(0.0, 1 - products / MAX_PRODUCTS),  # loads that no products hide
     }
 
 

@@ -23,18 +23,18 @@ from ds2_ops.recurrent.plan.problem import (
 )
 
 PAIR_WORDS = 16  # words of K in two matrix instructions
-MOST_WAVE = 6  # 16-byte loads that a lane has under way together
+MAX_WAVE = 6  # 16-byte loads of a lane in flight
 REGISTERS = 208  # of a multiplying thread
-OTHER_REGISTERS = 28  # of these, neither weights nor sums nor chunks of the state
-PASSING_REGISTERS = 16  # and more where weights or chunks come in turns
+OTHER_REGISTERS = 28  # of these, for neither weights nor sums nor chunks of the state
+PASSING_REGISTERS = 16  # additional ones where weights or chunks come in turns
 ALL_THREADS = THREADS + 2 * FINISHERS  # some multiply, some add, some finish
-MOST_ROW_TILES = 11  # more sums than that spill
-CLUSTERS = (2, 4, 6, 8)  # blocks that split K between them
-MOST_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
+MAX_ROW_TILES = 11  # the sums of more would spill
+CLUSTERS = (2, 4, 6, 8)  # blocks that divide K
+MAX_GROUPS = (8, 4, 2, 1)  # of up to 8 utterances that take turns
 
 
 def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
+    """Return every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     fitting: list[Choice] = []
     words, cell = state_words(problem), CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
@@ -43,10 +43,10 @@ def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choi
         if clusters == 0 or sent * words <= (cluster * WARPS - 1) * PAIR_WORDS:
             continue  # each warp needs a part of K
         for block_words in _block_words(words, cluster, clusters, sums * NUMBERS[problem.dtype][1]):
-            for most_groups in MOST_GROUPS:
+            for max_groups in MAX_GROUPS:
                 choices = [
-                    _choice(problem, device, words, cluster, block_words, most_groups, most_samples)
-                    for most_samples in _sample_limits(problem.batch, block_words)
+                    _choice(problem, device, words, cluster, block_words, max_groups, max_samples)
+                    for max_samples in _sample_limits(problem.batch, block_words)
                 ]
                 if choices[0] is not None and choices[0].launch.smem_bytes <= device.smem_bytes_per_block:
                     fitting += [choice for choice in choices if choice is not None]
@@ -55,10 +55,10 @@ def narrow_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choi
 
 
 def _block_words(words: int, cluster: int, clusters: int, rows_per_word: int) -> list[int]:
-    """Words of each utterance's h that a block may own, so that there are clusters enough.
+    """Return the words of each utterance's h that a block may own, with the clusters that exist.
 
-    Its share or, at the same price, whole units of 16 bytes: then fewer lines of the exchange have two writers. Or as
-    many as fill one or two row tiles more, so that fewer blocks take part.
+    These are its share; whole units of 16 bytes at the same cost, so that fewer lines of the exchange have two writers;
+    or words that fill one or two more row tiles, so that fewer blocks take part.
     """
     share = -(-words // (clusters * cluster))
     m_tiles = -(-share * cluster * rows_per_word // MMA_ROWS)
@@ -71,9 +71,9 @@ def _block_words(words: int, cluster: int, clusters: int, rows_per_word: int) ->
 
 
 def _sample_limits(batch: int, block_words: int) -> list[int]:
-    """The most utterances of a group: as many as can be, or half or a quarter of them, in more turns."""
-    most = min(MMA_SAMPLES, FINISHERS // block_words)
-    return [most, *(limit for limit in (most // 2, most // 4) if 0 < limit < batch)]
+    """Return the limits for the utterances of a group: the maximum, and half and a quarter of it, in more turns."""
+    largest = min(MMA_SAMPLES, FINISHERS // block_words)
+    return [largest, *(limit for limit in (largest // 2, largest // 4) if 0 < limit < batch)]
 
 
 def _choice(
@@ -82,10 +82,10 @@ def _choice(
     words: int,
     cluster: int,
     block_words: int,
-    most_groups: int,
-    most_samples: int,
+    max_groups: int,
+    max_samples: int,
 ) -> Choice | None:
-    """None where registers hold no weights, or sums leave none for the rest."""
+    """Return a tile; None where the registers hold no weights, or too many sums."""
     number, per_word = NUMBERS[problem.dtype]
     cell = CELLS[problem.nonlinearity]
     sums, sent = (1, cell.gates) if problem.backward else (cell.gates, 1)
@@ -93,15 +93,15 @@ def _choice(
     k_pairs = -(-sent * words // (cluster * WARPS * PAIR_WORDS))
     registers = REGISTERS * device.registers // DeviceFacts.registers
     if cell.gates > 1:
-        registers -= 16 if per_word > 1 else 20  # what finishing warps need more; twice as many words for addresses
+        registers -= 16 if per_word > 1 else 20  # for the finishing warps; float32 needs more for addresses
     register_pairs = _register_pairs(m_tiles, k_pairs, registers)
-    if register_pairs < 1 or (cell.gates == 1 and m_tiles > MOST_ROW_TILES):
+    if register_pairs < 1 or (cell.gates == 1 and m_tiles > MAX_ROW_TILES):
         return None
     smem_pairs = k_pairs - register_pairs
     slots = SLOTS if cell.gates == 1 else GATED_SLOTS
-    samples, groups, tiles = turns(problem.batch, most_samples, most_groups)
-    smem_bytes = _smem_bytes(problem, cell, cluster, block_words, m_tiles, smem_pairs, most_groups)
-    numbers = (cluster, block_words, k_pairs, smem_pairs, most_groups, str(problem.backward).lower())
+    samples, groups, tiles = turns(problem.batch, max_samples, max_groups)
+    smem_bytes = _smem_bytes(problem, cell, cluster, block_words, m_tiles, smem_pairs, max_groups)
+    numbers = (cluster, block_words, k_pairs, smem_pairs, max_groups, str(problem.backward).lower())
     shape = f"GridShape<ds2::{number}, ds2::{cell.cuda}, {', '.join(map(str, numbers))}>"
     blocks = -(-words // (block_words * cluster)) * cluster
     return Choice(
@@ -141,7 +141,7 @@ def _choice(
 
 
 def _pairs(samples: int) -> int:
-    """Pairs of utterances that sums have room for."""
+    """Return for how many pairs of utterances there are sums."""
     return 4 if samples > 4 else 2 if samples > 2 else 1
 
 
@@ -152,9 +152,9 @@ def _smem_bytes(
     block_words: int,
     m_tiles: int,
     smem_pairs: int,
-    most_groups: int,
+    max_groups: int,
 ) -> int:
-    """Two buffers of partial sums, two of received ones for each group, utterances' frames, inputs, mbarriers, weights.
+    """Sum two buffers of partial sums, two of received sums for each group, lengths, inputs, mbarriers, weights.
 
     As in grid_narrow.cuh.
     """
@@ -164,14 +164,14 @@ def _smem_bytes(
     inputs, states = 2 if problem.backward else 1, 0
     if cell.gates > 1:
         inputs, states = 1 + cell.saved if problem.backward else cell.gates, per_word
-    own_bytes = (most_groups * (1 + states) + INPUTS_AHEAD * inputs) * FINISHERS * 4
+    own_bytes = (max_groups * (1 + states) + INPUTS_AHEAD * inputs) * FINISHERS * 4
     weight_bytes = THREADS * smem_pairs * m_tiles * 32
-    return 2 * partial_bytes + 2 * most_groups * (received_bytes + 8) + own_bytes + weight_bytes
+    return 2 * partial_bytes + 2 * max_groups * (received_bytes + 8) + own_bytes + weight_bytes
 
 
 def _register_pairs(m_tiles: int, k_pairs: int, registers: int) -> int:
-    """Pairs of matrix instructions along K whose weights a multiplying thread of so many registers can keep in them."""
-    waves = -(-k_pairs // MOST_WAVE)
+    """Return for how many pairs of matrix instructions along K a multiplying thread keeps the weights in registers."""
+    waves = -(-k_pairs // MAX_WAVE)
     spare = registers - OTHER_REGISTERS - 4 * -(-k_pairs // waves) - 4 * m_tiles  # chunks of the state, sums
     pair = 8 * m_tiles
     if waves > 1 or k_pairs * pair > spare:

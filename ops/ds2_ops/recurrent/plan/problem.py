@@ -1,4 +1,4 @@
-"""The planner's problem, the hardware that it may use, its answer, and how a kernel takes its arguments.
+"""The planner's problem, the hardware that it may use, the tile that it chooses, and the arguments of its kernel.
 
 Shape letters: B batch, H hidden.
 """
@@ -14,15 +14,15 @@ from ds2_ops.jit.launch import Launch, Source, names, parameters, translation_un
 from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Work, step_us
 
-THREADS = 256  # that multiply: 8 warps, so that each thread may hold more than 200 registers, most of them weights
-FINISHERS = 128  # and 4 warps for each group, or for each part of the only group, that finish a step
+THREADS = 256  # multiplying threads: 8 warps, so that each has more than 200 registers, most of them for weights
+FINISHERS = 128  # finishing threads: 4 warps for each group, or for each part of the only group
 MMA_ROWS, MMA_WORDS, MMA_SAMPLES = 16, 8, 8  # one matrix instruction: rows, 32-bit words of K, columns
 WARPS = THREADS // 32
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 NUMBERS = {"bfloat16": ("Bf16", 2), "float16": ("Fp16", 2), "float32": ("Fp32", 1)}  # C++ type, elements a word
 
-# Of the whole-chip designs: slots of the exchange, also with gates, and turns that inputs are fetched early.
+# Of the whole-chip designs: slots of the exchange without and with gates, and turns by which inputs are prefetched.
 SLOTS = 16
 GATED_SLOTS = 64
 INPUTS_AHEAD = 8
@@ -48,10 +48,10 @@ class DoesNotFit(ValueError):
 
 
 def check_rows(frames: int, batch: int) -> None:
-    """Raise DoesNotFit where the kernels cannot count the rows."""
+    """Raise DoesNotFit where T x B overflows the kernels' 32-bit count."""
     if frames * batch >= 2**31:
         raise DoesNotFit(
-            f"T x B = {frames} x {batch} is beyond 2^31 rows, which the kernels count in 32 bits: use backend='gemm'"
+            f"T x B = {frames} x {batch} is 2^31 rows or more, which the kernels cannot count: use backend='gemm'"
         )
 
 
@@ -66,7 +66,7 @@ class DeviceFacts:
         smem_bytes_per_block: largest dynamic shared memory of a block.
         active_clusters: cluster size in blocks -> how many such clusters (one block an SM) run at the same time.
         registers: of 32 bits, of each multiprocessor.
-        clock_mhz: of the multiprocessors, as the driver says it; under matrix instructions it may fall below.
+        clock_mhz: of the multiprocessors, from the driver; matrix instructions may lower it.
     """
 
     name: str = "NVIDIA H200"
@@ -96,7 +96,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel that can run a problem, and what the planner knows about it.
+    """A kernel that can run a problem, its tile and its estimated work.
 
     Attributes:
         design: how its blocks exchange the state.
@@ -104,9 +104,9 @@ class Choice:
         rows: rows of the recurrent matrix that a block keeps.
         samples: utterances of one tile, the columns of a matrix product.
         groups: tiles that a block runs in turn, so the exchange of one overlaps the arithmetic of the other.
-        parts: of a block's rows, finished and sent one after the other, to the same end.
-        work: what a step of it is, from which its time is estimated.
-        exchange_words: 32-bit words of workspace, whatever they hold, that the kernel takes last; 0 for none.
+        parts: parts of a block's rows, finished and sent one after the other, for the same overlap.
+        work: of a step, from which its time is estimated.
+        exchange_words: 32-bit words of uninitialised workspace, the last argument of the kernel; 0 for none.
     """
 
     design: Design
@@ -120,7 +120,7 @@ class Choice:
 
     @functools.cached_property
     def early(self) -> Launch:
-        """Its launch, before the kernel ahead on the stream has ended."""
+        """Its launch, which starts before the previous kernel of the stream has ended."""
         return replace(self.launch, early=True)
 
     @property
@@ -147,12 +147,12 @@ class Choice:
 
 
 def state_words(problem: Problem) -> int:
-    """Words of one utterance's state, in whole units of 16 bytes."""
+    """Return the words of one utterance's state, rounded up to 16 bytes."""
     return -(-problem.hidden // (4 * NUMBERS[problem.dtype][1])) * 4
 
 
 def turns(batch: int, most_samples: int, most_groups: int) -> tuple[int, int, int]:
-    """Utterances of a group, groups of a tile, tiles: as few groups as can be, all of one size but the last."""
+    """Return utterances of a group, groups of a tile, and tiles: the fewest groups, all of one size but the last."""
     all_groups = -(-batch // most_samples)
     tiles = -(-all_groups // most_groups)
     return -(-batch // all_groups), -(-all_groups // tiles), tiles
@@ -181,8 +181,8 @@ def kernel(
 ) -> Source:
     """Write the kernel `function<shape>` of a header of csrc/recurrent, with assertions of what was planned.
 
-    If its warps hand each other registers, they are counted from what a block of so many threads has when it starts:
-    were it compiled to fewer, some would wait for ever for theirs. `build` holds the compiler to that.
+    If its warps exchange registers, the source states how many a thread starts with. `build` checks that the compiler
+    used this number: with fewer, some warps would wait for ever.
     """
     counted = (
         f"constexpr int {LAUNCH_REGISTERS} = {DeviceFacts.registers // threads // 8 * 8};\n" if hands_registers else ""
@@ -210,12 +210,12 @@ def pass_arguments(
 
     Args:
         choice: the kernel.
-        problem: what it runs.
+        problem: its problem.
         frames: T.
-        addresses: of the arrays from input to last_state, then of those of cells with gates, 0 for none; multiples of
-            4.
+        addresses: of the arrays from input to last_state, then of the arrays of cells with gates; multiples of 4, 0 for
+            none.
         clip: of clipped_relu.
-        exchange: address of ``choice.exchange_words`` words, whatever they hold, where the kernel takes them.
+        exchange: address of ``choice.exchange_words`` uninitialised words; ignored where the kernel needs none.
     """
     row_bytes = problem.hidden * ELEMENT_BYTES[problem.dtype]
     wide_rows = (row_bytes | common(addresses)) % 16 == 0
@@ -225,7 +225,7 @@ def pass_arguments(
 
 
 def common(addresses: Sequence[int]) -> int:
-    """A number that is a multiple of a power of two where all arrays of rows, so not the lengths, start at such."""
+    """Combine the addresses of all arrays of rows (all but the lengths): the result has their common alignment."""
     inputs, output_y, matrix, state, _, result, last_state, *of_gates = addresses
     bits = inputs | output_y | matrix | state | result | last_state
     for address in of_gates:
@@ -234,7 +234,7 @@ def common(addresses: Sequence[int]) -> int:
 
 
 def array_bytes(problem: Problem, frames: int) -> list[int]:
-    """Sizes of the arrays whose addresses `pass_arguments` takes, 0 for those that a pass can do without."""
+    """Return the sizes of the arrays of `pass_arguments`, 0 for those that a pass does not need."""
     cell, size = CELLS[problem.nonlinearity], ELEMENT_BYTES[problem.dtype]
     state = problem.directions * problem.batch * problem.hidden * size
     rows, matrix = frames * state, problem.directions * problem.hidden**2 * size * cell.gates

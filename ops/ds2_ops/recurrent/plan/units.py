@@ -1,16 +1,16 @@
-"""Tiles of the design for small layers, whose warps own hidden units with all of K, on one multiprocessor or a few."""
+"""Tiles of the units design, for small layers: warps own hidden units with all of K, on one block or a cluster."""
 
 from ds2_ops.jit.launch import Launch
 from ds2_ops.recurrent.cells import CELLS, Cell
 from ds2_ops.recurrent.plan.model import Work
 from ds2_ops.recurrent.plan.problem import MMA_WORDS, NUMBERS, Choice, Design, DeviceFacts, Problem, kernel
 
-MOST_WARPS, MOST_REGISTERS = 32, 255  # of a block, of a thread
+MAX_WARPS, MAX_REGISTERS = 32, 255  # of a block, of a thread
 PAIR_WORDS = 2 * MMA_WORDS  # of K that a lane loads at once
 
 
 def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of this design that can run this problem on ``sms`` multiprocessors; none for two directions."""
+    """Return every tile of this design for this problem on ``sms`` multiprocessors; none for two directions."""
     fitting: list[Choice] = []
     if problem.directions > 1:
         return fitting
@@ -27,7 +27,7 @@ def units_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choic
 
 
 def largest_units_hidden(problem: Problem, device: DeviceFacts, sms: int) -> tuple[int, int]:
-    """The largest hidden sizes, even and odd, whose both passes this design can run."""
+    """Return the largest even and the largest odd hidden size whose both passes this design can run."""
 
     def fits(hidden: int) -> bool:
         passes = (problem._replace(batch=1, hidden=hidden, backward=backward) for backward in (True, False))
@@ -53,12 +53,12 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
     columns = 1 if samples <= 4 else 2
     k_tiles = cluster * words * sent // MMA_WORDS
     warps_of_sub_core = -(-warps // 4)  # of four, each with a quarter of the registers
-    most = min(MOST_REGISTERS, device.registers // (128 * warps_of_sub_core) // 8 * 8)
+    max_registers = min(MAX_REGISTERS, device.registers // (128 * warps_of_sub_core) // 8 * 8)
     # A lane's two units, if it has two, may share a word.
     lane_words = 2 if warp_units == 16 and (per_word == 1 or problem.hidden % per_word != 0) else 1
-    if warps > MOST_WARPS or _registers(cell, problem.backward, k_tiles, columns, lane_words) > most:
+    if warps > MAX_WARPS or _registers(cell, problem.backward, k_tiles, columns, lane_words) > max_registers:
         return None
-    if samples == 1 and sums > 1 and _registers(cell, False, k_tiles, 0, lane_words) <= most:
+    if samples == 1 and sums > 1 and _registers(cell, False, k_tiles, 0, lane_words) <= max_registers:
         columns = 0  # one utterance: four lanes share a unit
     smem_bytes = _smem_bytes(problem, cell, cluster, warps, words, columns, lane_words)
     if smem_bytes > device.smem_bytes_per_block:
@@ -112,7 +112,7 @@ def _choice(problem: Problem, device: DeviceFacts, cluster: int, clusters: int, 
 
 
 def _registers(cell: Cell, backward: bool, k_tiles: int, columns: int, lane_words: int) -> int:
-    """What a thread needs to keep weights and the loop without spills: as compiled, of every tile."""
+    """Return the registers of a thread for weights and the loop without spills, fitted to all compiled tiles."""
     weights = 4 * k_tiles * (1 if backward else -(-cell.gates // 2))
     wide, shared = max(columns - 1, 0), 16 if columns == 0 else 0
     if cell.gates == 1:
@@ -125,7 +125,7 @@ def _registers(cell: Cell, backward: bool, k_tiles: int, columns: int, lane_word
 def _smem_bytes(
     problem: Problem, cell: Cell, cluster: int, warps: int, words: int, columns: int, lane_words: int
 ) -> int:
-    """Two states, inputs some steps early, two mbarriers: as in units.cuh."""
+    """Sum two states, prefetched inputs and two mbarriers, as in units.cuh."""
     vectors = cell.gates - (cell.phases - 1) if problem.backward else 1
     state_bytes = cluster * (4 * columns or 1) * ((4 * vectors * words + 63) // 128 * 128 + 64)
     read_back = 2 if cell.gates == 1 else 1 + cell.saved

@@ -22,46 +22,46 @@ from ds2_ops.recurrent.plan.problem import (
     turns,
 )
 
-SAMPLES = 32  # utterances of a group at most, in one warp-group instruction
-MOST_GROUPS = 2
+SAMPLES = 32  # most utterances of a group, in one warp-group instruction
+MAX_GROUPS = 2
 PARTS = 4  # of K, one for each polling warp
-PIECE_TILES = 2  # matrix instructions whose state it hands on at once
+PIECE_TILES = 2  # matrix instructions whose state a polling warp hands on at once
 FINISHING_WARPS = FINISHERS // 32
-MOST_SMEM_TILES, SMEM_TILE_BYTES = 4, 2048  # matrix instructions whose weights lie in shared memory, of a warp group
+MAX_SMEM_TILES, SMEM_TILE_BYTES = 4, 2048  # of a warp group: matrix instructions with weights in shared memory
 PARCEL_BYTES = 512  # of each sum: 8 words of 8 utterances
 
 
 @dataclass(frozen=True)
 class _Space:
-    """What tiles may be: blocks of a cluster; warp groups that multiply -> instructions along K; parcels a warp."""
+    """Limits of tiles: blocks of a cluster; multiplying warp groups -> instructions along K; parcels of a warp."""
 
     clusters: tuple[int, ...]
-    most_k_tiles: Mapping[int, int]
+    max_k_tiles: Mapping[int, int]
     warp_parcels: int
 
 
-PLAIN = _Space((8, 6, 5, 4), {2: 32}, 2)  # more blocks, less for each to read and multiply
-# Rows, or K, are more, and finishing warps take more registers: a GRU's on clusters of 8 too many.
+PLAIN = _Space((8, 6, 5, 4), {2: 32}, 2)  # with more blocks, each reads and multiplies less
+# There are more rows, or a larger K, and finishing warps need more registers: too many for a GRU on clusters of 8.
 GATES = _Space((16, 9, 6, 5, 4, 3, 2), {2: 28, 3: 16}, 1)
 
 
 def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice]:
-    """Every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
+    """Return every tile of this design that can run this problem on ``sms`` multiprocessors, one block on each."""
     whole: list[Choice] = []
     halves: list[Choice] = []
-    may = PLAIN if CELLS[problem.nonlinearity].gates == 1 else GATES
-    for warp_groups, cluster in itertools.product(may.most_k_tiles, may.clusters):
+    limits = PLAIN if CELLS[problem.nonlinearity].gates == 1 else GATES
+    for warp_groups, cluster in itertools.product(limits.max_k_tiles, limits.clusters):
         clusters = min(device.active_clusters.get(cluster, 0), sms // cluster)
-        for most_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
-            choice = _choice(problem, device, may, warp_groups, cluster, clusters, most_samples)
+        for max_samples in (SAMPLES, SAMPLES // 2, SAMPLES // 4):
+            choice = _choice(problem, device, limits, warp_groups, cluster, clusters, max_samples)
             if choice is None:
                 break
             if not whole or choice.work != whole[-1].work:  # smaller groups, in more turns
                 whole.append(choice)
-        if may is GATES and warp_groups == 2 and problem.batch > SAMPLES:
-            choice = _choice(problem, device, may, warp_groups, cluster, clusters, SAMPLES, streams=2)
+        if limits is GATES and warp_groups == 2 and problem.batch > SAMPLES:
+            choice = _choice(problem, device, limits, warp_groups, cluster, clusters, SAMPLES, streams=2)
             halves += [choice] if choice is not None else []
-    # On the whole chip weights lie in shared memory only where nothing of this design holds them otherwise.
+    # On the whole chip, weights lie in shared memory only where no tile of this design holds them in registers.
     in_registers = [choice for choice in whole if not choice.work.smem_k_tiles]
     return (in_registers or whole) + halves
 
@@ -69,17 +69,17 @@ def wide_choices(problem: Problem, device: DeviceFacts, sms: int) -> list[Choice
 def _choice(
     problem: Problem,
     device: DeviceFacts,
-    may: _Space,
+    limits: _Space,
     warp_groups: int,
     cluster: int,
     clusters: int,
-    most_samples: int,
+    max_samples: int,
     streams: int = 1,
 ) -> Choice | None:
-    """None where weights, clusters or bytes of shared memory are too many or some block has no part of K.
+    """Return a tile; None where weights, clusters or shared memory do not suffice, or a block has no part of K.
 
     Args:
-        streams: parts of the chip, each of which keeps all weights and runs groups of its own, one at a time.
+        streams: parts of the chip; each keeps all weights and runs its own groups, one at a time.
     """
     number, per_word = NUMBERS[problem.dtype]
     cell = CELLS[problem.nonlinearity]
@@ -87,26 +87,26 @@ def _choice(
     words = state_words(problem)
     k_tiles = -(-sent * words // (cluster * MMA_WORDS))
     warps = 4 * warp_groups
-    most_words = warps // sums * 8  # of a cluster
-    used = -(-words // most_words)
+    cluster_words = warps // sums * 8
+    used = -(-words // cluster_words)
     warp_parcels = -(-_parcels(warps // sums, cluster) // FINISHING_WARPS)
-    smem_tiles = max(0, k_tiles - may.most_k_tiles[2]) if may is GATES and warp_groups == 2 else 0
+    smem_tiles = max(0, k_tiles - limits.max_k_tiles[2]) if limits is GATES and warp_groups == 2 else 0
     if (
         per_word != 2
         or streams * used > clusters
-        or k_tiles - smem_tiles > may.most_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
-        or smem_tiles > MOST_SMEM_TILES
-        or warp_parcels > may.warp_parcels
+        or k_tiles - smem_tiles > limits.max_k_tiles[warp_groups] * device.registers // DeviceFacts.registers
+        or smem_tiles > MAX_SMEM_TILES
+        or warp_parcels > limits.warp_parcels
         or sent * words <= (cluster - 1) * k_tiles * MMA_WORDS
-        # These spill: four gates of half words; three gates' gradients and a GRU's last one beside so much of K.
+        # These would spill: four gates with split words; the gradients of three gates with a large part of K.
         or (warp_groups == 3 and cell.gates == 4 and problem.hidden % per_word != 0)
         or (warp_groups == 3 and cell.gates == 3 and problem.backward and k_tiles > 13)
     ):
         return None
-    most_groups = MOST_GROUPS if streams == 1 else 1
-    samples, groups, tiles = turns(problem.batch, most_samples, most_groups)
+    max_groups = MAX_GROUPS if streams == 1 else 1
+    samples, groups, tiles = turns(problem.batch, max_samples, max_groups)
     tiles = -(-tiles // streams)
-    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles, most_groups)
+    smem_bytes = _smem_bytes(problem, cell, warps, cluster, k_tiles, max_groups)
     smem_bytes += warp_groups * smem_tiles * SMEM_TILE_BYTES
     if smem_bytes > device.smem_bytes_per_block:
         return None
@@ -123,7 +123,7 @@ def _choice(
             smem_bytes=smem_bytes,
             cooperative=True,
         ),
-        rows=-(-most_words * sums * per_word // cluster),
+        rows=-(-cluster_words * sums * per_word // cluster),
         samples=samples,
         groups=groups,
         exchange_words=streams * SLOTS * groups * sent * words * SAMPLES,
@@ -134,8 +134,8 @@ def _choice(
             tiles=tiles,
             m_tiles=warps,
             k_tiles=k_tiles,
-            words=-(-most_words // cluster),
-            head_words=-(-most_words // cluster),
+            words=-(-cluster_words // cluster),
+            head_words=-(-cluster_words // cluster),
             samples=samples,
             groups=groups,
             cluster=cluster,
@@ -150,14 +150,14 @@ def _choice(
 
 
 def _parcels(sets: int, cluster: int) -> int:
-    """How many a block finishes, at most."""
+    """Return the most parcels that a block finishes."""
     return -(-sets * SAMPLES // 8 // cluster)
 
 
-def _smem_bytes(problem: Problem, cell: Cell, warps: int, cluster: int, k_tiles: int, most_groups: int) -> int:
-    """Two buffers of the state, two of received sums for each group, what is read and written, carries and the rest.
+def _smem_bytes(problem: Problem, cell: Cell, warps: int, cluster: int, k_tiles: int, max_groups: int) -> int:
+    """Sum two buffers of the state, two of received sums for each group, inputs and outputs, carries and barriers.
 
-    As in grid_wide_shape.cuh; every finishing warp has memory of its own.
+    As in grid_wide_shape.cuh; every finishing warp has its own memory.
     """
     sums = 1 if problem.backward else cell.gates
     parcels = _parcels(warps // sums, cluster)
@@ -168,9 +168,9 @@ def _smem_bytes(problem: Problem, cell: Cell, warps: int, cluster: int, k_tiles:
     if cell.gates > 1:  # forward writes, and backward reads, y or its gradient and what was saved
         arrays, ahead, carry_bytes = 1 + cell.saved, INPUTS_AHEAD // 2, warp_parcels * 4 * FINISHERS * 4
     own_bytes = ahead * arrays * FINISHING_WARPS * warp_parcels * 8 * 8 * 4
-    frames_bytes = FINISHING_WARPS * most_groups * SAMPLES * 4
+    frames_bytes = FINISHING_WARPS * max_groups * SAMPLES * 4
     pieces = -(k_tiles // -PARTS // PIECE_TILES)
-    barriers = 2 * most_groups + 2 * pieces + 2
-    buffers = 2 * state_bytes + 2 * most_groups * received_bytes
+    barriers = 2 * max_groups + 2 * pieces + 2
+    buffers = 2 * state_bytes + 2 * max_groups * received_bytes
     ready_bytes = warp_parcels * 2 * 4 * FINISHERS * 16 if cell.gates > 1 and problem.backward and warps == 12 else 0
-    return buffers + own_bytes + frames_bytes + most_groups * carry_bytes + ready_bytes + 8 * barriers
+    return buffers + own_bytes + frames_bytes + max_groups * carry_bytes + ready_bytes + 8 * barriers

@@ -125,7 +125,7 @@ def test_weights_in_shared_memory(
     cell: str, hidden: int, chip: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of all instructions along K but one, where the chip has those from the 29th on; forward two streams."""
-    monkeypatch.setattr(wide, "GATES", replace(wide.GATES, most_k_tiles={2: 1}))
+    monkeypatch.setattr(wide, "GATES", replace(wide.GATES, max_k_tiles={2: 1}))
     fewer = (("recurrent/grid_wide_shape.cuh", "K_TILES > 28 ? K_TILES - 28 : 0", "K_TILES > 1 ? K_TILES - 1 : 0"),)
     forward = the_choice(("streams", 2, 12, 1), cell, 34, hidden, False)
     backward = the_choice(("wide", 9, 2, 2), cell, 34, hidden, True)
