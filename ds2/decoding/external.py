@@ -171,7 +171,14 @@ class LexiconSearch:
         self.words = [w for w in lm.vocabulary if w not in (UNKNOWN, START, END) and labels.keys() >= set(w)]
         known = dictionary.Dictionary([*self.words, UNKNOWN])
         with arpa_file(lm, options.lm) as arpa:
-            self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
+            try:
+                self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
+            except RuntimeError as error:  # such as a model of single words
+                reason = str(error).strip().splitlines()[-1]
+                raise DecodeError(
+                    f"decode.method=native with decode.lexicon=true cannot read this language model ({reason}): "
+                    "take decode.method=beam"
+                ) from error
         self.trie, start = self.decoding.Trie(len(alphabet), self.space), self.model.start(False)
         for index, word in enumerate(self.words):
             _, score = self.model.score(start, index)

@@ -135,6 +135,14 @@ def letters(path: str, first: float) -> Tensor:
     return probs.log()
 
 
+def test_a_model_that_the_native_search_cannot_read_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("flashlight.lib.text")
+    path = tmp_path / "unigrams.arpa"
+    path.write_text("\\data\\\nngram 1=4\n\n\\1-grams:\n-1\t<s>\n-1\t</s>\n-1\t<unk>\n-1\ta\n\n\\end\\\n")
+    with pytest.raises(DecodeError, match=r"native.*cannot read.*bigram.*decode\.method=beam"):
+        make_decoder(NATIVE, CHARACTERS, 0.02, CPU, read_arpa(path))
+
+
 def test_a_narrow_beam_keeps_the_likely_word_of_the_lexicon(tmp_path: Path) -> None:
     options = DecodeConfig(method="beam", lexicon=True, beam=1, alpha=1.0, beta=0.0)
     lm, log_probs = rare_and_common(tmp_path), letters("aaa", 0.6)
