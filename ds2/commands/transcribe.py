@@ -21,32 +21,79 @@ from ds2.audio.stream import Pcm16
 from ds2.commands.common import Parser, add_where, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
+from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import cues, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript
-from ds2.system.files import temporary_folder, write_text
+from ds2.system.files import check_writable, temporary_folder, write_text
 from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals
 from ds2.system.terminal import visible
 
 _STDIN = "-"
 _CAPTIONS = {"srt": srt, "vtt": vtt}
+_SUFFIXES = {"text": ".txt", "json": ".json", "srt": ".srt", "vtt": ".vtt"}  # of files, by format
 
 
-def audio_files(arguments: Sequence[str]) -> Iterator[str]:
+def audio_files(arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield the files that arguments name: a folder stands for the audio files in and below it, in order of name.
+
+    Yields:
+        The file, and the path of its output relative to the folder of outputs, still with the suffix of the audio.
 
     Raises:
         AudioError: a folder without audio.
     """
     for argument in arguments:
-        if argument == _STDIN or not Path(argument).is_dir():
-            yield argument
-            continue
-        files = sorted(p for p in Path(argument).rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
-        if not files:
-            raise AudioError(f"{argument}: no audio files in or below this folder ({', '.join(AUDIO_SUFFIXES)})")
-        yield from map(str, files)
+        folder = Path(argument)
+        if argument == _STDIN:
+            yield argument, Path("stdin.audio")
+        elif not folder.is_dir():
+            yield argument, Path(folder.name)
+        else:
+            files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in AUDIO_SUFFIXES and p.is_file())
+            if not files:
+                raise AudioError(f"{argument}: no audio files in or below this folder ({', '.join(AUDIO_SUFFIXES)})")
+            yield from ((str(file), file.relative_to(folder)) for file in files)
+
+
+def output_files(files: Sequence[tuple[str, Path]], form: str, out: Path | None, *, overwrite: bool) -> list[Path]:
+    """Return the file in which each transcript is written: in the folder `out`, or without one next to the audio.
+
+    Args:
+        files: as `audio_files` yields them.
+        form: a key of `_SUFFIXES`.
+        out: folder, which need not exist.
+        overwrite: existing files may be replaced, but not the audio itself.
+
+    Raises:
+        ConfigError: two files have the same output, or an output exists already.
+        UnwritableError: an output cannot be written.
+    """
+    sources: dict[Path, str] = {}
+    inputs = {Path(name).resolve() for name, _ in files if name != _STDIN}
+    outputs = []
+    for name, relative in files:
+        beside = relative if name == _STDIN else Path(name)
+        output = (beside if out is None else out / relative).with_suffix(_SUFFIXES[form])
+        real = output.resolve()
+        if real in sources:
+            raise ConfigError(
+                f"{sources[real]} and {name} would both be written to {output}: transcribe them in separate commands, "
+                "each with its own --out FOLDER"
+            )
+        if real in inputs:
+            raise ConfigError(f"the transcript of {name} would replace the input {output}: choose another --out FOLDER")
+        sources[real] = name
+        outputs.append(output)
+    existing = [str(output) for output in outputs if output.exists()]
+    if existing and not overwrite:
+        others = f", and {len(existing) - 1} more outputs do" if len(existing) > 1 else ""
+        raise ConfigError(
+            f"{existing[0]} exists already{others}: choose another folder with --out, or replace them with --overwrite"
+        )
+    check_writable(*outputs)
+    return outputs
 
 
 @contextmanager
@@ -71,17 +118,22 @@ def run(arguments: Sequence[str]) -> int:
     args = _parse(arguments)
     device = resolve_device(args.device)
     files = list(audio_files(args.files))
+    outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
+    if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
+        outputs = output_files(files, args.format, args.out, overwrite=args.overwrite)
     file = find_model(args.model)
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)
     if args.format in _CAPTIONS and not options.times:
         raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
     recogniser = Recogniser.of(loaded, options, device, args.precision)
-    write = _write_segments if args.stream else _write_whole
     failed = 0
-    for name in files:
+    for (name, _), output in zip(files, outputs, strict=True):
         try:
-            write(recogniser, name, args, alone=len(files) == 1)
+            if args.stream:
+                _write_segments(recogniser, name, args, alone=len(files) == 1)
+            else:
+                _write_whole(recogniser, name, args.format, output, alone=len(files) == 1)
         except (AudioError, DecodeError) as error:
             print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
             failed += 1
@@ -90,22 +142,21 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _write_whole(recogniser: Recogniser, name: str, args: argparse.Namespace, *, alone: bool) -> None:
-    """Transcribe a file and print it."""
+def _write_whole(recogniser: Recogniser, name: str, form: str, output: Path | None, *, alone: bool) -> None:
+    """Transcribe a file; write the transcript to `output` and print both names, or print it if `output` is None."""
     with _readable(name) as path:
         transcript = recogniser.transcribe(path)
-    if args.format in _CAPTIONS:
-        written = _CAPTIONS[args.format](cues(transcript.words))
-        if alone:
-            print(written, end="", flush=True)
-        else:
-            target = Path(name).with_suffix(f".{args.format}")
-            write_text(target, written)
-            print(f"{name}\t{target}", flush=True)
-    elif args.format == "json":
-        print(json.dumps(_record(name, transcript), ensure_ascii=False), flush=True)
+    if form in _CAPTIONS:
+        written = _CAPTIONS[form](cues(transcript.words))
+    elif form == "json":
+        written = json.dumps(_record(name, transcript), ensure_ascii=False) + "\n"
     else:
-        print(transcript.text if alone else f"{name}\t{transcript.text}", flush=True)
+        written = transcript.text + "\n"
+    if output is not None:
+        write_text(output, written)
+        print(f"{name}\t{output}", flush=True)
+    else:
+        print(f"{name}\t{written}" if form == "text" and not alone else written, end="", flush=True)
 
 
 def _write_segments(recogniser: Recogniser, name: str, args: argparse.Namespace, *, alone: bool) -> None:
@@ -172,11 +223,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("files", nargs="+", metavar="FILE", help="audio file, folder of them, or - for standard input")
     parser.add_argument(
         "--format",
-        choices=["text", "json", *_CAPTIONS],
+        choices=list(_SUFFIXES),
         default="text",
         help="text (with several files after the file name and a tab), one JSON object per file, or captions "
         "(on standard output; of several files next to each)",
     )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write one file for each audio file, in this folder; files of a folder keep their places below it",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files; without it they are an error")
     parser.add_argument(
         "--stream",
         action="store_true",
@@ -190,6 +248,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.stream and args.format in _CAPTIONS:
         parser.error(f"--stream writes text or json, not {args.format}")
+    if args.stream and args.out is not None:
+        parser.error("--stream writes to standard output: leave out --out, or redirect it with > FILE")
     if args.rate is not None and not (args.stream and _STDIN in args.files):
         parser.error("--rate is the rate of headerless samples: it needs --stream and -")
     return args

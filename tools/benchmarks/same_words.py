@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parse(parser, arguments)
     decode = [argument for argument in options.files if argument.startswith("decode.")]
-    files = list(audio_files([argument for argument in options.files if argument not in decode]))
+    files = [name for name, _ in audio_files([argument for argument in options.files if argument not in decode])]
     device, file = resolve_device(options.device), find_model(options.model)
     loaded = load_model(file, device)
     facts(options, device, f"streams and whole files, {options.model}")

@@ -177,6 +177,60 @@ def test_captions_of_one_file_are_printed_and_of_several_lie_beside_them(
     assert capsys.readouterr().out.splitlines()[1] == f"{another}\t{another.with_suffix(f'.{form}')}"
 
 
+def test_an_existing_file_is_replaced_only_with_overwrite(
+    make_model: Callable[..., Path], recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refusals come before the model is opened: they hold for one that does not exist."""
+    absent, another, out = str(tmp_path / "absent"), recording.with_suffix(".flac"), tmp_path / "out"
+    captions = ["--format", "srt", "--device", "cpu"]
+    soundfile.write(another, *soundfile.read(recording))
+    for destination in ([], ["--out", str(out)]):
+        assert main(["transcribe", absent, str(recording), str(another), *captions, *destination]) == 2
+        message = capsys.readouterr().err
+        assert f"{recording} and {another} would both be written to" in message and "--out FOLDER" in message
+    other = recording.with_name("other.wav")
+    other.write_bytes(recording.read_bytes())
+    corrected = recording.with_suffix(".srt")
+    corrected.write_text("corrected by hand", encoding="utf-8")
+    for model, *overwrite in ([absent], [str(make_model()), "--overwrite"]):
+        status = main(["transcribe", model, str(recording), str(other), *captions, *overwrite])
+        captured = capsys.readouterr()
+        if overwrite:
+            assert status == 0 and corrected.read_text(encoding="utf-8") == other.with_suffix(".srt").read_text("utf-8")
+        else:
+            assert status == 2 and f"{corrected} exists already" in captured.err and "--overwrite" in captured.err
+            assert corrected.read_text(encoding="utf-8") == "corrected by hand"
+
+
+@pytest.mark.parametrize(("form", "suffix"), [("text", ".txt"), ("json", ".json"), ("vtt", ".vtt")])
+def test_a_folder_of_outputs_has_the_places_of_the_audio(
+    make_model: Callable[..., Path],
+    recording: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    suffix: str,
+) -> None:
+    model, out, folder = str(make_model()), tmp_path / "new" / "out", tmp_path / "corpus"
+    for place in ("a/1.wav", "b/1.wav"):
+        (folder / place).parent.mkdir(parents=True)
+        (folder / place).write_bytes(recording.read_bytes())
+    one = ["transcribe", model, str(folder / "a/1.wav"), "--format", form, "--device", "cpu"]
+    assert main(one) == 0
+    printed = capsys.readouterr().out
+    assert main(["transcribe", model, str(folder), "--format", form, "--out", str(out), "--device", "cpu"]) == 0
+    assert (out / "a/1").with_suffix(suffix).read_text(encoding="utf-8") == printed
+    assert (out / "b/1").with_suffix(suffix).is_file()
+    assert main([*one, "--out", str(out / "a")]) == 2
+
+
+def test_an_input_is_never_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "audio.txt").write_bytes(b"RIFF")
+    audio = str(tmp_path / "audio.txt")
+    assert main(["transcribe", "absent", audio, "--out", str(tmp_path), "--overwrite", "--device", "cpu"]) == 2
+    assert "would replace the input" in capsys.readouterr().err
+
+
 def test_samples_of_standard_input_are_heard_as_they_come(
     make_model: Callable[..., Path],
     recording: Path,
@@ -222,7 +276,11 @@ def test_a_signal_ends_a_stream_and_its_last_words_are_told(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--stream", "--format", "srt"], "text or json"), (["--rate", "8000"], "--stream and -")],
+    [
+        (["--stream", "--format", "srt"], "text or json"),
+        (["--stream", "--out", "."], "standard output"),
+        (["--rate", "8000"], "--stream and -"),
+    ],
 )
 def test_options_that_do_not_go_together(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
