@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds2_ops.install import install_command
+
 from ds2.commands.common import Parser, real
 from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import LoadedModel, find_model, load_model
@@ -33,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         else:
             described = export_torch(loaded, path, chunk_s=chunk_s)
     except ImportError as error:
-        raise ConfigError(f"ds2 export needs {error.name}: pip install 'ds2-speech[export]'") from error
+        raise ConfigError(f"ds2 export needs {error.name}: {install_command('export')}") from error
     _print_summary(path, loaded, described)
     if for_sherpa:
         print(

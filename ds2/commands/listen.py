@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
@@ -87,7 +88,7 @@ def _import_sounddevice() -> Any:
     try:
         import sounddevice
     except ImportError as error:
-        raise ConfigError("ds2 listen needs sounddevice: pip install 'ds2-speech[listen]'") from error
+        raise ConfigError(f"ds2 listen needs sounddevice: {install_command('listen')}") from error
     except OSError as error:  # PortAudio
         raise ConfigError(
             f"ds2 listen: {error}: install it, on Debian and Ubuntu `apt install libportaudio2`"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from ds2_ops.install import install_command
 
 from ds2.commands.common import Parser, add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
@@ -34,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         from ds2.serve.limits import Limits
         from ds2.serve.processes import Recognisers, Workers
     except ImportError as error:
-        raise ConfigError(f"ds2 serve needs {error.name}: pip install 'ds2-speech[serve]'") from error
+        raise ConfigError(f"ds2 serve needs {error.name}: {install_command('serve')}") from error
     needed_files = options.sessions + _OTHER_FILES
     if allow_files(needed_files) < needed_files:
         raise ConfigError(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from ds2_ops.install import install_command
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
@@ -85,7 +86,7 @@ def _open_group(backend: str, start: Launched) -> ProcessGroup:
         from ds2.distributed.mpi import open_mpi
     except ImportError as error:
         raise ConfigError(
-            f"{start.world} ranks were started, but MPI cannot be loaded ({error}): pip install 'ds2-speech[mpi]' for "
+            f"{start.world} ranks were started, but MPI cannot be loaded ({error}): {install_command('mpi')} for "
             "mpi4py and Open MPI, or mpi4py built for your cluster's MPI; without MPI start with "
             f'torchrun --nproc-per-node {start.world} "$(which ds2)" ...'
         ) from error

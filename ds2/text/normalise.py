@@ -115,9 +115,7 @@ def _speller(language: str) -> Callable[..., str]:
     try:
         import num2words
     except ImportError as error:
-        raise NormaliseError(
-            f"alphabet.numbers={language} needs num2words: pip install num2words, or the extra `text` of ds2"
-        ) from error
+        raise NormaliseError(f"alphabet.numbers={language} needs num2words: pip install num2words") from error
     known = sorted(set(num2words.CONVERTER_CLASSES) - set(_ENDLESS))
     if language not in known and _language(language) not in known:
         raise NormaliseError(

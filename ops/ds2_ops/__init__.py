@@ -10,6 +10,7 @@ spectrum         normalised log power spectra of samples
 optimizer        the norm of all gradients, clipping and update
 peers            sums over the GPUs of a host
 lengths, checks  lengths of utterances; errors about arguments, choice of a backend
+install          the command that installs an extra from where this copy came
 jit              from a translation unit to a launch
 csrc             the kernels
 """

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ds2_ops.install import install_command
+
 ENTRY = "ds2_kernel"
 LAUNCH_REGISTERS = "DS2_LAUNCH_REGISTERS"  # a constant in some sources: registers that a thread must be compiled to
 _CSRC = Path(__file__).parents[1] / "csrc"
@@ -135,7 +137,7 @@ def compiler_version() -> str:
     except ImportError as error:
         raise RuntimeError(
             "the persistent kernels need cuda-core, cuda-bindings and nvidia-cuda-nvrtc, which are not installed: "
-            "pip install 'ds2-speech[gpu]', or use backend='gemm'"
+            f"{install_command('gpu')}, or use backend='gemm'"
         ) from error
     try:
         status, major, minor = nvrtc.nvrtcVersion()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ds2_ops.install import install_command
 
 from ds2.audio.read import read_audio
 from ds2.cli import main
@@ -96,7 +97,7 @@ def test_what_is_missing_is_named(
     model = str(make_model())
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     assert main(["listen", model]) == 2
-    assert "ds2-speech[listen]" in capsys.readouterr().err
+    assert install_command("listen") in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "sounddevice", fake([], ()))
     assert main(["listen", model, "--device", "cpu"]) == 2
     assert "no microphone" in capsys.readouterr().err
