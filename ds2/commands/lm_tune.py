@@ -14,7 +14,7 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import DecodeError
-from ds2.decoding.methods import make_decoder
+from ds2.decoding.methods import METHODS, make_decoder
 from ds2.lm.files import load_ngram
 from ds2.lm.recurrent import load_recurrent
 from ds2.model.checkpoint import find_model, load_model
@@ -57,9 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     file, device = find_model(arguments.model), resolve_device(arguments.device)
     loaded, lm = load_model(file, device), load_ngram(arguments.lm)
     options = resolve_options(arguments.overrides, file, loaded.config, tuned=False)
-    if options.method == "greedy":
+    if "alpha" not in METHODS[options.method].options:
         if any(override.split("=")[0] in ("decode", "decode.method") for override in arguments.overrides):
-            raise DecodeError("decode.method=greedy has no weights to tune: take decode=beam or decode=native")
+            raise DecodeError(
+                f"decode.method={options.method} has no weights to tune: take decode=beam or decode=native"
+            )
         options = replace(options, method="beam")
     options = replace(options, lm=str(arguments.lm.resolve()), beam=arguments.beam)
     make_decoder(options, loaded.alphabet, 1.0, device, lm)  # raises errors before the model runs

@@ -221,7 +221,7 @@ class DecodeConfig:
     beta: float = number(1.5, -1e6, 1e6)  # bonus for each word
     unknown_score: float = number(-23.0, -1e9, 1e9)  # added to log p_lm of words outside a word model's vocabulary
     lexicon: bool = False  # allow only words of the language model and hot words
-    hot_words: list[str] = field(default_factory=list)  # words to prefer, as the network writes them
+    hot_words: list[str] = field(default_factory=list)  # words to prefer, as the network writes them; beam: phrases too
     hot_word_bonus: float = number(10.0, -1e6, 1e6)  # bonus for each hot word
     label_min_log_prob: float = number(-5.0, -UNLIMITED, 0, below=True)  # ignore less likely labels of a frame
     prune: float = number(10.0, 0, 1e12, above=True)  # drop hypotheses this far below the best one at each frame

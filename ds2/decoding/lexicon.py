@@ -125,7 +125,9 @@ def build_trie(
     codes = spelling.codes
     bad = [word for word in hot_words if not word or not codes.keys() >= set(word)]
     if bad:
-        raise LexiconError(f"hot words {bad}: give single words in characters that the network writes")
+        raise LexiconError(
+            f"hot words {bad}: give single words in characters that the network writes; phrases need decode.method=beam"
+        )
     listed = [word for word in words if codes.keys() >= set(word)]
     known = len(listed)
     everything = [*listed, *hot_words]

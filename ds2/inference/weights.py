@@ -163,8 +163,14 @@ def fold(model: AcousticModel, delay_in: int = 0) -> NetworkWeights:
     return NetworkWeights(model.bins, convs, modules, weight, bias, delay)
 
 
-def _scale_and_shift(norm: SequenceBatchNorm) -> tuple[Tensor, Tensor]:
-    """s and t of batch norm in evaluation, float64 (C,) each."""
+def _scale_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Scale and shift of batch norm in evaluation, float64 (C,) each.
+
+    Raises:
+        TypeError: another norm, which cannot be folded into a product.
+    """
+    if not isinstance(norm, SequenceBatchNorm):
+        raise TypeError(f"{type(norm).__name__} cannot be folded: describe it as a layer of its own in this module")
     scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 
@@ -173,7 +179,7 @@ def _norm_behind(weight: Tensor, bias: Tensor | None, norm: nn.Module | None) ->
     """Weight (C, ...) and bias (C,) of a product and the norm behind it, float64."""
     weight = weight.double()
     shift = weight.new_zeros(len(weight)) if bias is None else bias.double()
-    if not isinstance(norm, SequenceBatchNorm):
+    if norm is None:
         return weight, shift
     scale, offset = _scale_and_shift(norm)
     return weight * scale.view(-1, *[1] * (weight.dim() - 1)), shift * scale + offset
@@ -182,7 +188,7 @@ def _norm_behind(weight: Tensor, bias: Tensor | None, norm: nn.Module | None) ->
 def _norm_before(weight: Tensor, bias: Tensor, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
     """Weight (V, H) and bias (V,) of a product and the norm before it, float64."""
     weight = weight.double()
-    if not isinstance(norm, SequenceBatchNorm):
+    if norm is None:
         return weight, bias
     scale, shift = _scale_and_shift(norm)
     return weight * scale, bias + weight @ shift

@@ -36,9 +36,10 @@ from ds2.serve.limits import LimitError, Limits
 from ds2.serve.protocols.openai_realtime import Realtime
 from ds2.serve.protocols.openai_rest import Transcriptions
 from ds2.serve.protocols.vosk import Vosk
-from ds2.serve.protocols.websocket import Endpoint
+from ds2.serve.protocols.websocket import Client, ProtocolRoute
 
 log = logging.getLogger(__name__)
+PROTOCOLS: dict[str, type[Client]] = {"/v1/realtime": Realtime, "/": Vosk}  # WebSockets by their path
 _SHUTDOWN_S = 30  # for requests that are being answered
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORTS = {"http": 80, "https": 443}
@@ -58,19 +59,18 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
         return Response(await engine.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     rest = Transcriptions(engine, limits)
-    realtime, vosk = (Endpoint(protocol, engine, limits) for protocol in (Realtime, Vosk))
+    websockets = {path: ProtocolRoute(protocol, engine, limits) for path, protocol in PROTOCOLS.items()}
     routes: list[BaseRoute] = [
         Route("/", page()),
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/v1/audio/transcriptions", rest.__call__, methods=["POST"]),
-        WebSocketRoute("/v1/realtime", realtime.__call__),
-        WebSocketRoute("/", vosk.__call__),
+        *(WebSocketRoute(path, route.__call__) for path, route in websockets.items()),
     ]
 
     async def end() -> None:
         engine.end()
-        await asyncio.gather(realtime.end(), vosk.end())
+        await asyncio.gather(*(route.end() for route in websockets.values()))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -69,7 +69,7 @@ class Limits:
     idle_s: float = 60.0
     api_key: str = ""  # empty: whoever reaches the port is served
     host: str = "127.0.0.1"  # where the server listens
-    allow_hosts: tuple[str, ...] = ()  # more names of the server, see `ds2.serve.guard`
+    allow_hosts: tuple[str, ...] = ()  # more names of the server, see `ds2.serve.http.Guard`
     allow_origins: tuple[str, ...] = ()  # sites whose pages may use it
 
     def check_key(self, connection: HTTPConnection) -> None:

@@ -86,7 +86,7 @@ def test_lm_build_names_file_or_folder(disk: Disk, tmp_path: Path, capsys: pytes
     for options, told in (
         (["--output", str(small / "t.lm")], f"{small}/t.lm could not be written"),
         (["--output", str(fine), "--arpa", str(small / "t.arpa")], f"{small}/t.arpa could not be written"),
-        (["--output", str(fine), "--temp-dir", str(small), "--memory-mib", "1"], f"do not fit {small}"),
+        (["--output", str(fine), "--temp-dir", str(small), "--memory-mib", "1"], f"do not fit in {small}"),
     ):
         assert main([*build, *options]) == 2
         assert told in said(capsys) and not list(small.iterdir())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -60,7 +60,12 @@ class BeamDecoder:
             )
         self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
         self.second_pass = second_pass
+        single = [word for word in options.hot_words if len(word.split()) <= 1]
+        self.phrases: HotWords = {phrase: None for phrase in options.hot_words if phrase not in single}
+        options = replace(options, hot_words=single)
         fusion = Fusion(alphabet, options, lm, device)
+        if self.phrases:
+            fusion.trie.add_phrases(self.phrases)  # refuses characters that the network cannot write
         self.search = BatchedBeamSearch(fusion, options)
         self.hot_characters = frozenset(fusion.trie.codes)
         self.lexicon = {*lm.vocabulary, *options.hot_words} if options.lexicon and lm is not None else None
@@ -71,7 +76,7 @@ class BeamDecoder:
         if not len(lengths):
             return []
         log_probs = log_probs.float().to(self.device)
-        if self.search.kernel is not None and self.search.kernel.fits(log_probs):
+        if not self.phrases and self.search.kernel is not None and self.search.kernel.fits(log_probs):
             rows = self._rescored(self.hypotheses(self.search.search(log_probs, lengths)))
             return add_word_times(rows, log_probs, lengths, self.alphabet, self.frame_s) if self.options.times else rows
         decoding = self.start(len(lengths))
@@ -84,7 +89,7 @@ class BeamDecoder:
         Raises:
             LexiconError: hot words that the network cannot write, or too many.
         """
-        return BeamDecoding(self, rows, hot_words)
+        return BeamDecoding(self, rows, {**self.phrases, **(hot_words or {})})
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         """Decode the next frames of several decodings in one batch; see `Decoder`."""

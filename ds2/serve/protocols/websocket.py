@@ -100,8 +100,8 @@ class Client:
         self.session, self._samples = None, Pcm16()
 
 
-class Endpoint:
-    """The route of a protocol."""
+class ProtocolRoute:
+    """The route of a WebSocket protocol: its connections, from accept to close."""
 
     def __init__(self, protocol: type[Client], engine: EngineClient, limits: Limits) -> None:
         self.protocol, self.engine, self.limits = protocol, engine, limits

@@ -64,6 +64,19 @@ def test_a_phrase_is_found_that_the_beam_would_lose() -> None:
 
 
 @pytest.mark.parametrize("lexicon", [False, True])
+def test_a_phrase_of_the_settings_counts_as_one_of_a_session(lexicon: bool, tmp_path: Path) -> None:
+    options, lm = replace(OPEN, lexicon=lexicon, hot_word_bonus=9.0), language_model(tmp_path, "word")
+    configured = BeamDecoder(CHARACTERS, replace(options, hot_words=["b b", "ab"]), lm, 0.02, CPU)
+    plain = BeamDecoder(CHARACTERS, options, lm, 0.02, CPU)
+    log_probs, lengths = speechlike(40, 4, 4).log_softmax(2), torch.full((4,), 40)
+    session = plain.start(4, {"b b": None, "ab": None})
+    session.step(log_probs, lengths)
+    texts = [row[0].text for row in configured.decode(log_probs, lengths)]
+    assert texts == [row[0].text for row in session.finish()]
+    assert texts != [row[0].text for row in plain.decode(log_probs, lengths)]
+
+
+@pytest.mark.parametrize("lexicon", [False, True])
 def test_sessions_with_other_hot_words_share_a_batch(lexicon: bool, tmp_path: Path) -> None:
     decoder = BeamDecoder(CHARACTERS, replace(OPEN, lexicon=lexicon), language_model(tmp_path, "word"), 0.02, CPU)
     log_probs = speechlike(40, 4, 4).log_softmax(2)

@@ -210,7 +210,9 @@ def test_vocabulary_and_hot_words_must_fit_the_alphabet(tmp_path: Path) -> None:
     with pytest.raises(LanguageModelError, match="alphabet"):
         make_decoder(WIDE, Alphabet(("", " ", "x", "y")), 0.02, CPU, lm)
     with pytest.raises(LexiconError, match="hot words"):
-        make_decoder(replace(WIDE, hot_words=["a b"]), CHARACTERS, 0.02, CPU)
+        make_decoder(replace(WIDE, hot_words=["a!"]), CHARACTERS, 0.02, CPU)
+    with pytest.raises(LexiconError, match="hot phrases"):
+        make_decoder(replace(WIDE, hot_words=["a b!"]), CHARACTERS, 0.02, CPU)
     with pytest.raises(LexiconError, match="language model of words"):
         make_decoder(replace(WIDE, lexicon=True), CHARACTERS, 0.02, CPU)
 

@@ -228,7 +228,7 @@ def test_a_model_of_pieces_scores_texts_of_characters(tmp_path: Path, capsys: py
     assert characters.normalises_as(alphabet) and alphabet.normalises_as(characters)
     assert not characters.normalises_as(Alphabet(("", " ", "A", "B"), "upper"))
     assert not characters.normalises_as(Alphabet(("", " ", "a", "b"), replace=(("c", "a"),)))
-    with pytest.raises(LanguageModelError, match="give one of both"):
+    with pytest.raises(LanguageModelError, match="--pieces and --model exclude each other"):
         run(["train", str(text), "--output", lm, *cut, "--model", lm])
 
 
