@@ -57,6 +57,8 @@ def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequenc
         )
     utterances = [m for m in measured if isinstance(m, Utterance)]
     problems = [*problems, *(m for m in measured if isinstance(m, str))]
+    # names that are not UTF-8 are written as escapes: a log may take nothing else
+    problems = [problem.encode("utf-8", "backslashreplace").decode("utf-8") for problem in problems]
     if problems:
         more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         if not skip_bad:

@@ -63,7 +63,9 @@ def test_hidden_files_are_ignored_and_texts_that_are_not_utf_8_skipped(tmp_path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
 @pytest.mark.parametrize("name", ["f\udcfc.wav", "f\udcfcr/1.wav"])
-def test_names_that_are_not_utf_8_are_reported_since_no_manifest_can_hold_them(tmp_path: Path, name: str) -> None:
+def test_names_that_are_not_utf_8_are_reported_since_no_manifest_can_hold_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     record(tmp_path / "a.wav", "good")
     record(tmp_path / "b.wav", "bad name")
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -72,5 +74,6 @@ def test_names_that_are_not_utf_8_are_reported_since_no_manifest_can_hold_them(t
     with pytest.raises(ImporterError, match=r"1 of 2(.|\n)*f\\udcfc.*is not UTF-8(.|\n)*rename"):
         import_corpus("folder", tmp_path)
     utterances = import_corpus("folder", tmp_path, skip_bad=True)
+    assert r"f\udcfc" in caplog.text.encode("utf-8").decode("utf-8")
     write_manifest(tmp_path / "manifest.jsonl", utterances)
     assert [u.text for u in utterances] == ["good"]
