@@ -67,7 +67,7 @@ def test_what_may_not_be_written_is_named_or_done_without(
         ([*train, f"data.work_dir={forbidden / 'work'}"], 0, "every epoch decodes its audio again"),
         (["evaluate", model, str(tone_manifest), *lone, "--out", str(forbidden / "report")], 2, f"{forbidden}/report"),
         ([*build, str(forbidden / "t.lm")], 2, f"{forbidden}/t.lm could not be written"),
-        ([*build, str(tmp_path / "t.lm"), "--temp-dir", str(forbidden)], 2, "choose another with --temp-dir"),
+        ([*build, str(tmp_path / "t.lm"), "--temp-dir", str(forbidden)], 2, "choose another folder with --temp-dir"),
         ([*build, str(tmp_path / "t.lm"), "--arpa", str(arpa)], 0, "wrote"),
         (["transcribe", model, str(recording), *lone, "decode=beam", f"decode.lm={tmp_path / 't.lm'}"], 0, ""),
         (["transcribe", model, str(recording), *lone, "decode=native", f"decode.lm={tmp_path / 't.lm'}"], 0,
