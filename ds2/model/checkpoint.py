@@ -55,9 +55,15 @@ class LoadedModel:
 
 
 def save_model(
-    path: Path, model: AcousticModel, features: Features, alphabet: Alphabet, config: Config, metrics: Mapping[str, Any]
+    path: Path,
+    model: AcousticModel,
+    features: Features,
+    alphabet: Alphabet,
+    config: Config,
+    metrics: Mapping[str, Any],
+    **options: Any,
 ) -> None:
-    """Write a model file, atomically."""
+    """Write a model file, atomically; `options` are those of `ds2.system.tensor_file.save`."""
     tensors = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
     metadata = {
         "kind": "model",
@@ -65,7 +71,7 @@ def save_model(
         "alphabet": alphabet.to_dict(),
         "metrics": dict(metrics),
     }
-    save(path, tensors, metadata)
+    save(path, tensors, metadata, **options)
 
 
 def find_model(path: Path) -> Path:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,24 +35,53 @@ class CheckpointError(UserError):
     """A file cannot be written or is not a ds2 checkpoint; the message names the file and what to do."""
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+def _call(write: Callable[[], None]) -> None:
+    write()
+
+
+def save(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    run: Callable[[Callable[[], None]], None] = _call,
+    copies: dict[str, Tensor] | None = None,
+) -> None:
     """Write tensors of any shape and dtype and JSON-serialisable metadata as one file, atomically.
 
+    Args:
+        path: of the file.
+        tensors, metadata: its content.
+        run: receives the function that writes, once the tensors are copied; it may call it later, in any thread.
+        copies: the memory of former copies, which is used again, several times as fast as new memory; changed. No
+            function of a former call may still run.
+
     Raises:
-        CheckpointError: the folder is not writable or the disk is full; an older file at `path` is unchanged.
+        CheckpointError: where the file is written: the folder is not writable or the disk is full; an older file at
+            `path` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    try:
-        with atomic_file(path) as partial:
-            save_file(contiguous, partial, metadata=make_header({"format": FORMAT_VERSION, **metadata}, contiguous))
-    except (OSError, SafetensorError) as error:
-        free = shutil.disk_usage(path.parent).free
-        raise CheckpointError(
-            f"{path} could not be written ({error}); {free / 2**20:.1f} MiB are free there and about "
-            f"{sum(t.nbytes for t in contiguous.values()) / 2**20:.1f} are needed. The previous file is untouched; "
-            "free some space and start the same command again, it resumes"
-        ) from error
+    copies = {} if copies is None else copies
+    for name in set(copies) - set(tensors):
+        del copies[name]
+    for name, value in tensors.items():
+        copy = copies.get(name)
+        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+            copies[name] = torch.empty(value.shape, dtype=value.dtype)
+        copies[name].copy_(value.detach())
+
+    def write() -> None:
+        try:
+            with atomic_file(path) as partial:
+                save_file(copies, partial, metadata=make_header({"format": FORMAT_VERSION, **metadata}, copies))
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(path.parent).free
+            raise CheckpointError(
+                f"{path} could not be written ({error}); {free / 2**20:.1f} MiB are free there and about "
+                f"{sum(t.nbytes for t in copies.values()) / 2**20:.1f} are needed. The previous file is untouched; "
+                "free some space and start the same command again, it resumes"
+            ) from error
+
+    run(write)
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -58,10 +58,16 @@ def train(config: Config, run_dir: Path) -> int:
 def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
     with interrupts.at_once():
         trainer = Trainer(config, run_dir, comm)
-    progress = trainer.progress
     if comm.rank == 0:
         save_config(config, run_dir / "config.yaml")
         log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
+    with trainer.files:
+        return _run(trainer, interrupts)
+
+
+def _run(trainer: Trainer, interrupts: Interrupts) -> int:
+    """Train until training ends or is stopped; returns the exit status."""
+    config, run_dir, comm, progress = trainer.config, trainer.run_dir, trainer.comm, trainer.progress
     board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
@@ -78,6 +84,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
         # An evaluation may be long: who is killed in it loses no step.
         if interrupts.agree(comm) or not complete or due:
             trainer.files.save()
+            trainer.files.wait()
         if interrupts.agree(comm):  # after rank 0 has written: a signal may end the job from here
             continue
         metrics: dict[str, float] = {}
@@ -93,6 +100,7 @@ def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interr
             trainer.files.save()
         if interrupts.agree(comm) and complete and not keep:
             trainer.files.save()
+            trainer.files.wait()
             interrupts.agree(comm)
     log.info("stopped after step %d: %s", progress.step, reason)
     last = progress.epoch - (progress.batch == 0)  # epoch that took a step
@@ -158,8 +166,9 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             timed = 0 < 60 * config.checkpoint.every_minutes < now - saved_at
             stepped = config.checkpoint.every_steps > 0 and progress.step % config.checkpoint.every_steps == 0
             if timed or stepped:
-                trainer.files.save()
+                trainer.files.save_in_turn()
                 saved_at = time.monotonic()
+            trainer.files.check()
     progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
     if epoch.steps:  # none where the run goes on from the end of an epoch
         log.info(

@@ -6,10 +6,15 @@ import fcntl
 import logging
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from torch import Tensor
 
 from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
@@ -22,6 +27,7 @@ from ds2.training.state import TrainState, save_state
 
 log = logging.getLogger(__name__)
 _FREE_BYTES_AT_START = 256 * 2**20
+_WRITER_NICE = 10
 
 
 @contextmanager
@@ -96,8 +102,45 @@ def _probe(run_dir: Path) -> None:
         )
 
 
+class BackgroundWriter:
+    """Runs functions that write files, in order, in a thread beside the training."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "ds2-save", _yield_to_steps)
+        self._running: list[Future[None]] = []
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Run a function after all former ones; if one of these fails, it is not called."""
+        former = self._running[-1] if self._running else None
+
+        def after_former() -> None:
+            if former is None or former.exception() is None:
+                write()
+
+        self._running.append(self._thread.submit(after_former))
+
+    def busy(self) -> bool:
+        """Return whether a function is running or waiting to run; raises the error of one that failed."""
+        while self._running and self._running[0].done():
+            self._running.pop(0).result()
+        return bool(self._running)
+
+    def wait(self) -> None:
+        """Wait for all functions; raises the error of the first one that failed."""
+        wait(self._running)
+        self.busy()
+
+
+def _yield_to_steps() -> None:
+    """Let steps have the cores first; Linux has priorities of threads, which threads that they start inherit."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICE)
+
+
 class RunFiles:
-    """Writes the models and the trainer state of a run; all ranks call it, rank 0 writes.
+    """Writes the models and the trainer state of a run beside its steps; all ranks call it, rank 0 writes.
+
+    What is written is copied at once, so that the steps that follow do not change it.
 
     Args:
         run_dir: the folder.
@@ -113,6 +156,9 @@ class RunFiles:
     ) -> None:
         self.run_dir, self.config, self.state = run_dir, config, state
         self.alphabet, self.precision, self.comm = alphabet, precision, comm
+        self._writer = BackgroundWriter()
+        self._copies: dict[str, Tensor] = {}
+        self._warned = False
 
     def keep_best(self, scores: Mapping[str, float]) -> bool:
         """Write `best.safetensors` where these are the best scores so far; returns whether they are.
@@ -135,14 +181,44 @@ class RunFiles:
         keep = self.config.checkpoint.keep_last
         if keep > 1 and self.comm.rank == 0:
             self._save_model(f"epoch-{self.state.progress.epoch:04d}", metrics)
-            for old in sorted(self.run_dir.glob("epoch-*.safetensors"))[:-keep]:
-                old.unlink()
+            self._writer.run(lambda: _remove_all_but(keep, self.run_dir))
 
     def save(self) -> None:
-        """Write the trainer state, from which the run goes on exactly as if it had not stopped."""
+        """Write the trainer state, from which the run goes on exactly as if it had not stopped.
+
+        At most one state is being written: this waits for the former one.
+        """
         if self.comm.rank == 0:
             with self.comm.status.slow("saving"):
-                save_state(self.run_dir, self.state, self.config)
+                self._writer.wait()
+                save_state(self.run_dir, self.state, self.config, run=self._writer.run, copies=self._copies)
+
+    def save_in_turn(self) -> None:
+        """As `save`, in mid-epoch; warns where the former save is not complete, so that the run waits for it."""
+        if self._writer.busy() and not self._warned:
+            self._warned = True
+            log.warning(
+                "the run waits for its saves: writing one to %s takes longer than the time from one to the next. Raise "
+                "checkpoint.every_steps or checkpoint.every_minutes, or give a run_dir on a faster disk",
+                self.run_dir,
+            )
+        self.save()
+
+    def check(self) -> None:
+        """Raise the error of a write that failed."""
+        self._writer.busy()
+
+    def __enter__(self) -> RunFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait until everything is written, also after an error."""
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until everything is written; raises the first error."""
+        with self.comm.status.slow("saving"):
+            self._writer.wait()
 
     def _save_model(self, name: str, metrics: Mapping[str, float]) -> None:
         """Write the weights that evaluation uses as one self-contained model file."""
@@ -157,4 +233,11 @@ class RunFiles:
             "git_commit": git_commit(),
         }
         path = self.run_dir / f"{name}.safetensors"
-        save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts)
+        run = self._writer.run
+        save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts, run=run)
+
+
+def _remove_all_but(keep: int, run_dir: Path) -> None:
+    """Remove the models of all epochs but the last ones."""
+    for old in sorted(run_dir.glob("epoch-*.safetensors"))[:-keep]:
+        old.unlink()

@@ -134,14 +134,14 @@ def state_file(run_dir: Path) -> Path:
     return run_dir / "trainer.safetensors"
 
 
-def save_state(run_dir: Path, state: TrainState, config: Config) -> None:
-    """Write what `read_state` reads.
+def save_state(run_dir: Path, state: TrainState, config: Config, **options: Any) -> None:
+    """Write what `read_state` reads; `options` are those of `ds2.system.tensor_file.save`.
 
     Raises:
         CheckpointError: the file cannot be written; the old one is untouched.
     """
     metadata = {"kind": "trainer", "progress": asdict(state.progress), "config": config_to_dict(config)}
-    save(state_file(run_dir), _named(state.tensors()), metadata)
+    save(state_file(run_dir), _named(state.tensors()), metadata, **options)
 
 
 def read_state(run_dir: Path, config: Config, fresh: TrainState) -> tuple[Parts, Progress]:

@@ -65,6 +65,7 @@ def test_a_state_without_some_of_its_tensors_does_not_resume(
     trainer = Trainer(config, tmp_path)
     trainer.step(trainer.epoch(trainer.plan()), trainer.plan()[:1])
     trainer.files.save()
+    trainer.files.wait()
     path = tmp_path / "trainer.safetensors"
     tensors, metadata = load(path)
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(lost)}
@@ -78,6 +79,7 @@ def test_a_state_with_damaged_metadata_does_not_resume(tiny_config: MakeConfig, 
     config = tiny_config("train.max_steps=1")
     trainer = Trainer(config, tmp_path)
     trainer.files.save()
+    trainer.files.wait()
     path = tmp_path / "trainer.safetensors"
     tensors, metadata = load(path)
     progress = metadata["progress"]
