@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ds2.cli import main
+from ds2.config.schema import Config
 from ds2.distributed.communicator import Communicator
-from ds2.system.tensor_file import CheckpointError
-from ds2.training.run_folder import make_folder, sole_use
+from ds2.system.tensor_file import CheckpointError, load
+from ds2.system.tensor_file import save as write_tensors
+from ds2.training import run_folder
+from ds2.training.loop import train
+from ds2.training.run_folder import BackgroundWriter, make_folder, sole_use
+from ds2.training.state import save_state
 
 
 @pytest.mark.parametrize(
@@ -47,3 +56,66 @@ def test_the_lock_of_a_folder_that_goes_away_is_no_lock(tmp_path: Path, monkeypa
         sole_use(tmp_path, Communicator(torch.device("cpu"))),
     ):
         pass
+
+
+def test_a_writer_keeps_the_order_and_after_an_error_writes_nothing_more() -> None:
+    writer, go_on = BackgroundWriter(), threading.Event()
+    written: list[int] = []
+
+    def fail() -> None:
+        raise CheckpointError("the disk is full")
+
+    writer.run(lambda: written.append(0) if go_on.wait(60) else None)
+    writer.run(lambda: written.append(1))
+    assert writer.busy() and not written
+    go_on.set()
+    writer.wait()
+    assert written == [0, 1] and not writer.busy()
+    writer.run(fail)
+    writer.run(lambda: written.append(2))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        writer.wait()
+    assert written == [0, 1]
+
+
+def test_a_file_that_is_written_later_holds_the_tensors_of_the_call(tmp_path: Path) -> None:
+    later: list[Callable[[], None]] = []
+    copies: dict[str, torch.Tensor] = {}
+    value = torch.arange(6.0).view(2, 3)
+    write_tensors(tmp_path / "first", {"a": value.t(), "b": torch.ones(1)}, {}, run=later.append, copies=copies)
+    value.zero_()
+    later.pop()()
+    assert torch.equal(load(tmp_path / "first")[0]["a"], torch.arange(6.0).view(2, 3).t())
+    write_tensors(tmp_path / "second", {"a": torch.ones(2, dtype=torch.int64)}, {}, run=later.append, copies=copies)
+    later.pop()()
+    assert load(tmp_path / "second")[0].keys() == {"a"}
+    assert torch.equal(load(tmp_path / "second")[0]["a"], torch.ones(2, dtype=torch.int64))
+
+
+def test_steps_go_on_while_a_state_is_written_and_a_slow_disk_is_named(
+    tiny_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "the run waits for its saves" in record.getMessage():
+                warned.set()
+
+    def save_slowly(*arguments: Any, run: Callable[[Callable[[], None]], None], **options: Any) -> None:
+        def write_after_the_warning(write: Callable[[], None]) -> None:
+            run(lambda: write() if warned.wait(60) else None)  # it comes with the save after the next step
+
+        save_state(*arguments, run=write_after_the_warning, **options)
+
+    listener = Listener()
+    logging.getLogger("ds2").addHandler(listener)
+    monkeypatch.setattr(run_folder, "save_state", save_slowly)
+    settings = ("data.dev=[]", "train.epochs=2", "checkpoint.every_steps=1")
+    assert train(tiny_config(*settings), tmp_path / "slow") == 0
+    logging.getLogger("ds2").removeHandler(listener)
+    assert warned.is_set()
+    monkeypatch.undo()
+    assert train(tiny_config(*settings), tmp_path / "fast") == 0
+    ends = [load(tmp_path / name / "trainer.safetensors")[0] for name in ("slow", "fast")]
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
