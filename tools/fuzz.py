@@ -3,6 +3,7 @@
     python tools/fuzz.py inputs --cases 2000 --seed 7           damaged files and messages
     python tools/fuzz.py kernels --seconds 240 --workers 14     random problems on random tiles, on a GPU
     python tools/fuzz.py kills --kills 4                        kill -9 at random moments, then the same command again
+    python tools/fuzz.py simulation --seeds 10000               a server with its clients under a virtual clock
 
 `python tools/fuzz.py COMMAND --help` shows the options of each.
 """
@@ -17,6 +18,7 @@ COMMANDS = {
     "inputs": "fuzzing.inputs",
     "kernels": "fuzzing.kernels",
     "kills": "fuzzing.kills",
+    "simulation": "fuzzing.simulation",
 }
 
 if __name__ == "__main__":

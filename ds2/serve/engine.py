@@ -159,18 +159,30 @@ class Engine:
         while waiting or not ending:
             arrived = receive(not waiting)
             ending = ending or None in arrived
-            waiting += [chunk for chunk in arrived if chunk is not None and self._accept(chunk)]
-            failures = _Failures()
-            try:
-                waiting = self._answer_finished(waiting, failures)
-                batch = [chunk.live for chunk in waiting[: self.most_batch]]
-                if batch:
-                    self.metrics.batch.observe(len(batch))
-                    decode_sessions(batch, failures)
-            except Exception as error:  # of no single session: all that wait are told, and the thread goes on
-                for chunk in waiting:
-                    failures(chunk.live, error)
-            waiting = failures.answer(waiting)
+            waiting = self.turn(waiting, [chunk for chunk in arrived if chunk is not None])
+
+    def turn(self, waiting: Sequence[Chunk], arrived: Sequence[Chunk]) -> list[Chunk]:
+        """Accept chunks, answer those that are decoded to their end, and decode a block of the others in one batch.
+
+        Args:
+            waiting: what the last turn returned.
+            arrived: since then.
+
+        Returns:
+            The chunks that are not answered yet.
+        """
+        waiting = [*waiting, *(chunk for chunk in arrived if self._accept(chunk))]
+        failures = _Failures()
+        try:
+            waiting = self._answer_finished(waiting, failures)
+            batch = list(dict.fromkeys(chunk.live for chunk in waiting[: self.most_batch]))
+            if batch:
+                self.metrics.batch.observe(len(batch))
+                decode_sessions(batch, failures)
+        except Exception as error:  # of no single session: all that wait are told, and the thread goes on
+            for chunk in waiting:
+                failures(chunk.live, error)
+        return failures.answer(waiting)
 
     def _accept(self, chunk: Chunk) -> bool:
         """Give a chunk to its session; return whether that worked."""

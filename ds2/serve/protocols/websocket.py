@@ -105,7 +105,7 @@ class ProtocolRoute:
 
     def __init__(self, protocol: type[Client], engine: EngineClient, limits: Limits) -> None:
         self.protocol, self.engine, self.limits = protocol, engine, limits
-        self._connections: set[asyncio.Task[Any]] = set()
+        self._connections: list[asyncio.Task[Any]] = []
 
     async def end(self) -> None:
         """End all connections after their last results."""
@@ -118,7 +118,7 @@ class ProtocolRoute:
         """Serve a connection to its end."""
         client, task = self.protocol(self.engine, self.limits), asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
+        self._connections.append(task)
         try:
             await socket.accept("realtime" if "realtime" in socket.scope["subprotocols"] else None)
             self.limits.check_key(socket)
@@ -143,7 +143,7 @@ class ProtocolRoute:
         except UserError as error:
             await self._refuse(socket, client, str(error), BAD_DATA)
         finally:
-            self._connections.discard(task)
+            self._connections.remove(task)
             client.close_session()
 
     async def _refuse(self, socket: WebSocket, client: Client, message: str, code: int) -> None:

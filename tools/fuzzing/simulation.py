@@ -1,0 +1,755 @@
+"""The server's sessions, workers and engine in one process under a virtual clock: a seed replays any failure.
+
+    python tools/fuzz.py simulation --seeds 10000            from seed 0 on, on all cores
+    python tools/fuzz.py simulation --first 421 --seeds 1    one of them again
+    python tools/fuzz.py simulation --faults                 how soon each planted fault is found
+
+What runs is the server itself: ASGI application, protocols, sessions, batches, decoder, messages between processes.
+Simulated are the clock, sockets, threads, and the network, whose labels depend on all samples of a stream so far, so
+that a lost, doubled or foreign sample changes the text. Clients speak well or badly, leave, stop reading, or say
+nothing; one may bring audio that makes the network fail; a worker may be killed; the server may be stopped.
+
+After every run:
+
+- no connection waits for ever, nothing but a refusal ends one, and every session is closed;
+- every client that speaks well has the text that its audio has alone, or an answer that says why it has not;
+- a client whose server is stopped has the text of all the audio that was taken;
+- a run takes no more than two seconds of a processor, whatever a client sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import hashlib
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from fuzzing.virtual import Connection, LoopSocket, PeerSocket, StuckError, VirtualLoop
+from numpy.typing import NDArray
+
+from ds2.audio.features import Features
+from ds2.audio.stream import Pcm16
+from ds2.config.schema import FeaturesConfig
+from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.lexicon import HotWords
+from ds2.inference.runner import BlockOutput, BlockRunner
+from ds2.model.acoustic import AcousticModel
+from ds2.recognition import session as sessions
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import NEVER, Endpoints, Live
+from ds2.serve import engine as engines
+from ds2.serve import processes
+from ds2.serve.engine import Chunk, Engine, EngineClient, StreamResult, resolve
+from ds2.serve.http import application
+from ds2.serve.limits import Limits
+from ds2.serve.phrases import PhraseReader
+from ds2.serve.processes import RemoteRecogniser, WorkerLink
+from ds2.serve.protocols import vosk, websocket
+from ds2.text.alphabet import Alphabet
+
+RATE_HZ = 1000  # of the model: little audio makes many blocks
+REALTIME_HZ = 24000
+STRIDE = 2  # feature frames of an output frame
+LOOKAHEAD = 7  # output frames
+POISON = 0.99  # a sample above it makes the network fail
+IDLE_S = 60.0
+LONGEST_S = 2.0  # processor time of a run: more is work that grows with what a client sent
+PATIENCE_S = 3600.0  # virtual time after which a run is stuck
+ALPHABET = Alphabet(("", " ", *"abcdefgh"))
+
+
+class FoundError(AssertionError):
+    """A run broke a promise."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """What the network carries of a stream."""
+
+    blocks: int = 0
+    state: int = 1
+    labels: list[int] = field(default_factory=list)  # that wait for their lookahead
+
+
+class SimulatedRunner:
+    """Stands for `ds2.inference.runner.BlockRunner`.
+
+    Args:
+        features: of the input.
+        block_frames: feature frames of a block.
+        forgets: whether a stream starts with an empty state; else with that of a stream that ended.
+        finishes: whether the last frames come out at the end of a stream.
+    """
+
+    def __init__(self, features: Features, block_frames: int, *, forgets: bool = True, finishes: bool = True) -> None:
+        self.features, self.samples = features, features.span(block_frames)
+        self.forgets, self.finishes = forgets, finishes
+        self._ended: list[Stream] = []
+
+    def prepare(self, streams: int) -> None:
+        """See `BlockRunner`."""
+
+    def start_stream(self) -> Stream:
+        """See `BlockRunner`."""
+        old = None if self.forgets or not self._ended else self._ended.pop()
+        return Stream() if old is None else Stream(state=old.state)
+
+    def input_buffer(self, slot: Stream, number: int) -> NDArray[np.float32]:
+        """See `BlockRunner`."""
+        return np.empty(self.samples, np.float32)
+
+    def final_blocks(self, slot: Stream, rest: NDArray[np.float32], waiting: int) -> list[NDArray[np.float32]]:
+        """See `BlockRunner`."""
+        return [rest]
+
+    def step(self, slots: Sequence[Stream], blocks: Sequence[NDArray[np.float32]]) -> Iterator[BlockOutput]:
+        """See `BlockRunner`."""
+        if any((block > POISON).any() for block in blocks):
+            raise RuntimeError("the network fails")
+        rows = [self._labels(slot, block) for slot, block in zip(slots, blocks, strict=True)]
+        logits = np.zeros((max(map(len, rows)), len(rows), len(ALPHABET)), np.float32)
+        for row, labels in enumerate(rows):
+            logits[np.arange(len(labels)), row, labels] = 9.0
+        yield BlockOutput(list(range(len(rows))), torch.from_numpy(logits), [len(labels) for labels in rows])
+
+    def _labels(self, stream: Stream, block: NDArray[np.float32]) -> list[int]:
+        last = len(block) < self.samples
+        frame = STRIDE * self.features.step_samples
+        frames = self.features.windows(len(block)) // STRIDE
+        for level in np.rint(8 * np.abs(block[: frames * frame]).reshape(frames, frame).mean(1)).astype(int).tolist():
+            if level:
+                stream.state = (5 * stream.state + level) % 65521
+            stream.labels.append(1 + stream.state % (len(ALPHABET) - 1) if level else 0)
+        stream.blocks += 1
+        count = len(stream.labels) if last and self.finishes else max(0, len(stream.labels) - LOOKAHEAD)
+        ready, stream.labels = stream.labels[:count], stream.labels[count:]
+        if last:
+            self._ended.append(stream)
+        return ready
+
+
+class SimulatedRecogniser(Recogniser):
+    """A recogniser whose network is a `SimulatedRunner` with these options."""
+
+    options: dict[str, bool] = {}  # noqa: RUF012  not a field
+
+    def block_runner(self, block_frames: int) -> BlockRunner:
+        """See `Pipeline`."""
+        if block_frames not in self.runners:
+            self.runners[block_frames] = cast(BlockRunner, SimulatedRunner(self.features, block_frames, **self.options))
+        return self.runners[block_frames]
+
+
+def make_recogniser(**options: bool) -> SimulatedRecogniser:
+    """Make a recogniser; options as `SimulatedRunner` has them."""
+    model = cast(AcousticModel, SimpleNamespace(time_stride=STRIDE))
+    features = Features(FeaturesConfig(), RATE_HZ)
+    decoder = GreedyDecoder(ALPHABET, features.step_s * STRIDE)
+    kind = type("Recogniser", (SimulatedRecogniser,), {"options": options})
+    recogniser: SimulatedRecogniser = kind(model, features, ALPHABET, decoder, torch.device("cpu"))
+    return recogniser
+
+
+class EngineHost:
+    """The engine's thread as a task: takes what has arrived, runs a turn, and rests."""
+
+    def __init__(self, engine: Engine, draw: random.Random) -> None:
+        self.engine, self.draw = engine, draw
+        self.chunks: list[Chunk] = []
+        self.links: list[WorkerLink] = []
+        self.woken = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        waiting: list[Chunk] = []
+        while True:
+            if not waiting:
+                await self.woken.wait()
+            self.woken.clear()
+            arrived, self.chunks = self.chunks, []
+            for link in list(self.links):
+                received = link.receive()
+                if received is None:
+                    link.close()
+                    self.links.remove(link)
+                arrived += received or []
+            waiting = self.engine.turn(waiting, arrived)
+            await asyncio.sleep(self.draw.expovariate(50))
+
+
+class LocalClient(EngineClient):
+    """Stands for `LocalRecogniser`, whose thread is an `EngineHost`."""
+
+    def __init__(self, host: EngineHost) -> None:
+        super().__init__(PhraseReader(ALPHABET, frozenset()), RATE_HZ)
+        self.host = host
+
+    async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Live:
+        """See `EngineClient`."""
+        return self.host.engine.open(sample_rate_hz, endpoints, hot_words)
+
+    def submit(self, handle: Live, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
+        """See `EngineClient`."""
+        future: asyncio.Future[StreamResult] = asyncio.get_running_loop().create_future()
+        self.host.chunks.append(Chunk(handle, samples, self, future))
+        self.host.woken.set()
+        return future
+
+    def deliver(self, answers: engines.Answers) -> None:
+        """See `Receiver`."""
+        asyncio.get_running_loop().call_soon(resolve, [(chunk.call, answer) for chunk, answer in answers])
+
+    def close_handle(self, handle: Live) -> None:
+        """See `EngineClient`."""
+        self.host.engine.close(handle)
+
+    def count_refusal(self, reason: str) -> None:
+        """See `EngineClient`."""
+        self.host.engine.metrics.refused.labels(reason).inc()
+
+    async def metrics(self) -> bytes:
+        """See `EngineClient`."""
+        return self.host.engine.metrics.text()
+
+    def close(self) -> None:
+        """See `EngineClient`."""
+
+
+@dataclass
+class Audio:
+    """What a client sends: 16-bit samples, cut into messages; some are followed by a request for the last result."""
+
+    rate_hz: int
+    data: bytes
+    cuts: list[int]  # bytes behind each message
+    flushes: set[int]  # numbers of the messages
+    endpoints: Endpoints
+
+    def text(self, messages: int, *, last: bool = True) -> str:
+        """The text of the first messages when nobody else is there; `last`: it is flushed behind them."""
+        live = _ALONE.live(sample_rate_hz=self.rate_hz, endpoints=self.endpoints)
+        pcm = Pcm16()
+        for number, (start, end) in enumerate(itertools.pairwise([0, *self.cuts[:messages]])):
+            live.accept_waveform(pcm.accept(self.data[start:end]))
+            while live.is_ready():
+                live.decode()
+            if number in self.flushes or (last and number == messages - 1):
+                live.flush()
+        return " ".join(segment.hypothesis.text for segment in live.segments)
+
+
+_ALONE = make_recogniser()
+
+
+def make_audio(draw: random.Random, rate_hz: int, longest_s: float, endpoints: Endpoints, flushes: float) -> Audio:
+    """Draw speech, which has levels of 20 ms, and pauses; messages are up to 2 s long and may split a sample."""
+    levels: list[float] = []
+    seconds = draw.uniform(0, longest_s)
+    while len(levels) < 50 * seconds:
+        levels += [draw.randint(1, 7) / 8 for _ in range(draw.randint(1, 40))]
+        levels += [0.0] * draw.choice((0, 2, 8, 15, 30, 60))
+    samples = np.repeat(np.array(levels[: int(50 * seconds)]), rate_hz // 50)
+    data = (samples * 32767).astype("<i2").tobytes()
+    cuts: list[int] = []
+    while (done := cuts[-1] if cuts else 0) < len(data):
+        cuts.append(min(len(data), done + draw.randint(1, 4 * rate_hz)))
+    return Audio(rate_hz, data, cuts, {n for n in range(len(cuts)) if draw.random() < flushes}, endpoints)
+
+
+@dataclass
+class Outcome:
+    """What a client saw."""
+
+    name: str
+    texts: list[str] = field(default_factory=list)
+    answered: int = 0  # messages of audio
+    sent: int = 0
+    code: int | None = None  # with which the server closed
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        """All final texts."""
+        return " ".join(filter(None, self.texts))
+
+
+class SimulatedClient:
+    """A client; `play` is its script."""
+
+    path = "/"
+
+    def __init__(self, run: Run, connection: Connection) -> None:
+        self.run, self.connection, self.draw = run, connection, run.draw
+        self.outcome = Outcome(type(self).__name__)
+
+    async def pause(self) -> None:
+        """Wait as people and networks do."""
+        await asyncio.sleep(self.draw.choice((0.0, self.draw.expovariate(5), self.draw.expovariate(50))))
+
+    def send(self, message: Any) -> None:
+        """Send bytes, a text, or JSON."""
+        kind = "bytes" if isinstance(message, bytes) else "text"
+        content = message if isinstance(message, bytes | str) else json.dumps(message)
+        self.connection.to_server.put_nowait({"type": "websocket.receive", kind: content})
+
+    async def reply(self) -> dict[str, Any] | None:
+        """Return the next message, or None once the server has closed."""
+        while True:
+            message = await self.connection.to_client.get()
+            if message["type"] == "websocket.close":
+                self.outcome.code = message.get("code", 1000)
+                self.connection.to_server.put_nowait({"type": "websocket.disconnect", "code": self.outcome.code})
+                return None
+            if message["type"] == "websocket.send":
+                answer: dict[str, Any] = json.loads(message["text"])
+                if "error" in answer:
+                    self.outcome.error = str(answer["error"])
+                return answer
+
+    async def read_to_end(self) -> None:
+        """Read until the server closes."""
+        while (answer := await self.reply()) is not None:
+            self.outcome.texts.append(answer.get("text", ""))
+
+    async def play(self) -> None:
+        """Play the script."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise FoundError if a promise is broken."""
+        if self.outcome.code is None and not self.connection.gone:
+            raise FoundError(f"{self.outcome}: never closed")
+
+    def check_text(self, audio: Audio) -> None:
+        """Check the text of a client that speaks well."""
+        outcome = self.outcome
+        self.check_code({1000, *self.run.excuses})
+        if outcome.code in (1011, 1013):  # refused, with the reason
+            return
+        texts = {audio.text(messages) for messages in range(outcome.answered, outcome.sent + 1)}
+        if outcome.text not in texts:
+            raise FoundError(f"{outcome}: its audio alone has {texts}")
+
+    def check_code(self, allowed: set[int]) -> None:
+        """Check how the server closed."""
+        if self.outcome.code not in allowed:
+            raise FoundError(f"{self.outcome}: closed with {self.outcome.code}, allowed are {sorted(allowed)}")
+
+
+class VoskClient(SimulatedClient):
+    """Speaks Vosk's protocol, in lockstep."""
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        draw = self.draw
+        rules = Endpoints(draw.uniform(0.3, 3), draw.uniform(0.2, 1.5), draw.uniform(1, 10))
+        self.audio = make_audio(draw, RATE_HZ, 6, rules, 0.1)
+        self.send({"config": {"sample_rate": RATE_HZ, "endpoints": asdict(rules), "words": draw.random() < 0.5}})
+        await self.speak()
+        if self.outcome.code is None:
+            self.send('{"eof" : 1}')
+            await self.read_to_end()
+
+    async def speak(self) -> bool:
+        """Send the audio; return whether the server took all of it."""
+        outcome = self.outcome
+        for number, (start, end) in enumerate(itertools.pairwise([0, *self.audio.cuts])):
+            await self.pause()
+            requests = [self.audio.data[start:end], *(['{"reset": 1}'] if number in self.audio.flushes else [])]
+            outcome.sent += 1
+            for request in requests:
+                self.send(request)
+                answer = await self.reply()
+                if answer is None:
+                    return False
+                outcome.texts.append(answer.get("text", ""))
+                if "error" in answer:
+                    await self.read_to_end()
+                if outcome.code is not None or await self.ended():
+                    return False
+            outcome.answered += 1
+        return True
+
+    async def ended(self) -> bool:
+        """Whether the server has closed; reads what it said before."""
+        while not self.connection.to_client.empty():
+            answer = await self.reply()
+            if answer is None:
+                return True
+            self.outcome.texts.append(answer.get("text", ""))
+        return False
+
+    def check(self) -> None:
+        """See `SimulatedClient`."""
+        super().check()
+        self.check_text(self.audio)
+
+
+class RealtimeClient(SimulatedClient):
+    """Speaks OpenAI's realtime protocol: turns are found by the server, or end where it commits."""
+
+    path = "/v1/realtime"
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        draw, outcome = self.draw, self.outcome
+        silence_ms = draw.choice((None, draw.randint(200, 900)))
+        rules = NEVER if silence_ms is None else Endpoints(after_speech_s=silence_ms / 1000)
+        self.audio = make_audio(draw, REALTIME_HZ, 2, rules, 0.2)
+        detection = None if silence_ms is None else {"type": "server_vad", "silence_duration_ms": silence_ms}
+        settings = {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
+        self.send({"type": "session.update", "session": settings})
+        for number, (start, end) in enumerate(itertools.pairwise([0, *self.audio.cuts])):
+            await self.pause()
+            outcome.sent += 1
+            self.send(
+                {"type": "input_audio_buffer.append", "audio": base64.b64encode(self.audio.data[start:end]).decode()}
+            )
+            if number in self.audio.flushes:
+                self.send({"type": "input_audio_buffer.commit"})
+        outcome.sent += 1  # the commit
+        self.send({"type": "input_audio_buffer.commit"})
+        self.send({"type": "input_audio_buffer.clear"})
+        while (event := await self.reply()) is not None:
+            if event["type"].endswith("transcription.completed"):
+                outcome.texts.append(event["transcript"])
+            if event["type"] == "input_audio_buffer.cleared":
+                outcome.answered = outcome.sent = len(self.audio.cuts)
+                self.connection.leave()
+                return
+
+    def check(self) -> None:
+        """See `SimulatedClient`; an empty commit is answered with an error, and the session goes on."""
+        super().check()
+        if self.connection.gone:
+            self.outcome.code = 1000
+        self.check_text(self.audio)
+
+
+class Leaver(VoskClient):
+    """Leaves without a word."""
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        self.run.loop.call_later(self.draw.expovariate(0.5), self.connection.leave)
+        await super().play()
+
+    def check(self) -> None:
+        """See `SimulatedClient`: nothing is promised to it."""
+
+
+class Deaf(VoskClient):
+    """Takes no answers from some moment on."""
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        self.run.loop.call_later(self.draw.expovariate(1), self.connection.reads.clear)
+        await super().play()
+
+    def check(self) -> None:
+        """See `SimulatedClient`: nothing is promised to it."""
+
+
+class Silent(VoskClient):
+    """Says nothing more after its audio: the server gives the last result and ends the session."""
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        self.audio = make_audio(self.draw, RATE_HZ, 3, Endpoints(), 0)
+        self.send({"config": {"sample_rate": RATE_HZ}})
+        if await self.speak():
+            await self.read_to_end()
+
+    def check(self) -> None:
+        """See `SimulatedClient`."""
+        SimulatedClient.check(self)
+        self.check_code({1013, *self.run.excuses})
+        if self.outcome.code == 1013 and "nothing came" in self.outcome.error:
+            self.outcome.code = 1000
+            self.check_text(self.audio)
+
+
+HUGE = int("1" + "0" * 400)
+HOSTILE: tuple[Any, ...] = (
+    {"config": {"sample_rate": RATE_HZ, "endpoints": {"longest_s": HUGE}}},
+    {"config": {"sample_rate": HUGE}},
+    {"config": {"sample_rate": -1}},
+    {"config": {"sample_rate": "1000"}},
+    {"config": {"sample_rate": True}},
+    '{"config": {"endpoints": {"silence_s": NaN}}}',
+    '{"config": {"endpoints": {"silence_s": 1e999}}}',
+    {"config": {"endpoints": {"silence_s": 0}}},
+    {"config": {"endpoints": {"unknown": 1}}},
+    {"config": {"endpoints": []}},
+    {"config": []},
+    {"config": {"hot_words": {"a": HUGE}}},
+    {"config": {"phrase_list": ["a b"] * 1001}},
+    {"config": {"phrase_list": ["a" * 20_001]}},
+    {"config": {"max_alternatives": 2}},
+    "[" * 100_000,
+    "no JSON",
+    "\0",
+    "[]",
+)
+
+
+class Hostile(VoskClient):
+    """Sends what is not allowed, then audio."""
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        self.send({"config": {"sample_rate": RATE_HZ}})
+        self.audio = make_audio(self.draw, RATE_HZ, 1, Endpoints(), 0)
+        if self.draw.random() < 0.5:
+            self.send(self.audio.data)
+        self.send(self.draw.choice(HOSTILE))
+        self.send(self.audio.data)
+        await self.read_to_end()
+
+    def check(self) -> None:
+        """See `SimulatedClient`: it is refused as what it is."""
+        SimulatedClient.check(self)
+        self.check_code({1007, *self.run.excuses})
+
+
+class Poisonous(VoskClient):
+    """Its audio makes the network fail: it alone is told so."""
+
+    async def play(self) -> None:
+        """See `SimulatedClient`."""
+        self.send({"config": {"sample_rate": RATE_HZ}})
+        await self.pause()
+        self.send(b"\xff\x7f" * RATE_HZ)
+        await self.read_to_end()
+
+    def check(self) -> None:
+        """See `SimulatedClient`."""
+        SimulatedClient.check(self)
+        self.check_code({1011, *self.run.excuses})
+
+
+CLIENTS: dict[type[SimulatedClient], float] = {
+    VoskClient: 6, RealtimeClient: 2, Leaver: 1, Deaf: 0.5, Silent: 1, Hostile: 1, Poisonous: 0.7,
+}  # fmt: skip
+
+
+class Run:
+    """One run of a server with its clients."""
+
+    def __init__(self, loop: VirtualLoop, options: dict[str, bool]) -> None:
+        self.loop, self.draw = loop, loop.draw
+        self.clients: list[SimulatedClient] = []
+        count = self.draw.randint(1, 5)
+        self.limits = Limits(sessions=self.draw.choice((2, 64)), idle_s=IDLE_S, duration_s=600)
+        self.excuses: set[int] = {1013} if self.limits.sessions < count else set()
+        self.engine = Engine(make_recogniser(**options), self.limits)
+        self.host = EngineHost(self.engine, self.draw)
+        self.faults: list[str] = []
+        loop.set_exception_handler(lambda _, context: self.faults.append(str(context)))
+        workers = self.draw.randint(0, 2)
+        engines_ = [self._worker() for _ in range(workers)] or [LocalClient(self.host)]
+        self.apps = [application(engine, self.limits) for engine in engines_]
+        self.engines: list[EngineClient] = list(engines_)
+        kinds = self.draw.choices(list(CLIENTS), list(CLIENTS.values()), k=count)
+        for kind in kinds:
+            self.clients.append(kind(self, Connection(loop, kind.path)))
+
+    def _worker(self) -> EngineClient:
+        peer = PeerSocket(self.loop, self.host.woken.set)
+        link = WorkerLink(self.engine, cast(Any, peer))
+        self.host.links.append(link)
+        phrases = PhraseReader(ALPHABET, frozenset())
+        return RemoteRecogniser(cast(Any, LoopSocket(self.loop, peer)), phrases, RATE_HZ, lambda: None)
+
+    async def main(self) -> str:
+        """Run all to their end and check the promises; return a digest of what the clients saw."""
+        host = asyncio.ensure_future(self.host.run())
+        for engine in self.engines:
+            await engine.start()
+        served = [asyncio.ensure_future(self._serve(client)) for client in self.clients]
+        ending = asyncio.ensure_future(self._end()) if self.draw.random() < 0.3 else None
+        if self.draw.random() < 0.1 and self.host.links:
+            self.excuses.add(1011)
+            self.loop.call_later(self.draw.expovariate(0.5), self.host.links[0].end.close)
+        tasks = [*served, *([ending] if ending is not None else [])]
+        _, waiting = await asyncio.wait(tasks, timeout=PATIENCE_S)
+        if waiting:
+            outcomes = [client.outcome for client, task in zip(self.clients, served, strict=True) if task in waiting]
+            raise FoundError(f"still waiting after an hour: {outcomes}")
+        await asyncio.sleep(1)
+        host.cancel()
+        if self.faults:
+            raise FoundError("; ".join(self.faults))
+        if self.engine.metrics.registry.get_sample_value("ds2_sessions") != 0:
+            raise FoundError("a session was never closed")
+        for client in self.clients:
+            client.check()
+        return hashlib.sha256(repr([client.outcome for client in self.clients]).encode()).hexdigest()[:16]
+
+    async def _serve(self, client: SimulatedClient) -> None:
+        await asyncio.sleep(self.draw.expovariate(1))
+        connection, app = client.connection, self.draw.choice(self.apps)
+        server = asyncio.ensure_future(app(connection.scope(), connection.receive, connection.send))
+        player = asyncio.ensure_future(client.play())
+        await asyncio.wait([server])
+        if server.cancelled() or server.exception() is not None:
+            error = "cancelled" if server.cancelled() else repr(server.exception())
+            self.faults.append(f"{client.outcome}: its connection ended with {error}")
+        await asyncio.wait([player], timeout=IDLE_S)  # to read what was sent
+        player.cancel()
+
+    async def _end(self) -> None:
+        """What SIGTERM does."""
+        await asyncio.sleep(self.draw.expovariate(0.5))
+        self.excuses |= {1012, 1013}
+        await asyncio.gather(*(asyncio.wait_for(app.state.end(), 30) for app in self.apps))
+
+
+class _Errors(logging.Handler):
+    """Tracebacks in the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.errors: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and "the network fails" not in str(error):
+            self.errors.append(f"{record.getMessage()}: {error!r}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one seed: what was wrong, or ''; and a digest of what the clients saw."""
+
+    wrong: str
+    digest: str = ""
+
+
+def run_seed(seed: int, **options: bool) -> Result:
+    """Run one seed; options as `SimulatedRunner` has them."""
+    draw = random.Random(seed)
+    logger, handler = logging.getLogger("ds2"), _Errors()
+    logger.addHandler(handler)
+    began_s = time.process_time()
+    try:
+        with asyncio.Runner(loop_factory=lambda: VirtualLoop(draw)) as runner:
+            loop = cast(VirtualLoop, runner.get_loop())
+            with patch("time.monotonic", loop.time):  # chunks carry when they arrived
+                digest = runner.run(Run(loop, options).main())
+    except (FoundError, StuckError) as error:
+        return Result(str(error))
+    except Exception as error:
+        return Result(f"unexpected {error!r}")
+    finally:
+        logger.removeHandler(handler)
+    passed_s = time.process_time() - began_s
+    if handler.errors or passed_s > LONGEST_S:
+        return Result(f"took {passed_s:.1f} s; in the log: {handler.errors}", digest)
+    return Result("", digest)
+
+
+def _fail_all(
+    items: Sequence[Any], run: Callable[[Sequence[Any]], None], failed: Callable[[Any, Exception], None]
+) -> None:
+    try:
+        run(items)
+    except Exception as error:
+        for item in items:
+            failed(item, error)
+
+
+class _HalfSampleDropped:
+    def accept(self, data: bytes) -> NDArray[np.float32]:
+        return Pcm16().accept(data)
+
+
+async def _receive_for_ever(client: Any, socket: Any) -> Any:
+    message = await socket.receive()
+    return None if message["type"] == "websocket.disconnect" else message
+
+
+async def _send_for_ever(client: Any, socket: Any, message: Any) -> None:
+    await socket.send_text(json.dumps(message))
+
+
+FAULTS: dict[str, Callable[[], Any] | dict[str, bool]] = {
+    "numbers of clients have no bounds": lambda: patch.object(vosk, "check_number", lambda value, *_: value),
+    "one failure in a batch fails all": lambda: patch.object(sessions, "run_contained", _fail_all),
+    "a stream starts with the state of another": {"forgets": False},
+    "the frames behind the lookahead are lost": {"finishes": False},
+    "sessions of clients that left stay open": lambda: patch.object(websocket.Client, "close_session", lambda _: None),
+    "answers are crossed": lambda: patch.object(
+        processes,
+        "resolve",
+        lambda pairs: resolve([(a, b) for (a, _), (_, b) in zip(pairs, reversed(pairs), strict=True)]),
+    ),
+    "half a sample between two messages is lost": lambda: patch.object(websocket, "Pcm16", _HalfSampleDropped),
+    "a client that says nothing stays for ever": lambda: patch.object(websocket.Client, "receive", _receive_for_ever),
+    "a client that takes nothing stays for ever": lambda: patch.object(websocket.Client, "send", _send_for_ever),
+    "a server that stops gives no last result": lambda: patch.object(EngineClient, "end", lambda _: None),
+    "the segments of a cancelled call are lost": lambda: patch.object(engines, "replace", lambda result, **_: result),
+}  # each must be found
+
+
+def find_fault(name: str, seeds: Sequence[int]) -> tuple[int, str] | None:
+    """Plant a fault; return the first seed that finds it, and how; or None."""
+    fault = FAULTS[name]
+    options = fault if isinstance(fault, dict) else {}
+    with nullcontext() if isinstance(fault, dict) else fault():
+        for seed in seeds:
+            if wrong := run_seed(seed, **options).wrong:
+                return seed, wrong
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run seeds, or look for the planted faults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    parser.add_argument("--seeds", type=int, default=1000, help="runs; with --faults the most for each")
+    parser.add_argument("--faults", action="store_true", help="plant each fault and print the first seed that finds it")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    seeds = range(options.first, options.first + options.seeds)
+    return _print_faults(seeds) if options.faults else _print_runs(seeds, options.workers)
+
+
+def _print_faults(seeds: range) -> int:
+    missed = 0
+    for name in FAULTS:
+        found = find_fault(name, seeds)
+        missed += found is None
+        print(f"{name}: " + (f"seed {found[0]}: {found[1][:200]}" if found else f"not found in {len(seeds)} seeds"))
+    return 1 if missed else 0
+
+
+def _print_runs(seeds: range, workers: int) -> int:
+    began_s, digest, failed = time.monotonic(), hashlib.sha256(), 0
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for seed, result in zip(seeds, pool.imap(run_seed, seeds, chunksize=16), strict=True):
+            digest.update(result.digest.encode())
+            failed += bool(result.wrong)
+            if result.wrong:
+                print(f"seed {seed}: {result.wrong}\n  again: python tools/fuzz.py simulation --first {seed} --seeds 1")
+    rate = len(seeds) / (time.monotonic() - began_s)
+    print(f"{len(seeds)} seeds, {failed} failed, {rate:.0f} a second; digest {digest.hexdigest()[:16]}")
+    return 1 if failed else 0

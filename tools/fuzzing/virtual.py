@@ -1,0 +1,226 @@
+"""An event loop whose clock jumps to the next event, and connections in memory: the same seed gives the same run.
+
+Nothing waits in real time, so hours of idle connections pass in milliseconds, and a task that waits for an event that
+never comes is an error instead of a hang. Work for threads runs in the loop itself, after a random delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class StuckError(AssertionError):
+    """Tasks wait, and nothing that they could wait for will happen."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in virtual time.
+
+    Args:
+        draw: the random numbers of this run.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self.now_s, self.draw = 0.0, draw
+        super().__init__(_Clock(self))
+
+    def time(self) -> float:
+        """See asyncio."""
+        return self.now_s
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """See asyncio: run the work in the loop, some time later."""
+        future = self.create_future()
+
+        def work() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:
+                if not future.done():
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
+
+        self.call_later(self.draw.expovariate(20), work)
+        return future
+
+    async def create_unix_connection(self, protocol_factory: Any, path: Any = None, **options: Any) -> Any:
+        """See asyncio: `sock` is one end of `socket_pair`."""
+        return options["sock"].connect(protocol_factory())
+
+
+class _Clock(selectors.BaseSelector):
+    """A selector without files: to wait is to move the clock."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop, self.keys = loop, dict[Any, selectors.SelectorKey]()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """See selectors: the loop's own pipe, which nobody writes to."""
+        self.keys[fileobj] = key = selectors.SelectorKey(fileobj, fileobj, events, data)
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """See selectors."""
+        return self.keys.pop(fileobj)
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """See selectors."""
+        if timeout is None:
+            raise StuckError("tasks wait for what will never happen")
+        self.loop.now_s += max(0.0, timeout)
+        return []
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        """See selectors."""
+        return self.keys
+
+
+class PeerSocket:
+    """The blocking end of a socket pair, as `ds2.serve.processes.WorkerLink` uses it: `recv`, `send`, `close`.
+
+    Args:
+        loop: both ends live in it.
+        readable: called when something has arrived.
+    """
+
+    def __init__(self, loop: VirtualLoop, readable: Callable[[], None]) -> None:
+        self.loop, self.readable = loop, readable
+        self.arrived, self.closed = bytearray(), False
+        self.other: LoopSocket | None = None
+
+    def setblocking(self, blocking: bool) -> None:
+        """See socket; it never blocks."""
+
+    def fileno(self) -> int:
+        """See socket."""
+        return -1 if self.closed else 1
+
+    def recv(self, most: int) -> bytes:
+        """See socket: return a random part of what has arrived."""
+        if not self.arrived:
+            if self.closed:
+                return b""
+            raise BlockingIOError
+        count = self.loop.draw.randint(1, min(most, len(self.arrived)))
+        data = bytes(self.arrived[:count])
+        del self.arrived[:count]
+        return data
+
+    def send(self, data: memoryview) -> int:
+        """See socket: take a random part."""
+        if self.closed or self.other is None:
+            raise BrokenPipeError
+        count = self.loop.draw.randint(1, len(data))
+        self.other.feed(bytes(data[:count]))
+        return count
+
+    def shutdown(self, how: int) -> None:
+        """See socket."""
+        self.close()
+
+    def close(self) -> None:
+        """Close both ends."""
+        if not self.closed:
+            self.closed = True
+            self.readable()
+            if self.other is not None:
+                self.other.lose()
+
+
+class LoopSocket(asyncio.Transport):
+    """The event loop's end of a socket pair; bytes travel in order, with random delays."""
+
+    def __init__(self, loop: VirtualLoop, peer: PeerSocket) -> None:
+        super().__init__()
+        self.loop, self.peer = loop, peer
+        self._protocol: asyncio.Protocol | None = None
+        self._next_s = 0.0
+        peer.other = self
+
+    def connect(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, asyncio.Protocol]:
+        """Begin to deliver to a protocol."""
+        self._protocol = protocol
+        protocol.connection_made(self)
+        return self, protocol
+
+    def _later(self, action: Callable[..., None], *arguments: Any) -> None:
+        self._next_s = max(self._next_s, self.loop.time()) + self.loop.draw.expovariate(2000)
+        self.loop.call_at(self._next_s, action, *arguments)
+
+    def feed(self, data: bytes) -> None:
+        """Send bytes to the protocol."""
+        self._later(self._receive, data)
+
+    def _receive(self, data: bytes) -> None:
+        if self._protocol is not None:
+            self._protocol.data_received(data)
+
+    def lose(self) -> None:
+        """End the connection after the bytes that travel."""
+        self._later(self._lose)
+
+    def _lose(self) -> None:
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            protocol.connection_lost(None)
+
+    def write(self, data: Any) -> None:
+        """See asyncio."""
+        self._later(self._arrive, bytes(data))
+
+    def _arrive(self, data: bytes) -> None:
+        if not self.peer.closed:
+            self.peer.arrived += data
+            self.peer.readable()
+
+    def close(self) -> None:
+        """See asyncio."""
+        self._later(self.peer.close)
+
+
+class Connection:
+    """A WebSocket between a simulated client and an ASGI application.
+
+    Args:
+        loop: of both.
+        path: of the protocol.
+    """
+
+    def __init__(self, loop: VirtualLoop, path: str) -> None:
+        self.loop, self.path = loop, path
+        self.to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.to_client: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.reads, self.gone = asyncio.Event(), False
+        self.reads.set()
+        self.to_server.put_nowait({"type": "websocket.connect"})
+
+    def scope(self) -> dict[str, Any]:
+        """See ASGI."""
+        return {
+            "type": "websocket", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "ws", "path": self.path,
+            "raw_path": self.path.encode(), "query_string": b"", "root_path": "", "subprotocols": [],
+            "headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+        }  # fmt: skip
+
+    async def receive(self) -> dict[str, Any]:
+        """See ASGI."""
+        return await self.to_server.get()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """See ASGI: wait for a client that reads nothing."""
+        await self.reads.wait()
+        if self.gone:
+            raise OSError("the client has left")
+        self.to_client.put_nowait(message)
+
+    def leave(self) -> None:
+        """The client ends without a word."""
+        self.gone = True
+        self.reads.set()
+        self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
