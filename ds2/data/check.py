@@ -21,6 +21,7 @@ from ds2.audio.augment import paces
 from ds2.audio.read import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
+from ds2.system.files import write_text
 from ds2.system.machine import usable_cores
 from ds2.system.signals import worker_processes
 from ds2.text.alphabet import Alphabet, describe, fewest_frames
@@ -98,11 +99,8 @@ class CheckReport:
         counts = [
             {"severity": severity, "kind": kind, "count": n} for (severity, kind), n in sorted(self.counts.items())
         ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps(asdict(self) | {"counts": counts, "may_start": self.may_start}, ensure_ascii=False, indent=1),
-            encoding="utf-8",
-        )
+        report = asdict(self) | {"counts": counts, "may_start": self.may_start}
+        write_text(path, json.dumps(report, ensure_ascii=False, indent=1))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ds2.data.corpora.common import (
     to_utterances,
 )
 from ds2.data.manifest import Utterance
+from ds2.system.files import write_text
 
 _DECODERS = ("cat", "ffmpeg", "flac", "sph2pipe")
 _LEVELS_UP = 3
@@ -91,7 +92,7 @@ def export_kaldi(utterances: Sequence[Utterance], folder: str | Path) -> None:
         (root / stale).unlink(missing_ok=True)
     for table, rows in tables.items():
         lines = sorted(f"{key} {value}".rstrip() + "\n" for key, value in rows.items())
-        (root / table).write_bytes("".join(lines).encode("utf-8"))
+        write_text(root / table, "".join(lines))
 
 
 def _table(path: Path) -> Iterable[tuple[str, str, str]]:
