@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,14 @@ from ds2.data.splits import ensure_manifests
 from ds2.data.statistics import Conditions, draw, select, statistics
 from ds2.system.files import check_writable, write_text
 from ds2.system.signals import default_signals
-from ds2.text.alphabet import Alphabet, describe
+from ds2.text.alphabet import Alphabet, describe, unread_message
 from ds2.text.pieces import learn_pieces
-from ds2.text.unknown_characters import alphabet_lines
+from ds2.text.unknown_characters import alphabet_lines, text_language
 
 log = logging.getLogger(__name__)
 _SHOWN_OF_A_KIND = 5
 _BASE_SYMBOLS = " '"
+_OVERRIDE = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -69,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     exported.add_argument("manifest", type=Path)
     exported.add_argument("folder", type=Path)
 
-    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet):
+    for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise):
         add(commands)
 
     options = parser.parse_args(with_search_path(arguments))
@@ -302,18 +306,23 @@ def _alphabet(options: argparse.Namespace) -> int:
         config = replace(config, punctuation="drop")
     alphabet = Alphabet.from_config(replace(config, unknown="drop", pieces=[]))
     counts: Counter[str] = Counter()
-    for utterance in read_manifests(manifests):
-        counts.update(alphabet.normalise(utterance.text)[0])
+    texts = [utterance.text for utterance in read_manifests(manifests)]
+    for text in texts:
+        counts.update(alphabet.normalise(text)[0])
     digits = Counter({c: n for c, n in counts.items() if c.isdigit() and c not in alphabet.symbols})
     rare = Counter({c: n for c, n in counts.items() if n < options.least})
     symbols = counts.keys() - digits.keys() - rare.keys()
     content = "\n".join(alphabet_lines({*symbols, " "}, alphabet, alphabet.rules())) + "\n"
     print(content, end="")
     print(f"{len(symbols)} symbols, by count: {describe(Counter({c: counts[c] for c in symbols}))}")
-    if digits:
+    if digits and alphabet.numbers:
+        unread = [part for text in texts for part in alphabet.unread_numbers(text)]
+        print(f"left out, {sum(digits.values())} digits: {unread_message(unread, alphabet.numbers)}")
+    elif digits:
+        language = text_language(texts) or "LANGUAGE (en, de, tr, ...)"
         print(
-            f"left out, {sum(digits.values())} digits: make them words with alphabet.numbers=LANGUAGE (en, de, tr, "
-            f"...), or keep them with alphabet.symbols={''.join(sorted(digits))}"
+            f"left out, {sum(digits.values())} digits: make them words with alphabet.numbers={language}, "
+            f"or keep them with alphabet.symbols={''.join(sorted(digits))}"
         )
     if rare:
         print(f"left out, occurring less than {options.least} times: {describe(rare)}")
@@ -323,3 +332,35 @@ def _alphabet(options: argparse.Namespace) -> int:
         use = f"--config-dir {options.out.parent.parent} alphabet={options.out.stem}"
         print(f"wrote {options.out}; use it with {use}")
     return 0
+
+
+def _add_normalise(commands: Any) -> None:
+    """Declare `ds2 data normalise`."""
+    parser = commands.add_parser(
+        "normalise",
+        usage="%(prog)s TEXT ... [alphabet=NAME] [alphabet.KEY=VALUE ...]",
+        help="show what an alphabet makes of a text: ds2 data normalise 'in 1995' alphabet=english_text",
+    )
+    parser.add_argument("arguments", nargs="+", metavar="TEXT", help="texts; - reads lines from standard input")
+    parser.set_defaults(run=_normalise)
+
+
+def _normalise(options: argparse.Namespace) -> int:
+    """Print each text as it is normalised; the status is 1 if the alphabet cannot write one of them."""
+    overrides = [a for a in options.arguments if _OVERRIDE.match(a)]
+    texts = [a for a in options.arguments if not _OVERRIDE.match(a)]
+    if not texts:
+        raise ConfigError("ds2 data normalise needs a text: ds2 data normalise 'in 1995' alphabet.numbers=en")
+    alphabet = Alphabet.from_config(compose_config(with_search_path([*overrides, "run_dir=unused"])).alphabet)
+    status = 0
+    for text in chain.from_iterable(sys.stdin if argument == "-" else [argument] for argument in texts):
+        normalised, unknown = alphabet.normalise(text)
+        print(normalised, flush=True)
+        unread = alphabet.unread_numbers(text)
+        others = Counter({c: count for c, count in unknown.items() if not (unread and c.isdigit())})
+        if unread:
+            log.warning("%s", unread_message(unread, alphabet.numbers))
+        if others:
+            log.warning("outside the alphabet: %s", describe(others))
+        status |= bool(unknown)
+    return status

@@ -49,7 +49,7 @@ class AlphabetConfig:
     pieces_file: str = ""  # file that `ds2 data pieces` wrote; its content becomes alphabet.pieces
     locale: str = ""  # language code for upper and lower case: tr and az have a dotted and a dotless i
     unicode: str = choice("NFC", "NFKC")  # NFKC also replaces full-width letters, ligatures and the like
-    numbers: str = ""  # language code (en, de, tr, pt_BR) in which digits become words, by num2words; empty: unchanged
+    numbers: str = ""  # language code (en, de, tr, pt_PT) in which numbers become words; empty: unchanged
     punctuation: str = choice("keep", "drop")  # drop: characters that are no letter, digit or symbol become spaces
 
 

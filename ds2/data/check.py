@@ -24,7 +24,7 @@ from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
 from ds2.system.machine import usable_cores
 from ds2.system.signals import worker_processes
-from ds2.text.alphabet import Alphabet, describe, fewest_frames
+from ds2.text.alphabet import Alphabet, describe, fewest_frames, unread_message
 from ds2.text.unknown_characters import count_unknown, propose_alphabet
 
 log = logging.getLogger(__name__)
@@ -127,11 +127,11 @@ def check(
     """Read every utterance, in parallel, and check audio, transcripts and splits.
 
     Errors would stop or mislead training: audio that is unreadable, empty, silent or ends before its segment; the same
-    audio in two splits; in the training split also a duration outside the limits, characters outside the alphabet
-    (`alphabet.unknown` = stop), no transcript, or fewer output frames than CTC needs (one per label and one between
-    repeats). In dev and test, problems of transcripts are warnings: they count as recognition errors. Other warnings:
-    clipping, another sample rate, a duration that differs from the file's, an unusual pace, the same audio twice in a
-    split.
+    audio in two splits; in the training split also a duration outside the limits, characters outside the alphabet or
+    numbers without a sure reading (`alphabet.unknown` = stop), no transcript, or fewer output frames than CTC needs
+    (one per label and one between repeats). In dev and test, problems of transcripts are warnings: they count as
+    recognition errors. Other warnings: clipping, another sample rate, a duration that differs from the file's, an
+    unusual pace, the same audio twice in a split.
 
     Args:
         splits: utterances by split; `train` is checked as training data, any other as test data.
@@ -156,7 +156,8 @@ def check(
     findings += _duplicates(listed, probes)
     findings += _pace_outliers(listed)
     hours = sum(u.duration_s for _, u in listed) / 3600
-    unfit = propose_alphabet(count_unknown((u.text for _, u in listed), alphabet), alphabet)
+    texts = [u.text for _, u in listed]
+    unfit = propose_alphabet(count_unknown(texts, alphabet), alphabet, texts)
     return CheckReport(len(listed), hours, findings, _notes(splits, alphabet), unfit)
 
 
@@ -178,9 +179,12 @@ def transcript_problems(
         limits = f"data.min_duration_s={data.min_duration_s:g} to data.max_duration_s={data.max_duration_s:g}"
         problems.append((strict, "duration_limits", f"{u.duration_s:.2f} s is outside {limits}"))
     text, unknown = alphabet.normalise(u.text)
-    if unknown:
-        severity = strict if alphabet.unknown == "stop" else "warning"
-        problems.append((severity, "characters", f"outside the alphabet: {describe(unknown)}"))
+    severity = strict if alphabet.unknown == "stop" else "warning"
+    unread = alphabet.unread_numbers(u.text) if unknown else []
+    if unread:
+        problems.append((severity, "numbers", unread_message(unread, alphabet.numbers)))
+    if others := {c: count for c, count in unknown.items() if not (unread and c.isdigit())}:
+        problems.append((severity, "characters", f"outside the alphabet: {describe(others)}"))
     labels = alphabet.encode("".join(character for character in text if character not in unknown))
     if not labels:
         problems.append((strict, "no_transcript", f"the transcript {u.text!r} has no labels"))

@@ -70,7 +70,11 @@ def training_utterances(
             raise CorpusError(
                 f"{len(refused)} of {len(utterances)} training utterances cannot be used:\n{listed}\n"
                 "Correct the manifest (`ds2 data check` lists all), or leave them out with data.on_bad_utterance=skip"
-                + (f"\n\n{propose_alphabet(unfit, alphabet)}" if alphabet.unknown == "stop" and unfit else "")
+                + (
+                    f"\n\n{propose_alphabet(unfit, alphabet, (u.text for u in utterances))}"
+                    if alphabet.unknown == "stop" and unfit
+                    else ""
+                )
             )
         log.warning("%d of %d training utterances left out:\n%s", len(refused), len(utterances), "\n".join(lines))
     if not usable:

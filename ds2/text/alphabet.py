@@ -15,7 +15,8 @@ from typing import Any
 from ds2.config.schema import AlphabetConfig
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain, short_repr
-from ds2.text.normalise import check_locale, check_numbers, drop_punctuation, lower, spell_numbers, upper
+from ds2.text.normalise import check_locale, drop_punctuation, lower, upper
+from ds2.text.numbers import check_numbers, spell_numbers, unread_numbers
 
 BLANK = 0  # the label of CTC's blank
 WORD_MARK = "\u2581"  # the first character of a piece that starts a word, as in sentencepiece
@@ -173,20 +174,31 @@ class Alphabet:
     def normalise(self, text: str) -> tuple[str, Counter[str]]:
         """Return the normalised transcript and the count of each character outside the alphabet.
 
-        The steps are Unicode composition, replacements in one pass (longest key first), digits to words, punctuation to
-        spaces, case, and white space to single spaces, without any at the ends. Unknown characters stay in the text,
-        so that they count as errors of a hypothesis.
+        The steps are Unicode composition, replacements in one pass (longest key first), numbers to words, punctuation
+        to spaces, case, and white space to single spaces, without any at the ends. Unknown characters and digits
+        without a sure reading stay in the text, so that they count as errors of a hypothesis.
         """
-        text = self._composed(text)
-        if self._replacement is not None:
-            table = {self._composed(key): value for key, value in self.replace}
-            text = self._replacement.sub(lambda match: table[match.group()], text)
+        text = self._replaced(text)
         if self.numbers:
             text = spell_numbers(text, self.numbers)
         if self.punctuation == "drop":
             text = drop_punctuation(text, self._characters)
         text = " ".join(self._composed(self._cased(text)).split())
         return text, Counter(character for character in text if character not in self._characters)
+
+    def unread_numbers(self, text: str) -> list[str]:
+        """Return the parts of a transcript whose digits `numbers` has no words for and the alphabet does not write."""
+        if not self.numbers:
+            return []
+        parts = unread_numbers(self._replaced(text), self.numbers)
+        return [part for part in parts if any(c.isdigit() and c not in self._characters for c in part)]
+
+    def _replaced(self, text: str) -> str:
+        text = self._composed(text)
+        if self._replacement is None:
+            return text
+        table = {self._composed(key): value for key, value in self.replace}
+        return self._replacement.sub(lambda match: table[match.group()], text)
 
     def _cased(self, text: str) -> str:
         return _CASE[self.case](text, self.locale)
@@ -200,9 +212,12 @@ class Alphabet:
         Raises:
             AlphabetError: the text has unknown characters and `unknown` is "stop".
         """
+        written = text
         text, unknown = self.normalise(text)
         if unknown:
             if self.unknown == "stop":
+                if unread := self.unread_numbers(written):
+                    raise AlphabetError(unread_message(unread, self.numbers))
                 raise AlphabetError(
                     f"characters outside the alphabet: {describe(unknown)}; add them to alphabet.symbols, replace "
                     "them with alphabet.replace, or drop them with alphabet.unknown=drop"
@@ -259,6 +274,15 @@ class Alphabet:
             with suppress(ValueError):  # labels past 255
                 return bytes(labels).decode("latin-1").translate(self._written)
         return "".join(map(self.symbols.__getitem__, labels))
+
+
+def unread_message(parts: Sequence[str], language: str) -> str:
+    """Return what to do about numbers that have no sure reading."""
+    shown = ", ".join(map(repr, parts[:10])) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")
+    return (
+        f"alphabet.numbers={language} has no sure reading of {shown}: write it in the transcript as it is spoken, or "
+        "give words for a sign with alphabet.replace"
+    )
 
 
 def describe(characters: Mapping[str, int]) -> str:

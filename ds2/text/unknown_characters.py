@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ds2.text.alphabet import Alphabet
-from ds2.text.normalise import number_words
+from ds2.text.numbers import number_words, numbers_languages
 
 _ROWS = 40
 _DOTTED_I = {"ı", "İ", "\u0307"}
@@ -22,7 +22,9 @@ _SCRIPTS = {
     "THAI": "th",
     "CYRILLIC": "ru",
 }
-_CHINESE = "CJK"  # letters without kana: num2words does not know Chinese
+_CHINESE = "CJK"  # letters without kana: Chinese reads 2 in two ways, so digits stay symbols
+_SAMPLE = 20_000  # characters of the texts whose language is guessed
+_LEAST_LETTERS = 40  # below, a guess is worth nothing
 
 
 def count_unknown(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
@@ -30,11 +32,11 @@ def count_unknown(texts: Iterable[str], alphabet: Alphabet) -> Counter[str]:
     return sum((alphabet.normalise(text)[1] for text in texts), Counter())
 
 
-def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet) -> str:
+def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet, texts: Iterable[str] = ()) -> str:
     """Return a table of the unknown characters and an `alphabet:` block for them, as text; empty if there are none.
 
-    In the proposal letters and marks are symbols, digits become words and all other characters are dropped. Read it
-    before you use it.
+    In the proposal letters and marks are symbols, digits become words of the language that `texts`, the transcripts,
+    seem to have, and all other characters are dropped. Read it before you use it.
     """
     if not unknown:
         return ""
@@ -48,7 +50,7 @@ def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet) -> str:
     lines += [
         "A proposal for an alphabet with them, for your recipe or as alphabet.KEY=VALUE:",
         "",
-        alphabet_block(unknown, alphabet),
+        _alphabet_block(unknown, alphabet, texts),
     ]
     if alphabet.locale == "" and _DOTTED_I & unknown.keys():
         lines += [
@@ -59,7 +61,7 @@ def propose_alphabet(unknown: Mapping[str, int], alphabet: Alphabet) -> str:
     return "\n".join(lines)
 
 
-def alphabet_block(unknown: Mapping[str, int], alphabet: Alphabet) -> str:
+def _alphabet_block(unknown: Mapping[str, int], alphabet: Alphabet, texts: Iterable[str]) -> str:
     """Return a YAML block of alphabet settings that have the unknown characters."""
     rules = alphabet.rules()
     own = set() if alphabet.has_pieces else set(alphabet.symbols[1:])
@@ -70,7 +72,7 @@ def alphabet_block(unknown: Mapping[str, int], alphabet: Alphabet) -> str:
     digits = {character for character in unknown if _kind(character) == "N"}
     language = ""
     if digits and not alphabet.numbers:
-        language = rules.get("locale", "") or _language(letters | own)
+        language = rules.get("locale", "") or _language(letters | own, texts)
     if language == _CHINESE or any(unicodedata.category(digit) != "Nd" for digit in digits):
         rules["unicode"] = "NFKC"  # full-width and superscript digits
     if any(_kind(c) in "PSZC" for text in unknown for c in _composed(text, rules)):
@@ -94,7 +96,7 @@ def alphabet_block(unknown: Mapping[str, int], alphabet: Alphabet) -> str:
     if alphabet.has_pieces:
         lines.insert(0, "# new symbols need new pieces: `ds2 data pieces`")
     if language not in ("", _CHINESE):
-        lines.append(f"numbers: {language}  # digits to words: write your language; needs the package num2words")
+        lines.append(f"numbers: {language}  # digits to words: write your language; needs the extra text")
     return "\n".join(["alphabet:", *(f"  {line}" for line in lines)])
 
 
@@ -107,12 +109,33 @@ def _composed(text: str, rules: Mapping[str, str]) -> str:
     return unicodedata.normalize("NFKC" if rules.get("unicode") == "NFKC" else "NFC", text)
 
 
-def _language(letters: Iterable[str]) -> str:
-    """Return the language of number words by the script of letters, "CJK" for Chinese, otherwise English."""
+def _language(letters: Iterable[str], texts: Iterable[str]) -> str:
+    """Return the language of number words by the script of letters or by the texts, "CJK" for Chinese."""
     scripts = {unicodedata.name(letter, "").split(" ")[0] for letter in letters}
-    return next((language for script, language in _SCRIPTS.items() if script in scripts), "") or (
-        _CHINESE if _CHINESE in scripts else "en"
-    )
+    if _CHINESE in scripts and not scripts & {"HIRAGANA", "KATAKANA", "HANGUL"}:
+        return _CHINESE
+    language = text_language(texts)
+    return language or next((language for script, language in _SCRIPTS.items() if script in scripts), "en")
+
+
+def text_language(texts: Iterable[str]) -> str:
+    """Return the code of the language that texts seem to have; empty if they are short or the extra `text` is missing.
+
+    Only languages are returned whose numbers have words.
+    """
+    sample = ""
+    for text in texts:
+        sample += text + "\n"
+        if len(sample) > _SAMPLE:
+            break
+    if sum(map(str.isalpha, sample)) < _LEAST_LETTERS:
+        return ""
+    try:
+        import py3langid
+    except ImportError:
+        return ""
+    language = str(py3langid.classify(sample)[0])
+    return language if language in numbers_languages() else ""
 
 
 def alphabet_lines(symbols: Iterable[str], alphabet: Alphabet, rules: Mapping[str, str]) -> list[str]:

@@ -70,7 +70,7 @@ def test_alphabet_writes_one_that_a_run_can_use(
     out = tmp_path / "conf" / "alphabet" / "mine.yaml"
     assert main(["data", "alphabet", str(manifest), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "digits: make them words with alphabet.numbers=LANGUAGE" in shown
+    assert "digits: make them words with alphabet.numbers=de" in shown
     searched = f"hydra.searchpath=[file://{tmp_path / 'conf'}]"
     made = Alphabet.from_config(compose_config([searched, "alphabet=mine", "run_dir=x"]).alphabet)
     assert set("äöüß") < set(made.symbols) and "!" not in made.symbols and "2" not in made.symbols
@@ -81,6 +81,18 @@ def test_alphabet_writes_one_that_a_run_can_use(
     assert main(["data", "alphabet", str(manifest), "alphabet.numbers=de", "--least", "7"]) == 0
     shown = capsys.readouterr().out
     assert "numbers: de" in shown and "left out, occurring less than 7 times" in shown
+
+
+def test_normalise_shows_what_becomes_of_a_text(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["data", "normalise", "Im Jahr 1995: 50 %", "alphabet=german", "alphabet.numbers=de"]) == 0
+    assert capsys.readouterr().out == "im jahr neunzehnhundertfünfundneunzig fünfzig prozent\n"
+    assert main(["data", "normalise", "alphabet=english_text", "alphabet.numbers=en", "--", "-5 ñ", "24/7"]) == 1
+    assert capsys.readouterr().out == "minus five ñ\n24 7\n"
+    assert "no sure reading of '24/7'" in caplog.text and "'ñ' U+00F1" in caplog.text
+    assert main(["data", "normalise", "alphabet=german"]) == 2
+    assert "needs a text" in capsys.readouterr().err
 
 
 def test_alphabet_without_a_manifest_says_so(capsys: pytest.CaptureFixture[str]) -> None:

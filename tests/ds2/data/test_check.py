@@ -211,3 +211,30 @@ def test_characters_that_do_not_fit_end_in_a_table_and_an_alphabet(folder: Path)
     fitting = Config(run_dir="x")
     fitting.alphabet.symbols += "ßöü"
     assert "alphabet:" not in checked(folder, config=fitting).format()
+
+
+def test_numbers_without_a_sure_reading_are_an_error_of_their_own(folder: Path) -> None:
+    config = Config(run_dir="x")
+    config.alphabet.numbers = "en"
+    config.alphabet.punctuation = "drop"
+    planted = [
+        Utterance(write(folder / f"{n}.wav", noise(n)), 2.0, text)
+        for n, text in ((50, "in 1995 at 50% off"), (51, "open 24/7 ñ"))
+    ]
+    report = checked(folder, *planted, config=config)
+    assert [(f.severity, f.kind, f.name) for f in report.findings] == [
+        ("error", "numbers", "51"), ("error", "characters", "51")
+    ]  # fmt: skip
+    assert "numbers=en has no sure reading of '24/7': write it in the transcript" in report.findings[0].message
+    assert "'ñ'" in report.findings[1].message and "'2'" not in report.findings[1].message
+
+
+def test_the_proposed_numbers_are_of_the_transcripts_language(folder: Path) -> None:
+    text = "der Zug nach Berlin war um 3 Stunden zu spät und alle mussten lange auf ihn warten"
+    planted = Utterance(write(folder / "60.wav", noise(60, 6.0)), 6.0, text)
+    german = [
+        Utterance(u.audio_filepath, u.duration_s, "das ist ein Satz") for u in read_manifest(folder / "train.jsonl")
+    ]
+    write_manifest(folder / "train.jsonl", german)
+    write_manifest(folder / "test.jsonl", read_manifest(folder / "test.jsonl")[:1])
+    assert "numbers: de  # digits to words" in checked(folder, planted).format()

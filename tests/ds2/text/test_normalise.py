@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
-from typing import Any
-
 import pytest
 
 from ds2.commands.compose import compose_config
 from ds2.text.alphabet import Alphabet, AlphabetError
-from ds2.text.normalise import NormaliseError, drop_punctuation, fold, lower, spell_numbers, upper
+from ds2.text.normalise import NormaliseError, drop_punctuation, fold, lower, upper
 
 
 def alphabet(*overrides: str) -> Alphabet:
@@ -42,51 +38,6 @@ def test_punctuation_becomes_spaces_and_apostrophes_in_words_are_deleted_or_kept
     assert drop_punctuation("don’t ‘go’") == "dont  go "
     assert drop_punctuation("don’t ‘go’", keep="'") == "don't  go "
     assert drop_punctuation("a-b c.", keep="-") == "a-b c "
-
-
-@pytest.mark.parametrize(
-    ("text", "language", "expected"),
-    [
-        ("in 21 days", "en", "in twenty one days"),
-        ("1,234 men", "en", "one thousand two hundred and thirty four men"),
-        ("3.25", "en", "three point two five"),
-        ("the 21st", "en", "the twenty first"),
-        ("room 007", "en", "room zero zero seven"),
-        ("1.234 Mark", "de", "eintausendzweihundertvierunddreißig Mark"),
-        ("3,5", "de", "drei Komma fünf"),
-        ("5 gün", "tr", "beş gün"),
-        ("no digits", "xx", "no digits"),
-    ],
-)
-def test_digits_become_words_of_the_language(text: str, language: str, expected: str) -> None:
-    assert " ".join(spell_numbers(text, language).split()) == expected
-
-
-def test_long_runs_of_digits_are_read_one_by_one() -> None:
-    assert spell_numbers("1234567890123", "en").split()[:3] == ["one", "two", "three"]
-
-
-def test_numbers_that_num2words_cannot_read_are_named() -> None:
-    with pytest.raises(NormaliseError, match=r"numbers=kn: num2words cannot convert 999999999999 .*write it as words"):
-        spell_numbers("999999999999", "kn")
-
-
-def test_an_unknown_language_and_a_missing_package_give_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for language in ("klingon", "zh", "am"):  # num2words has Amharic, and never returns for 1100
-        with pytest.raises(NormaliseError, match=rf"numbers='{language}'.*num2words knows ar.*de.*write the numbers"):
-            alphabet(f"alphabet.numbers={language}")
-
-    plain = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "num2words":
-            raise ImportError(name)
-        return plain(name, *rest, **more)
-
-    monkeypatch.delitem(sys.modules, "num2words", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(NormaliseError, match="pip install num2words"):
-        alphabet("alphabet.numbers=sv")
 
 
 def test_alphabets_of_conf_write_their_languages() -> None:
