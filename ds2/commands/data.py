@@ -60,6 +60,10 @@ def run(arguments: Sequence[str]) -> int:
     imported.add_argument("--split", default="", help="part of LibriSpeech (e.g. train-clean-100) or AN4 (train, test)")
     imported.add_argument("--skip-bad", action="store_true", help="leave out what has no usable audio or text")
 
+    imported.add_argument(
+        "--encoding", default="", metavar="NAME", help="of transcript files that are not Unicode: cp1252, cp1254, ..."
+    )
+
     pieces = commands.add_parser(
         "pieces", help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file"
     )
@@ -90,7 +94,9 @@ def run(arguments: Sequence[str]) -> int:
         learn(compose_config(options.overrides), options.count, options.output)
     elif options.command == "import":
         check_writable(options.manifest)
-        utterances = import_corpus(options.format, options.folder, options.split, skip_bad=options.skip_bad)
+        utterances = import_corpus(
+            options.format, options.folder, options.split, skip_bad=options.skip_bad, encoding=options.encoding
+        )
         write_manifest(options.manifest, utterances)
         hours = sum(u.duration_s for u in utterances) / 3600
         print(f"{options.manifest}: {len(utterances)} utterances, {hours:.2f} h")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ds2.audio.augment import paces
 from ds2.audio.read import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
+from ds2.audio.shard import member_of
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
 from ds2.system.files import write_text
@@ -148,7 +149,7 @@ def check(
     findings: list[Finding] = []
     for (split, u), measured in zip(listed, probes, strict=True):
         atomic_file = shared[u.audio_filepath] == 1 and not u.offset_s
-        problems = _audio_problems(u, measured, data.sample_rate_hz, atomic_file)
+        problems = _audio_problems(u, measured, data, atomic_file)
         problems += transcript_problems(
             u, data, alphabet, output_frames, speeds=paces(augment) if split == "train" else None
         )
@@ -266,7 +267,8 @@ def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Pro
             return probes
 
 
-def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, atomic_file: bool) -> list[tuple[str, str, str]]:
+def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, atomic_file: bool) -> list[tuple[str, str, str]]:
+    wanted_hz = data.sample_rate_hz
     if measured.error:
         return [("error", measured.kind, measured.error)]
     problems = []
@@ -278,13 +280,13 @@ def _audio_problems(u: Utterance, measured: Probe, wanted_hz: int, atomic_file: 
         reason = f"{measured.rate_hz} Hz: nothing above {measured.rate_hz // 2} Hz, where other audio may have content"
         problems.append(("warning", "low_rate", reason))
     elif measured.rate_hz > wanted_hz:
-        problems.append(
-            (
-                "warning",
-                "rate",
-                f"{measured.rate_hz} Hz, is resampled to {wanted_hz} Hz (once, where the audio cache is used)",
-            )
-        )
+        if member_of(u.audio_filepath):
+            when = f"at each reading; `ds2 data shards --rate {wanted_hz}` writes shards that need none"
+        elif data.cache == "none":
+            when = "at each reading, since data.cache=none"
+        else:
+            when = "once, for the audio cache"
+        problems.append(("warning", "rate", f"{measured.rate_hz} Hz, is resampled to {wanted_hz} Hz {when}"))
     if atomic_file and measured.file_s - u.duration_s > END_TOLERANCE_S:
         reason = f"the manifest says {u.duration_s:.3f} s, the file lasts {measured.file_s:.3f} s; the rest is not used"
         problems.append(("warning", "duration", reason))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +24,20 @@ from ds2.system.machine import usable_cores
 log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 20
+_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_LATIN = "cp1252"  # Windows' superset of Latin-1
+# What texts of a language have beside ASCII. A text in another encoding, read as Latin-1, rarely stays within one row.
+_LATIN_LETTERS = (
+    "äöüß",
+    "àâæçèéêëîïôœùûü",
+    "áéíñóúü",
+    "àáâãçéêíóôõúü",
+    "àèéìíîòóù",
+    "åäöéü",
+    "æøåéóòâô",
+    "äëïöüéèêóáí",
+)
+_LATIN_MARKS = "“”„«»—…¡¿°ºª§€£·\u2018\u2019\u201a\u2039\u203a\u2013\u00a0"
 
 
 class ImporterError(UserError):
@@ -76,6 +92,82 @@ def to_utterances(entries: Sequence[Entry], *, skip_bad: bool, problems: Sequenc
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield ("file:line", stripped text) of the lines of a UTF-8 file that are not blank; raises TextError."""
     return ((f"{path}:{number}", line.strip()) for number, line in text_files.read_lines(path) if line.strip())
+
+
+def read_transcripts(paths: Iterable[Path], encoding: str = "") -> tuple[dict[Path, str], dict[Path, str]]:
+    """Read transcripts that are files of their own, their lines joined by spaces.
+
+    UTF-8 and UTF-16 are recognised. Other files have `encoding`; if that is empty, they are Latin-1 (Windows-1252) if
+    all of them together have the letters of one western language. Each encoding but UTF-8 is logged.
+
+    Returns:
+        The text of each file, and the problem of each file that cannot be read.
+
+    Raises:
+        ImporterError: no such encoding.
+    """
+    try:
+        b"    ".decode(encoding or _LATIN)
+    except LookupError as error:
+        raise ImporterError(f"--encoding {encoding!r} is unknown; one of Python's, such as cp1254, cp1251") from error
+    contents: dict[Path, bytes] = {}
+    problems: dict[Path, str] = {}
+    encodings: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        try:
+            contents[path] = text_files.read_bytes(path, max_bytes=text_files.MAX_LINE_BYTES)
+        except text_files.TextError as error:
+            problems[path] = str(error)
+        else:
+            encodings[_unicode_encoding(contents[path])].append(path)
+    if others := encodings.pop("", []):
+        latin = encoding or (_LATIN if _seems_latin([contents[path] for path in others]) else "")
+        encodings[latin] += others
+    texts: dict[Path, str] = {}
+    for name, files in encodings.items():
+        for path in files:
+            try:
+                text = contents[path].decode(name or "utf-8")
+            except UnicodeDecodeError as error:
+                problems[path] = (
+                    f"{path}: byte {error.start + 1} is not {name or 'UTF-8'}; name its encoding: --encoding cp1252 "
+                    "(western Europe), cp1250 (central Europe), cp1251 (Cyrillic), cp1254 (Turkish), ..."
+                )
+                continue
+            if "\0" in text:
+                problems[path] = f"{path}: holds NUL characters, so it is no text"
+                continue
+            texts[path] = " ".join(line.strip() for line in text.splitlines() if line.strip())
+        read = [path for path in files if path in texts]
+        if read and name not in ("utf-8", "utf-8-sig"):
+            guess = "; this is a guess, --encoding NAME sets another" if name == _LATIN and not encoding else ""
+            log.warning(
+                "%d transcripts are read as %s, such as %s: %r%s", len(read), name, read[0], texts[read[0]][:60], guess
+            )
+    return texts, problems
+
+
+def _unicode_encoding(content: bytes) -> str:
+    """Return the encoding of Unicode that a text has, "" for none."""
+    if mark := next((mark for mark in _MARKS if content.startswith(mark)), b""):
+        return _MARKS[mark]
+    odd, even = content[1::2].count(0), content[::2].count(0)  # UTF-16 without a mark: its ASCII has a zero per letter
+    if 4 * max(odd, even) > len(content) and not min(odd, even):
+        return "utf-16-le" if odd else "utf-16-be"
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return ""
+    return "utf-8"
+
+
+def _seems_latin(contents: Sequence[bytes]) -> bool:
+    try:
+        text = b"".join(contents).decode(_LATIN)
+    except UnicodeDecodeError:
+        return False
+    letters = {c for c in text.lower() if c > "\x7f"} - set(_LATIN_MARKS)
+    return any(letters <= set(row) for row in _LATIN_LETTERS)
 
 
 def find_audio(listed: Path) -> Path | None:

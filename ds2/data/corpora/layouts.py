@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 from ds2.audio.read import AUDIO_SUFFIXES
-from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, read_lines, to_utterances
+from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, read_lines, read_transcripts, to_utterances
 from ds2.data.manifest import Utterance
-from ds2.system.text_files import TextError
 
 log = logging.getLogger(__name__)
 
@@ -17,30 +16,25 @@ AN4_SPLITS = ("train", "test")
 _AN4_LINE = re.compile(r"^(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<id>[^()\s]+)\)$")
 
 
-def import_folder(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
+def import_folder(folder: str | Path, *, skip_bad: bool = False, encoding: str = "") -> list[Utterance]:
     """Import every NAME.txt beneath a folder with the audio of its name, in order of their paths.
 
     The first sub-folder of a path is the speaker; files in the folder itself have none. Lines of a transcript are
     joined. Recordings without a transcript are counted in the log and left out; hidden files (`.NAME`, as `._NAME` of
-    macOS) are ignored.
+    macOS) are ignored. `encoding` is that of transcripts which are not Unicode; see `read_transcripts`.
 
     Raises:
         ImporterError: there are no transcripts; or, unless `skip_bad`, one is empty or not text, or audio is unusable.
     """
     root = corpus_folder(folder)
-    entries, problems = [], []
     transcripts = sorted(path for path in root.rglob("*.txt") if not path.name.startswith("."))
-    for path in transcripts:
-        try:
-            text = " ".join(line for _, line in read_lines(path))
-        except TextError as error:
-            problems.append(str(error))
-            continue
+    texts, unread = read_transcripts(transcripts, encoding)
+    problems = [unread.get(path) or f"{path}: the transcript is empty" for path in transcripts if not texts.get(path)]
+    entries = []
+    for path, text in sorted(texts.items()):
         if text:
             folders = path.relative_to(root).parts[:-1]
             entries.append(Entry(path.with_suffix(""), text, str(path), speaker=folders[0] if folders else ""))
-        else:
-            problems.append(f"{path}: the transcript is empty")
     if not entries and not problems:
         raise ImporterError(f"{root}: holds no NAME.txt; write each transcript beside its recording: 001.wav, 001.txt")
     transcribed = {path.with_suffix("") for path in transcripts}

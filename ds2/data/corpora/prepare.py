@@ -23,7 +23,9 @@ FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch",
 RECIPES = ("an4", "librispeech", "librispeech_5h", "synthetic")
 
 
-def import_corpus(format: str, folder: str | Path, split: str = "", *, skip_bad: bool = False) -> list[Utterance]:
+def import_corpus(
+    format: str, folder: str | Path, split: str = "", *, skip_bad: bool = False, encoding: str = ""
+) -> list[Utterance]:
     """Import a corpus of a named layout.
 
     Args:
@@ -31,27 +33,31 @@ def import_corpus(format: str, folder: str | Path, split: str = "", *, skip_bad:
         folder: of the corpus; for csv and deepspeech_pytorch the table itself.
         split: the part of LibriSpeech (empty: all beneath the folder) or AN4 (empty: train); other layouts have none.
         skip_bad: leave out utterances without usable audio, with a warning.
+        encoding: of transcripts in files of their own (folder, deepspeech_pytorch) that are not Unicode.
     Raises:
-        ImporterError: an unknown format, a split of a layout without splits, or an error of the importer.
+        ImporterError: an unknown format, a split or encoding of a layout that has none, or an error of the importer.
     """
+    files = {"folder": import_folder, "deepspeech_pytorch": import_deepspeech_pytorch}
+    if encoding and format not in files:
+        raise ImporterError(f"--encoding is for {' and '.join(files)}; texts of format {format} are UTF-8")
     if format == "librispeech":
         return import_librispeech(folder, split, skip_bad=skip_bad)
     if format == "an4":
         return import_an4(folder, split or "train", skip_bad=skip_bad)
     importers: dict[str, Callable[..., list[Utterance]]] = {
-        "folder": import_folder,
         "kaldi": import_kaldi,
         "csv": import_csv,
-        "deepspeech_pytorch": import_deepspeech_pytorch,
         "webdataset": import_webdataset,
         "shar": import_shar,
     }
-    if format not in importers:
+    if format not in FORMATS:
         raise ImporterError(f"unknown format {format!r}; one of {', '.join(FORMATS)}")
     if split:
         raise ImporterError(
             f"format {format} has no parts, so --split {split!r} is not allowed; give the folder of the part"
         )
+    if format in files:
+        return files[format](folder, skip_bad=skip_bad, encoding=encoding)
     return importers[format](folder, skip_bad=skip_bad)
 
 

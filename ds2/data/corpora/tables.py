@@ -6,11 +6,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines, to_utterances
+from ds2.data.corpora.common import Entry, ImporterError, find_audio, read_lines, read_transcripts, to_utterances
 from ds2.data.manifest import Utterance
 from ds2.system import text_files
 from ds2.system.plain import parse_json
-from ds2.system.text_files import TextError
 
 COLUMNS = {
     "audio": ("wav_filename", "audio_filepath", "audio_path", "path", "file_name", "filename", "file", "audio"),
@@ -67,10 +66,10 @@ def import_csv(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
     return to_utterances(entries, skip_bad=skip_bad)
 
 
-def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False) -> list[Utterance]:
+def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False, encoding: str = "") -> list[Utterance]:
     """Import a manifest of deepspeech.pytorch: lines `wav,txt`, or its JSON with `root_path` and `samples`.
 
-    Transcripts are files of their own, read as UTF-8, lines joined by spaces. Relative paths start at the manifest's
+    Transcripts are files of their own, read by `read_transcripts`. Relative paths start at the manifest's
     folder or, as that project wrote them, at the working directory.
 
     Raises:
@@ -78,15 +77,16 @@ def import_deepspeech_pytorch(path: str | Path, *, skip_bad: bool = False) -> li
     """
     path = Path(path).expanduser().resolve()
     pairs = _json_pairs(path) if path.suffix == ".json" else _csv_pairs(path)
-    entries, problems = [], []
-    for source, audio, transcript in pairs:
-        text_file = _find_listed(path.parent, transcript)
-        try:
-            text = " ".join(line for _, line in read_lines(text_file))
-        except TextError as error:
-            problems.append(f"{source}: transcript {error}")
-            continue
-        entries.append(Entry(_find_listed(path.parent, audio), text, source))
+    listed = [(source, audio, _find_listed(path.parent, transcript)) for source, audio, transcript in pairs]
+    texts, unread = read_transcripts(dict.fromkeys(transcript for _, _, transcript in listed), encoding)
+    problems = [
+        f"{source}: transcript {unread[transcript]}" for source, _, transcript in listed if transcript in unread
+    ]
+    entries = [
+        Entry(_find_listed(path.parent, audio), texts[transcript], source)
+        for source, audio, transcript in listed
+        if transcript in texts
+    ]
     return to_utterances(entries, skip_bad=skip_bad, problems=problems)
 
 

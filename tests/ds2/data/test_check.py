@@ -213,6 +213,14 @@ def test_characters_that_do_not_fit_end_in_a_table_and_an_alphabet(folder: Path)
     assert "alphabet:" not in checked(folder, config=fitting).format()
 
 
+@pytest.mark.parametrize(("cache", "when"), [("auto", "once, for the audio cache"), ("none", "at each reading, since")])
+def test_another_rate_says_when_it_is_resampled(folder: Path, cache: str, when: str) -> None:
+    config = Config(run_dir="x")
+    config.data.cache = cache
+    planted = Utterance(write(folder / "x.wav", noise(70, rate_hz=48000), 48000), 2.0, TEXT)
+    assert f"48000 Hz, is resampled to 16000 Hz {when}" in checked(folder, planted, config=config).findings[0].message
+
+
 def test_numbers_without_a_sure_reading_are_an_error_of_their_own(folder: Path) -> None:
     config = Config(run_dir="x")
     config.alphabet.numbers = "en"

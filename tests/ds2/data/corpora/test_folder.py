@@ -44,21 +44,66 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         import_corpus("folder", tmp_path)
     assert [u.text for u in import_corpus("folder", tmp_path, skip_bad=True)] == ["good"]
     (tmp_path / "d.txt").write_bytes(b"\xff")
-    with pytest.raises(ImporterError, match=r"d\.txt:1: byte 1 is not UTF-8"):
+    with pytest.raises(ImporterError, match=r"d\.txt: byte 1 is not UTF-8; name its encoding: --encoding"):
         import_corpus("folder", tmp_path)
 
 
-def test_hidden_files_are_ignored_and_texts_that_are_not_utf_8_skipped(tmp_path: Path) -> None:
+def test_hidden_files_are_ignored(tmp_path: Path) -> None:
     record(tmp_path / "a.wav", "good")
-    record(tmp_path / "b.wav", None)
-    (tmp_path / "b.txt").write_bytes("größer".encode("latin-1"))
-    record(tmp_path / "c.wav", None)
-    (tmp_path / "c.txt").write_bytes("größer".encode("utf-16"))
     (tmp_path / "._a.txt").write_bytes(b"\x00\x05\x16\x07")  # as macOS writes next to each file of other disks
     (tmp_path / "._a.wav").write_bytes(b"\x00\x05\x16\x07")
-    with pytest.raises(ImporterError, match=r"2 of 3(.|\n)*b\.txt:1: byte 3 is not UTF-8(.|\n)*c\.txt:1: .*UTF-16"):
+    assert [u.text for u in import_corpus("folder", tmp_path)] == ["good"]
+
+
+def encoded(folder: Path, *texts: tuple[str, str]) -> None:
+    for number, (text, encoding) in enumerate(texts):
+        record(folder / f"{number}.wav", None)
+        (folder / f"{number}.txt").write_bytes(text.encode(encoding))
+
+
+def test_unicode_and_western_texts_are_recognised_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["größer", "Grüße", "“Füße” — 3 €", "schön\r\nheiß", "früh", "weiß"]
+    encodings = ["utf-8-sig", "utf-16", "utf-16-be", "cp1252", "utf-16-le", "latin-1"]
+    encoded(tmp_path, *zip(texts, encodings, strict=True))
+    with caplog.at_level(logging.WARNING):
+        utterances = import_corpus("folder", tmp_path)
+    assert [u.text for u in utterances] == [" ".join(text.split("\r\n")) for text in texts]
+    assert "1 transcripts are read as utf-16, such as" in caplog.text
+    assert "2 transcripts are read as cp1252, such as" in caplog.text and "'schön heiß'; this is a guess" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("güneş doğdu", "cp1254"),
+        ("příliš žluťoučký kůň", "cp1250"),
+        ("zażółć gęślą jaźń", "cp1250"),
+        ("привет, как дела", "cp1251"),
+        ("привет, как дела", "koi8_r"),
+        ("καλημέρα σας", "cp1253"),
+        ("こんにちは", "cp932"),
+        ("我有三只猫", "gb18030"),
+    ],
+)
+def test_other_encodings_are_named_by_the_user(tmp_path: Path, text: str, encoding: str) -> None:
+    encoded(tmp_path, (text, encoding), ("größer", "utf-8"))
+    with pytest.raises(ImporterError, match=r"1 of 2(.|\n)*0\.txt: byte \d+ is not UTF-8; name its encoding"):
         import_corpus("folder", tmp_path)
-    assert [u.text for u in import_corpus("folder", tmp_path, skip_bad=True)] == ["good"]
+    assert [u.text for u in import_corpus("folder", tmp_path, skip_bad=True)] == ["größer"]
+    assert [u.text for u in import_corpus("folder", tmp_path, encoding=encoding)] == [text, "größer"]
+
+
+def test_encodings_that_do_not_exist_or_fit_are_refused(tmp_path: Path) -> None:
+    encoded(tmp_path, ("güneş", "cp1254"))
+    with pytest.raises(ImporterError, match="--encoding 'turkish' is unknown; one of Python's"):
+        import_corpus("folder", tmp_path, encoding="turkish")
+    with pytest.raises(ImporterError, match="is not ascii; name its encoding"):
+        import_corpus("folder", tmp_path, encoding="ascii")
+    with pytest.raises(ImporterError, match=r"--encoding is for folder and deepspeech_pytorch; .* csv are UTF-8"):
+        import_corpus("csv", tmp_path / "x.csv", encoding="cp1254")
+    (tmp_path / "0.txt").write_bytes(b"a\0\0\0b")
+    with pytest.raises(ImporterError, match="holds NUL characters"):
+        import_corpus("folder", tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
