@@ -119,7 +119,7 @@ class ModelConfig:
     convs: list[ConvConfig] = field(  # 2-D convolutions over the features: [{kernel:[F,T],stride:[F,T],channels:N}]
         default_factory=lambda: [ConvConfig(), ConvConfig(kernel=[21, 11], stride=[2, 1], channels=32)]
     )
-    cell: str = choice("rnn", "lstm", "gru")  # of the recurrent layers
+    cell: str = choice("rnn", "lstm", "gru", "gru_before")  # of recurrent layers; gru_before: reset before the product
     nonlinearity: str = choice("clipped_relu", "relu", "tanh")  # of the cell rnn
     clip: float = number(20.0, 0, 1e9, above=True)  # upper limit of the clipped ReLU, in the convolutions too
     hidden: int = number(1152, 1, 1_000_000)  # units of each recurrent layer

@@ -242,7 +242,9 @@ class Network:
         ops, hidden = self.ops, layer.hidden
         z = frames.x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
         valid = ops.to_float(ops.reshape(frames.valid, (0, -1, 1)))
-        weight_hh = ops.constant(direction.weight_hh.t())
+        # The last gate of gru_before has a product of its own.
+        ends = (2 * hidden,) if layer.cell == "gru_before" else ()
+        weight_hh, *weight_hn = (ops.constant(part.t()) for part in direction.weight_hh.tensor_split(ends))
         bias_hn = None if direction.bias_hn is None else ops.constant(direction.bias_hn)
         count = 2 if layer.cell == "lstm" else 1
         states = [ops.zeros(z, hidden) if self.memory is None else self.memory.take(hidden) for _ in range(count)]
@@ -265,7 +267,14 @@ class Network:
             z = ops.sigmoid(x_z + h_z)
             return [(n + z * (states[0] - n)) * inputs[1]]
 
-        step = {"rnn": simple, "lstm": lstm, "gru": gru}[layer.cell]
+        def gru_before(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+            x_r, x_z, x_n = ops.split(inputs[0], 3)
+            h_r, h_z = ops.split(states[0] @ weight_hh, 2)
+            n = ops.tanh(x_n + (ops.sigmoid(x_r + h_r) * states[0]) @ weight_hn[0])
+            z = ops.sigmoid(x_z + h_z)
+            return [(n + z * (states[0] - n)) * inputs[1]]
+
+        step = {"rnn": simple, "lstm": lstm, "gru": gru, "gru_before": gru_before}[layer.cell]
         y, last = ops.scan(step, states, [z, valid], reverse=reverse)
         if self.memory is not None:
             for state in last:

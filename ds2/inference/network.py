@@ -31,7 +31,7 @@ from ds2.inference import wavefront
 from ds2.inference.slots import UNBOUNDED, StreamState
 from ds2.inference.weights import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights, fold
 from ds2.model.acoustic import AcousticModel
-from ds2.model.structure import frames_after
+from ds2.model.structure import frames_after, operator_cell
 
 PARALLEL_LAYERS = 7  # side by side: as many clusters of 16 multiprocessors as an H200 holds
 LAYER_SMS = 16  # multiprocessors of a layer that has others at its side
@@ -195,10 +195,12 @@ def why_not(model: AcousticModel) -> str | None:
 def runs_parallel(model: AcousticModel, dtype: torch.dtype) -> bool:
     """Whether several layers of a model fit on its GPU side by side."""
     config, device = model.config, model.classifier.weight.device
-    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent") or config.cell == "gru":
+    if device.type != "cuda" or why_not(model) or config.backend not in ("auto", "persistent"):
+        return False
+    if config.cell in ("gru", "gru_before"):
         return False
     unasked = config.backend == "auto" and why_not_unasked(dtype, torch.get_float32_matmul_precision())
-    size = (config.hidden, dtype, device, config.nonlinearity if config.cell == "rnn" else config.cell, LAYER_SMS)
+    size = (config.hidden, dtype, device, operator_cell(config), LAYER_SMS)
     return not (unasked or any(why_not_concurrent(batch, *size) for batch in (1, MOST_PARALLEL_STREAMS)))
 
 
@@ -360,11 +362,12 @@ class BlockRecurrence:
         """
         max_sms = None if projection_stream is None else LAYER_SMS
         last: Sequence[Tensor]
-        if self.cell == "gru":
+        if self.cell in ("gru", "gru_before"):
             z = project(x.contiguous(), self.weight, self.bias, None)
             if begin is not None:
                 z = self._held(z, begin)
-            y, *last = gru(z, self.weight_hh, self.bias_hn, carry[0], lengths, backend=self.backend)
+            inputs = z, self.weight_hh, self.bias_hn, carry[0], lengths
+            y, *last = gru(*inputs, reset_after=self.cell == "gru", backend=self.backend)
         elif self.cell == "lstm":
             y, *last = lstm_layer(
                 x,

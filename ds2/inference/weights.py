@@ -76,14 +76,14 @@ class DirectionWeights:
     weight_ih: Tensor  # (G H, D)
     bias: Tensor  # (G H,)
     weight_hh: Tensor  # (G H, H)
-    bias_hn: Tensor | None  # (H,) of a GRU: inside the product with the reset gate
+    bias_hn: Tensor | None  # (H,) of the cell gru: inside the product with the reset gate
 
 
 @dataclass(frozen=True)
 class RecurrentWeights:
     """A recurrent layer; the outputs of two directions are added."""
 
-    cell: str  # rnn, lstm or gru
+    cell: str  # as model.cell
     nonlinearity: str  # of an rnn
     clip: float  # of clipped_relu
     directions: list[DirectionWeights]
@@ -133,7 +133,7 @@ class NetworkWeights:
 
     @property
     def cell(self) -> str:
-        """rnn, lstm or gru."""
+        """As model.cell."""
         return self.modules[0].layers[0].cell
 
     @property
@@ -229,7 +229,7 @@ def _simple_directions(state: dict[str, Tensor], norm: nn.Module | None) -> list
 
 
 def _gated_direction(state: dict[str, Tensor], name: str, norm: nn.Module | None, cell: str) -> DirectionWeights:
-    """Batch norm stands before the projection; the recurrent bias joins the other, but for a GRU's last gate."""
+    """Batch norm stands before the projection; the recurrent bias joins the other, but for gru's last gate."""
     weight, weight_hh, bias, bias_hh = (
         state[f"{name}.{part}_l0"] for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )

@@ -18,7 +18,15 @@ from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
 from ds2.model.recurrent import make_recurrent_layer, why_torch
-from ds2.model.structure import Frames, check_model, frames_after, lookahead_parts_ms, module_plan, time_stride
+from ds2.model.structure import (
+    Frames,
+    check_model,
+    frames_after,
+    lookahead_parts_ms,
+    module_plan,
+    operator_cell,
+    time_stride,
+)
 
 
 class RecurrentModule(nn.Module):
@@ -146,8 +154,7 @@ class AcousticModel(nn.Module):
         if config.cell == "rnn" or config.backend != "auto":
             return None
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        cell = {"lstm": "lstm", "gru": "gru_after"}[config.cell]
-        return why_torch(cell, config.hidden, dtype, self.classifier.weight.device)
+        return why_torch(operator_cell(config), config.hidden, dtype, self.classifier.weight.device)
 
     def output_frames(self, frames: Frames) -> Frames:
         """Output frames for a number, or a tensor of numbers, of feature frames."""

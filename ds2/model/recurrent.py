@@ -1,4 +1,4 @@
-"""The recurrent layers of the acoustic model: simple ones, LSTM and GRU.
+"""The recurrent layers of the acoustic model: simple ones, LSTM and both kinds of GRU.
 
 Shape letters: T frames, B batch, H hidden, G gates, D width of a layer's input.
 
@@ -20,9 +20,9 @@ from ds2.model.dropout import UtteranceDropout
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.ragged import Ragged
+from ds2.model.structure import operator_cell
 
 _RECURRENT_GAIN = 0.5
-_OPERATORS = {"lstm": "lstm", "gru": "gru_after"}  # the names that ds2_ops has for cells of `model.cell`
 
 
 class RecurrentLayer(nn.Module):
@@ -97,6 +97,9 @@ class RecurrentLayer(nn.Module):
 class GatedRecurrentLayer(nn.Module):
     """LSTM or GRU layer: on the operators of ds2_ops where their fast kernels run, else on torch's fused kernels.
 
+    The cell gru_before, whose reset gate acts before the recurrent product (Cho et al. 2014), has no kernel in torch:
+    it always runs on the operators.
+
     Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
     projection as torch's kernels compute it, so it acts on the layer's input. Directions are summed, as in
     :class:`RecurrentLayer`. Arguments, shapes and returns are those of :class:`RecurrentLayer`.
@@ -104,8 +107,8 @@ class GatedRecurrentLayer(nn.Module):
 
     def __init__(self, width_in: int, config: ModelConfig) -> None:
         super().__init__()
-        make = {"lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
-        self.operator, self.hidden, self.backend = _OPERATORS[config.cell], config.hidden, config.backend
+        make = nn.LSTM if config.cell == "lstm" else nn.GRU
+        self.operator, self.hidden, self.backend = operator_cell(config), config.hidden, config.backend
         self.dropout = UtteranceDropout(config.dropout)
         self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum) if config.batch_norm else None
         self.cell: nn.LSTM | nn.GRU = make(width_in, config.hidden)
@@ -134,12 +137,13 @@ class GatedRecurrentLayer(nn.Module):
             options: dict[str, Any] = {"backend": self.backend, "weight_sink": None if sinks is None else sinks[0]}
             if self.operator == "lstm":
                 return lstm(z, weights[0], None, None, ragged.lengths, **options)[0]
-            return gru(z, weights[0], biases[0][1], None, ragged.lengths, **options)[0]
+            reset_after = self.operator == "gru_after"
+            return gru(z, weights[0], biases[0][1], None, ragged.lengths, reset_after=reset_after, **options)[0]
         ways = bidirectional(
             self.operator,
             z.view(*z.shape[:2], 2, -1),
             torch.stack(weights),
-            None if self.operator == "lstm" else torch.stack([cast(Tensor, bias_hn) for _, bias_hn in biases]),
+            torch.stack([cast(Tensor, bias_hn) for _, bias_hn in biases]) if self.operator == "gru_after" else None,
             ragged.lengths,
             backend=self.backend,
             weight_sink=sinks,
@@ -154,9 +158,9 @@ class GatedRecurrentLayer(nn.Module):
         return x.numel() == 0 or why_torch(self.operator, self.hidden, dtype, device) is not None
 
     def _biases(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> tuple[Tensor, Tensor | None]:
-        """The bias of the input's product (G H,), and that of a GRU's last recurrent product (H,)."""
+        """The bias of the input's product (G H,), and that inside the product with a GRU's reset gate (H,)."""
         bias_ih, bias_hh = (context.weight(_parameter(cell, name)) for name in ("bias_ih_l0", "bias_hh_l0"))
-        if self.operator == "lstm":
+        if self.operator != "gru_after":
             return bias_ih + bias_hh, None
         gates = 2 * self.hidden
         return bias_ih + functional.pad(bias_hh[:gates], (0, self.hidden)), bias_hh[gates:]
@@ -177,11 +181,13 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
     """Why a layer with gates runs on torch's kernels, which a CUDA graph cannot record; None if it does not.
 
     Args:
-        cell: "lstm" or "gru_after", as ds2_ops names them.
+        cell: as ds2_ops names it.
         hidden: H.
         dtype: of its products.
         device: where it runs.
     """
+    if cell == "gru_before":
+        return None
     return why_not_unasked(dtype, torch.get_float32_matmul_precision()) or why_not(
         1, 1, hidden, dtype, device, cell, None
     )

@@ -10,7 +10,12 @@ from ds2.config.schema import ConfigError, ModelConfig
 from ds2.system.machine import memory_bytes
 
 Frames = TypeVar("Frames", int, Tensor)
-_GATES = {"rnn": 1, "lstm": 4, "gru": 3}
+_GATES = {"rnn": 1, "lstm": 4, "gru": 3, "gru_before": 3}
+
+
+def operator_cell(config: ModelConfig) -> str:
+    """The name that ds2_ops has for the cell of the recurrent layers."""
+    return config.nonlinearity if config.cell == "rnn" else "gru_after" if config.cell == "gru" else config.cell
 
 
 def frames_after(frames: Frames, stride: int) -> Frames:

@@ -8,7 +8,7 @@ from ds2.model.checkpoint import LoadedModel
 from ds2.model.structure import lookahead_parts_ms, module_plan
 
 _LABELS_SHOWN = 20
-_GATE_VALUES = {"lstm": 6, "gru": 6}  # gates, output and the state before, kept a unit and frame
+_GATE_VALUES = {"lstm": 6, "gru": 6, "gru_before": 6}  # gates, output and the state before, kept a unit and frame
 
 
 def summary(model: AcousticModel) -> str:
@@ -92,7 +92,7 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
 
     The rule, in values a frame: the features; of each convolution 3 outputs (before batch norm, after it, clipped);
     of each recurrent layer 2 H (before batch norm, after the recurrence), 4 H when bidirectional (both directions and
-    their sum); of an LSTM or GRU its normalised input and 6 H a direction; H for each row convolution, and for
+    their sum); of a cell with gates its normalised input and 6 H a direction; H for each row convolution, and for
     a residual sum that neither a row convolution nor a bidirectional sum stands before; the classifier's input after
     batch norm, under bf16 before it too, and the log-probs, in float32. Without batch norm what stands before it falls
     away. Dropout adds a layer's input and its mask. Weights, gradients and workspace are not in it.

@@ -30,6 +30,7 @@ from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
+from ds2.model.structure import operator_cell
 from ds2.text.alphabet import Alphabet
 from ds2.training.inputs import InputMaker
 from ds2.training.passes import Passes
@@ -368,10 +369,9 @@ def recurrent_problems(config: Config, precision: str, batches: Iterable[int]) -
     unasked = why_not_unasked(getattr(torch, dtype), torch.get_float32_matmul_precision())
     if model.backend not in ("auto", "persistent") or (model.backend == "auto" and unasked):
         return []
-    cell = {"rnn": model.nonlinearity, "lstm": "lstm", "gru": "gru_after"}[model.cell]
     directions = (1, 2) if model.bidirectional else (1,)  # both at once, where they fit
     return [
-        Problem(batch, model.hidden, dtype, cell, backward, ways)
+        Problem(batch, model.hidden, dtype, operator_cell(model), backward, ways)
         for batch in batches
         for backward in (False, True)
         for ways in directions

@@ -43,7 +43,7 @@ def test_every_choice_of_every_group_composes(group: str, choice: str) -> None:
         ("data.train=train.jsonl", "data.train: takes a list, in brackets even of one: data.train=[A,B]"),
         ("decode.hot_words={zero:5}", "decode.hot_words: takes a list"),
         ("optim.layer_rates=3", "optim.layer_rates: takes a mapping: optim.layer_rates={KEY:VALUE}"),
-        ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru"),
+        ("model.cell=rnm", "model.cell='rnm' is not one of rnn, lstm, gru, gru_before"),
         ("train.epochs=0", "train.epochs=0: allowed are numbers from 1 to "),
         ("batching.audio_s=10", "set one of batching.utterances"),
         ("augment.gain_db=[3,1]", "augment.gain_db"),

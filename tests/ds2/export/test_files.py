@@ -29,6 +29,7 @@ SHAPES: list[dict[str, Any]] = [
     {"nonlinearity": "tanh"},
     {"cell": "lstm"},
     {"cell": "gru"},
+    {"cell": "gru_before"},
     {"depth": 48, "skip": 4},
 ]
 ALONE = """

@@ -25,6 +25,7 @@ SHAPES: list[dict[str, Any]] = [
     {"cell": "lstm"},
     {"cell": "gru", "skip_first": "projection"},
     {"cell": "gru", "batch_norm": False, "skip": 1, "row_convs": 7, "row_conv_context": 1},
+    {"cell": "gru_before"},
     {"convs": []},
 ]
 # In float64 what remains is rounding of 2^-53 a sum, through sums of hundreds of terms and tens of frames: 1e-12 or so.

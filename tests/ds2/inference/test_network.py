@@ -101,6 +101,7 @@ def run_all(blocks_of: BlockNetwork, state: StreamState, sources: list[Tensor], 
         {"skip_first": "projection", "row_convs": 1},
         {"cell": "lstm"},
         {"cell": "gru"},
+        {"cell": "gru_before"},
         {"cell": "gru", "batch_norm": False, "row_convs": 0, "depth": 2},
     ],
 )

@@ -24,7 +24,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK_FRAMES = 20  # of features, in the default block
 
 
-CELLS = [(), ("model.cell=lstm",), ("model.cell=gru",)]
+CELLS = [(), ("model.cell=lstm",), ("model.cell=gru",), ("model.cell=gru_before",)]
 
 
 def load(model: Path, device: str, method: str = "greedy", precision: str = "fp32", **options: object) -> Recogniser:

@@ -21,11 +21,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tanh": {"nonlinearity": "tanh"},
     "lstm": {"cell": "lstm"},
     "gru": {"cell": "gru", "skip": 0},
+    "gru, reset before": {"cell": "gru_before"},
     "no convolutions": {"convs": []},
     "stochastic depth, inner classifiers": {"stochastic_depth": 0.5, "intermediate": [2, 1]},
 }
 BIDIRECTIONAL: dict[str, dict[str, Any]] = {
-    f"bidirectional {cell}": {"cell": cell, "bidirectional": True, "row_convs": 0} for cell in ("rnn", "gru")
+    f"bidirectional {cell}": {"cell": cell, "bidirectional": True, "row_convs": 0}
+    for cell in ("rnn", "gru", "gru_before")
 }
 
 

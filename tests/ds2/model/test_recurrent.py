@@ -48,7 +48,33 @@ def test_gated_layer_is_that_of_torch_within_each_length(cell: str, bidirectiona
     assert not y[~ragged().valid.t()].any()
 
 
-@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_reset_gate_of_gru_before_acts_before_the_product(bidirectional: bool) -> None:
+    layer = GatedRecurrentLayer(4, config(cell="gru_before", bidirectional=bidirectional)).double()
+
+    def expected(cell: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        w_r, w_z, w_n = cell.weight_ih_l0.chunk(3)
+        u_r, u_z, u_n = cell.weight_hh_l0.chunk(3)
+        b_r, b_z, b_n = (cell.bias_ih_l0 + cell.bias_hh_l0).chunk(3)
+        h, outputs = x.new_zeros(6), []
+        for frame in x[:, 0]:
+            r, z = torch.sigmoid(w_r @ frame + u_r @ h + b_r), torch.sigmoid(w_z @ frame + u_z @ h + b_z)
+            n = torch.tanh(w_n @ frame + u_n @ (r * h) + b_n)
+            h = (1 - z) * n + z * h
+            outputs.append(h)
+        return torch.stack(outputs)[:, None]
+
+    x = padded(4)
+    y = layer(x, ragged())
+    for whole, own in zip(utterances(x), utterances(y), strict=True):
+        wanted = expected(layer.cell, whole)
+        if layer.cell_reverse is not None:
+            wanted = wanted + expected(layer.cell_reverse, whole.flip(0)).flip(0)
+        torch.testing.assert_close(own, wanted)
+    assert not y[~ragged().valid.t()].any()
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru", "gru_before"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, bidirectional: bool) -> None:
     layer = make_recurrent_layer(4, config(cell=cell, bidirectional=bidirectional, backend="gemm"))

@@ -242,6 +242,8 @@ def test_only_layers_that_persistent_kernels_run_are_measured() -> None:
     ]
     config.model.cell = "gru"
     assert {p.nonlinearity for p in device_tuning.recurrent_problems(config, "bf16", [4])} == {"gru_after"}
+    config.model.cell = "gru_before"
+    assert {p.nonlinearity for p in device_tuning.recurrent_problems(config, "bf16", [4])} == {"gru_before"}
     assert device_tuning.recurrent_problems(config, "fp32", [4]) == []  # unless TF32 is allowed
     config.model.backend = "persistent"
     assert len(device_tuning.recurrent_problems(config, "fp32", [4])) == 2

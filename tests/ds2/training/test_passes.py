@@ -222,12 +222,13 @@ def replays(trainer: Trainer) -> int:
         ("model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0", "features.kind=log_mel"),
         ("model.cell=lstm", "train.accumulate=2", "batching.utterances=2"),
         ("model.cell=gru",),
+        ("model.cell=gru_before",),
         ("model.cell=lstm", "model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"),
         ("model.cell=gru", "model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"),
     ],
     ids=[
         *("adamw", "sgd", "accumulated", "masked", "dropout", "two_views", "intermediate", "bidirectional"),
-        *("lstm", "gru", "bidirectional_lstm", "bidirectional_gru"),
+        *("lstm", "gru", "gru_before", "bidirectional_lstm", "bidirectional_gru"),
     ],
 )
 def test_graphs_give_the_bits_of_single_launches(
