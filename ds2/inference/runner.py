@@ -176,7 +176,8 @@ class BlockRunner:
             frames = {length: self.features.windows(length) for length in set(map(len, blocks))}
             numbers += [s.blocks for s in slots], [s.ends for s in slots], [frames[len(block)] for block in blocks]
         batch.fill(numbers)
-        logits, self._steps, self._last_step = batch.launch(edges), self._steps + 1, batch.done
+        logits = batch.launch(edges) if self._recorder is not None else self._launch_or_restore(batch, edges, slots)
+        self._steps, self._last_step = self._steps + 1, batch.done
         for slot in slots:
             slot.step = self._steps
         if not edges:
@@ -195,6 +196,16 @@ class BlockRunner:
             selected = logits[first : first + max(lengths)]
             selected = selected[:, :count] if len(rows) == count else selected[:, rows]
             yield BlockOutput([first_row + row for row in rows], selected, lengths)
+
+    def _launch_or_restore(self, batch: _Batch, edges: bool, slots: Sequence[Slot]) -> Tensor:
+        """Run a batch on the CPU; where that fails, streams carry what they did before, so that they can go on."""
+        state, rows = self.slots.state, torch.tensor([slot.index for slot in slots])
+        carried = state.read(rows)
+        try:
+            return batch.launch(edges)
+        except Exception:
+            state.write(rows, carried)
+            raise
 
     def _input_rows(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> list[int]:
         """The rows of samples of streams' next blocks; blocks that lie elsewhere are copied into them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,21 @@ class StreamState:
     def tables(self) -> tuple[Tensor, ...]:
         """The tables (., N, H) of the recurrent modules."""
         return self.hidden, self.cells, self.rows
+
+    def read(self, slots: Tensor) -> list[Tensor]:
+        """Copy what the streams of these slots (B,) carry, for `write`."""
+        return [
+            *(t.index_select(0, slots) for t in self.conv_tails),
+            *(t.index_select(1, slots) for t in self.tables()),
+        ]
+
+    def write(self, slots: Tensor, carried: Sequence[Tensor]) -> None:
+        """Put back what `read` returned for the same slots."""
+        tails, tables = carried[: len(self.conv_tails)], carried[len(self.conv_tails) :]
+        for tail, saved in zip(self.conv_tails, tails, strict=True):
+            tail.index_copy_(0, slots, saved)
+        for table, saved in zip(self.tables(), tables, strict=True):
+            table.index_copy_(1, slots, saved)
 
     def copy_from(self, smaller: StreamState) -> None:
         """Take over the first slots."""

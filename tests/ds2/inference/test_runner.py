@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,3 +198,40 @@ def test_files_whose_layers_run_side_by_side_have_the_same_words(
         hypotheses.append(recogniser.transcribe(recording).hypothesis)
         assert runner.batches  # these ran
     assert hypotheses[0] == hypotheses[1]
+
+
+class FailsWithTwo:
+    """A network that has run, and changed its state, when it runs out of memory with two streams."""
+
+    def __init__(self, network: BlockNetwork) -> None:
+        self.network, self.failures = network, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def run(self, features: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        logits = self.network.run(features, *arguments, **options)
+        if len(features) == 2:
+            self.failures += 1
+            raise MemoryError
+        return logits
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_batch_that_fails_within_the_network_leaves_its_streams_where_they_were(
+    cell: tuple[str, ...], make_model: Callable[..., Path], recording: Path
+) -> None:
+    recogniser = load(make_model(*cell), "cpu")
+    runner = recogniser.runners[BLOCK_FRAMES]
+    samples = read_audio(recording)
+    alone = hear(recogniser.session(), samples, random.Random(3))
+    failing = FailsWithTwo(runner.network)
+    runner.network = failing  # type: ignore[assignment]
+    sessions = [recogniser.session() for _ in range(2)]
+    for session in sessions:
+        session.accept_waveform(samples)
+        session.input_finished()
+    while any(session.is_ready() for session in sessions):
+        decode_sessions(sessions)
+    assert failing.failures > 1
+    assert [spoken(session.result()) for session in sessions] == [spoken(alone)] * 2
