@@ -20,13 +20,13 @@ from ds2.config.schema import ConfigError
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
-from ds2.system.signals import STOP_SIGNALS, handle_signals
+from ds2.system.signals import handle_signals, server_stop_signals
 
 _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused connections, libraries
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`ds2 serve MODEL`: serve until SIGINT or SIGTERM; 0."""
+    """`ds2 serve MODEL`: serve until SIGINT, SIGTERM or SIGHUP; 0."""
     overrides, arguments = split_overrides(arguments)
     options = _parse(arguments)
     try:
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     else:
         server = make_server(LocalRecogniser(make(), limits), limits, port)
         listen(bound)
-        with handle_signals(STOP_SIGNALS, server.handle_exit):  # uvicorn installs its own later
+        with handle_signals(server_stop_signals(), server.handle_exit):  # uvicorn installs its own later
             print(message, flush=True)  # from here on clients are answered
             server.run(sockets=[bound])
     return 0

@@ -32,7 +32,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from ds2.config.schema import ConfigError
 from ds2.serve.engine import EngineClient
-from ds2.serve.limits import LimitError, Limits
+from ds2.serve.limits import BAD_DATA, LimitError, Limits
 from ds2.serve.protocols.openai_realtime import Realtime
 from ds2.serve.protocols.openai_rest import Transcriptions
 from ds2.serve.protocols.vosk import Vosk
@@ -315,6 +315,18 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         super().resume_writing()
         if not self.read_paused:
             self.transport.resume_reading()
+
+    def send_receive_event_to_app(self) -> None:
+        """See uvicorn, which logs a traceback for each text that is not UTF-8."""
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.frames = []
+                self.conn.send_close(BAD_DATA, "text messages are UTF-8")
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
         """See uvicorn."""

@@ -51,7 +51,7 @@ from ds2.serve.phrases import PhraseReader
 from ds2.system.errors import UserError
 from ds2.system.files import temporary_folder
 from ds2.system.messages import decode, encode
-from ds2.system.signals import STOP_SIGNALS, handle_signals
+from ds2.system.signals import handle_signals, server_stop_signals
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
@@ -500,8 +500,8 @@ class Workers:
             self._early += self._receive_from_workers(True)
 
     def run(self) -> None:
-        """Decode until SIGINT or SIGTERM, and then until all sessions got their last results."""
-        with handle_signals(STOP_SIGNALS, self._handle_signal):
+        """Decode until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
+        with handle_signals(server_stop_signals(), self._handle_signal):
             try:
                 with gc_tuning():
                     self.engine.run(self._receive)
@@ -597,8 +597,8 @@ class Recognisers:
             raise
 
     def run(self) -> None:
-        """Wait until SIGINT or SIGTERM, and then until all sessions got their last results."""
-        with handle_signals(STOP_SIGNALS, self._handle_signal):
+        """Wait until SIGINT, SIGTERM or SIGHUP, and then until all sessions got their last results."""
+        with handle_signals(server_stop_signals(), self._handle_signal):
             try:
                 while self._processes:
                     ended = wait([process.sentinel for process in self._processes])

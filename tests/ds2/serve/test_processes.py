@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -157,8 +158,12 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path], workers: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "number"), [("0", signal.SIGTERM), ("2", signal.SIGTERM), ("0", signal.SIGHUP), ("2", signal.SIGHUP)]
+)
+def test_a_signal_ends_a_server_after_all_last_results(
+    make_model: Callable[..., Path], workers: str, number: int
+) -> None:
     model = str(make_model())
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", workers, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -173,7 +178,7 @@ def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path], wor
                 await ws.send(CONFIG)
                 await ws.send(data)
                 await ws.recv()
-            server.terminate()
+            server.send_signal(number)
             for ws in held:
                 text = json.loads(await ws.recv())["text"]
                 with pytest.raises(ConnectionClosed) as closed:
@@ -183,5 +188,37 @@ def test_sigterm_tells_all_their_last_words(make_model: Callable[..., Path], wor
 
         assert asyncio.run(speak()) == [(text_alone(recogniser, data), 1012)] * 8
         assert server.wait(WAIT_S) == 0
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_signal_while_phrases_are_read_ends_a_server_in_order(make_model: Callable[..., Path], workers: str) -> None:
+    model = str(make_model())
+    command = [sys.executable, "-m", "ds2.cli", "serve", model, "decode=beam", "--device", "cpu", "--workers", workers,
+               "--port", "0"]  # fmt: skip
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    phrases = [f"{'abc'[n % 3]} {'cab'[n // 3 % 3]} {'abc' * (1 + n % 6)}" for n in range(1000)]
+    try:
+        url = f"ws://127.0.0.1:{port_told(server)}/"
+
+        async def speak() -> list[int]:
+            held = [await connect(url) for _ in range(12)]
+            for ws in held:
+                await ws.send(json.dumps({"config": {"sample_rate": 16000, "phrase_list": phrases}}))
+                await ws.send(speech(3, 1.0))
+            server.terminate()
+            codes = []
+            for ws in held:
+                try:
+                    while True:
+                        await ws.recv()
+                except ConnectionClosed as closed:
+                    codes.append(closed.rcvd.code if closed.rcvd else 0)
+            return codes
+
+        codes = asyncio.run(speak())
+        assert set(codes) <= {1012, 1013}, codes
+        assert (server.wait(WAIT_S), "Traceback" in server.communicate()[1]) == (0, False)
     finally:
         server.kill()

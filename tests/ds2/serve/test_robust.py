@@ -296,3 +296,25 @@ def test_a_client_that_is_half_open_is_cut_off(serve: Callable[..., Running]) ->
             while raw.recv(4096):
                 continue
     until_empty(running)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_texts_that_are_not_utf_8_are_refused_without_a_traceback(
+    serve: Callable[..., Running], caplog: pytest.LogCaptureFixture, cut: bool
+) -> None:
+    running = serve()
+
+    async def send() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(UPGRADE)
+        await reader.readuntil(b"\r\n\r\n")
+        frames = [b"\x01\x81\0\0\0\0\xc3", b"\x80\x81\0\0\0\0("] if cut else [b"\x81\x82\0\0\0\0\xff\xfe"]
+        writer.write(b"".join(frames))
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    answer = asyncio.run(send())
+    assert answer[:1] == b"\x88" and int.from_bytes(answer[2:4]) == 1007 and answer[4:] == b"text messages are UTF-8"
+    until_empty(running)
+    assert not [record for record in caplog.records if record.exc_info]
