@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -96,8 +97,17 @@ def _encoding(draw: random.Random, content: bytes) -> bytes:
                         content.replace(b"\n", b"\r\n"), content.replace(b"\n", b"\r")))  # fmt: skip
 
 
+def _resized(draw: random.Random, value: list[Any] | dict[str, Any] | str) -> Any:
+    """A list, an object or a text of another size."""
+    size = draw.choice((0, 1, 257, 1001, 20_001, 200_000))
+    if isinstance(value, dict):
+        pairs = itertools.cycle(value.items() or [("a", 1)])
+        return {f"{key}{number}": one for number, (key, one) in zip(range(size), pairs, strict=False)}
+    return (value * (1 + size // max(1, len(value))))[:size]
+
+
 def changed_tree(draw: random.Random, tree: Any) -> Any:
-    """The JSON tree with one value replaced, removed or added, anywhere."""
+    """The JSON tree with one value replaced, removed, added or of another size, anywhere."""
     if not isinstance(tree, dict | list) or not tree or draw.random() < 0.1:
         return draw.choice(VALUES)
     keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
@@ -108,6 +118,8 @@ def changed_tree(draw: random.Random, tree: Any) -> Any:
         del tree[key]
     elif action < 0.2 and isinstance(tree, dict):
         tree[draw.choice(("x", "", "\0", f"{key} "))] = tree.pop(key)
+    elif action < 0.3 and isinstance(tree[key], list | dict | str):
+        tree[key] = _resized(draw, tree[key])
     else:
         tree[key] = changed_tree(draw, tree[key])
     return tree
