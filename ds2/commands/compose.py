@@ -56,7 +56,7 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
             composed = compose(config_name=PRIMARY_CONFIG, overrides=open_free_form(overrides))
     except MissingConfigException as error:
         _missing(error)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a number of 5000 digits
+    except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         explain(error, overrides)
     return read_config(composed, overrides)[0]
 

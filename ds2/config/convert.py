@@ -122,9 +122,10 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> NoReturn:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
-    text = str(error).splitlines()[0]
-    if cause is None:
-        raise ConfigError(text) from error
+    text, *details = str(error).splitlines()
+    if cause is None:  # OmegaConf writes the key below the text of Python's own errors
+        keys = [line.split()[-1] for line in details if line.strip().startswith("full_key: ")]
+        raise ConfigError(": ".join([*keys, text])) from error
     key = str(cause.full_key or cause.key or "")
     detail = (cause.msg or str(cause) or text).splitlines()[0]
     full_key = next((name for o in overrides if (name := o.lstrip("+~").split("=")[0]).split(".")[0] == key), key)

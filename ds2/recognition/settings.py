@@ -49,6 +49,9 @@ def decode_settings(
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
         for key, value in texts.items():  # not parsed: YAML would take some paths for lists
             OmegaConf.update(merged, key, value)
+    except OverflowError as error:  # a number of 400 digits
+        place = ", ".join([str(file)] * file.is_file() + list(changes))
+        raise ConfigError(f"{place}: {str(error).splitlines()[0]}") from error
     except OmegaConfBaseException as error:
         place = ", ".join([str(file)] * file.is_file() + list(changes))
         unknown = isinstance(error, ConfigKeyError | ConfigAttributeError)

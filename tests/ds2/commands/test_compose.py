@@ -79,6 +79,12 @@ def test_what_is_no_override_is_named_with_the_way_out(override: str) -> None:
     assert repr(override) in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["optim.learning_rate", "train.max_minutes", "model.dropout", "train.epochs"])
+def test_a_number_too_large_for_a_float_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        compose_config(["recipe=an4_demo", f"{key}=1{'0' * 400}"])
+
+
 def test_config_survives_the_way_through_a_checkpoint(tmp_path: Path) -> None:
     config = compose_config(["recipe=an4_demo"])
     assert config_from_dict(config_to_dict(config)) == config
