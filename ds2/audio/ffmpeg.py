@@ -85,6 +85,7 @@ class FFmpegAudio:
         if first is None:
             raise FFmpegError("it holds no samples")
         (self.samplerate, self.channels, self.format), self._pending = first
+        self._error: FFmpegError | None = None  # raised when all samples before it are read
 
     def __enter__(self) -> FFmpegAudio:
         return self
@@ -95,9 +96,14 @@ class FFmpegAudio:
     def read(self, frames: int, *, dtype: str = "float32", always_2d: bool = True) -> NDArray[np.float32]:
         """Return the next frames (N, channels) float32, fewer at the end."""
         blocks, available = [self._pending], len(self._pending)
-        while available < frames and (decoded := next(self._blocks, None)) is not None:
-            blocks.append(decoded[1])
-            available += len(decoded[1])
+        try:
+            while available < frames and (decoded := next(self._blocks, None)) is not None:
+                blocks.append(decoded[1])
+                available += len(decoded[1])
+        except FFmpegError as error:
+            self._error = error
+        if not available and self._error is not None:
+            raise self._error
         joined = np.concatenate(blocks)
         self._pending = joined[frames:]
         return joined[:frames]

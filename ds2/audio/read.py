@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import stat
 from collections.abc import Generator, Iterator
@@ -35,9 +36,11 @@ _COSTLY_SUFFIXES = (".mp3", ".ogg", ".oga", ".opus", *FFMPEG_SUFFIXES)  # openin
 _UNCOMPRESSED = {"WAV", "WAVEX", "RF64", "W64", "FLAC", "NIST", "AIFF", "AU", "RAW"}
 _LOSSLESS = {"PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"}
 _BLOCK_FRAMES = 1 << 18
+_FLAC_FRAMES = 1 << 12  # a read that meets damage loses its block
 RATES_HZ = (1000, 768_000)
-_MAX_CHANNELS = 64
+MAX_CHANNELS = 64
 _CANCELLED_POWER = 0.1  # of the average of channels, relative to theirs; two channels of noise have 0.5
+QUIET_PEAK = 10 ** (-50 / 20)  # a file whose loudest sample is below -50 dB of full scale
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
 _MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
@@ -84,7 +87,11 @@ def audio_info(path: str | Path, sample_rate_hz: int = 16000) -> AudioInfo:
 
 
 def read_audio(
-    path: str | Path, sample_rate_hz: int = 16000, offset_s: float = 0.0, duration_s: float | None = None
+    path: str | Path,
+    sample_rate_hz: int = 16000,
+    offset_s: float = 0.0,
+    duration_s: float | None = None,
+    channel: int = 0,
 ) -> NDArray[np.float32]:
     """Return audio as a mono waveform (N,) float32 in [-1, 1] at `sample_rate_hz`.
 
@@ -99,13 +106,14 @@ def read_audio(
         sample_rate_hz: of the waveform returned.
         offset_s: where to start.
         duration_s: length to read; None reads to the end.
+        channel: which channel, from 1; 0 averages all.
     Raises:
-        AudioError: the file is missing, empty, truncated or not audio, ends more than 0.1 s before the segment does,
-            holds NaN, infinity or floats far over full scale, or more than three hours are requested (see
-            `audio_blocks`).
+        AudioError: the file is missing, empty, truncated or not audio, has no such channel, ends more than 0.1 s before
+            the segment does, holds NaN, infinity or floats far over full scale, or more than three hours are requested
+            (see `audio_blocks`).
     """
     blocks, total_s = [], 0.0
-    for block in audio_blocks(path, sample_rate_hz, offset_s, duration_s):
+    for block in audio_blocks(path, sample_rate_hz, offset_s, duration_s, channel=channel):
         blocks.append(block)
         total_s += len(block) / sample_rate_hz
         if total_s > MAX_READ_S:
@@ -114,26 +122,41 @@ def read_audio(
 
 
 def audio_blocks(
-    path: str | Path, sample_rate_hz: int = 16000, offset_s: float = 0.0, duration_s: float | None = None
+    path: str | Path,
+    sample_rate_hz: int = 16000,
+    offset_s: float = 0.0,
+    duration_s: float | None = None,
+    *,
+    channel: int = 0,
+    lenient: bool = False,
 ) -> Generator[NDArray[np.float32]]:
     """Yield the waveform of `read_audio` in blocks of varying length, in memory that does not grow with the file.
 
     Arguments and errors are those of `read_audio`, without the limit of length. Errors at the end of the file, such as
     truncation, are raised after the blocks before it. Nothing is decoded ahead: closing the generator ends the work.
+
+    Args:
+        lenient: take what can be decoded of a truncated or damaged file, with a warning instead of an error, and warn
+            of a file that is too quiet.
     """
     path = Path(path)
     if offset_s < 0 or (duration_s is not None and not duration_s > 0):
         raise AudioError(f"{path}: offset {offset_s} s must be at least 0 and duration {duration_s} s above 0")
-    with _opened(path, sample_rate_hz) as file:
+    peak = 0.0
+    with _opened(path, sample_rate_hz, lenient=lenient) as file:
         resampler = soxr.ResampleStream(file.samplerate, sample_rate_hz, 1, dtype="float32")
-        for block, last in _with_last(_mono_blocks(file, path, offset_s, duration_s)):
+        for block, last in _with_last(_mono_blocks(file, path, offset_s, duration_s, channel, lenient=lenient)):
             resampled = block if file.samplerate == sample_rate_hz else resampler.resample_chunk(block, last=last)
             if len(resampled):
+                peak = max(peak, float(np.abs(resampled).max())) if lenient else peak
                 yield np.clip(resampled, -1.0, 1.0)
+    if lenient and peak < QUIET_PEAK:
+        loudest = f"{20 * math.log10(peak):.0f} dB of full scale" if peak else "zero"
+        log.warning("%s: its loudest sample is %s: too quiet to be recognised well, amplify it", path, loudest)
 
 
 def reads_cheaply(
-    path: str | Path, sample_rate_hz: int, offset_s: float = 0.0, duration_s: float | None = None
+    path: str | Path, sample_rate_hz: int, offset_s: float = 0.0, duration_s: float | None = None, *, channel: int = 0
 ) -> bool:
     """Return whether reading a segment is about as fast as reading a cache: a lossless format at this sample rate.
 
@@ -145,6 +168,7 @@ def reads_cheaply(
         return False
     with _opened(path, sample_rate_hz) as file:
         is_cheap = file.samplerate == sample_rate_hz and file.format in _UNCOMPRESSED and file.subtype in _LOSSLESS
+        _check_channel(file, path, channel)
         if is_cheap:
             _check_segment(file, path, offset_s, duration_s)
         return is_cheap
@@ -171,8 +195,11 @@ class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]  # soundfile has 
 
 
 @contextmanager
-def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
-    """Open a file for reading; errors within the block are raised as AudioError with the file's name."""
+def _opened(path: Path, raw_rate_hz: int, *, lenient: bool = False) -> Iterator[Source]:
+    """Open a file for reading; errors within the block are raised as AudioError with the file's name.
+
+    A file that is damaged, as far as its header shows, is an error, or with `lenient` a warning.
+    """
     try:
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         member = member_of(path)
@@ -188,7 +215,7 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
             raise AudioError(f"{path}: is {kind}, not an audio file")
         if status.st_size == 0:
             raise EmptyAudioError(f"{path}: the file is empty (0 bytes)")
-        with _decoder(path, descriptor, _raw_format(path, status.st_size, raw_rate_hz)) as file:
+        with _decoder(path, descriptor, _raw_format(path, status.st_size, raw_rate_hz), lenient) as file:
             _check_header(file, path)
             yield file
     except AudioError:
@@ -204,7 +231,7 @@ def _opened(path: Path, raw_rate_hz: int) -> Iterator[Source]:
 
 
 @contextmanager
-def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iterator[Source]:
+def _decoder(path: Path, descriptor: int, raw_format: dict[str, object], lenient: bool) -> Iterator[Source]:
     try:
         file = _ForwardFile(descriptor, closefd=False, **raw_format)
     except soundfile.LibsndfileError:
@@ -214,7 +241,7 @@ def _decoder(path: Path, descriptor: int, raw_format: dict[str, object]) -> Iter
             yield source
         return
     with file:
-        _check_length(file, path, descriptor)
+        _check_length(file, path, descriptor, lenient)
         yield file
 
 
@@ -242,42 +269,55 @@ def _raw_format(path: Path, size_bytes: int, rate_hz: int) -> dict[str, object]:
 
 def _check_header(file: Source, path: Path) -> None:
     low, high = RATES_HZ
-    if not low <= file.samplerate <= high or not 1 <= file.channels <= _MAX_CHANNELS:
+    if not low <= file.samplerate <= high or not 1 <= file.channels <= MAX_CHANNELS:
         raise AudioError(
             f"{path}: its header says {file.channels} channels at {file.samplerate} Hz; "
-            f"allowed are 1 to {_MAX_CHANNELS} channels at {low} to {high} Hz"
+            f"allowed are 1 to {MAX_CHANNELS} channels at {low} to {high} Hz"
         )
     if file.frames <= 0:
         raise EmptyAudioError(f"{path}: holds no samples, or its header was never completed")
 
 
-def _check_length(file: _ForwardFile, path: Path, descriptor: int) -> None:
+def _check_length(file: _ForwardFile, path: Path, descriptor: int, lenient: bool) -> None:
     damage = describe_damage(descriptor, file.format)
     if damage is None:
         _log_unknown_length(file.format)
+    elif damage and lenient:
+        _log_damage(path, damage)
     elif damage:
         raise AudioError(f"{path}: {damage}. Copy it again; if what is there is enough, convert that, e.g. to FLAC")
 
 
-def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | None) -> Iterator[NDArray[np.float32]]:
+def _check_channel(file: Source, path: Path, channel: int) -> None:
+    if channel > file.channels:
+        raise AudioError(f"{path}: has no channel {channel}, its channels are 1 to {file.channels}; 0 averages them")
+
+
+def _mono_blocks(
+    file: Source, path: Path, offset_s: float, duration_s: float | None, channel: int, *, lenient: bool
+) -> Iterator[NDArray[np.float32]]:
+    _check_channel(file, path, channel)
     rate_hz = file.samplerate
     first = round(offset_s * rate_hz)
     total = file.frames - first if duration_s is None else max(1, round(duration_s * rate_hz))
     if file.frames < UNKNOWN_FRAMES:
         _check_segment(file, path, offset_s, duration_s)
     _skip(file, first)
-    if file.channels > 1:
+    if file.channels > 1 and not channel:
         _log_averaging(file.channels)
-    done = 0
+    done, most = 0, _FLAC_FRAMES if lenient and file.format == "FLAC" else _BLOCK_FRAMES
     while done < total:
-        block = file.read(min(_BLOCK_FRAMES, total - done), dtype="float32", always_2d=True)
+        try:
+            block = file.read(min(most, total - done), dtype="float32", always_2d=True)
+        except (FFmpegError, soundfile.LibsndfileError) as error:
+            if not (lenient and done):
+                raise
+            _log_damage(path, f"damaged after {(first + done) / rate_hz:.3f} s: {error}")
+            return
         if not len(block):
             break
         done += len(block)
-        mono = block[:, 0].copy()
-        for channel in range(1, file.channels):  # forty times as fast as a mean over the short axis
-            mono += block[:, channel]
-        mono /= np.float32(file.channels)
+        mono = _one_channel(block, channel)
         peak = max(-float(block.min()), float(block.max()))
         if not peak <= _MAX_PEAK:  # true for NaN too
             raise AudioError(
@@ -285,17 +325,30 @@ def _mono_blocks(file: Source, path: Path, offset_s: float, duration_s: float | 
                 if np.isfinite(peak)
                 else f"{path}: holds NaN or infinite samples"
             )
-        if file.channels > 1 and done == len(block) and _cancels(block, mono):
-            _log_cancellation(path, file.channels)
+        if file.channels > 1 and not channel and done == len(block):
+            _check_cancellation(block, mono, path)
         yield mono
     if not done:
         raise AudioError(f"{path}: no samples could be decoded at {offset_s:g} s")
     missing_s = (total - done) / rate_hz
     if missing_s > END_TOLERANCE_S and (file.frames < UNKNOWN_FRAMES or duration_s is not None):
-        raise AudioError(
-            f"{path}: truncated: decoding ends at {(first + done) / rate_hz:.3f} s, {missing_s:.3f} s before the end "
+        damage = (
+            f"truncated: decoding ends at {(first + done) / rate_hz:.3f} s, {missing_s:.3f} s before the end "
             "that its header or manifest states"
         )
+        if not lenient:
+            raise AudioError(f"{path}: {damage}")
+        _log_damage(path, damage)
+
+
+def _one_channel(block: NDArray[np.float32], channel: int) -> NDArray[np.float32]:
+    """Return one channel of a block (N, channels), from 1, or the average of all for channel 0."""
+    mono = block[:, max(channel - 1, 0)].copy()
+    if not channel:
+        for other in range(1, block.shape[1]):  # forty times as fast as a mean over the short axis
+            mono += block[:, other]
+        mono /= np.float32(block.shape[1])
+    return mono
 
 
 def _check_segment(file: Source, path: Path, offset_s: float, duration_s: float | None) -> None:
@@ -326,20 +379,28 @@ def _with_last(blocks: Iterator[NDArray[np.float32]]) -> Iterator[tuple[NDArray[
         yield previous, True
 
 
-def _cancels(block: NDArray[np.float32], mono: NDArray[np.float32]) -> bool:
-    """Return whether the average of channels (N, channels) has lost most of their power."""
-    power = float(np.square(block).mean())
-    return float(np.square(mono).mean()) < _CANCELLED_POWER * power
+def _check_cancellation(block: NDArray[np.float32], mono: NDArray[np.float32], path: Path) -> None:
+    """Warn where the average of the channels of a block (N, channels) has lost most of their power."""
+    powers = np.square(block).mean(0)
+    if float(np.square(mono).mean()) < _CANCELLED_POWER * float(powers.mean()):
+        _log_cancellation(path, len(powers), 1 + int(powers.argmax()))
 
 
 @lru_cache(maxsize=4096)
-def _log_cancellation(path: Path, channels: int) -> None:
+def _log_cancellation(path: Path, channels: int, loudest: int) -> None:
     log.warning(
         "%s: the average of its %d channels has less than a tenth of their power (opposite phases, or a voice in one "
-        "channel only): extract the channel with the voice, e.g. `sox IN OUT remix 1`",
+        "channel only): choose the channel with the voice by `ds2 transcribe --channel %d` or data.channel=%d, which "
+        "is the loudest",
         path,
         channels,
+        loudest,
+        loudest,
     )
+
+
+def _log_damage(path: Path, damage: str) -> None:
+    log.warning("%s: %s; what can be decoded is used", path, damage)
 
 
 @cache

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ds2.audio.read import MAX_CHANNELS
 from ds2.config.allowed import Range
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import yield_to_rank_0
@@ -123,6 +124,17 @@ def add_where(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=["fp32", "bf16", "auto"],
         help="auto: on a GPU the precision that the model was trained in, on a CPU fp32",
+    )
+
+
+def add_channel(parser: argparse.ArgumentParser) -> None:
+    """Add --channel, which is data.channel in training."""
+    parser.add_argument(
+        "--channel",
+        type=whole(0, MAX_CHANNELS),
+        default=0,
+        metavar="N",
+        help="of files with several: 1 is the first, 0 their average (0)",
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import Parser, real, whole, with_search_path
+from ds2.commands.common import Parser, add_channel, real, whole, with_search_path
 from ds2.commands.compose import compose_config, overridden_keys
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
@@ -263,6 +263,7 @@ def _add_shards(commands: Any) -> None:
     parser.add_argument("out", type=Path, help="folder for 000000.tar, ... and manifest.jsonl, to train with")
     rate, size = whole(*RATES_HZ), real(0, 1e9, above=True)
     parser.add_argument("--rate", type=rate, default=16000, help="of the FLAC in them, Hz (data.sample_rate_hz; 16000)")
+    add_channel(parser)
     parser.add_argument("--shard-mb", type=size, default=1000, help="of samples in one; FLAC takes half (1000)")
     parser.add_argument("--skip-bad", action="store_true", help="leave out utterances that cannot be read")
     parser.set_defaults(run=_shards)
@@ -271,7 +272,12 @@ def _add_shards(commands: Any) -> None:
 def _shards(options: argparse.Namespace) -> int:
     shard_bytes = int(1e6 * options.shard_mb)
     written = write_shards(
-        read_manifests(options.manifests), options.out, options.rate, shard_bytes, skip_bad=options.skip_bad
+        read_manifests(options.manifests),
+        options.out,
+        options.rate,
+        shard_bytes,
+        channel=options.channel,
+        skip_bad=options.skip_bad,
     )
     for error in written.left_out:
         print(f"left out: {error}")

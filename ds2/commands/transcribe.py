@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import Parser, add_where, whole
+from ds2.commands.common import Parser, add_channel, add_where, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -133,7 +133,7 @@ def run(arguments: Sequence[str]) -> int:
             if args.stream:
                 _write_segments(recogniser, name, args, alone=len(files) == 1)
             else:
-                _write_whole(recogniser, name, args.format, output, alone=len(files) == 1)
+                _write_whole(recogniser, name, args, output, alone=len(files) == 1)
         except (AudioError, DecodeError) as error:
             print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
             failed += 1
@@ -142,10 +142,13 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _write_whole(recogniser: Recogniser, name: str, form: str, output: Path | None, *, alone: bool) -> None:
+def _write_whole(
+    recogniser: Recogniser, name: str, args: argparse.Namespace, output: Path | None, *, alone: bool
+) -> None:
     """Transcribe a file; write the transcript to `output` and print both names, or print it if `output` is None."""
     with _readable(name) as path:
-        transcript = recogniser.transcribe(path)
+        transcript = recogniser.transcribe(path, channel=args.channel)
+    form = args.format
     if form in _CAPTIONS:
         written = _CAPTIONS[form](cues(transcript.words))
     elif form == "json":
@@ -183,7 +186,8 @@ def _write_segments(recogniser: Recogniser, name: str, args: argparse.Namespace,
 
     rate_hz, stop = recogniser.features.sample_rate_hz, StopHandler()
     with handle_signals(STOP_SIGNALS if name == _STDIN else (), stop):
-        for samples in _raw_samples(stop) if name == _STDIN else audio_blocks(name, rate_hz):
+        blocks = audio_blocks(name, rate_hz, channel=args.channel, lenient=True)
+        for samples in _raw_samples(stop) if name == _STDIN else blocks:
             live.accept_waveform(samples)
             while live.is_ready():
                 live.decode()
@@ -244,6 +248,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=whole(*RATES_HZ), help="samples a second of - with --stream; default: the model's"
     )
+    add_channel(parser)
     add_where(parser)
     args = parser.parse_args(arguments)
     if args.stream and args.format in _CAPTIONS:

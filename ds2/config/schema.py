@@ -27,6 +27,7 @@ class DataConfig:
     prepare: str = ""  # importer that `ds2 data prepare` runs, and `ds2 train` where manifests are missing
     work_dir: str = "corpora"  # folder for prepared manifests and audio caches
     sample_rate_hz: int = number(16000, 1000, 768_000)  # audio of other rates is resampled to it
+    channel: int = number(0, 0, 64)  # of files with several, from 1; 0: their average
     min_duration_s: float = number(0.1, 0, 604_800)  # shorter utterances are bad utterances
     max_duration_s: float = number(40.0, 0, UNLIMITED, above=True)  # longer utterances are bad utterances
     on_bad_utterance: str = choice("stop", "skip")  # what training does with utterances that `ds2 data check` rejects

@@ -50,6 +50,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         sample_rate_hz: rate of the waveforms.
         files: cache files that hold some of them.
         places: (U, 2) index of the file and row in it of each utterance; file -1 decodes. None decodes all.
+        channel: of the files, from 1; 0 averages all.
     """
 
     def __init__(
@@ -58,9 +59,12 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         sample_rate_hz: int,
         files: Sequence[CacheFile] = (),
         places: NDArray[np.int64] | None = None,
+        *,
+        channel: int = 0,
     ) -> None:
         self.utterances = utterances
         self.sample_rate_hz = sample_rate_hz
+        self.channel = channel
         self.files = files
         self._places = np.full((len(utterances), 2), _NOT_CACHED) if places is None else places
 
@@ -77,7 +81,7 @@ class AudioStore(Sequence[NDArray[np.float32]]):
         file, row = self._places[position].tolist()
         pcm = None if file == _NOT_CACHED else self._cached(self.files[file], row, position)
         if pcm is None:
-            pcm = decode(self.utterances[position], self.sample_rate_hz)
+            pcm = decode(self.utterances[position], self.sample_rate_hz, self.channel)
         waveform = pcm.astype(np.float32)
         waveform *= np.float32(1 / 32768)  # in place: a multiplication of mixed types takes ten times as long
         return waveform
@@ -114,8 +118,8 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     if problems := check_members(u.audio_filepath for u in utterances):
         raise AudioError("\n".join(problems))
     if data.cache == "none" or not utterances:
-        return AudioStore(utterances, data.sample_rate_hz)
-    folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz)
+        return AudioStore(utterances, data.sample_rate_hz, channel=data.channel)
+    folder, keys = Path(data.work_dir) / "audio_cache", content_keys(utterances, data.sample_rate_hz, data.channel)
     files = _open_files(folder)
     missing = {key: u for key, u in zip(keys, utterances, strict=True) if not member_of(u.audio_filepath)}
     for key in _known(files, keys, cheap_too=data.cache == "auto"):
@@ -139,11 +143,12 @@ def open_audio(utterances: Sequence[Utterance], data: DataConfig) -> AudioStore:
     renumbered = np.full(len(files) + 1, _NOT_CACHED)
     renumbered[used] = np.arange(len(used))
     places[:, 0] = renumbered[places[:, 0]]
-    return AudioStore(utterances, data.sample_rate_hz, [files[file] for file in used], places)
+    used_files = [files[file] for file in used]
+    return AudioStore(utterances, data.sample_rate_hz, used_files, places, channel=data.channel)
 
 
-def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[bytes]:
-    """Return a key for each utterance: a hash of its file's path, size and modification time, segment and rate.
+def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int, channel: int = 0) -> list[bytes]:
+    """Return a key for each utterance: a hash of its file's path, size, modification time and channel, segment, rate.
 
     Raises:
         AudioError: a file does not exist.
@@ -159,7 +164,14 @@ def content_keys(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[b
             except OSError as error:
                 raise AudioError(f"{u.audio_filepath}: {error.strerror} ({u.source or u.name})") from error
             stats[file] = (stat.st_size, stat.st_mtime_ns)
-        facts = [sample_rate_hz, str(u.audio_filepath.absolute()), *stats[file], u.offset_s, u.duration_s]
+        facts = [
+            sample_rate_hz,
+            str(u.audio_filepath.absolute()),
+            *stats[file],
+            u.offset_s,
+            u.duration_s,
+            *[channel] * (channel > 0),
+        ]
         keys.append(hashlib.sha256(json.dumps(facts).encode()).digest()[: cache_file.KEY_BYTES])
     return keys
 
@@ -213,7 +225,7 @@ def _extend(
         OSError: the folder cannot be written.
     """
     total = len(missing)
-    cheap, errors = _find_cheap(missing, data.sample_rate_hz) if data.cache == "auto" else (set(), [])
+    cheap, errors = _find_cheap(missing, data) if data.cache == "auto" else (set(), [])
     if errors:
         raise AudioError(summarise_errors(errors, total))
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +235,7 @@ def _extend(
     costly = {key: utterance for key, utterance in missing.items() if key not in cheap}
     used = {file for file, _ in _places(files, keys).tolist()}
     fitting = _free_space(folder, {file.path for n, file in enumerate(files) if n in used}, costly, data)
-    if fitting and (errors := _write_files(folder, fitting, data.sample_rate_hz)):
+    if fitting and (errors := _write_files(folder, fitting, data)):
         raise AudioError(summarise_errors(errors, total))
 
 
@@ -269,19 +281,19 @@ def _free_space(
     return fitting
 
 
-def decode(utterance: Utterance, sample_rate_hz: int) -> NDArray[np.int16]:
+def decode(utterance: Utterance, sample_rate_hz: int, channel: int = 0) -> NDArray[np.int16]:
     """Return the samples (N,) of an utterance; raises AudioError where it cannot be read."""
-    waveform = read_audio(utterance.audio_filepath, sample_rate_hz, utterance.offset_s, utterance.duration_s)
+    waveform = read_audio(utterance.audio_filepath, sample_rate_hz, utterance.offset_s, utterance.duration_s, channel)
     pcm: NDArray[np.int16] = np.clip(np.rint(waveform * 32768), -32768, 32767).astype(np.int16)
     return pcm
 
 
-def _find_cheap(utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> tuple[set[bytes], list[AudioError]]:
+def _find_cheap(utterances: Mapping[bytes, Utterance], data: DataConfig) -> tuple[set[bytes], list[AudioError]]:
     """Return the keys of utterances that need no cache, by the headers of their files, and the errors of others."""
 
     def check(key: bytes) -> bool:
         u = utterances[key]
-        return reads_cheaply(u.audio_filepath, sample_rate_hz, u.offset_s, u.duration_s)
+        return reads_cheaply(u.audio_filepath, data.sample_rate_hz, u.offset_s, u.duration_s, channel=data.channel)
 
     cheap, errors = set(), list[AudioError]()
     with closing(_on_all_cores(check, list(utterances))) as results:
@@ -293,7 +305,7 @@ def _find_cheap(utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> t
     return cheap, errors
 
 
-def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], sample_rate_hz: int) -> list[AudioError]:
+def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], data: DataConfig) -> list[AudioError]:
     """Decode utterances into cache files of about 1 GiB, each written atomically; return the errors.
 
     Threads suffice: decoding and resampling release the interpreter lock. An interruption does not wait for them.
@@ -305,9 +317,9 @@ def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], sample_rat
     hours = sum(u.duration_s for u in utterances.values()) / 3600
     log.info("decoding %d utterances, %.2f h, into the audio cache %s", len(utterances), hours, folder)
     with tqdm(total=len(utterances), desc="decoding audio", unit="utt", disable=None) as progress:
-        for keys in _parts(utterances, sample_rate_hz):
+        for keys in _parts(utterances, data.sample_rate_hz):
             with suppress(AudioError), atomic_file(_path(folder, keys)) as partial, CacheWriter(partial) as writer:
-                errors += _fill(writer, keys, utterances, sample_rate_hz, progress)
+                errors += _fill(writer, keys, utterances, data, progress)
                 if not len(writer):
                     raise errors[-1]  # an empty file is not published
     log.info("audio cache: %d utterances, %.1f s", len(utterances) - len(errors), time.monotonic() - started)
@@ -315,10 +327,10 @@ def _write_files(folder: Path, utterances: Mapping[bytes, Utterance], sample_rat
 
 
 def _fill(
-    writer: CacheWriter, keys: list[bytes], utterances: Mapping[bytes, Utterance], sample_rate_hz: int, progress: tqdm
+    writer: CacheWriter, keys: list[bytes], utterances: Mapping[bytes, Utterance], data: DataConfig, progress: tqdm
 ) -> list[AudioError]:
     def add(key: bytes) -> None:
-        writer.add(key, decode(utterances[key], sample_rate_hz))
+        writer.add(key, decode(utterances[key], data.sample_rate_hz, data.channel))
 
     errors = []
     with closing(_on_all_cores(add, keys)) as results:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ds2.audio.augment import paces
-from ds2.audio.read import END_TOLERANCE_S, AudioError, EmptyAudioError, audio_blocks, audio_info
+from ds2.audio.read import END_TOLERANCE_S, QUIET_PEAK, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.shard import member_of
 from ds2.config.schema import AugmentConfig, DataConfig
 from ds2.data.manifest import Utterance
@@ -144,7 +144,7 @@ def check(
         AudioError: a reading process died; the message names the files it was reading.
     """
     listed = [(split, u) for split, utterances in splits.items() for u in utterances]
-    probes = _probe_all([u for _, u in listed], data.sample_rate_hz)
+    probes = _probe_all([u for _, u in listed], data)
     shared = Counter(u.audio_filepath for _, u in listed)
     findings: list[Finding] = []
     for (split, u), measured in zip(listed, probes, strict=True):
@@ -203,12 +203,12 @@ def transcript_problems(
     return problems
 
 
-def probe(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Probe]:
+def probe(utterances: Sequence[Utterance], sample_rate_hz: int, channel: int = 0) -> list[Probe]:
     """Measure the samples of utterances at `sample_rate_hz`, each in bounded memory."""
-    return [_probe(utterance, sample_rate_hz) for utterance in utterances]
+    return [_probe(utterance, sample_rate_hz, channel) for utterance in utterances]
 
 
-def _probe(utterance: Utterance, sample_rate_hz: int) -> Probe:
+def _probe(utterance: Utterance, sample_rate_hz: int, channel: int) -> Probe:
     path = utterance.audio_filepath
     try:
         info = audio_info(path, sample_rate_hz)
@@ -221,7 +221,8 @@ def _probe(utterance: Utterance, sample_rate_hz: int) -> Probe:
             )
         peak, squares, clipped, count = 0.0, 0.0, 0, 0
         digest = hashlib.sha256()
-        for block in audio_blocks(path, sample_rate_hz, utterance.offset_s, utterance.duration_s):
+        segment = utterance.offset_s, utterance.duration_s
+        for block in audio_blocks(path, sample_rate_hz, *segment, channel=channel):
             peak = max(peak, float(np.abs(block).max()))
             squares += float(np.square(block, dtype=np.float64).sum())
             clipped += _clipped_samples(block)
@@ -243,17 +244,17 @@ def _clipped_samples(block: NDArray[np.float32]) -> int:
     return int(runs[runs >= _CLIPPED_RUN].sum())
 
 
-def _probe_all(utterances: Sequence[Utterance], sample_rate_hz: int) -> list[Probe]:
+def _probe_all(utterances: Sequence[Utterance], data: DataConfig) -> list[Probe]:
     chunks = [utterances[first : first + _CHUNK] for first in range(0, len(utterances), _CHUNK)]
     with tqdm(total=len(utterances), desc="reading audio", unit="utt", disable=None) as progress:
         if len(utterances) <= _MAX_IN_PROCESS:
             probes = []
             for chunk in chunks:
-                probes += probe(chunk, sample_rate_hz)
+                probes += probe(chunk, data.sample_rate_hz, data.channel)
                 progress.update(len(chunk))
             return probes
         with worker_processes(usable_cores()) as pool:
-            futures = [pool.submit(probe, chunk, sample_rate_hz) for chunk in chunks]
+            futures = [pool.submit(probe, chunk, data.sample_rate_hz, data.channel) for chunk in chunks]
             probes = []
             for chunk, future in zip(chunks, futures, strict=True):
                 try:
@@ -274,6 +275,8 @@ def _audio_problems(u: Utterance, measured: Probe, data: DataConfig, atomic_file
     problems = []
     if measured.peak < SILENT_PEAK:
         problems.append(("error", "silent", f"its peak is {_decibel(measured.peak)} of full scale"))
+    elif measured.peak < QUIET_PEAK:
+        problems.append(("warning", "quiet", f"its peak is {_decibel(measured.peak)} of full scale: amplify it"))
     if measured.clipped > CLIPPED_FRACTION:
         problems.append(("warning", "clipped", f"{measured.clipped:.2%} of its samples are stuck at full scale"))
     if measured.rate_hz < wanted_hz:

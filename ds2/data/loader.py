@@ -167,7 +167,7 @@ def _augmentation(augment: AugmentConfig, data: DataConfig, voices: AudioStore) 
     recordings: Sequence[NDArray[np.float32]] = []
     if augment.noise_probability:
         if augment.noise:
-            recordings = open_audio(read_manifests(augment.noise), data)
+            recordings = open_audio(read_manifests(augment.noise), replace(data, channel=0))
         else:
             # Segments of one long recording per colour: to make noise for each utterance takes most of a worker's time.
             recordings = [coloured_noise(np.random.default_rng(0), _NOISE_SAMPLES, e) for e in augment.noise_colours]

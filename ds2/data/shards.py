@@ -46,7 +46,13 @@ class Written:
 
 
 def write_shards(
-    utterances: Sequence[Utterance], folder: Path, sample_rate_hz: int, shard_bytes: int, *, skip_bad: bool = False
+    utterances: Sequence[Utterance],
+    folder: Path,
+    sample_rate_hz: int,
+    shard_bytes: int,
+    *,
+    channel: int = 0,
+    skip_bad: bool = False,
 ) -> Written:
     """Write utterances as shards `000000.tar`, ... with their indices, and `manifest.jsonl` after the last.
 
@@ -59,6 +65,7 @@ def write_shards(
         folder: of the shards.
         sample_rate_hz: of the members.
         shard_bytes: size of the 16-bit samples of a shard; FLAC takes about half.
+        channel: of the utterances' files, from 1; 0 averages all.
         skip_bad: leave out utterances that cannot be read.
     Raises:
         AudioError: utterances cannot be read. The shards of the others remain and are reused.
@@ -72,10 +79,10 @@ def write_shards(
     ):
         for number, (first, part) in enumerate(parts):
             path = folder / f"{number:06d}.tar"
-            made_from = hashlib.sha256(b"".join(content_keys(part, sample_rate_hz))).hexdigest()
+            made_from = hashlib.sha256(b"".join(content_keys(part, sample_rate_hz, channel))).hexdigest()
             members = _read_existing(path, made_from, first)
             if members is None:
-                members, failed = _write(path, first, part, sample_rate_hz, threads, progress)
+                members, failed = _write(path, first, part, sample_rate_hz, channel, threads, progress)
                 errors += failed
                 write_index(path, members.values(), made_from if not failed else "")
             else:
@@ -115,11 +122,17 @@ def _read_existing(path: Path, made_from: str, first: int) -> dict[int, Member] 
 
 
 def _write(
-    path: Path, first: int, part: Sequence[Utterance], sample_rate_hz: int, threads: ThreadPool, progress: tqdm
+    path: Path,
+    first: int,
+    part: Sequence[Utterance],
+    sample_rate_hz: int,
+    channel: int,
+    threads: ThreadPool,
+    progress: tqdm,
 ) -> tuple[dict[int, Member], list[AudioError]]:
     def encode(utterance: Utterance) -> tuple[bytes, int] | AudioError:
         try:
-            return _flac(pcm := decode(utterance, sample_rate_hz), sample_rate_hz), len(pcm)
+            return _flac(pcm := decode(utterance, sample_rate_hz, channel), sample_rate_hz), len(pcm)
         except AudioError as error:
             return error
 

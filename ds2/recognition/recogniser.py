@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.read import audio_blocks
@@ -101,9 +102,9 @@ class Recogniser(Pipeline):
         log.info("recognising on %s in %s", device, chosen)
         return cls(loaded.model, loaded.features, loaded.alphabet, decoder, device, chosen)
 
-    def transcribe(self, path: Path | str) -> Transcript:
-        """Transcribe an audio file of any format and length; errors as `transcribe_file`."""
-        return transcribe_file(self, path)
+    def transcribe(self, path: Path | str, *, channel: int = 0) -> Transcript:
+        """Transcribe an audio file of any format and length; arguments and errors as `transcribe_file`."""
+        return transcribe_file(self, path, channel=channel)
 
     def session(
         self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotWords | None = None
@@ -213,13 +214,21 @@ def decode_batch(decoder: Decoder, logits: Tensor, lengths: Tensor) -> list[Hypo
 
 @torch.inference_mode()
 def transcribe_file(
-    pipeline: Pipeline, path: Path | str, *, block_s: float = _FILE_BLOCK_S, context_s: float = _FILE_CONTEXT_S
+    pipeline: Pipeline,
+    path: Path | str,
+    *,
+    channel: int = 0,
+    block_s: float = _FILE_BLOCK_S,
+    context_s: float = _FILE_CONTEXT_S,
 ) -> Transcript:
     """Transcribe an audio file, in memory that does not grow with its length.
+
+    Of a truncated or damaged file what can be decoded is transcribed, with a warning; a very quiet one has a warning.
 
     Args:
         pipeline: model and decoder; a decoder of another package keeps the file's log-probs, some kilobytes a second.
         path: see `ds2.audio.read.read_audio` for the formats.
+        channel: which channel of the file, from 1; 0 averages all.
         block_s: most audio that the model takes at once, seconds.
         context_s: audio that a bidirectional model takes on each side of a block, at most `block_s`, seconds.
 
@@ -235,16 +244,19 @@ def transcribe_file(
             f"block_s={block_s} and context_s={context_s}: need 0 <= context_s <= block_s, block_s above 0"
         )
     transcribe = _transcribe_windows if model.config.bidirectional else _transcribe_stream
+    samples = audio_blocks(path, pipeline.features.sample_rate_hz, channel=channel, lenient=True)
     try:
-        return transcribe(pipeline, path, block_frames, context_frames)
+        return transcribe(pipeline, samples, block_frames, context_frames)
     except DecodeError as error:
         raise DecodeError(f"{path}: {error}") from error
 
 
-def _transcribe_stream(pipeline: Pipeline, path: Path, block_frames: int, context_frames: int) -> Transcript:
+def _transcribe_stream(
+    pipeline: Pipeline, waveform: Iterator[NDArray[np.float32]], block_frames: int, context_frames: int
+) -> Transcript:
     block_frames = min(block_frames, file_block_frames(pipeline.model, pipeline.features.step_s))
     session = Session(pipeline, block_frames / pipeline.model.time_stride * pipeline.frame_s)
-    for samples in audio_blocks(path, pipeline.features.sample_rate_hz):
+    for samples in waveform:
         session.accept_waveform(samples)
         while session.is_ready():
             session.decode()
@@ -252,11 +264,13 @@ def _transcribe_stream(pipeline: Pipeline, path: Path, block_frames: int, contex
     return Transcript(session.duration_s, hypothesis)
 
 
-def _transcribe_windows(pipeline: Pipeline, path: Path, block_frames: int, context_frames: int) -> Transcript:
+def _transcribe_windows(
+    pipeline: Pipeline, waveform: Iterator[NDArray[np.float32]], block_frames: int, context_frames: int
+) -> Transcript:
     cut = SampleBlocks(pipeline.features, block_frames)
 
     def blocks() -> Iterator[Tensor]:
-        for samples in audio_blocks(path, pipeline.features.sample_rate_hz):
+        for samples in waveform:
             for block in cut.accept(samples):
                 yield pipeline.block_features([block])
         rest = pipeline.block_features([cut.finish()])

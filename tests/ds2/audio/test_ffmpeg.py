@@ -289,3 +289,13 @@ def test_the_real_ffmpeg_reads_what_pyav_does_and_no_other_file(
 def test_utterances_of_foreign_files_are_found_missing_like_others(tmp_path: Path) -> None:
     [measured] = probe([Utterance(tmp_path / "gone.m4a", 1.0, "x")], 16000)
     assert measured.kind == "unreadable" and "No such file" in measured.error
+
+
+def test_a_lenient_reader_gets_what_there_is_of_a_truncated_container(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = encode(tmp_path / "x.webm", "webm").read_bytes()
+    (tmp_path / "half.webm").write_bytes(whole[: len(whole) // 2])
+    part = np.concatenate(list(audio_blocks(tmp_path / "half.webm", lenient=True)))
+    assert 0.5 < len(part) / 16000 < SECONDS - 0.5
+    assert "half.webm: damaged after" in caplog.text and "what can be decoded is used" in caplog.text

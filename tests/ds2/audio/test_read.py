@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from ds2.audio import read as audio
-from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio
+from ds2.audio.read import AudioError, audio_blocks, audio_info, read_audio, reads_cheaply
 
 SECONDS = 3
 FORMATS = {
@@ -135,4 +136,56 @@ def test_channels_whose_average_loses_the_sound_are_named(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             read_audio(tmp_path / "a.wav")
-    assert caplog.text.count("extract the channel with the voice") == int(warns)
+    assert caplog.text.count("choose the channel with the voice by `ds2 transcribe --channel") == int(warns)
+
+
+def test_a_channel_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    channels = np.random.default_rng(0).uniform(-0.5, 0.5, (1000, 3)).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", channels, 16000, subtype="FLOAT")
+    with caplog.at_level(logging.WARNING):
+        for channel in (1, 2, 3):
+            assert np.array_equal(read_audio(tmp_path / "a.wav", channel=channel), channels[:, channel - 1])
+    assert not caplog.text
+    for read in (read_audio, reads_cheaply):
+        with pytest.raises(AudioError, match=r"a\.wav: has no channel 4, its channels are 1 to 3; 0 averages them"):
+            read(tmp_path / "a.wav", 16000, channel=4)
+
+
+def test_the_loudest_of_channels_that_cancel_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gains = np.zeros(32)
+    gains[20] = 1.0
+    soundfile.write(tmp_path / "a.wav", chirp(16000)[:, None] * gains, 16000)
+    with caplog.at_level(logging.WARNING):
+        read_audio(tmp_path / "a.wav")
+    assert "--channel 21` or data.channel=21, which is the loudest" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("suffix", "subtype"),
+    [("wav", "PCM_16"), ("flac", "PCM_16"), ("mp3", "MPEG_LAYER_III"), ("ogg", "VORBIS"), ("ogg", "OPUS")],
+)
+def test_what_can_be_decoded_of_a_truncated_file_is_a_lenient_readers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, subtype: str
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    soundfile.write(path, 0.3 * np.sin(np.arange(20 * 16000) * 0.1), 16000, subtype=subtype)
+    whole = read_audio(path)
+    with caplog.at_level(logging.WARNING):
+        assert np.array_equal(np.concatenate(list(audio_blocks(path, lenient=True))), whole) and not caplog.text
+        path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
+        with pytest.raises(AudioError):
+            read_audio(path)
+        part = np.concatenate(list(audio_blocks(path, lenient=True)))
+    assert 5 < len(part) / 16000 < 12.5
+    np.testing.assert_allclose(part[: 4 * 16000], whole[: 4 * 16000], atol=1e-6)
+    assert re.search(r"a\.\w+: (truncated|damaged).*; what can be decoded is used", caplog.text)
+
+
+@pytest.mark.parametrize(("gain", "warns"), [(0.001, True), (0.1, False), (0.0, True)])
+def test_a_lenient_reader_is_told_of_quiet_sound(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gain: float, warns: bool
+) -> None:
+    soundfile.write(tmp_path / "a.wav", gain * chirp(16000), 16000, subtype="FLOAT")
+    with caplog.at_level(logging.WARNING):
+        list(audio_blocks(tmp_path / "a.wav", lenient=True))
+    assert ("too quiet to be recognised well" in caplog.text) == warns

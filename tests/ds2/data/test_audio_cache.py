@@ -329,3 +329,17 @@ def test_other_utterances_under_the_name_of_these_are_not_taken(tmp_path: Path, 
     (other,) = set(written(tmp_path)) - {path}
     shutil.copyfile(other, path)
     assert_same(open_audio(utterances, data_config(tmp_path)), utterances)
+
+
+@pytest.mark.parametrize("cache", ["auto", "disk", "none"])
+def test_the_channel_of_the_settings_is_read_and_cached_apart(tmp_path: Path, cache: str) -> None:
+    channels = np.random.default_rng(0).integers(-9999, 9999, (4000, 2)).astype(np.int16)
+    soundfile.write(tmp_path / "a.wav", channels, RATE)
+    listed = [Utterance(tmp_path / "a.wav", 0.25, "a")]
+    for channel in (1, 2, 1):
+        store = open_audio(listed, data_config(tmp_path, cache=cache, channel=channel))
+        assert np.array_equal(store[0], channels[:, channel - 1] / np.float32(32768))
+    average = open_audio(listed, data_config(tmp_path, cache=cache))[0]
+    np.testing.assert_allclose(average, channels.mean(1) / 32768, atol=1 / 32768)
+    with pytest.raises(AudioError, match="has no channel 3"):
+        open_audio(listed, data_config(tmp_path, cache=cache, channel=3))[0]

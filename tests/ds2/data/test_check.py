@@ -81,6 +81,7 @@ AUDIO_FAULTS: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "no samples": (lambda folder: write(folder / "x.wav", np.zeros(0)), "error", "empty"),
     "silent": (lambda folder: write(folder / "x.wav", np.zeros(2 * RATE_HZ)), "error", "silent"),
     "nearly silent": (lambda folder: write(folder / "x.wav", 1e-3 * noise(50)), "error", "silent"),
+    "quiet": (lambda folder: write(folder / "x.wav", 5e-3 * noise(50)), "warning", "quiet"),
     "clipped": (clipped, "warning", "clipped"),
     "telephone": (lambda folder: write(folder / "x.wav", noise(50, rate_hz=8000), 8000), "warning", "low_rate"),
     "studio": (lambda folder: write(folder / "x.wav", noise(50, rate_hz=48000), 48000), "warning", "rate"),

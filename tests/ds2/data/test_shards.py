@@ -234,3 +234,13 @@ def test_the_command_names_and_leaves_out_what_cannot_be_read(
     with pytest.raises(SystemExit):
         main([*command, "--shard-mb", "0"])
     assert "--shard-mb: '0' is not allowed" in capsys.readouterr().err
+
+
+def test_a_channel_of_the_files_is_packed(tmp_path: Path, utterances: list[Utterance]) -> None:
+    stereo = [u for u in utterances if audio_info(u.audio_filepath).channels == 2]
+    for channel in (1, 2):
+        written = write_shards(stereo, tmp_path / str(channel), RATE, 1 << 20, channel=channel)
+        for sample, u in zip(AudioStore(written.utterances, RATE), stereo, strict=True):
+            expected = read_audio(u.audio_filepath, RATE, duration_s=u.duration_s, channel=channel)
+            np.testing.assert_allclose(sample, expected, atol=1 / 32768)
+    assert write_shards(stereo, tmp_path / "1", RATE, 1 << 20, channel=2).reused == 0

@@ -288,3 +288,35 @@ def test_options_that_do_not_go_together(
     with pytest.raises(SystemExit):
         main(["transcribe", "model", "file.wav", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_a_truncated_file_is_transcribed_as_far_as_it_goes(
+    make_model: Callable[..., Path], recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    loaded, content = load_model(make_model()), recording.read_bytes()
+    cut, part = tmp_path / "cut.wav", tmp_path / "part.wav"
+    cut.write_bytes(content[: len(content) // 2])
+    soundfile.write(part, greedy_samples := read_audio(recording)[: (len(content) // 2 - 44) // 2], RATE_HZ)
+    assert len(greedy_samples) < 2 * RATE_HZ
+    expected = greedy(loaded).transcribe(part).text
+    assert main(["transcribe", str(make_model()), str(cut), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.strip() == expected != ""
+    assert "cut.wav: truncated" in caplog.text
+    with pytest.raises(AudioError, match="truncated"):
+        read_audio(cut)
+
+
+def test_the_chosen_channel_is_transcribed(
+    make_model: Callable[..., Path], recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = read_audio(recording)
+    soundfile.write(tmp_path / "two.wav", np.stack([0 * samples, samples], 1), RATE_HZ)
+    model = make_model()
+    expected = Recogniser.load(model).transcribe(recording).text
+    assert Recogniser.load(model).transcribe(tmp_path / "two.wav", channel=2).text == expected != ""
+    for stream in ([], ["--stream"]):
+        assert main(["transcribe", str(model), str(tmp_path / "two.wav"), "--channel", "2", *stream]) == 0
+        assert capsys.readouterr().out.split() == expected.split()
+    assert main(["transcribe", str(model), str(tmp_path / "two.wav"), "--channel", "3"]) == 1
+    assert "has no channel 3" in capsys.readouterr().err
