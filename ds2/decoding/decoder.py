@@ -38,7 +38,8 @@ class Decoding(Protocol):
     def best(self) -> list[Hypothesis]:
         """Return the best hypothesis of each stream so far; empty before the first frame.
 
-        A beam search returns text and labels only, as words cost an alignment.
+        A beam search returns text and labels only, as words cost an alignment. `fixed_words` says how much of the text
+        no later frame changes; a decoder of whole utterances does not know and says 0.
         """
         ...
 

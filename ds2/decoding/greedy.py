@@ -99,7 +99,10 @@ class BestPath:
         last = [] if self._open[0] == BLANK else [self._open]
         words = (*self._words, *spell_words(self._runs + last, self.alphabet, self.frame_s))
         labels = (*self._labels, *(run[0] for run in last))
-        return Hypothesis(" ".join(word.text for word in words), self._score, labels, words, self._score)
+        text = " ".join(word.text for word in words)
+        open_symbol = self.alphabet.symbols[self._open[0]]
+        fixed = len(words) - (not open_symbol.isspace()) if self._starts_word[self._open[0]] else len(self._words)
+        return Hypothesis(text, self._score, labels, words, self._score, fixed_words=fixed)
 
 
 def greedy_decode(logits: Tensor, lengths: Tensor, alphabet: Alphabet, frame_s: float) -> list[Hypothesis]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds2.system.errors import UserError
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -56,6 +56,7 @@ class Hypothesis:
     acoustic: float = 0.0  # log p_ctc(y|x), over the alignments that the search followed
     lm: float = 0.0  # log p_lm(y), unweighted
     bonus: float = 0.0  # beta x words + hot words
+    fixed_words: int = field(default=0, compare=False)  # of a stream: the first words, which no later frame changes
 
 
 EMPTY = Hypothesis("", 0.0, (), ())  # of an utterance shorter than one frame

@@ -129,8 +129,8 @@ class Session:
             self.decode()
         return final_results([self])[0]
 
-    def update_endpoint(self, frames: int, quiet: int) -> bool:
-        """Count output frames, of which the last `quiet` are quiet; return whether the segment ends after them."""
+    def update_endpoint(self, frames: int, quiet_before: int, quiet: int) -> bool:
+        """Count output frames, the first and last of them quiet; return whether the segment ends after them."""
         return False
 
     def end_segment(self, hypothesis: Hypothesis) -> None:
@@ -200,15 +200,23 @@ class Live(Session):
         self.segments: deque[Segment] = deque()
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
         self._frames = self._segment_start = self._quiet = 0  # output frames: since then, of the segment, quiet at end
-        self._has_speech = False  # in the open segment
+        self._speech_start: int | None = None  # first output frame of the open segment that is not quiet
 
     def is_endpoint(self) -> bool:
         """Whether `segments` holds a segment."""
         return bool(self.segments)
 
-    def update_endpoint(self, frames: int, quiet: int) -> bool:
+    @property
+    def speech_start_s(self) -> float | None:
+        """Where the first word of the open segment begins, seconds of the source; None before it."""
+        if self._speech_start is None:
+            return None
+        return self._stream_start_s + self._speech_start * self.pipeline.frame_s
+
+    def update_endpoint(self, frames: int, quiet_before: int, quiet: int) -> bool:
         """See `Session`: apply the rules."""
-        self._has_speech = self._has_speech or quiet < frames
+        if self._speech_start is None and quiet < frames:
+            self._speech_start = self._frames + quiet_before
         self._quiet = quiet if quiet < frames else self._quiet + quiet
         self._frames += frames
         frame_s, rules = self.pipeline.frame_s, self.endpoints
@@ -218,7 +226,7 @@ class Live(Session):
             pause_s >= rules.silence_s
             or (excess_s >= 0 and pause_s >= PAUSE_S)
             or excess_s >= OVERTIME_S
-            or (pause_s >= rules.after_speech_s and self._has_speech)
+            or (pause_s >= rules.after_speech_s and self._speech_start is not None)
         )
 
     def end_segment(self, hypothesis: Hypothesis) -> None:
@@ -230,7 +238,7 @@ class Live(Session):
             end_s = self._stream_start_s + self._frames * frame_s
             self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
         self.decoding = self.decoder.start(1, self.hot_words)
-        self._segment_start, self._quiet, self._has_speech = self._frames, 0, False
+        self._segment_start, self._quiet, self._speech_start = self._frames, 0, None
 
     def flush(self) -> None:
         """Make all accepted audio final now, to its last sample; the model's state starts again behind it."""
@@ -243,7 +251,7 @@ class Live(Session):
         """Drop the open segment and start again; times go on counting from the source's start."""
         self.restart_stream()
         self.decoding = self.decoder.start(1, self.hot_words)
-        self._quiet, self._has_speech = 0, False
+        self._quiet, self._speech_start = 0, None
         self.blocks.clear()
 
     def restart_stream(self) -> None:
@@ -358,12 +366,12 @@ def decode_logits(
     for rows in rows_by_decoder.values():
         run_contained(rows, step, fail)
     quiet = sessions[0].pipeline.quiet_labels[logits.argmax(2)].cpu().numpy()
-    quiet_frames = quiet_at_end(quiet, np.array(lengths)).tolist()
+    before, after = (counts.tolist() for counts in quiet_at_ends(quiet, np.array(lengths)))
     ended: list[Session] = []
     for row, session in enumerate(sessions):
         if row not in broken:
             try:
-                if session.update_endpoint(lengths[row], quiet_frames[row]):
+                if session.update_endpoint(lengths[row], before[row], after[row]):
                     ended.append(session)
             except Exception as error:
                 failed(session, error)
@@ -373,12 +381,11 @@ def decode_logits(
             session.end_segment(hypotheses[id(session)])
 
 
-def quiet_at_end(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the quiet frames at the end of each column of (T', B), of which the first `lengths` (B,) are valid."""
+def quiet_at_ends(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count the quiet frames at the start and at the end of each column of (T', B); the first `lengths` are valid."""
     loud = ~quiet & (np.arange(len(quiet))[:, None] < lengths)
-    padding = len(quiet) - lengths
-    counts: NDArray[np.int64] = np.where(loud.any(0), loud[::-1].argmax(0) - padding, lengths)
-    return counts
+    has_loud, padding = loud.any(0), len(quiet) - lengths
+    return np.where(has_loud, loud.argmax(0), lengths), np.where(has_loud, loud[::-1].argmax(0) - padding, lengths)
 
 
 def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list[Hypothesis]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from ds2.decoding.hypothesis import Hypothesis
 from ds2.decoding.lexicon import HotWords
 from ds2.recognition.recogniser import Recogniser
 from ds2.recognition.session import Endpoints, Live, Segment, decode_sessions, finish_segments, results
@@ -41,6 +42,8 @@ class StreamResult:
 
     final: list[Segment]
     partial: str
+    fixed_words: int = 0  # of the text of the open segment, the first ones, which no later audio changes
+    start_s: float | None = None  # where the first word of the open segment begins, seconds of the source
 
 
 Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
@@ -207,7 +210,7 @@ class Engine:
         finish_segments([chunk.live for chunk in finished.values() if chunk.samples is None], failures)
         partial = results([chunk.live for chunk in finished.values()], failures)
         answers = [
-            (chunk, StreamResult(_take_segments(chunk.live), hypothesis.text))
+            (chunk, _result(chunk.live, hypothesis))
             for chunk, hypothesis in zip(finished.values(), partial, strict=True)
             if chunk.live not in failures
         ]
@@ -253,10 +256,11 @@ def _for_client(error: Exception) -> Exception:
     return error if isinstance(error, UserError) else BrokenError()
 
 
-def _take_segments(live: Live) -> list[Segment]:
+def _result(live: Live, partial: Hypothesis) -> StreamResult:
+    """What a session's client gets, its final segments once."""
     segments = list(live.segments)
     live.segments.clear()
-    return segments
+    return StreamResult(segments, partial.text, partial.fixed_words, live.speech_start_s)
 
 
 def _deliver(answers: Answers) -> None:

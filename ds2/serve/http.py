@@ -65,6 +65,8 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
         Route("/healthz", health),
         Route("/metrics", metrics),
         Route("/v1/audio/transcriptions", rest.__call__, methods=["POST"]),
+        Route("/v1/models", rest.models),
+        Route("/v1/models/{name:path}", rest.models),
         *(WebSocketRoute(path, route.__call__) for path, route in websockets.items()),
     ]
 

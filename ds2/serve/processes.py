@@ -121,10 +121,12 @@ class ReadMetrics:
 
 @dataclass(frozen=True)
 class PartialResults:
-    """The results of several calls in which no segment became final: the texts of the open ones."""
+    """The results of several calls in which no segment became final; lists as `StreamResult` has them."""
 
     calls: list[int]
     texts: list[str]
+    fixed_words: list[int]
+    starts_s: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ class WorkerLink:
 
     def deliver(self, answers: Answers) -> None:
         """See `ds2.serve.engine.Receiver`."""
-        partial = PartialResults([], [])
+        partial = PartialResults([], [], [], [])
         messages: list[PartialResults | Answer | Failure] = [partial]
         for chunk, answer in answers:
             if isinstance(answer, Exception):
@@ -308,6 +310,8 @@ class WorkerLink:
             else:
                 partial.calls.append(chunk.call)
                 partial.texts.append(answer.partial)
+                partial.fixed_words.append(answer.fixed_words)
+                partial.starts_s.append(answer.start_s)
         self._send(messages)
 
     def close(self) -> None:
@@ -376,8 +380,9 @@ class RemoteRecogniser(EngineClient, asyncio.Protocol):
         answers: list[tuple[int, Any]] = []
         for message in self._unpacker.accept(data):
             match message:
-                case PartialResults(calls, texts):
-                    answers += [(call, StreamResult([], text)) for call, text in zip(calls, texts, strict=True)]
+                case PartialResults(calls, texts, fixed_words, starts_s):
+                    results = map(StreamResult, itertools.repeat([]), texts, fixed_words, starts_s)
+                    answers += zip(calls, results, strict=True)
                 case Answer(call, value):
                     answers.append((call, value))
                 case Failure(call):

@@ -404,6 +404,7 @@ class RealtimeClient(SimulatedClient):
     """Speaks OpenAI's realtime protocol: turns are found by the server, or end where it commits."""
 
     path = "/v1/realtime"
+    deltas = ""  # of the open item
 
     async def play(self) -> None:
         """See `SimulatedClient`."""
@@ -426,8 +427,13 @@ class RealtimeClient(SimulatedClient):
         self.send({"type": "input_audio_buffer.commit"})
         self.send({"type": "input_audio_buffer.clear"})
         while (event := await self.reply()) is not None:
+            if event["type"].endswith("transcription.delta"):
+                self.deltas += event["delta"]
             if event["type"].endswith("transcription.completed"):
                 outcome.texts.append(event["transcript"])
+                if self.deltas != event["transcript"]:
+                    self.run.faults.append(f"{outcome}: its deltas were {self.deltas!r}")
+                self.deltas = ""
             if event["type"] == "input_audio_buffer.cleared":
                 outcome.answered = outcome.sent = len(self.audio.cuts)
                 self.connection.leave()

@@ -158,7 +158,16 @@ class BeamDecoder:
 
     def _stream_hypotheses(self, beams: Beams, rows: Sequence[StreamRow]) -> list[list[Hypothesis]]:
         nbest = self.hypotheses(self.search.nbest(beams, [row.shared for row in rows]), rows)
-        return [hypotheses if row.frames else [EMPTY] for row, hypotheses in zip(rows, nbest, strict=True)]
+        return [
+            [replace(h, fixed_words=self._fixed_words(row, h)) for h in hypotheses] if row.frames else [EMPTY]
+            for row, hypotheses in zip(rows, nbest, strict=True)
+        ]
+
+    def _fixed_words(self, row: StreamRow, hypothesis: Hypothesis) -> int:
+        """Count the words of a hypothesis within the labels that all hypotheses share, but for the last of these."""
+        shared = self.alphabet.decode(row.shared).replace(WORD_MARK, " ")
+        complete = len(shared.split()) - (not shared[-1:].isspace())
+        return max(0, min(complete, len(hypothesis.text.split())))
 
     def hypotheses(self, nbest: NBest, rows: Sequence[StreamRow] = ()) -> list[list[Hypothesis]]:
         """Convert label sequences to hypotheses, without word times."""

@@ -2,14 +2,16 @@
 
 Audio is base64 of 16-bit little-endian mono samples at 24 kHz. An utterance, which the protocol calls an item, ends by
 the client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses; the events
-speech_started and speech_stopped then tell where. A delta is final text and never taken back, so an item has one delta,
-before its `completed`. silence_duration_ms of turn_detection is applied; threshold, a volume, is not.
+speech_started and speech_stopped then tell where. A delta is never taken back: with turn detection words are sent once
+no later audio can change them, the rest before `completed`, whose transcript is the deltas together.
+silence_duration_ms of turn_detection is applied; threshold, a volume, is not.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.websockets import WebSocket
@@ -23,6 +25,7 @@ from ds2.serve.protocols.websocket import Client, json_object
 RATE_HZ = 24000
 _DEFAULT_SILENCE_MS = 500  # of the protocol
 _SILENCE_MS = Range(0, 3_600_000, above=True)
+_TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 class Realtime(Client):
@@ -32,6 +35,7 @@ class Realtime(Client):
     hot_words: HotWords | None = None
     item: str | None = None  # the open item, once some of its words were recognised
     last_item: str | None = None  # the item before
+    sent_words = 0  # of the open item, in deltas
     # Seconds of audio: before the last input_audio_buffer.clear; and since then, up to the last item and commit.
     cleared_s = completed_s = committed_s = 0.0
 
@@ -80,8 +84,9 @@ class Realtime(Client):
             stopped = {"audio_end_ms": end_ms, "item_id": self.item}
             await self.send(socket, _event("input_audio_buffer.speech_stopped", **stopped))
             await self._complete_item(socket, segment.hypothesis.text)
-        if result.partial and self.silence_ms is not None and self.session is not None:
-            await self._start_item(socket, self.session.accepted_s)
+        if result.partial and self.silence_ms is not None and result.start_s is not None:
+            await self._start_item(socket, result.start_s)
+            await self._send_words(socket, result.partial.split()[: result.fixed_words])
 
     async def send_last_result(self, socket: WebSocket) -> None:
         """See `Client`: complete an item of all that was appended since the last commit."""
@@ -103,21 +108,30 @@ class Realtime(Client):
     async def _start_item(self, socket: WebSocket, start_s: float) -> None:
         """Send, once an item, that its speech started."""
         if self.item is None:
-            self.item = _new_item()
+            self.item, self.sent_words = _new_item(), 0
             started = {"audio_start_ms": round(1000 * (self.cleared_s + start_s)), "item_id": self.item}
             await self.send(socket, _event("input_audio_buffer.speech_started", **started))
 
     async def _complete_item(self, socket: WebSocket, text: str) -> None:
         """Send the events of an item that ended."""
-        item, before = self.item or _new_item(), self.last_item
+        if self.item is None:
+            self.item, self.sent_words = _new_item(), 0
+        item, before = self.item, self.last_item
         accepted_s = self.session.accepted_s if self.session is not None else self.completed_s
         usage = {"type": "duration", "seconds": round(accepted_s - self.completed_s, 3)}
-        self.last_item, self.completed_s, self.item = item, accepted_s, None
         await self.send(socket, _event("input_audio_buffer.committed", item_id=item, previous_item_id=before))
-        kind, of_item = "conversation.item.input_audio_transcription", {"item_id": item, "content_index": 0}
-        if text:
-            await self.send(socket, _event(f"{kind}.delta", delta=text, **of_item))
-        await self.send(socket, _event(f"{kind}.completed", transcript=text, usage=usage, **of_item))
+        await self._send_words(socket, text.split())
+        self.last_item, self.completed_s, self.item = item, accepted_s, None
+        of_item = {"item_id": item, "content_index": 0}
+        await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
+
+    async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
+        """Send those of the first words of the open item that were not sent."""
+        new = words[self.sent_words :]
+        if new:
+            delta = " " * (self.sent_words > 0) + " ".join(new)
+            self.sent_words = len(words)
+            await self.send(socket, _event(f"{_TRANSCRIPTION}.delta", delta=delta, item_id=self.item, content_index=0))
 
     def _settings(self) -> dict[str, Any]:
         detection = None if self.silence_ms is None else {"type": "server_vad", "silence_duration_ms": self.silence_ms}

@@ -66,6 +66,15 @@ class Transcriptions:
             if not isinstance(response, StreamingResponse):  # that one closes the upload at its end
                 upload.close()
 
+    async def models(self, request: Request) -> Response:
+        """Answer /v1/models and /v1/models/NAME: one model, which goes by any name."""
+        try:
+            self.limits.check_key(request)
+        except LimitError as error:
+            return self._refuse(error.status, str(error))
+        model = {"id": request.path_params.get("name", "ds2"), "object": "model", "created": 0, "owned_by": "ds2"}
+        return JSONResponse(model if request.path_params else {"object": "list", "data": [model]})
+
     def _refuse(self, status: int, message: str) -> JSONResponse:
         self.engine.count_refusal(str(status))
         kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"

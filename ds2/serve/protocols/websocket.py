@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Message
@@ -91,7 +92,7 @@ class Client:
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]
         result = await self.session.accept_waveform(samples)
-        return StreamResult([*final, *result.final], result.partial) if final else result
+        return replace(result, final=[*final, *result.final])
 
     def close_session(self) -> None:
         """Close the session; the next audio opens another."""

@@ -27,7 +27,7 @@ from ds2.recognition.session import (
     decode_logits,
     decode_sessions,
     finish_segments,
-    quiet_at_end,
+    quiet_at_ends,
 )
 
 FRAME_S = 0.02  # of the tiny model
@@ -179,14 +179,15 @@ def test_reset_drops_what_was_not_final(recogniser: Recogniser, recording: Path)
     assert segment.hypothesis.text == expected.result().text and segment.start_s == 15_000 / 16_000
 
 
-def test_silence_is_counted_from_the_end_of_each_row() -> None:
+def test_silence_is_counted_at_both_ends_of_each_row() -> None:
     draw = np.random.default_rng(2)
     quiet, lengths = draw.random((7, 200)) < 0.8, draw.integers(1, 8, 200)
-    wanted = []
+    before, after = [], []
     for row, length in enumerate(lengths):
         own = quiet[:length, row].tolist()
-        wanted.append(next((at for at, silent in enumerate(reversed(own)) if not silent), length))
-    assert quiet_at_end(quiet, lengths).tolist() == wanted
+        before.append(next((at for at, silent in enumerate(own) if not silent), length))
+        after.append(next((at for at, silent in enumerate(reversed(own)) if not silent), length))
+    assert [counts.tolist() for counts in quiet_at_ends(quiet, lengths)] == [before, after]
 
 
 def test_nothing_grows_in_a_source_without_end(recogniser: Recogniser) -> None:
@@ -197,3 +198,22 @@ def test_nothing_grows_in_a_source_without_end(recogniser: Recogniser) -> None:
         rows = getattr(live.decoding, "rows", [])
         sizes.append(sum(row.aligner.pending_frames + len(row.shared) for row in rows))
     assert max(sizes, default=0) <= 34
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_fixed_words_are_those_of_the_final_text(make_model: Callable[..., Path], recording: Path, method: str) -> None:
+    decode = DecodeConfig(method=method, beam=8)
+    recogniser = Recogniser.of(load_model(make_model("alphabet.symbols='a bc'")), decode, torch.device("cpu"))
+    live, samples, fixed = recogniser.live(endpoints=NEVER), read_audio(recording), list[list[str]]()
+    for start in range(0, len(samples), 3200):
+        live.accept_waveform(samples[start : start + 3200])
+        while live.is_ready():
+            live.decode()
+        partial = live.result()
+        fixed.append(partial.text.split()[: partial.fixed_words])
+        assert (live.speech_start_s is None) == (not partial.labels) or method == "beam"
+    live.flush()
+    [segment] = live.segments
+    words = segment.hypothesis.text.split()
+    assert all(words[: len(first)] == first for first in fixed)
+    assert len(words) > 2 and len(fixed[-1]) >= len(words) // 2

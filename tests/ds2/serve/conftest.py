@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     started: list[tuple[Any, threading.Thread]] = []
 
     def start(
-        method: str = "greedy", decode: DecodeConfig | None = None, kind: type[Recogniser] = Recogniser, **limits: Any
+        method: str = "greedy",
+        decode: DecodeConfig | None = None,
+        kind: type[Recogniser] = Recogniser,
+        model: Sequence[str] = (),
+        **limits: Any,
     ) -> Running:
         options = decode or DecodeConfig(method=method, beam=8)
-        recogniser = kind.of(load_model(make_model()), options, torch.device("cpu"))
+        recogniser = kind.of(load_model(make_model(*model)), options, torch.device("cpu"))
         server = make_server(LocalRecogniser(recogniser, Limits(**limits)), Limits(**limits), 0)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

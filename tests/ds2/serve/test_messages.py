@@ -53,7 +53,7 @@ def test_messages_arrive_complete_in_any_pieces() -> None:
     ]
     to_worker = [
         [Answer(7, None)],
-        [PartialResults([11, 12], ["a", ""]), Answer(8, RESULT), Answer(9, b"metrics")],
+        [PartialResults([11, 12], ["a", ""], [1, 0], [0.25, None]), Answer(8, RESULT), Answer(9, b"metrics")],
         [Failure(10, "FullError", "all taken")],
     ]
     for sent, classes in ((to_engine, TO_ENGINE), (to_worker, TO_WORKER)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from support.serving import Running, speech, text_at
+from support.serving import Running, alone, speech, text_at
 
 RATE_HZ = 24000
 
@@ -122,6 +122,34 @@ def test_server_vad_ends_items_at_pauses(serve: Callable[..., Running], monkeypa
     assert started.item_id == stopped.item_id == committed.item_id == completed.item_id
     assert committed.type == "input_audio_buffer.committed"
     assert delta.delta == completed.transcript != ""
+
+
+@pytest.mark.parametrize("method", ["greedy", "beam"])
+def test_words_are_sent_before_the_turn_ends(serve: Callable[..., Running], method: str) -> None:
+    running, data = serve(method, model=["alphabet.symbols='a bc'"]), speech(7, 6.0, RATE_HZ)
+    wanted = alone(running.recogniser, data, RATE_HZ)
+    assert len(wanted.text.split()) > 5
+
+    async def talk() -> list[Any]:
+        events: list[Any] = []
+        async with client(running) as connection:
+            await connection.recv()
+            await connection.session.update(session=session({"type": "server_vad", "silence_duration_ms": 30_000}))
+            await connection.recv()
+            await send(connection, data)
+            while not events or not events[-1].type.endswith("delta"):
+                events.append(await connection.recv())
+            await connection.input_audio_buffer.commit()
+            while not events[-1].type.endswith("completed"):
+                events.append(await connection.recv())
+        return events
+
+    events = asyncio.run(talk())
+    deltas = [event for event in events if event.type.endswith("delta")]
+    assert events[0].type == "input_audio_buffer.speech_started"
+    assert abs(events[0].audio_start_ms - 1000 * wanted.words[0].start_s) <= 20  # a frame
+    assert "".join(event.delta for event in deltas) == events[-1].transcript == wanted.text
+    assert len({event.item_id for event in events}) == 1
 
 
 def _rules(after_speech_s: float) -> Any:

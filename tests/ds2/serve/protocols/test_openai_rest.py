@@ -84,3 +84,12 @@ def test_the_event_loop_copies_no_upload(serve: Callable[..., Running], monkeypa
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", watched)
     assert transcribe(running, data) == text_alone(running.recogniser, data)
     assert threads and all("AnyIO worker" in name for name in threads)
+
+
+def test_clients_that_list_models_find_one(serve: Callable[..., Running]) -> None:
+    running = serve(api_key="secret")
+    client = running.client("secret")
+    assert [model.id for model in client.models.list()] == ["ds2"]
+    assert client.models.retrieve("whisper-1").id == "whisper-1"
+    with pytest.raises(openai.AuthenticationError):
+        running.client("wrong").models.list()
