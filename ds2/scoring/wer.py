@@ -19,6 +19,7 @@ from ds2.scoring.statistics import Interval, ScoringError, bootstrap_interval
 
 CORRECT, SUBSTITUTION, DELETION, INSERTION = "C", "S", "D", "I"
 MOST_CELLS = 10**11  # of the table of one utterance, a minute or two
+MOST_CELLS_APART = 10**10  # of texts that have less than half of their tokens in common: no long recording is so wrong
 KEPT_CELLS = 10**8  # tables up to this size are kept as a whole, in 25 MB
 _MASK_BYTES = 2**25  # cache of the masks of frequent tokens
 Key = TypeVar("Key", str, int)
@@ -77,7 +78,8 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], name: s
         only).
 
     Raises:
-        ScoringError: the table, without equal tokens at both ends, has more than `MOST_CELLS` cells.
+        ScoringError: the table, without equal tokens at both ends, has more than `MOST_CELLS` cells, or more than
+            `MOST_CELLS_APART` where the texts have less than half of their tokens in common.
     """
     if reference == hypothesis:
         return CORRECT * len(reference)
@@ -95,13 +97,17 @@ def _align_bits(reference: Sequence[Hashable], hypothesis: Sequence[Hashable], n
     D[i][j] = D[i-1][j] + 1, that of the j-th fall D[i][j] = D[i-1][j] - 1. Of a large table only some columns are
     kept; the others are computed again when the path is traced back.
     """
-    cells = len(reference) * len(hypothesis)
-    if not cells:
-        return DELETION * len(reference) + INSERTION * len(hypothesis)
-    if cells > MOST_CELLS:
+    cells, shorter = len(reference) * len(hypothesis), min(len(reference), len(hypothesis))
+    common = (Counter(reference) & Counter(hypothesis)).total()
+    if not common:
+        more, fewer = len(hypothesis) - shorter, len(reference) - shorter
+        return INSERTION * more + SUBSTITUTION * shorter + DELETION * fewer  # in rapidfuzz's order
+    most = MOST_CELLS if 2 * common >= shorter else MOST_CELLS_APART
+    if cells > most:
+        apart = "" if most == MOST_CELLS else f", of which {common} are common,"
         raise ScoringError(
-            f"{name}: {len(reference)} and {len(hypothesis)} words or characters take too long to align: their product "
-            f"may be {MOST_CELLS:.0e} at most; split it into utterances"
+            f"{name}: {len(reference)} and {len(hypothesis)} words or characters{apart} take too long to align: their "
+            f"product may be {most:.0e} at most; split it into utterances"
         )
     masks = _masks(reference)
     full = (1 << len(reference)) - 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
 
 from ds2.scoring import wer
 from ds2.scoring.statistics import ScoringError, bootstrap_interval, paired_test
@@ -100,6 +101,23 @@ def test_an_utterance_that_would_take_hours_is_refused_unless_its_ends_are_equal
     with pytest.raises(ScoringError, match=r"talk: 1000000 and 1000000 words .* 1e\+11 at most; split it"):
         corpus_report([" ".join(words)], [" ".join(other)], names=["talk"])
     assert corpus_report([" ".join(words)], [" ".join(words[:500] + words[501:])]).words.deletions == 1
+
+
+def test_texts_that_have_little_in_common_are_aligned_at_once_or_refused_with_the_reason() -> None:
+    reference, hypothesis = ([f"{letter}{n}" for n in range(300_000)] for letter in "ab")
+    assert align(reference, hypothesis) == "S" * 300_000
+    with pytest.raises(ScoringError, match=r"talk: 300000 and 300002 .*, of which 1 are common, .* 1e\+10 at most"):
+        align(["x", "y", *reference[2:]], ["z", *hypothesis[:-1], "y", "z"], "talk")
+    report = corpus_report([" ".join(reference)], [" ".join(hypothesis)], names=["talk"])
+    with pytest.raises(ScoringError, match=r"talk: \d+ and \d+ words or characters take too long"):
+        report.characters  # noqa: B018 (it is computed when it is read)
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(3, 5), max_size=8))
+def test_texts_without_a_common_word_are_aligned_as_rapidfuzz_does(reference: list[int], hypothesis: list[int]) -> None:
+    letters = {"replace": "S", "delete": "D", "insert": "I"}
+    expected = "".join(letters[op.tag] for op in Levenshtein.editops(reference, hypothesis))
+    assert align(reference, hypothesis) == expected
 
 
 @given(st.lists(st.tuples(WORDS.filter(bool), WORDS), min_size=1, max_size=5))
