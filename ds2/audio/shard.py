@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tarfile
 import tempfile
 import weakref
@@ -69,6 +70,8 @@ class Shard:
         self.path, self.made_from = path, ""
         try:
             status = path.stat()
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # opening a pipe waits for ever
+                raise ShardError(f"{path}: is a pipe or device, not a shard")
             self._bytes, self._version = status.st_size, (status.st_ino, status.st_mtime_ns)
             index = index_file(path)
             members = self._read_index(index) if index.is_file() else self._read_headers()
@@ -151,6 +154,10 @@ class Shard:
             if name_bytes > _MAX_NAME_BYTES or "\0" in name:
                 shown = f"{name[:_NAME_SHOWN]!r}..."
                 raise ShardError(f"{self.path}: the name {shown} is over {_MAX_NAME_BYTES} bytes, or holds NUL")
+            if name.startswith("/") or ".." in name.split("/"):  # its path through the shard would be another file's
+                raise ShardError(
+                    f"{self.path}: the name {name[:_NAME_SHOWN]!r} leaves the shard; write it again without"
+                )
             if name in names:
                 raise ShardError(f"{self.path}: holds two members named {name}; rename one, or remove the stale one")
             if not (offset >= 0 and size >= 0 and offset + size <= self._bytes):

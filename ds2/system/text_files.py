@@ -1,7 +1,7 @@
 """Lines of text files of users: manifests, transcripts, references, corpora, tables; plain, .gz or .xz.
 
-A text is a regular file, or standard input if its name is `-`. Pipes and devices, which may never end, and lines above
-16 MiB are refused.
+A text is a regular file, or standard input if its name is `-`. Pipes and devices, which may never end, lines above
+16 MiB, and archives that unpack to far more than any text does are refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import BinaryIO
 from ds2.system.errors import UserError
 
 MAX_LINE_BYTES = 1 << 24
+_MOST_UNPACKED = 100  # times the size of an archive; texts have 3 to 30
+_LEAST_UNPACKED_BYTES = 1 << 25  # that are allowed at any ratio
 STANDARD_INPUT = Path("-")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -48,12 +50,20 @@ def read_byte_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     A byte-order mark of UTF-8 is removed.
 
     Raises:
-        TextError: the file does not exist or is neither a regular file nor `-`, a damaged archive, UTF-16, or a line of
-            more than MAX_LINE_BYTES.
+        TextError: the file does not exist or is neither a regular file nor `-`, a damaged archive or one that unpacks
+            to more than 100 times its size, UTF-16, or a line of more than MAX_LINE_BYTES.
     """
-    number = 0
+    number, unpacked = 0, 0
     with _errors(path), _open(path) as file:
+        packed = path.stat().st_size if path.suffix in (".gz", ".xz") else 0
+        most = max(_LEAST_UNPACKED_BYTES, _MOST_UNPACKED * packed) if packed else sys.maxsize
         while line := file.readline(MAX_LINE_BYTES + 1):
+            unpacked += len(line)
+            if unpacked > most:
+                raise TextError(
+                    f"{path}:{number + 1}: unpacks to more than {_MOST_UNPACKED} times its {packed} bytes, as no text "
+                    "does; unpack it first if it is one"
+                )
             if number == 0:
                 if line.startswith(_UTF16_MARKS):
                     raise TextError(f"{path}:1: is not UTF-8 but UTF-16; save the file as UTF-8")

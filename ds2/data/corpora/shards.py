@@ -58,10 +58,17 @@ def import_shar(folder: str | Path, *, skip_bad: bool = False) -> list[Utterance
         except ShardError as error:
             problems.append(f"{path}: {error}")
             continue
+        listed = set[Path]()
         for number, line in read_byte_lines(path):
             try:
                 if line.strip():
-                    entries.append(_cut(tar, names, f"{path}:{number}", line))
+                    entry = _cut(tar, names, f"{path}:{number}", line)
+                    if entry.audio in listed:
+                        raise ImporterError(
+                            f"{entry.source}: {entry.audio.name} was listed before; remove one of the two"
+                        )
+                    listed.add(entry.audio)
+                    entries.append(entry)
             except ImporterError as error:
                 problems.append(str(error))
     return _measured(entries, problems, skip_bad=skip_bad)
@@ -147,6 +154,8 @@ def _text(record: dict[str, Any], keys: tuple[str, ...], source: str) -> str:
             continue
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise ImporterError(f"{source}: {key} is {short_repr(value)}; expected a text")
+        if any("\ud800" <= character <= "\udfff" for character in str(value)):
+            raise ImporterError(f"{source}: {key} is {short_repr(value)}; half of a surrogate pair is not a character")
         return str(value).strip()
     return ""
 

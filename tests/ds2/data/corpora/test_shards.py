@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,6 +142,38 @@ def test_damaged_tar_files_and_cuts_are_named(tmp_path: Path) -> None:
     cuts.write_bytes(whole)
     (folder / "recording.000000.tar").unlink()
     with pytest.raises(ImporterError, match=r"recording\.000000\.tar: No such file"):
+        import_corpus("shar", folder)
+
+
+@pytest.mark.parametrize("name", ["../../out", "/etc/out", "x/../a"])
+def test_names_that_leave_the_shard_are_refused(tmp_path: Path, name: str) -> None:
+    """As `SHARD.tar/NAME` in a manifest they would be the path of another file or member."""
+    shar(tmp_path, [cut(name, "one")], {f"{name}.flac": sound(0.5)})
+    with pytest.raises(ImporterError, match=r"recording\.000000\.tar: the name .* leaves the shard"):
+        import_corpus("shar", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (b'{"id": "a", "supervisions": [{"text": "\\ud800"}]}', r":1: text is '\\ud800'; half of a surrogate pair"),
+        (2 * (json.dumps(cut("a", "one")).encode() + b"\n"), r":2: a\.flac was listed before; remove one"),
+        ((b" " * 65535 + b"\n") * 1024, r"unpacks to more than 100 times its \d+ bytes"),
+    ],
+)
+def test_hostile_cuts_are_named(tmp_path: Path, lines: bytes, message: str) -> None:
+    folder = shar(tmp_path, [], {"a.flac": sound(0.5)})
+    (folder / "cuts.000000.jsonl.gz").write_bytes(gzip.compress(lines))
+    with pytest.raises((ImporterError, TextError), match=r"cuts\.000000\.jsonl\.gz.*" + message):
+        import_corpus("shar", folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders")
+def test_a_pipe_called_like_a_shard_is_not_waited_for(tmp_path: Path) -> None:
+    folder = shar(tmp_path, [cut("a", "one")], {})
+    (folder / "recording.000000.tar").unlink()
+    os.mkfifo(folder / "recording.000000.tar")
+    with pytest.raises(ImporterError, match="is a pipe or device, not a shard"):
         import_corpus("shar", folder)
 
 
