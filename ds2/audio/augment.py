@@ -1,6 +1,6 @@
 """Seeded augmentation of waveforms, in the loader: speed, tempo, reverberation, noise, codecs, gain.
 
-Every draw depends on the seed, the epoch, the utterance's index and the purpose alone, never on worker, rank or batch.
+Every draw depends on the seed, the epoch, the utterance's index and the effect alone, never on worker, rank or batch.
 A resumed run, or a run on another number of ranks, sees the same audio as one without interruption.
 """
 
@@ -20,27 +20,27 @@ from ds2.config.schema import AugmentConfig
 Waveform = NDArray[np.float32]
 NoiseSource = Callable[[np.random.Generator, int], Waveform]
 """(generator, number of samples) -> noise of any level."""
-Draws = Callable[[str], np.random.Generator]
-"""Purpose -> generator of one utterance in one epoch: `utterance_rng` without its last argument."""
+EffectRng = Callable[[str], np.random.Generator]
+"""Name of an effect -> its generator for one utterance in one epoch: `utterance_rng` without its first arguments."""
 
 
-def utterance_rng(seed: int, epoch: int, index: int, purpose: str) -> np.random.Generator:
+def utterance_rng(seed: int, epoch: int, index: int, effect: str) -> np.random.Generator:
     """Return the generator of one utterance's draws in one epoch; different arguments give independent generators.
 
     Args:
         seed, epoch, index: not negative; index is the utterance's position in the training set.
-        purpose: name of what is drawn, so that a new kind of draw does not change the others.
+        effect: name of what is drawn; each has a generator of its own, so that a new effect does not change others.
     """
-    return np.random.default_rng([seed, epoch, index, zlib.crc32(purpose.encode())])
+    return np.random.default_rng([seed, epoch, index, zlib.crc32(effect.encode())])
 
 
-def of_view(purpose: str, view: int) -> str:
-    """Return the purpose of draws for a view of an utterance; that of view 0 is `purpose` itself."""
-    return f"{purpose}, view {view}" if view else purpose
+def of_view(effect: str, view: int) -> str:
+    """Return the name of an effect in one of several views of an utterance; that of view 0 is `effect` itself."""
+    return f"{effect}, view {view}" if view else effect
 
 
 def augment_waveform(
-    waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, draws: Draws, noise: NoiseSource
+    waveform: Waveform, config: AugmentConfig, sample_rate_hz: int, rng_of: EffectRng, noise: NoiseSource
 ) -> Waveform:
     """Return the waveform after speed, tempo, room, noise, codec and gain, in this order.
 
@@ -48,24 +48,26 @@ def augment_waveform(
         waveform: (N,) float32 in [-1, 1]; not written to.
         config: kinds and their ranges.
         sample_rate_hz: of the waveform.
-        draws: the utterance's generators, by purpose. Speed, noise and gain share one: its four decisions are drawn
-            whether used or not, so that switching one kind off does not change the others. Any other kind has its own
-            purpose, because the noise itself is drawn after the four.
+        rng_of: the utterance's generators, by effect. Speed, noise and gain share "waveform": its four decisions are
+            drawn whether used or not, so that switching one off does not change the others. Any other effect has its
+            own generator, because the noise itself is drawn after the four.
         noise: source of noise, scaled to the drawn ratio of mean powers over the whole utterance. Nothing is added to
             or from digital silence, for which no ratio exists.
     Returns:
         (N',) float32, N' = N / (speed factor x tempo factor); not clipped, so values may exceed 1.
     """
-    rng = draws("waveform")
+    rng = rng_of("waveform")
     speed_draw, gain_draw, noise_draw, snr_draw = rng.random(4)
     if config.speed:
         factor = config.speed[int(speed_draw * len(config.speed))]
         if factor != 1.0:
             waveform = soxr.resample(waveform, sample_rate_hz * factor, sample_rate_hz)
     if config.tempo:
-        waveform = change_tempo(waveform, config.tempo[int(draws("tempo").integers(len(config.tempo)))], sample_rate_hz)
+        waveform = change_tempo(
+            waveform, config.tempo[int(rng_of("tempo").integers(len(config.tempo)))], sample_rate_hz
+        )
     if config.room_probability and len(waveform):
-        room_rng = draws("room")
+        room_rng = rng_of("room")
         if room_rng.random() < config.room_probability:
             low, high = config.room_rt60_s
             waveform = convolve(waveform, room_response(room_rng, sample_rate_hz, (low, high)))
@@ -77,7 +79,7 @@ def augment_waveform(
             snr = 10.0 ** ((low + snr_draw * (high - low)) / 10.0)
             waveform = waveform + added * np.float32(np.sqrt(speech_power / (noise_power * snr)))
     if config.codec_probability:
-        codec = draws("codec")
+        codec = rng_of("codec")
         if codec.random() < config.codec_probability:
             waveform = apply_codec(waveform, config.codecs[int(codec.integers(len(config.codecs)))], sample_rate_hz)
     if config.gain_db:
@@ -93,7 +95,7 @@ def of_epoch(config: AugmentConfig, epoch: int) -> AugmentConfig:
     return replace(config, noise_probability=0.0, room_probability=0.0, codec_probability=0.0)
 
 
-def paces(config: AugmentConfig) -> tuple[float, float]:
+def speed_range(config: AugmentConfig) -> tuple[float, float]:
     """Return the least and greatest factor by which utterances may be sped up: speed times tempo."""
     factors = [speed * tempo for speed in config.speed or [1.0] for tempo in config.tempo or [1.0]]
     return min(factors), max(factors)

@@ -98,8 +98,8 @@ def warp_factors(augment: AugmentConfig, seed: int, epoch: int, indices: Sequenc
     if not augment.vtlp:
         return None
     low, high = augment.vtlp
-    purpose = of_view("vtlp", view)
-    drawn = [utterance_rng(seed, epoch, index, purpose).uniform(low, high) for index in indices]
+    effect = of_view("vtlp", view)
+    drawn = [utterance_rng(seed, epoch, index, effect).uniform(low, high) for index in indices]
     return torch.tensor([[round(factor * MILLION)] for factor in drawn], dtype=torch.int64)
 
 

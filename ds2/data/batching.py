@@ -17,7 +17,7 @@ _BUCKETS = 10  # by duration, each shuffled separately
 
 
 def padded_durations_s(durations_s: Sequence[float], speed: Sequence[float]) -> NDArray[np.float64]:
-    """Return the longest duration of each utterance after augmentation: (U,) over the slowest factor (`paces`).
+    """Return the longest duration of each utterance after augmentation: (U,) over the slowest factor (`speed_range`).
 
     With these durations in `plan_epoch`, an audio budget holds for every draw of speed and tempo.
     """

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ds2.audio.augment import paces
+from ds2.audio.augment import speed_range
 from ds2.audio.read import END_TOLERANCE_S, QUIET_PEAK, AudioError, EmptyAudioError, audio_blocks, audio_info
 from ds2.audio.shard import member_of
 from ds2.config.schema import AugmentConfig, DataConfig
@@ -151,7 +151,7 @@ def check(
         atomic_file = shared[u.audio_filepath] == 1 and not u.offset_s
         problems = _audio_problems(u, measured, data, atomic_file)
         problems += transcript_problems(
-            u, data, alphabet, output_frames, speeds=paces(augment) if split == "train" else None
+            u, data, alphabet, output_frames, speeds=speed_range(augment) if split == "train" else None
         )
         findings += [Finding(severity, kind, split, u.source, u.name, text) for severity, kind, text in problems]
     findings += _duplicates(listed, probes)

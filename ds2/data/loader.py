@@ -117,7 +117,7 @@ class SpeechLoader:
         Workers prefetch across the end of an epoch, so that short epochs do not wait for their first batch.
 
         Args:
-            plans: (epoch, batches) each. The epoch, from 1, selects the augmentation draws. A batch is a list of
+            plans: (epoch, batches) each. The epoch, from 1, selects the random augmentation. A batch is a list of
                 positions, such as those of `plan_epoch(...)[step:]` for this rank (`deal`). Read as workers need it.
         Raises:
             AudioError: an utterance that is not cached cannot be read; names it.
@@ -219,9 +219,9 @@ class _Batches(Dataset["Batch | AudioError"]):
         waveform = self.audio[position]
         if self.augmentation is None:
             return waveform
-        draws = partial(utterance_rng, self.seed, epoch, position)
+        rng_of = partial(utterance_rng, self.seed, epoch, position)
         config = of_epoch(self.augmentation.config, epoch)
-        return augment_waveform(waveform, config, self.audio.sample_rate_hz, draws, self.augmentation.noise)
+        return augment_waveform(waveform, config, self.audio.sample_rate_hz, rng_of, self.augmentation.noise)
 
 
 def _encoded(utterance: Utterance, alphabet: Alphabet | None) -> list[int]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ds2.audio.augment import paces
+from ds2.audio.augment import speed_range
 from ds2.config.schema import AugmentConfig, ConfigError, DataConfig
 from ds2.data.check import transcript_problems
 from ds2.data.corpora import prepare
@@ -57,7 +57,9 @@ def training_utterances(
         CorpusError: some cannot be used and `data.on_bad_utterance` is `stop`, or no utterance is left.
     """
     utterances = read_manifests([Path(p) for p in data.train])
-    checked = [(u, transcript_problems(u, data, alphabet, output_frames, speeds=paces(augment))) for u in utterances]
+    checked = [
+        (u, transcript_problems(u, data, alphabet, output_frames, speeds=speed_range(augment))) for u in utterances
+    ]
     refused = [(u, text) for u, problems in checked for severity, _, text in problems if severity == "error"]
     usable = [u for u, problems in checked if not any(severity == "error" for severity, _, _ in problems)]
     unfit = count_unknown((u.text for u in utterances), alphabet)

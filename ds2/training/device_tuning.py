@@ -21,7 +21,7 @@ from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ds2.audio.augment import paces
+from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.schema import BatchingConfig, Config, ConfigError
 from ds2.data.batching import deal, plan_epoch
@@ -261,7 +261,7 @@ class MemoryProbe:
     ) -> None:
         device = features.mean.device
         self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
-        self._slowest = min(1.0, paces(config.augment)[0])
+        self._slowest = min(1.0, speed_range(config.augment)[0])
         longest = self._samples(max(u.duration_s for u in utterances))
         self._noise = 0.01 * torch.randn(longest, generator=torch.Generator().manual_seed(0))
         torch.cuda.empty_cache()

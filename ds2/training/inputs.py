@@ -209,5 +209,5 @@ def _dropout_keys(config: Config, epoch: int, indices: Sequence[int], view: int)
     """A key for each utterance, epoch and view: masks are the same however many ranks there are."""
     if not config.model.dropout and not config.model.stochastic_depth:
         return [0] * len(indices)
-    purpose = of_view("dropout", view)
-    return [int(utterance_rng(config.train.seed, epoch, index, purpose).integers(2**62)) for index in indices]
+    effect = of_view("dropout", view)
+    return [int(utterance_rng(config.train.seed, epoch, index, effect).integers(2**62)) for index in indices]

@@ -12,7 +12,7 @@ import torch
 from ds2_ops.ctc.loss import why_not as why_no_loss
 from torch import Tensor
 
-from ds2.audio.augment import paces
+from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
@@ -74,7 +74,7 @@ class Trainer:
         self.utterances, self.loader, self.dev = read_data(
             config, self.alphabet, features, self.precision, partial(output_frames, features, model), self.comm
         )
-        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], paces(config.augment))
+        self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
         self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
@@ -375,7 +375,7 @@ def graphs_possible(
     config: Config, features: Features, model: AcousticModel, alphabet: Alphabet, precision: str, comm: Communicator
 ) -> bool:
     """Whether steps run as CUDA graphs: see `use_graphs`."""
-    longest_s = float(padded_durations_s([config.data.max_duration_s], paces(config.augment))[0])
+    longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
     samples = int(longest_s * config.data.sample_rate_hz)
     most_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
     no_loss = why_no_loss(most_frames, len(alphabet), comm.device)

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ds2.audio.augment import augment_waveform, paces, recorded_noise, utterance_rng
+from ds2.audio.augment import augment_waveform, recorded_noise, speed_range, utterance_rng
 from ds2.audio.effects import coloured_noise
 from ds2.config.schema import AugmentConfig
 
@@ -76,9 +76,9 @@ def test_tempo_leaves_the_other_draws_as_they_were() -> None:
 
 
 def test_speed_and_tempo_pace_an_utterance_together() -> None:
-    assert paces(AugmentConfig()) == (1.0, 1.0)
-    assert paces(AugmentConfig(speed=[0.9, 1.2], tempo=[0.5, 2.0])) == (0.45, 2.4)
-    assert paces(AugmentConfig(tempo=[0.9, 1.1])) == (0.9, 1.1)
+    assert speed_range(AugmentConfig()) == (1.0, 1.0)
+    assert speed_range(AugmentConfig(speed=[0.9, 1.2], tempo=[0.5, 2.0])) == (0.45, 2.4)
+    assert speed_range(AugmentConfig(tempo=[0.9, 1.1])) == (0.9, 1.1)
 
 
 def test_every_speed_factor_is_drawn() -> None:
@@ -131,7 +131,7 @@ def test_switching_one_kind_off_leaves_the_other_draws() -> None:
     assert np.allclose(both, speed * np.float32(gain[100] / tone()[100]), rtol=1e-4)
 
 
-def test_draws_depend_on_seed_epoch_utterance_and_purpose_alone() -> None:
+def test_draws_depend_on_seed_epoch_utterance_and_effect_alone() -> None:
     first = utterance_rng(1, 2, 3, "waveform").random(4)
     assert np.array_equal(first, utterance_rng(1, 2, 3, "waveform").random(4))
     others = [(2, 2, 3, "waveform"), (1, 3, 3, "waveform"), (1, 2, 4, "waveform"), (1, 2, 3, "masks")]
