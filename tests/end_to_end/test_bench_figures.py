@@ -55,3 +55,76 @@ def test_a_predicted_step_is_computed_and_summed_in_turn_or_overlapped() -> None
     assert overlapped == pytest.approx((alone[0] + one_sum, one_sum))  # only the last bucket is waited for
     shared = step_s(machine, 2, 2, bucket_bytes=1e6, overlap=True, shared=True)
     assert shared[0] == pytest.approx(overlapped[0] + 2 * 3 * 1e-3)  # a sum a norm, forward and backward
+
+
+def test_layers_in_memory_follow_from_the_line_and_deeper_networks_stand_beside_it() -> None:
+    from benchmarks.memory import GIB, line
+
+    row = line([4, 8, 101], [3 * GIB, 4 * GIB, 30 * GIB], [12.0, 1.0])
+    assert row["layer_bytes"] == GIB / 4 and row["rest_bytes"] == 2 * GIB
+    assert row["deepest"] == [40, 0]
+    assert row["peaks"] == [[4, 3.0, 3.0], [8, 4.0, 4.0], [101, 30.0, 2 + 101 / 4]]
+
+
+def test_every_stream_has_a_block_in_every_round_of_the_streaming_benchmark() -> None:
+    import torch
+    from benchmarks.streaming import block_ms, pipeline_of
+
+    pipeline = pipeline_of(["model=rnn_small", "model.hidden=8"], torch.device("cpu"), "fp32")
+    block_frames = 2 * pipeline.model.time_stride
+
+    class Counted:
+        def __init__(self) -> None:
+            self.runner, self.steps = pipeline.block_runner(block_frames), list[tuple[int, int]]()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.runner, name)
+
+        def step(self, slots: list[int], blocks: list[Any]) -> Any:
+            self.steps.append((len(set(slots)), len(blocks)))
+            return self.runner.step(slots, blocks)
+
+    runner = Counted()
+    median, p98, accept = block_ms(runner, 3, block_frames, rounds=4)  # type: ignore[arg-type]
+    assert runner.steps == [(3, 3)] * (8 + 4)
+    assert 0 < median <= p98 and accept > 0
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_serving_benchmark_feeds_every_source_in_turn_and_times_every_chunk(
+    monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    import numpy as np
+    from benchmarks import serving
+
+    class Session:
+        def __init__(self) -> None:
+            self.samples, self.segments = list[Any](), list[Any]()
+
+        def accept_waveform(self, samples: Any) -> None:
+            self.samples.append(samples)
+
+        def is_ready(self) -> bool:
+            return False
+
+    class Recogniser:
+        def __init__(self) -> None:
+            self.sessions = list[Session]()
+
+        def live(self, sample_rate_hz: int) -> Session:
+            self.sessions.append(Session())
+            return self.sessions[-1]
+
+    monkeypatch.setattr(serving, "results", lambda batch: None)
+    recogniser = Recogniser()
+    sounds = [np.arange(1000, dtype="<i2"), np.arange(1000, 1700, dtype="<i2")]
+    audio = [sound.tobytes() for sound in sounds]
+    latencies, sizes = serving.in_process(recogniser, audio, 3, 0.01, 0.1, alone)  # type: ignore[arg-type]
+    chunks = [session.samples for session in recogniser.sessions]
+    assert len(latencies) == sum(sizes) == sum(map(len, chunks)) >= 3
+    assert not alone or set(sizes) == {1}
+    for number, own in enumerate(chunks):
+        assert all(len(chunk) == 160 for chunk in own)
+        fed = np.round(np.concatenate(own) * 32768).astype(int)
+        sound = sounds[number % 2].astype(int)
+        assert np.array_equal(fed, np.resize(np.roll(sound, int(sound[0]) - fed[0]), len(fed)))

@@ -1,10 +1,12 @@
 """How many layers train in an amount of memory: the peak of whole steps at two depths, and the line through them.
 
     python tools/bench.py memory --batch 4 64 --duration 30 --gib 12 80    # our layers and torch.nn.RNN
+    python tools/bench.py memory --batch 4 --depth 4 8 101 --kind ours     # a network of 101 layers, trained
 
 Utterances are noise of equal length. The peak of a training step (bf16) holds the front end, CTC, gradients and
-Nesterov's velocity. Each layer beyond the two depths is taken to need what the last measured ones did. Prints a table
-and one JSON line. Needs a GPU: torch knows the peak of no other device.
+Nesterov's velocity. Each layer beyond the first two depths is taken to need what those did; a deeper network
+that is asked for is trained too, and its peak is printed beside what the line says. Prints a table and one JSON line.
+Needs a GPU: torch knows the peak of no other device.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -62,23 +66,43 @@ def peak_bytes(kind: str, depth: int, batch: int, options: argparse.Namespace, f
     return torch.cuda.max_memory_allocated()
 
 
+def line(depths: Sequence[int], peaks: Sequence[int], gib: Sequence[float]) -> dict[str, Any]:
+    """Bytes of a layer and of the rest, from the peaks of the first two depths, and the deepest network that fits.
+
+    Args:
+        depths: layers of the networks that were trained, two at least.
+        peaks: bytes of each.
+        gib: amounts of memory.
+
+    Returns:
+        layer_bytes, rest_bytes; deepest, layers for each of `gib`; peaks, for each depth [layers, measured GiB, GiB
+        that the line has].
+    """
+    layer = (peaks[1] - peaks[0]) / (depths[1] - depths[0])
+    rest = peaks[0] - depths[0] * layer
+    deepest = [max(0, int((most * GIB - rest) // layer)) for most in gib]
+    measured = [[depth, peak / GIB, (rest + depth * layer) / GIB] for depth, peak in zip(depths, peaks, strict=True)]
+    return {"layer_bytes": layer, "rest_bytes": rest, "deepest": deepest, "peaks": measured}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Measure both depths of every kind of layer and batch size."""
+    """Measure all depths of every kind of layer and batch size."""
     parser = new_parser(__doc__)
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 64])
     parser.add_argument("--gib", nargs="+", type=float, default=[12.0, 80.0], help="memory for the model")
-    parser.add_argument("--depth", nargs=2, type=int, default=[4, 8], help="the two depths that are measured")
+    parser.add_argument("--depth", nargs="+", type=int, default=[4, 8], help="depths to train; two make the line")
     parser.add_argument("--skip", type=int, default=4, help="layers that a residual skip spans")
     parser.add_argument("--kind", nargs="+", choices=("ours", "nn.RNN"), default=["ours", "nn.RNN"])
     parser.add_argument("--graphs", choices=("auto", "off"), default="off")
     parser.add_argument("--steps", type=int, default=3)
     add_noise_options(parser, duration_s=30.0)
     options = parse(parser, arguments)
+    if len(options.depth) < 2 or options.depth[0] == options.depth[1]:
+        parser.error(f"--depth {' '.join(map(str, options.depth))}: two different depths come first")
     if not torch.cuda.is_available():
         parser.error("this needs a GPU: torch does not record the peak of memory on a CPU")
     title = f"memory of layers, {options.duration:g} s utterances, graphs {options.graphs}"
     head = facts(options, torch.device("cuda"), title)
-    few, many = options.depth
     columns = {
         "layers": "{kind}",
         "batch": "{batch}",
@@ -91,13 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             write_noise(Path(folder), batch, options.duration, options.characters)
             peaks = []
-            for depth in (few, many):
+            for depth in options.depth:
                 torch.cuda.empty_cache()
                 peaks.append(peak_bytes(kind, depth, batch, options, Path(folder)))
-        layer = (peaks[1] - peaks[0]) / (many - few)
-        rest = peaks[0] - few * layer
-        deepest = [max(0, int((gib * GIB - rest) // layer)) for gib in options.gib]
-        rows.append({"kind": kind, "batch": batch, "layer_bytes": layer, "rest_bytes": rest, "deepest": deepest})
-        table.print_row({**rows[-1], "layer_mib": layer / 2**20, "rest_gib": rest / GIB})
+        rows.append({"kind": kind, "batch": batch, **line(options.depth, peaks, options.gib)})
+        row = rows[-1]
+        table.print_row({**row, "layer_mib": row["layer_bytes"] / 2**20, "rest_gib": row["rest_bytes"] / GIB})
+        for depth, measured, expected in row["peaks"][2:]:
+            print(f"{kind}, batch {batch}, {depth} layers trained: {measured:.2f} GiB, the line has {expected:.2f}")
     write_json(None, {**head, "gib": options.gib, "duration_s": options.duration, "rows": rows})
     return 0

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dispatch import add_commit_option, check_commit
 from ds2_ops.jit import runtime
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Source, run_loaded
@@ -315,6 +316,7 @@ def write(journal: Path, out: Path, facts: DeviceFacts, options: argparse.Namesp
     head = {
         "max_sms": options.max_sms,
         "dtype": options.dtype,
+        "git_commit": options.commit,
         "gpu": facts.name,
         "sms": facts.sms,
         "active_clusters": dict(facts.active_clusters),
@@ -360,7 +362,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--budget_s", type=float, default=1e9, help="after which the record is written as it is")
     parser.add_argument("--stall_s", type=float, default=25.0, help="without progress, after which a tile has hung")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    add_commit_option(parser)
     options = parser.parse_args(arguments)
+    check_commit(parser, options)
     if not options.measure:
         return record(options, arguments)
     measure_all(options, options.out.with_suffix(".journal"))
