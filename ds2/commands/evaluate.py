@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ds2.commands.common import Parser, add_where, manifests_of, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
-from ds2.data.splits import scored_utterances
+from ds2.data.manifest import Utterance, read_manifest
+from ds2.data.splits import ScoredData, scored_utterances
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.evaluate import evaluate, robustness, robustness_table
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
+from ds2.system.errors import UserError
 from ds2.system.files import check_writable, write_text
+
+log = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -39,16 +44,30 @@ def run(arguments: Sequence[str]) -> int:
         recogniser = Recogniser.of(loaded, options, comm.device, args.precision)
         if args.robustness is not None:
             return _robustness(recogniser, manifests, data, args, reports)
+        trained_on = training_data(data) if comm.rank == 0 else []
         settings = {"batch_audio_s": args.batch_audio_s, "workers": args.workers, "comm": comm}
         for evaluation in evaluate(recogniser, manifests, data, **settings):
             if comm.rank == 0:
                 folder = reports / evaluation.manifest.stem
+                overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
+                if overlap:
+                    log.warning("%s", overlap)
                 evaluation.write(folder, file, options)
                 print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
                 if evaluation.words_only is not None:
                     print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
                 print(f"report: {folder}")
     return 0
+
+
+def training_data(data: DataConfig) -> list[Utterance]:
+    """Return the utterances that a model was trained on, as far as its manifests are here and can be read."""
+    utterances: list[Utterance] = []
+    for path in data.train:
+        if Path(path).is_file():
+            with suppress(UserError):
+                utterances += read_manifest(path)
+    return utterances
 
 
 def _robustness(

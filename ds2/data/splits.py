@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ds2.audio.augment import speed_range
@@ -96,3 +97,56 @@ def scored_utterances(manifests: Sequence[str], alphabet: Alphabet) -> list[Utte
             "references hold characters outside the alphabet, which count as errors: %s", dict(unknown.most_common())
         )
     return utterances
+
+
+@dataclass(frozen=True)
+class ScoredData:
+    """What error rates were measured on, and how much of it the model was trained on."""
+
+    manifests: str  # names, separated by commas
+    utterances: int
+    hours: float
+    trained_utterances: int  # that are in the training data
+    speakers: int  # that the manifests name
+    trained_speakers: int  # of them
+
+    @classmethod
+    def of(
+        cls, manifests: Sequence[str | Path], scored: Sequence[Utterance], training: Sequence[Utterance]
+    ) -> ScoredData:
+        """Compare scored utterances with training data.
+
+        Utterances are equal whose file names (without folders), times and texts are, so that copies of a corpus are.
+        """
+        trained, trained_speakers = set(map(_identity, training)), {u.speaker for u in training}
+        speakers = {u.speaker for u in scored} - {""}
+        return cls(
+            ", ".join(str(path) for path in manifests),
+            len(scored),
+            round(sum(u.duration_s for u in scored) / 3600, 4),
+            sum(_identity(u) in trained for u in scored),
+            len(speakers),
+            len(speakers & trained_speakers),
+        )
+
+    def describe(self) -> str:
+        """The data in one line: name, utterances, hours."""
+        return f"{self.manifests}, {self.utterances} utterances, {self.hours:.2f} h"
+
+    def warning(self) -> str:
+        """Why the error rates promise too much for other speech; empty where nothing is in the training data."""
+        parts = []
+        if self.trained_utterances:
+            parts.append(f"{self.trained_utterances} of its {self.utterances} utterances")
+        if self.trained_speakers:
+            parts.append(f"{self.trained_speakers} of its {self.speakers} speakers")
+        if not parts:
+            return ""
+        return (
+            f"{self.manifests}: {' and '.join(parts)} are in the training data, so error rates on it say little about "
+            f"{'other speech' if self.trained_utterances else 'other speakers'}; `ds2 data split` separates speakers"
+        )
+
+
+def _identity(utterance: Utterance) -> tuple[str, float, float, str]:
+    return utterance.audio_filepath.name, utterance.offset_s, utterance.duration_s, utterance.text

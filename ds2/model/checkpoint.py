@@ -13,6 +13,7 @@ from torch import Tensor
 from ds2.audio.features import Features
 from ds2.config.convert import config_from_dict, config_to_dict
 from ds2.config.schema import Config
+from ds2.data.splits import ScoredData
 from ds2.model.acoustic import AcousticModel
 from ds2.system.errors import UserError
 from ds2.system.plain import FieldError, from_plain
@@ -42,6 +43,7 @@ class LoadedModel:
     alphabet: Alphabet
     config: Config
     metadata: dict[str, Any]
+    dev: ScoredData | None = None  # what its scores were measured on; None in files of versions that did not say
 
     @property
     def frame_s(self) -> float:
@@ -101,6 +103,8 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
     try:
         header = from_plain(_ModelHeader, metadata, "metadata")
         config, alphabet = config_from_dict(header.config), Alphabet.from_dict(header.alphabet)
+        measured_on = header.metrics.get("dev")
+        dev = None if measured_on is None else from_plain(ScoredData, measured_on, "metadata.metrics.dev")
         _check_tensors(config, len(alphabet), tensors)
         features = Features(config.features, config.data.sample_rate_hz)
         portable = replace(config.model, backend="auto")  # this machine may lack the backend of the training
@@ -109,7 +113,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu") -> LoadedMo
         raise CheckpointError(f"{file}: {error}; {WAY_OUT}") from error
     model.load_state_dict(without_prefix("model", tensors))
     features.load_state_dict(without_prefix("features", tensors))
-    return LoadedModel(model.to(device).eval(), features.to(device).eval(), alphabet, config, metadata)
+    return LoadedModel(model.to(device).eval(), features.to(device).eval(), alphabet, config, metadata, dev)
 
 
 def _check_tensors(config: Config, labels: int, tensors: Mapping[str, Tensor]) -> None:

@@ -72,7 +72,7 @@ def contents(loaded: LoadedModel) -> str:
     shown = " ".join(labels[:_LABELS_SHOWN]) + (" ..." if len(labels) > _LABELS_SHOWN else "")
     features, data = config.features, config.data
     rows = {
-        "dev set": ", ".join(scores) or "no scores",
+        "scores": (", ".join(scores) or "none") + (f" on {loaded.dev.describe()}" if loaded.dev and scores else ""),
         "trained": f"epoch {metrics.get('epoch', '?')}, step {metrics.get('step', '?')}, "
         f"commit {str(metrics.get('git_commit', 'unknown'))[:12]}, run folder {config.run_dir}",
         "init from": config.checkpoint.init_from or "nothing",
@@ -84,7 +84,10 @@ def contents(loaded: LoadedModel) -> str:
         "transcripts": ", ".join(rules),
         "decoder": config.decode.method,
     }
-    return "\n".join(f"{key:<12}{value}" for key, value in rows.items())
+    warning = loaded.dev.warning() if loaded.dev and scores else ""
+    return "\n".join(
+        [*(f"{key:<12}{value}" for key, value in rows.items()), *([f"warning     {warning}"] if warning else [])]
+    )
 
 
 def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:

@@ -73,6 +73,8 @@ def _run(trainer: Trainer, interrupts: Interrupts) -> int:
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
     _warn_of_short_warm_up(config, len(trainer.plan()))
+    if trainer.dev_data is not None and (warning := trainer.dev_data.warning()):
+        log.warning("%s", warning)
     if not trainer.dev.utterances:
         log.warning(
             "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from ds2.config.schema import Config
+from ds2.data.splits import ScoredData
 from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import save_model
 from ds2.system.files import remove_stale
@@ -148,14 +151,22 @@ class RunFiles:
         state: what is written, as it is at each call.
         alphabet: of the model.
         precision: that it is trained in.
+        dev: what the scores are measured on; None without a dev set.
         comm: the ranks.
     """
 
     def __init__(
-        self, run_dir: Path, config: Config, state: TrainState, alphabet: Alphabet, precision: str, comm: Communicator
+        self,
+        run_dir: Path,
+        config: Config,
+        state: TrainState,
+        alphabet: Alphabet,
+        precision: str,
+        dev: ScoredData | None,
+        comm: Communicator,
     ) -> None:
         self.run_dir, self.config, self.state = run_dir, config, state
-        self.alphabet, self.precision, self.comm = alphabet, precision, comm
+        self.alphabet, self.precision, self.dev, self.comm = alphabet, precision, dev, comm
         self._writer = BackgroundWriter()
         self._copies: dict[str, Tensor] = {}
         self._warned = False
@@ -225,13 +236,15 @@ class RunFiles:
         if self.comm.rank != 0:
             return
         state, progress = self.state, self.state.progress
-        facts = {
+        facts: dict[str, Any] = {
             **metrics,
             "epoch": progress.epoch,
             "step": progress.step,
             "precision": self.precision,
             "git_commit": git_commit(),
         }
+        if self.dev is not None and metrics:
+            facts["dev"] = asdict(self.dev)
         path = self.run_dir / f"{name}.safetensors"
         run = self._writer.run
         save_model(path, state.evaluated, state.features, self.alphabet, self.config, facts, run=run)

@@ -19,7 +19,7 @@ from ds2.config.schema import Config
 from ds2.data.batching import padded_durations_s, plan_epoch
 from ds2.data.loader import Batch, SpeechLoader
 from ds2.data.manifest import Utterance, corpus
-from ds2.data.splits import ensure_manifests, training_utterances
+from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer
@@ -52,6 +52,7 @@ class Trainer:
 
     Attributes:
         state: model, features, optimizer, progress and average of weights.
+        dev_data: what scores are measured on; None without a dev set.
         files: where the state is saved.
         grad_norm: of the last step.
         extra_sums: the sums over ranks of the last step's extra counts.
@@ -76,7 +77,9 @@ class Trainer:
         )
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
-        self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.comm)
+        dev = self.dev.utterances
+        self.dev_data = ScoredData.of(config.data.dev, dev, self.utterances) if dev else None
+        self.files = RunFiles(run_dir, config, self.state, self.alphabet, self.precision, self.dev_data, self.comm)
         self.timer = StepTimer(self.device, self.comm.status.enter)
         self.statistics = NormStatistics(self.model, self.comm, shared=config.comm.batch_norm == "shared")
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)

@@ -1,0 +1,58 @@
+"""`ds2 info MODEL`: on what the scores of a model were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds2.cli import main
+from ds2.data.manifest import read_manifest, write_manifest
+from ds2.model.checkpoint import load_model, save_model
+from ds2.system.tensor_file import CheckpointError
+
+
+def test_scores_are_named_with_their_data_and_what_of_it_was_trained_on(
+    tone_manifest: Path,
+    tiny_overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    utterances = read_manifest(tone_manifest)
+    train, dev = tmp_path / "train.jsonl", tmp_path / "dev.jsonl"
+    write_manifest(train, utterances[:6])
+    write_manifest(dev, utterances[4:])
+    data = [f"data.train=[{train}]", f"data.dev=[{dev}]", f"data.test=[{dev}]"]
+    assert main(["train", *tiny_overrides, *data, "train.epochs=1"]) == 0
+    expected = f"{dev}: 2 of its 6 utterances and 2 of its 2 speakers are in the training data"
+    assert expected in caplog.text
+    capsys.readouterr()
+    assert main(["info", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert f"on {dev}, 6 utterances, 0.00 h" in shown and expected in shown
+    caplog.clear()
+    assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert expected in caplog.text
+    caplog.clear()
+    train.unlink()  # the corpus need not be where the model is used
+    assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert "training data" not in caplog.text
+
+
+def test_files_of_versions_that_did_not_say_load(
+    make_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_model()
+    assert load_model(model).dev is None
+    assert main(["info", str(model)]) == 0
+    assert "scores      none" in capsys.readouterr().out
+
+
+def test_damaged_facts_are_named(make_model: Callable[..., Path]) -> None:
+    model = make_model()
+    loaded = load_model(model)
+    save_model(model, loaded.model, loaded.features, loaded.alphabet, loaded.config, {"dev": {"utterances": "many"}})
+    with pytest.raises(CheckpointError, match=r"metadata\.metrics\.dev"):
+        load_model(model)

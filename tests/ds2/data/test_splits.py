@@ -1,0 +1,29 @@
+"""What scores are measured on, and how much of it was in the training data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds2.data.manifest import Utterance
+from ds2.data.splits import ScoredData
+
+
+def utterance(name: str, speaker: str, *, folder: str = "/corpus", text: str = "yes") -> Utterance:
+    return Utterance(Path(folder) / f"{name}.wav", 1800.0, text, speaker=speaker)
+
+
+def test_utterances_and_speakers_of_the_training_data_are_counted() -> None:
+    training = [utterance("a", "ann"), utterance("b", "bob"), utterance("c", "")]
+    dev = [
+        utterance("a", "ann", folder="/copy"),  # a copy of the corpus
+        utterance("a", "cid", text="no"),  # another utterance of a common name
+        utterance("d", "bob"),
+        utterance("e", ""),  # speakers without a name are not one speaker
+    ]
+    data = ScoredData.of(["dev.jsonl"], dev, training)
+    assert data == ScoredData("dev.jsonl", 4, 2.0, 1, 3, 2)
+    assert data.describe() == "dev.jsonl, 4 utterances, 2.00 h"
+    assert "1 of its 4 utterances and 2 of its 3 speakers are in the training data" in data.warning()
+    assert "other speech;" in data.warning()
+    assert "other speakers;" in ScoredData.of(["dev.jsonl"], dev[2:], training).warning()
+    assert ScoredData.of(["dev.jsonl"], dev[3:], training).warning() == ""
