@@ -42,7 +42,7 @@ MAX_CHANNELS = 64
 _CANCELLED_POWER = 0.1  # of the average of channels, relative to theirs; two channels of noise have 0.5
 QUIET_PEAK = 10 ** (-50 / 20)  # a file whose loudest sample is below -50 dB of full scale
 _MAX_COUNTED_S = 48 * 3600.0  # a file of a few megabytes may hold days of silence
-_MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
+MAX_PEAK = 4.0  # lossy decoders overshoot full scale slightly; larger floats are on another scale
 
 _FRAME_COUNTS: dict[tuple[Path, int, int, int], int] = {}  # of FFmpeg's files, by path and state
 
@@ -319,7 +319,7 @@ def _mono_blocks(
         done += len(block)
         mono = _one_channel(block, channel)
         peak = max(-float(block.min()), float(block.max()))
-        if not peak <= _MAX_PEAK:  # true for NaN too
+        if not peak <= MAX_PEAK:  # true for NaN too
             raise AudioError(
                 f"{path}: holds samples of {peak:g}; floats must be finite and within -1..1"
                 if np.isfinite(peak)

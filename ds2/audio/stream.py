@@ -6,10 +6,32 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import soxr
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from ds2.audio.features import Features
-from ds2.audio.read import RATES_HZ, AudioError
+from ds2.audio.read import MAX_PEAK, RATES_HZ, AudioError
+
+
+def as_samples(audio: ArrayLike | Tensor) -> NDArray[np.float32]:
+    """Check an array of samples (N,), floats in [-1, 1] or integers of 16 or 32 bits; return it as float32.
+
+    Raises:
+        AudioError: another shape, type or scale, or NaN.
+    """
+    array = np.asarray(audio.detach().cpu() if isinstance(audio, Tensor) else audio)
+    if array.ndim != 1 or not array.size:
+        raise AudioError(
+            f"samples have the shape {array.shape}: give (N,) of one channel, N above 0; of several channels their mean"
+        )
+    if array.dtype in (np.int16, np.int32):
+        return (array / -float(np.iinfo(array.dtype).min)).astype(np.float32)
+    if array.dtype.kind != "f":
+        raise AudioError(f"samples are {array.dtype}: give floats in [-1, 1], or integers of 16 or 32 bits")
+    peak = float(np.abs(array).max())
+    if not peak <= MAX_PEAK:  # true for NaN too
+        raise AudioError(f"samples reach {peak:g}: give floats in [-1, 1]; 16-bit values are divided by 32768")
+    return array.astype(np.float32)
 
 
 class Resampler:

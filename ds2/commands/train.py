@@ -84,6 +84,18 @@ def run(arguments: Sequence[str]) -> int:
     return max((job.status for job in jobs), default=0)
 
 
+def fit(overrides: Sequence[str]) -> Path:
+    """Train as `ds2 train` does, in this process; see `ds2.train`."""
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise ConfigError("train(...) takes overrides as on the command line: train('recipe=an4', 'run_dir=runs/an4')")
+    config = compose_config(overrides)
+    from ds2.training.loop import train
+
+    if train(config, Path(config.run_dir)):
+        raise KeyboardInterrupt("training was stopped and saved; the same call goes on from there")
+    return Path(config.run_dir)
+
+
 def is_sweep(options: Sequence[str]) -> bool:
     """Return whether the options ask for a sweep."""
     return not {"-m", "--multirun"}.isdisjoint(options)

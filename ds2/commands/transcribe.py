@@ -8,15 +8,17 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks
+from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
+from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
 from ds2.commands.common import Parser, add_channel, add_where, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
@@ -24,9 +26,10 @@ from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import DecodeError, Hypothesis, word_record
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.captions import cues, srt, vtt
-from ds2.recognition.recogniser import Recogniser, Transcript
+from ds2.recognition.captions import cues, paragraphs, srt, vtt
+from ds2.recognition.recogniser import Recogniser, Transcript, transcribe_file
 from ds2.system.files import check_writable, temporary_folder, write_text
+from ds2.system.progress import Progress
 from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals
 from ds2.system.terminal import visible
 
@@ -127,32 +130,62 @@ def run(arguments: Sequence[str]) -> int:
     if args.format in _CAPTIONS and not options.times:
         raise DecodeError(f"--format {args.format} needs word times: take decode.times=true")
     recogniser = Recogniser.of(loaded, options, device, args.precision)
-    failed = 0
-    for (name, _), output in zip(files, outputs, strict=True):
-        try:
-            if args.stream:
-                _write_segments(recogniser, name, args, alone=len(files) == 1)
-            else:
-                _write_whole(recogniser, name, args, output, alone=len(files) == 1)
-        except (AudioError, DecodeError) as error:
-            print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
-            failed += 1
+    failed, alone = 0, len(files) == 1
+    with _progress(files, shown=not args.stream) as progress:
+        for done, ((name, _), output) in enumerate(zip(files, outputs, strict=True)):
+            try:
+                if args.stream:
+                    _write_segments(recogniser, name, args, alone=alone)
+                else:
+                    watch = progress.update if alone else partial(_of_one, progress, name, done)
+                    _write_whole(recogniser, name, args, output, alone=alone, progress=progress, watch=watch)
+            except (AudioError, DecodeError) as error:
+                progress.clear()
+                print(visible(f"ds2 transcribe: {error}"), file=sys.stderr)
+                failed += 1
     if failed and len(files) > 1:
         print(f"ds2 transcribe: {failed} of {len(files)} files failed", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _progress(files: Sequence[tuple[str, Path]], *, shown: bool) -> Progress:
+    """Count the files, or of a single one the seconds of its audio."""
+    if len(files) > 1:
+        return Progress("transcribing", len(files), "files", shown=shown)
+    name, duration_s = files[0][0], None
+    if name != _STDIN and Path(name).suffix.lower() not in FFMPEG_SUFFIXES:  # these are decoded for their length
+        with suppress(AudioError):
+            duration_s = audio_info(name).duration_s
+    return Progress(f"transcribing {name}", duration_s, "s of audio", shown=shown)
+
+
+def _of_one(progress: Progress, name: str, done: int, read_s: float) -> None:
+    """Show how much of one of several files was read, after `done` files."""
+    progress.what = f"transcribing {Path(name).name}, {read_s:.0f} s of it"
+    progress.update(done)
+
+
 def _write_whole(
-    recogniser: Recogniser, name: str, args: argparse.Namespace, output: Path | None, *, alone: bool
+    recogniser: Recogniser,
+    name: str,
+    args: argparse.Namespace,
+    output: Path | None,
+    *,
+    alone: bool,
+    progress: Progress,
+    watch: Callable[[float], None],
 ) -> None:
     """Transcribe a file; write the transcript to `output` and print both names, or print it if `output` is None."""
     with _readable(name) as path:
-        transcript = recogniser.transcribe(path, channel=args.channel)
+        transcript = transcribe_file(recogniser, path, channel=args.channel, watch=watch)
+    progress.clear()
     form = args.format
     if form in _CAPTIONS:
         written = _CAPTIONS[form](cues(transcript.words))
     elif form == "json":
         written = json.dumps(_record(name, transcript), ensure_ascii=False) + "\n"
+    elif alone or output is not None:
+        written = "".join(f"{text}\n" for text in _paragraph_texts(transcript))
     else:
         written = transcript.text + "\n"
     if output is not None:
@@ -209,7 +242,21 @@ def _raw_samples(stop: StopHandler) -> Iterator[NDArray[np.float32]]:
 
 def _record(name: str, transcript: Transcript) -> dict[str, Any]:
     record = {"audio_filepath": name, "duration": round(transcript.duration_s, 3)}
-    return record | _result(transcript.hypothesis)
+    segments = [
+        {
+            "start_s": round(words[0].start_s, 3),
+            "end_s": round(words[-1].end_s, 3),
+            "text": " ".join(word.text for word in words),
+        }
+        for words in paragraphs(transcript.words)
+    ]
+    return record | _result(transcript.hypothesis) | {"segments": segments}
+
+
+def _paragraph_texts(transcript: Transcript) -> list[str]:
+    """Return the text in paragraphs; in one where words have no times."""
+    texts = [" ".join(word.text for word in words) for words in paragraphs(transcript.words)]
+    return texts if " ".join(texts) == transcript.text else [transcript.text]
 
 
 def _result(hypothesis: Hypothesis) -> dict[str, Any]:
@@ -229,8 +276,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--format",
         choices=list(_SUFFIXES),
         default="text",
-        help="text (with several files after the file name and a tab), one JSON object per file, or captions "
-        "(on standard output; of several files next to each)",
+        help="text (a paragraph a line; on standard output with several files a file a line, after its name and a "
+        "tab), one JSON object per file, or captions (on standard output; of several files next to each)",
     )
     parser.add_argument(
         "--out",

@@ -6,12 +6,13 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds2 import __version__
 from ds2.config.schema import CODECS, AugmentConfig, ConfigError, DataConfig, DecodeConfig
@@ -25,6 +26,7 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import kaldi_line, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
+from ds2.system.progress import Progress
 from ds2.text.alphabet import Alphabet
 from ds2.text.normalise import fold
 
@@ -88,11 +90,24 @@ def evaluate(
         began = time.monotonic()
         utterances = scored_utterances([str(path)], recogniser.alphabet)
         loader = recognition_loader(utterances, data, recogniser.device, workers)
-        hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm)
+        shown = comm is None or comm.rank == 0
+        share = len(utterances) / (1 if comm is None else comm.world)  # of this rank, about
+        with Progress(f"evaluating {path}", share, "utterances", shown=shown) as progress:
+            watch = counting(progress)
+            hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, comm=comm, watch=watch)
         elapsed_s, audio_s = time.monotonic() - began, sum(u.duration_s for u in utterances)
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
         report = score(utterances, hypotheses, recogniser.alphabet)
         yield Evaluation(path, utterances, hypotheses, report, score_words(report, recogniser.alphabet))
+
+
+def counting(progress: Progress) -> Callable[[list[int], Tensor, Tensor], None]:
+    """Return a function that counts the utterances of the batches that `Recogniser.logits` yields."""
+
+    def count(indices: list[int], logits: Tensor, lengths: Tensor) -> None:
+        progress.update(progress.done + len(indices))
+
+    return count
 
 
 def recognition_loader(
@@ -194,7 +209,8 @@ def robustness(
     data = replace(data, workers=workers)
     for name, augment in conditions(snrs_db).items():
         loader = SpeechLoader(utterances, data, recogniser.device, augment=augment, seed=_DEGRADE_SEED)
-        hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s)
+        with Progress(name, len(utterances), "utterances") as progress:
+            hypotheses = recogniser.recognise(loader, batch_audio_s=batch_audio_s, watch=counting(progress))
         yield name, score(utterances, hypotheses, recogniser.alphabet)
 
 

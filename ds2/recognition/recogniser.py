@@ -8,25 +8,26 @@ of at most one block is taken whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds2.audio.read import audio_blocks
-from ds2.audio.stream import SampleBlocks
+from ds2.audio.read import AudioError, audio_blocks
+from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import BatchingConfig, DecodeConfig
 from ds2.data.batching import plan_epoch
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import corpus
-from ds2.decoding.decoder import Decoder
+from ds2.decoding.decoder import Decoder, Search, SearchDecoder, refuse_hot_words
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word
-from ds2.decoding.lexicon import HotWords
+from ds2.decoding.lexicon import HotWords, LexiconError
 from ds2.decoding.methods import make_decoder
 from ds2.distributed.agreement import weights
 from ds2.distributed.communicator import Communicator
@@ -35,16 +36,22 @@ from ds2.model.checkpoint import LoadedModel, find_model, load_model
 from ds2.recognition.pipeline import Pipeline
 from ds2.recognition.session import BLOCK_S, Endpoints, Live, Session
 from ds2.recognition.settings import decode_settings
+from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
 _BATCH_AUDIO_S = {"cpu": 120.0, "cuda": 1200.0}  # padded audio a batch: fills the device, small beside training
 _FILE_BLOCK_S = 60.0
 _FILE_CONTEXT_S = 10.0
+_SAMPLES_AT_ONCE = 1 << 18
+Audio = str | Path | NDArray[Any] | Tensor
+"""A file, or samples (N,) of one channel: floats in [-1, 1], or integers of 16 or 32 bits."""
+HotPhrases = HotWords | Iterable[str]
+"""Words and phrases, with a bonus each (natural log) or without: decode.hot_word_bonus."""
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said in one file."""
+    """What was said in one file or array."""
 
     duration_s: float
     hypothesis: Hypothesis
@@ -63,8 +70,9 @@ class Transcript:
 class Recogniser(Pipeline):
     """A model with features and a decoder: the public Python interface of recognition.
 
-    recogniser = Recogniser.load("runs/an4")
+    recogniser = ds2.load("runs/an4")
     print(recogniser.transcribe("talk.mp3").text)
+    print(recogniser.transcribe(samples, 16000).words)
     """
 
     @classmethod
@@ -102,9 +110,81 @@ class Recogniser(Pipeline):
         log.info("recognising on %s in %s", device, chosen)
         return cls(loaded.model, loaded.features, loaded.alphabet, decoder, device, chosen)
 
-    def transcribe(self, path: Path | str, *, channel: int = 0) -> Transcript:
-        """Transcribe an audio file of any format and length; arguments and errors as `transcribe_file`."""
-        return transcribe_file(self, path, channel=channel)
+    @overload
+    def transcribe(
+        self,
+        audio: Audio,
+        sample_rate_hz: int | None = None,
+        *,
+        channel: int = 0,
+        hot_words: HotPhrases | None = None,
+    ) -> Transcript: ...
+
+    @overload
+    def transcribe(
+        self,
+        audio: list[Any] | tuple[Any, ...],
+        sample_rate_hz: int | None = None,
+        *,
+        channel: int = 0,
+        hot_words: HotPhrases | None = None,
+    ) -> list[Transcript]: ...
+
+    def transcribe(
+        self,
+        audio: Audio | list[Any] | tuple[Any, ...],
+        sample_rate_hz: int | None = None,
+        *,
+        channel: int = 0,
+        hot_words: HotPhrases | None = None,
+    ) -> Transcript | list[Transcript]:
+        """Transcribe a file of any format and length, an array of samples, or a list of them.
+
+        Args:
+            audio: files or arrays; of a list, a transcript each.
+            sample_rate_hz: of arrays, which are resampled to the model's rate.
+            channel: of files, from 1; 0 averages all.
+            hot_words: words and phrases to prefer; needs decode.method=beam.
+
+        Raises:
+            AudioError: a file that cannot be read, or samples of another shape, type or scale, or without a rate.
+            LexiconError: hot words that the network cannot write, or a decoder that takes none.
+            DecodeError: the model gives NaN or infinity.
+        """
+        if isinstance(audio, list | tuple):
+            return [self.transcribe(one, sample_rate_hz, channel=channel, hot_words=hot_words) for one in audio]
+        phrases = None
+        if hot_words is not None:
+            phrases = hot_words if isinstance(hot_words, Mapping) else dict.fromkeys(_listed(hot_words))
+        return transcribe_file(self, audio, sample_rate_hz=sample_rate_hz, channel=channel, hot_words=phrases)
+
+    def log_probs(self, audio: Audio, sample_rate_hz: int | None = None) -> Tensor:
+        """Return the natural log-probs of a file or array before decoding.
+
+        Args:
+            audio, sample_rate_hz: as `transcribe`.
+
+        Returns:
+            (T', V) float32 on the CPU: a row every `frame_s` seconds, a column for each of `alphabet.symbols`, of which
+            the first is the CTC blank.
+
+        Raises:
+            AudioError: as `transcribe`.
+        """
+        recorder = _Recorder()
+        transcribe_file(replace(self, decoder=recorder), audio, sample_rate_hz=sample_rate_hz)
+        return torch.cat([torch.zeros(0, len(self.alphabet)), *recorder.frames])
+
+    def with_decoder(self, decoder: Decoder | Callable[[Tensor], str]) -> Recogniser:
+        """Return the same model with another decoder.
+
+        Args:
+            decoder: one of `ds2.decoding`, or a function that gets the log-probs (T', V) float32 of an utterance on the
+                CPU, pieces of 20 s of a longer one, and returns its text; word times then come from an alignment.
+        """
+        if callable(decoder):
+            decoder = SearchDecoder(_searcher(decoder, self.alphabet), self.alphabet, self.frame_s, times=True)
+        return replace(self, decoder=decoder)
 
     def session(
         self, block_s: float = BLOCK_S, *, sample_rate_hz: int | None = None, hot_words: HotWords | None = None
@@ -215,48 +295,90 @@ def decode_batch(decoder: Decoder, logits: Tensor, lengths: Tensor) -> list[Hypo
 @torch.inference_mode()
 def transcribe_file(
     pipeline: Pipeline,
-    path: Path | str,
+    audio: Audio,
     *,
+    sample_rate_hz: int | None = None,
     channel: int = 0,
+    hot_words: HotWords | None = None,
     block_s: float = _FILE_BLOCK_S,
     context_s: float = _FILE_CONTEXT_S,
+    watch: Callable[[float], None] = lambda read_s: None,
 ) -> Transcript:
-    """Transcribe an audio file, in memory that does not grow with its length.
+    """Transcribe an audio file or array, in memory that does not grow with its length.
 
     Of a truncated or damaged file what can be decoded is transcribed, with a warning; a very quiet one has a warning.
 
     Args:
         pipeline: model and decoder; a decoder of another package keeps the file's log-probs, some kilobytes a second.
-        path: see `ds2.audio.read.read_audio` for the formats.
-        channel: which channel of the file, from 1; 0 averages all.
+        audio: a file, see `ds2.audio.read.read_audio` for the formats; or samples (N,).
+        sample_rate_hz: of samples; files have their own.
+        channel: which channel of a file, from 1; 0 averages all.
+        hot_words: words and phrases to prefer, with a bonus each.
         block_s: most audio that the model takes at once, seconds.
         context_s: audio that a bidirectional model takes on each side of a block, at most `block_s`, seconds.
+        watch: is called with the seconds of audio that have been read.
 
     Raises:
-        AudioError: the file cannot be read.
+        AudioError: the file cannot be read, or samples cannot be used.
+        LexiconError: hot words that the network cannot write, or a decoder that takes none.
         DecodeError: the model gives NaN or infinity.
         ValueError: a block or context out of range.
     """
-    path, model, frame_s = Path(path), pipeline.model, pipeline.frame_s
+    model, frame_s = pipeline.model, pipeline.frame_s
     block_frames, context_frames = (model.time_stride * round(seconds / frame_s) for seconds in (block_s, context_s))
     if not 0 <= context_frames <= block_frames or not block_frames:
         raise ValueError(
             f"block_s={block_s} and context_s={context_s}: need 0 <= context_s <= block_s, block_s above 0"
         )
     transcribe = _transcribe_windows if model.config.bidirectional else _transcribe_stream
-    samples = audio_blocks(path, pipeline.features.sample_rate_hz, channel=channel, lenient=True)
+    blocks = _watched(_blocks(audio, sample_rate_hz, pipeline.features.sample_rate_hz, channel), pipeline, watch)
     try:
-        return transcribe(pipeline, samples, block_frames, context_frames)
+        return transcribe(pipeline, blocks, block_frames, context_frames, hot_words)
+    except LexiconError:
+        raise
     except DecodeError as error:
-        raise DecodeError(f"{path}: {error}") from error
+        raise DecodeError(f"{audio}: {error}" if isinstance(audio, str | Path) else str(error)) from error
+
+
+def _blocks(audio: Audio, rate_hz: int | None, model_rate_hz: int, channel: int) -> Iterator[NDArray[np.float32]]:
+    """Yield samples at the model's rate."""
+    if isinstance(audio, str | Path):
+        if rate_hz is not None:
+            raise AudioError(f"{audio}: a file has its own sample rate: leave out sample_rate_hz={rate_hz}")
+        yield from audio_blocks(audio, model_rate_hz, channel=channel, lenient=True)
+        return
+    if channel:
+        raise AudioError(f"channel={channel}: an array of samples has one channel; take samples[:, {channel - 1}]")
+    samples = as_samples(audio)
+    if rate_hz is None:
+        raise AudioError("an array of samples has no sample rate: transcribe(samples, sample_rate_hz)")
+    resampler = Resampler(rate_hz, model_rate_hz)
+    for first in range(0, len(samples), _SAMPLES_AT_ONCE):
+        yield resampler.accept(samples[first : first + _SAMPLES_AT_ONCE])
+    yield resampler.finish()
+
+
+def _watched(
+    blocks: Iterator[NDArray[np.float32]], pipeline: Pipeline, watch: Callable[[float], None]
+) -> Iterator[NDArray[np.float32]]:
+    samples = 0
+    for block in blocks:
+        samples += len(block)
+        watch(samples / pipeline.features.sample_rate_hz)
+        yield block
 
 
 def _transcribe_stream(
-    pipeline: Pipeline, waveform: Iterator[NDArray[np.float32]], block_frames: int, context_frames: int
+    pipeline: Pipeline,
+    blocks: Iterator[NDArray[np.float32]],
+    block_frames: int,
+    context_frames: int,
+    hot_words: HotWords | None,
 ) -> Transcript:
     block_frames = min(block_frames, file_block_frames(pipeline.model, pipeline.features.step_s))
-    session = Session(pipeline, block_frames / pipeline.model.time_stride * pipeline.frame_s)
-    for samples in waveform:
+    block_s = block_frames / pipeline.model.time_stride * pipeline.frame_s
+    session = Session(pipeline, block_s, hot_words=hot_words)
+    for samples in blocks:
         session.accept_waveform(samples)
         while session.is_ready():
             session.decode()
@@ -265,20 +387,82 @@ def _transcribe_stream(
 
 
 def _transcribe_windows(
-    pipeline: Pipeline, waveform: Iterator[NDArray[np.float32]], block_frames: int, context_frames: int
+    pipeline: Pipeline,
+    blocks: Iterator[NDArray[np.float32]],
+    block_frames: int,
+    context_frames: int,
+    hot_words: HotWords | None,
 ) -> Transcript:
     cut = SampleBlocks(pipeline.features, block_frames)
 
-    def blocks() -> Iterator[Tensor]:
-        for samples in waveform:
+    def features() -> Iterator[Tensor]:
+        for samples in blocks:
             for block in cut.accept(samples):
                 yield pipeline.block_features([block])
         rest = pipeline.block_features([cut.finish()])
         if rest.shape[2]:
             yield rest
 
-    decoding = pipeline.decoder.start()
+    decoding = pipeline.decoder.start(1, hot_words)
     with pipeline.autocast():
-        for logits in window_logits(pipeline.model, blocks(), context_frames):
+        for logits in window_logits(pipeline.model, features(), context_frames):
             decoding.step(logits.float().log_softmax(2), torch.tensor([len(logits)]))
     return Transcript(cut.samples / pipeline.features.sample_rate_hz, decoding.finish()[0][0])
+
+
+def _listed(phrases: Iterable[str]) -> list[str]:
+    if isinstance(phrases, str):
+        raise LexiconError(
+            f"hot_words={phrases!r} is one string: give a list of words and phrases, or a dict with bonuses"
+        )
+    return list(phrases)
+
+
+def _searcher(text_of: Callable[[Tensor], str], alphabet: Alphabet) -> Search:
+    """Make the search of a decoder from a function of the log-probs (T', V) of one utterance."""
+
+    def search(log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        texts = [text_of(log_probs[:length, row]) for row, length in enumerate(lengths.tolist())]
+        return [[Hypothesis(text, 0.0, tuple(alphabet.encode(text)), ())] for text in texts]
+
+    return search
+
+
+class _Recorder:
+    """A decoder that keeps the log-probs of one stream and writes nothing."""
+
+    hot_characters = frozenset[str]()
+
+    def __init__(self) -> None:
+        self.frames: list[Tensor] = []  # (T', V) each
+
+    def start(self, rows: int = 1, hot_words: HotWords | None = None) -> _Recording:
+        refuse_hot_words(hot_words)
+        return _Recording(self)
+
+    def step(self, decodings: Sequence[Any], log_probs: Tensor, lengths: Tensor) -> None:
+        self.frames.append(log_probs[: int(lengths[0]), 0].float().cpu().clone())
+
+    def best(self, decodings: Sequence[Any]) -> list[list[Hypothesis]]:
+        return [[EMPTY] for _ in decodings]
+
+    def finish(self, decodings: Sequence[Any]) -> list[list[list[Hypothesis]]]:
+        return [[[EMPTY]] for _ in decodings]
+
+    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        self.step((), log_probs, lengths)
+        return [[EMPTY]]
+
+
+@dataclass(frozen=True)
+class _Recording:
+    recorder: _Recorder
+
+    def step(self, log_probs: Tensor, lengths: Tensor) -> None:
+        self.recorder.step((), log_probs, lengths)
+
+    def best(self) -> list[Hypothesis]:
+        return [EMPTY]
+
+    def finish(self) -> list[list[Hypothesis]]:
+        return [[EMPTY]]

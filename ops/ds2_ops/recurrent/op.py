@@ -211,6 +211,12 @@ def check_tensors(
     """Raise ValueError or TypeError unless the others belong to x (T, B, G H), which is right; as `recurrence`."""
     gates, (_, batch, width) = CELLS[cell].gates, x.shape
     hidden = width // gates
+    own = weight_hh.shape[-1] if weight_hh.dim() == 2 else 0
+    if own and weight_hh.shape == (gates * own, own) and own != hidden:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight_hh {tuple(weight_hh.shape)}: x must be pre-activations "
+            f"(T, B, {gates * own}), inputs W_ih^T + b_ih; the modules ds2_ops.RNN, LSTM and GRU take inputs"
+        )
     check_shape("weight_hh", weight_hh, (width, hidden), "(H, H)" if gates == 1 else f"({gates} H, H)")
     check_like("weight_hh", weight_hh, x)
     if h0 is not None:

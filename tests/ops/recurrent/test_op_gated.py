@@ -195,6 +195,11 @@ X, W, H0 = torch.zeros(3, 2, 32), torch.zeros(32, 8), torch.zeros(2, 8)
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
+        (
+            {"x": torch.zeros(3, 2, 40)},
+            ValueError,
+            r"must be pre-activations \(T, B, 32\), .* ds2_ops.RNN, LSTM and GRU",
+        ),
         ({"x": torch.zeros(3, 2, 30)}, ValueError, r"expected \(T, B, 4 H\): 4 gates"),
         ({"x": X.long()}, TypeError, "x is torch.int64, allowed are"),
         (

@@ -78,7 +78,10 @@ def check_call(cell: str, shape: Sequence[int], dtype: torch.dtype, backend: str
     check_frames(shape, dtype, _DTYPES)
     gates = CELLS[cell].gates
     if shape[2] % gates:
-        raise ValueError(f"x has shape {tuple(shape)}, expected (T, B, {gates} H): {gates} gates a hidden unit")
+        raise ValueError(
+            f"x has shape {tuple(shape)}, expected (T, B, {gates} H): {gates} gates a hidden unit. "
+            "These are pre-activations, inputs W_ih^T + b_ih; the modules ds2_ops.RNN, LSTM and GRU take inputs"
+        )
 
 
 def _resolve(

@@ -1,0 +1,51 @@
+"""Progress: a line a minute without a terminal, a bar on one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from ds2.system.progress import Progress
+
+
+def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    now = [0.0]
+    with Progress("reading", 200, "files", clock=lambda: now[0]) as progress:
+        for done in range(1, 201):
+            now[0] += 1.0
+            progress.update(done)
+    assert [record.getMessage() for record in caplog.records] == [
+        "reading: 60 of 200 files, 2 min left",
+        "reading: 120 of 200 files, 1 min left",
+        "reading: 180 of 200 files, 0 min left",
+    ]
+    caplog.clear()
+    for shown, total in ((False, 9.0), (True, None)):
+        now[0] = 0.0
+        progress = Progress("reading", total, "s", shown=shown, clock=lambda: now[0])
+        now[0] = 61.0
+        progress.update(5)
+    assert [record.getMessage() for record in caplog.records] == ["reading: 5 s"]
+
+
+def test_on_a_terminal_a_bar_and_standard_output_stays_clean() -> None:
+    code = (
+        "from ds2.system.progress import Progress\n"
+        "with Progress('a\\x1bb', 2, 'files') as progress:\n"
+        "    progress.update(1); progress.clear(); print('text'); progress.update(2)\n"
+    )
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, check=True)
+    os.set_blocking(ours, False)
+    shown = os.read(ours, 65536).decode()
+    os.close(theirs)
+    os.close(ours)
+    assert run.stdout == b"text\n"
+    assert "a\\x1bb:" in shown and "0/2" in shown
