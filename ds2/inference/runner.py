@@ -200,11 +200,11 @@ class BlockRunner:
     def _launch_or_restore(self, batch: _Batch, edges: bool, slots: Sequence[Slot]) -> Tensor:
         """Run a batch on the CPU; where that fails, streams carry what they did before, so that they can go on."""
         state, rows = self.slots.state, torch.tensor([slot.index for slot in slots])
-        carried = state.read(rows)
+        states = state.read(rows)
         try:
             return batch.launch(edges)
         except Exception:
-            state.write(rows, carried)
+            state.write(rows, states)
             raise
 
     def _input_rows(self, slots: Sequence[Slot], blocks: Sequence[NDArray[np.float32]]) -> list[int]:

@@ -44,9 +44,9 @@ class StreamState:
             *(t.index_select(1, slots) for t in self.tables()),
         ]
 
-    def write(self, slots: Tensor, carried: Sequence[Tensor]) -> None:
+    def write(self, slots: Tensor, states: Sequence[Tensor]) -> None:
         """Put back what `read` returned for the same slots."""
-        tails, tables = carried[: len(self.conv_tails)], carried[len(self.conv_tails) :]
+        tails, tables = states[: len(self.conv_tails)], states[len(self.conv_tails) :]
         for tail, saved in zip(self.conv_tails, tails, strict=True):
             tail.index_copy_(0, slots, saved)
         for table, saved in zip(self.tables(), tables, strict=True):

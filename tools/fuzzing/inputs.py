@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from dispatch import add_commit_option, check_commit
 from fuzzing import files, server
 from fuzzing.files import Target
 
 from ds2.system.errors import UserError
-from ds2.system.machine import git_commit
 
 TARGETS = {**files.TARGETS, **server.TARGETS}
 RIGHT, FAULTS = ("named", "same", "read"), ("wrong", "traceback", "died", "hang", "memory")
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=list(TARGETS), help="these readers")
     parser.add_argument("--case", type=int, help="this case alone, in this process")
     parser.add_argument("--faults", type=Path, help="write each fault there as a line")
+    add_commit_option(parser)
     options = parser.parse_args(arguments)
+    check_commit(parser, options)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)  # children are forked: no threads may have started
     targets = [TARGETS[name] for name in options.only or TARGETS]
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = [outcome for outcome in outcomes if outcome.kind in FAULTS]
     if options.faults:
         options.faults.write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8", errors="replace")
-    print(f"{len(outcomes)} cases, seed {options.seed}, {time.monotonic() - started:.0f} s, commit {git_commit()}\n")
+    print(f"{len(outcomes)} cases, seed {options.seed}, {time.monotonic() - started:.0f} s, commit {options.commit}\n")
     print(table(outcomes))
     for fault in faults:
         print(f"- {fault}")

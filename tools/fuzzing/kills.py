@@ -28,11 +28,11 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
+from dispatch import add_commit_option, check_commit
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ds2.data.manifest import Utterance, write_manifest
-from ds2.system.machine import git_commit
 
 RATE_HZ = 16000
 TEXTS = ("ab", "ba", "abc", "cab", "b a c", "c", "bca", "a b")
@@ -77,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=4, help="of each work (default 4)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", help="works whose names begin so")
+    add_commit_option(parser)
     options = parser.parse_args(arguments)
+    check_commit(parser, options)
     started, faults = time.monotonic(), []
     rows = ["| work | kills -9 | chains | equal | faults |", "|---|---:|---:|---:|---:|"]
     with tempfile.TemporaryDirectory(prefix="ds2-kills-") as name:
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(f"| {work.name} | {count.kills} | {count.chains} | {count.equal} | {len(count.faults)} |")
             print(rows[-1], *count.faults, sep="\n", file=sys.stderr)
             faults += [f"{work.name}: {fault}" for fault in count.faults]
-    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s, commit {git_commit()}\n")
+    print(f"seed {options.seed}, {time.monotonic() - started:.0f} s, commit {options.commit}\n")
     print("\n".join([*rows, "", *(f"- {fault}" for fault in faults)]))
     return 1 if faults else 0
 
