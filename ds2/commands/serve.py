@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from ds2_ops.install import install_command
@@ -22,6 +23,9 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
 from ds2.system.signals import handle_signals, server_stop_signals
 
+if TYPE_CHECKING:
+    from ds2.serve.tls import Certificate
+
 _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused connections, libraries
 
 
@@ -31,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     try:
         from ds2.serve.engine import LocalRecogniser
-        from ds2.serve.http import bind, listen, make_server, share, url
+        from ds2.serve.http import bind, listen, make_server, share
         from ds2.serve.limits import Limits
         from ds2.serve.processes import Recognisers, Workers
     except ImportError as error:
@@ -55,12 +59,13 @@ def run(arguments: Sequence[str]) -> int:
         host=options.host,
         allow_hosts=tuple(options.allow_host),
         allow_origins=tuple(options.allow_origin),
+        tls=_certificate(options),
     )
     make = functools.partial(_make_recogniser, file, overrides, device, options.precision, options.log_transcripts)
     recognisers = _recogniser_count(options.sessions, device.type, options.recognisers)
     workers = _worker_count(options.sessions, device.type, options.workers)
     port = bound.getsockname()[1]
-    message = f"ds2 serve: {url(options.host, port)} on {device}; at most {limits.sessions} sessions"
+    message = f"ds2 serve: {_addresses(options, port)} on {device}; at most {limits.sessions} sessions"
     if recognisers > 1 or workers:
         processes: Workers | Recognisers
         if recognisers > 1:
@@ -77,6 +82,37 @@ def run(arguments: Sequence[str]) -> int:
             print(message, flush=True)  # from here on clients are answered
             server.run(sockets=[bound])
     return 0
+
+
+def _certificate(options: argparse.Namespace) -> Certificate | None:
+    """The certificate that the options ask for."""
+    from ds2.serve import tls
+
+    if options.tls_self_signed:
+        return tls.self_signed(tls.names_of_host(options.host, options.allow_host))
+    if not options.tls_cert and not options.tls_key:
+        return None
+    if not (options.tls_cert and options.tls_key):
+        raise ConfigError("--tls-cert and --tls-key go together: give both, or --tls-self-signed")
+    certificate = tls.Certificate(options.tls_cert, options.tls_key)
+    certificate.check()
+    return certificate
+
+
+def _addresses(options: argparse.Namespace, port: int) -> str:
+    """Where clients reach the server: here and, if it listens on all addresses, from other machines."""
+    from ds2.serve.http import WILDCARDS, url
+    from ds2.serve.tls import reachable_address
+
+    scheme = "https" if options.tls_self_signed or options.tls_cert else "http"
+    if options.host not in WILDCARDS:
+        return url(options.host, port, scheme)
+    addresses = url("127.0.0.1", port, scheme)
+    if other := reachable_address():
+        addresses += f", from other machines {url(other, port, scheme)}"
+        if scheme == "http":
+            addresses += " (their browsers allow no microphone over http: --tls-self-signed)"
+    return addresses
 
 
 def _make_recogniser(
@@ -136,6 +172,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=[],
         metavar="ORIGIN",
         help="a site whose pages may use this server, as https://example.com; * allows any (default: its own page)",
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve https: a certificate with its chain, PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="the key of that certificate, without a password")
+    parser.add_argument(
+        "--tls-self-signed",
+        action="store_true",
+        help="serve https with a certificate made here, of which browsers warn once; for microphones of other machines",
     )
     parser.add_argument(
         "--uploads-mb", type=whole(1, 1 << 30), default=2048, help="MiB of all uploads at once; more are refused"

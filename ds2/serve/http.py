@@ -41,7 +41,7 @@ from ds2.serve.protocols.websocket import Client, ProtocolRoute
 log = logging.getLogger(__name__)
 PROTOCOLS: dict[str, type[Client]] = {"/v1/realtime": Realtime, "/": Vosk}  # WebSockets by their path
 _SHUTDOWN_S = 30  # for requests that are being answered
-_WILDCARDS = ("", "0.0.0.0", "::")
+WILDCARDS = ("", "0.0.0.0", "::")  # hosts that stand for all addresses
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -144,7 +144,7 @@ class Guard:
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self.app = app
         self._logged: set[int] = set()
-        self.listens_on_all = limits.host in _WILDCARDS
+        self.listens_on_all = limits.host in WILDCARDS
         names = [*limits.allow_hosts, limits.host, *([socket.gethostname()] if self.listens_on_all else [])]
         self.names = {_host_and_port(name)[0] for name in names if name}
         self.origins = {origin.lower().rstrip("/") for origin in limits.allow_origins}
@@ -243,6 +243,8 @@ def make_server(engine: EngineClient, limits: Limits, port: int) -> Server:
         ws_per_message_deflate=False,  # audio hardly shrinks, and a compressor takes 0.3 MiB a connection
         timeout_graceful_shutdown=_SHUTDOWN_S,
         log_level="warning",
+        ssl_certfile=limits.tls.certificate if limits.tls else None,
+        ssl_keyfile=limits.tls.key if limits.tls else None,
     )
     return Server(config)
 
@@ -404,6 +406,6 @@ def listen_shared(host: str, port: int) -> socket.socket:
     return listening
 
 
-def url(host: str, port: int) -> str:
+def url(host: str, port: int, scheme: str = "http") -> str:
     """Return the address as a URL; an IPv6 address stands in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from ds2.config.allowed import Range
+from ds2.serve.tls import Certificate
 from ds2.system.errors import UserError
 
 TRY_LATER, BAD_DATA, RESTART, BROKEN = 1013, 1007, 1012, 1011  # close codes of a WebSocket
@@ -71,6 +72,7 @@ class Limits:
     host: str = "127.0.0.1"  # where the server listens
     allow_hosts: tuple[str, ...] = ()  # more names of the server, see `ds2.serve.http.Guard`
     allow_origins: tuple[str, ...] = ()  # sites whose pages may use it
+    tls: Certificate | None = None  # None: http
 
     def check_key(self, connection: HTTPConnection) -> None:
         """Raise LimitError if the server has a key and the client did not send it."""

@@ -30,11 +30,12 @@ def serve(make_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         decode: DecodeConfig | None = None,
         kind: type[Recogniser] = Recogniser,
         model: Sequence[str] = (),
+        port: int = 0,
         **limits: Any,
     ) -> Running:
         options = decode or DecodeConfig(method=method, beam=8)
         recogniser = kind.of(load_model(make_model(*model)), options, torch.device("cpu"))
-        server = make_server(LocalRecogniser(recogniser, Limits(**limits)), Limits(**limits), 0)
+        server = make_server(LocalRecogniser(recogniser, Limits(**limits)), Limits(**limits), port)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

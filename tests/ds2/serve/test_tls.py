@@ -1,0 +1,75 @@
+"""https: with a certificate of the user, or with one that the server makes."""
+
+from __future__ import annotations
+
+import re
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.serving import WAIT_S, Running
+
+from ds2.cli import main
+from ds2.serve.tls import names_of_host, self_signed
+
+
+def test_clients_that_trust_the_certificate_are_served(serve: Callable[..., Running]) -> None:
+    made = self_signed(names_of_host("0.0.0.0", ["talk.example"]))
+    assert made.key.parent.stat().st_mode & 0o077 == 0
+    running = serve(tls=made)
+    trusting = ssl.create_default_context(cafile=str(made.certificate))
+    for name in ("127.0.0.1", "localhost"):
+        with urllib.request.urlopen(
+            f"https://{name}:{running.port}/healthz", timeout=WAIT_S, context=trusting
+        ) as answer:
+            assert answer.status == 200
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE"):
+        urllib.request.urlopen(f"https://127.0.0.1:{running.port}/healthz", timeout=WAIT_S)
+
+
+def test_a_certificate_is_used_again_while_it_has_all_names() -> None:
+    first = self_signed(["localhost"]).certificate.read_bytes()
+    assert self_signed(["localhost"]).certificate.read_bytes() == first
+    more = self_signed(["localhost", "10.0.0.7"]).certificate.read_bytes()
+    assert more != first and self_signed(["localhost"]).certificate.read_bytes() == more
+    self_signed(["localhost"]).key.write_bytes(b"damaged")
+    assert self_signed(["localhost"]).certificate.read_bytes() != more
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_the_command_serves_https(make_model: Callable[..., Path], workers: str) -> None:
+    command = [sys.executable, "-m", "ds2.cli", "serve", str(make_model()), "--device", "cpu", "--port", "0",
+               "--host", "0.0.0.0", "--tls-self-signed", "--workers", workers]  # fmt: skip
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address = re.match(r"ds2 serve: (https://127\.0\.0\.1:\d+)", server.stdout.readline())
+        assert address
+        trusting = ssl.create_default_context(cafile=str(self_signed(["localhost"]).certificate))
+        with urllib.request.urlopen(f"{address[1]}/healthz", timeout=WAIT_S, context=trusting) as answer:
+            assert answer.status == 200
+        server.terminate()
+        assert server.wait(WAIT_S) == 0
+    finally:
+        server.kill()
+
+
+def test_wrong_files_are_named(
+    make_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, model = self_signed(["localhost"]), str(make_model())
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no PEM")
+    cases = [
+        (["--tls-cert", str(made.certificate)], "go together"),
+        (["--tls-cert", str(broken), "--tls-key", str(made.key)], f"--tls-cert {broken}"),
+        (["--tls-cert", str(made.certificate), "--tls-key", str(tmp_path / "none")], "No such file"),
+    ]
+    for options, message in cases:
+        assert main(["serve", model, "--device", "cpu", "--port", "0", *options]) == 2
+        assert message in capsys.readouterr().err
