@@ -3,7 +3,8 @@
     python tools/plans.py mbsp                         the paper's variations of a TitanX, other GPUs, recorded steps
     python tools/plans.py mbsp --figure FILE.png       the paper's Figure 6 with panels for other GPUs
 
-A machine is a hierarchy: each level has processors, bandwidth, latency and memory. No constant is fitted to steps. A
+A machine is a hierarchy: each level has processors, bandwidth, latency and memory. No constant is fitted to steps. How
+latency grows with the number of processors (as its root) and some bandwidths of L2 are assumed. A
 tile gives each of n multiprocessors a block of rows and takes the batch in g groups, one behind the other. Its step is
 the longest of: the chain of one group (exchange, products, transfers), and the work of all groups on each resource.
 Shape letters: B batch, H hidden, n multiprocessors of a tile, g groups.
