@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -14,13 +17,17 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops.ctc import align, beam, loss
-from ds2_ops.jit import runtime
+from ds2_ops.jit import build, runtime
 from ds2_ops.jit.launch import Launch, Source, names
 
 H200_SMEM_BYTES = 232448
 HERE = Path(__file__).parent
 _TYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float, "double": ctypes.c_double}
 CSRC = Path(runtime.__file__).parents[1] / "csrc"
+_FIBERS = "fiber_on_cpu.h"
+_INCLUDE = re.compile(r'^ *# *include +"([^"]+)"', re.MULTILINE)
+# A checked longjmp would refuse to leave a fiber's stack: no fortification.
+_OPTIONS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-I.")
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
@@ -54,49 +61,80 @@ def _library(source: Source) -> Path:
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
 
 
-@functools.cache
-def _session_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where this process keeps what it builds; removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="ds2-kernels-")
-
-
 def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, parameters: str, launch: str) -> Path:
     """Build a kernel for the CPU, with a C function `run` that takes `parameters` and the kernel's, and does `launch`.
 
-    `headers` take the place of those of csrc, by their path there; ptx/sync.cuh among them stands for CUDA. In
-    `launch`, KERNEL is the call of the kernel as a function of nothing.
+    The library stays in the cache folder of compiled kernels, under a hash of the compiler and all that it reads. The
+    next process, or one that runs at the same time, then loads it.
+
+    Args:
+        source: the kernel.
+        headers: replace those of csrc, by their path there; ptx/sync.cuh among them stands for CUDA.
+        returns: C type of the result of `run`.
+        parameters: of `run`, before the kernel's.
+        launch: C++ expression; in it, KERNEL is the call of the kernel as a function of nothing.
     """
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    folder = Path(tempfile.mkdtemp(dir=_session_folder().name))
-    shutil.copytree(CSRC, folder, dirs_exist_ok=True)
-    fibers = HERE / "fiber_on_cpu.h"
-    for name, text in {**headers, fibers.name: fibers.read_text()}.items():
-        (folder / name).write_text(text)
+    files = {path.relative_to(CSRC).as_posix(): path.read_text() for path in CSRC.rglob("*.cuh")}
+    files |= headers | {_FIBERS: (HERE / _FIBERS).read_text(), "cuda.h": '#include "ptx/sync.cuh"\n'}
     call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names(source.parameters)}); }}")
     signature = ", ".join([parameters, *(f"{kind} {name}" for kind, name in source.parameters)])
-    run = f'\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
-    (folder / "kernel.cpp").write_text(source.text + run)
-    (folder / "cuda.h.gch").symlink_to(_precompiled((folder / "ptx/sync.cuh").read_text(), fibers.read_text()))
-    _compile(folder, "-shared", "-include", "cuda.h", "-o", "kernel.so", "kernel.cpp")
-    return folder / "kernel.so"
+    unit = f'{source.text}\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'
+    included = _included(files, '#include "cuda.h"\n' + unit)
+    digest = hashlib.sha256("\0".join([_compiler(), *_OPTIONS, unit, *map(str, sorted(included.items()))]).encode())
+    library = build.cache_dir() / "cpu" / f"{digest.hexdigest()}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            _write(Path(folder), included | {"kernel.cpp": unit})
+            header = _included(files, '#include "cuda.h"\n')
+            (Path(folder) / "cuda.h.gch").symlink_to(_precompiled(tuple(header.items())))
+            _compile(folder, "-shared", "-include", "cuda.h", "-o", "kernel.so", "kernel.cpp")
+            os.replace(Path(folder) / "kernel.so", library)
+    return library
+
+
+def _included(files: Mapping[str, str], text: str) -> dict[str, str]:
+    """Name and text of each file that a text includes, directly or through another."""
+    included: dict[str, str] = {}
+    pending = _INCLUDE.findall(text)
+    while pending:
+        name = pending.pop()
+        if name in files and name not in included:
+            included[name] = files[name]
+            pending += _INCLUDE.findall(files[name])
+    return included
 
 
 @functools.cache
-def _precompiled(cuda: str, fibers: str) -> Path:
-    """What stands for CUDA, read by the compiler once a process: it takes as long as a kernel."""
+def _compiler() -> str:
+    return subprocess.run(["g++", "-v"], capture_output=True, text=True, check=True).stderr
+
+
+@functools.cache
+def _session_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where this process keeps precompiled headers; removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="ds2-kernels-")
+
+
+@functools.cache
+def _precompiled(headers: tuple[tuple[str, str], ...]) -> Path:
+    """Compile what stands for CUDA once a process: reading it takes as long as a kernel."""
     folder = Path(tempfile.mkdtemp(dir=_session_folder().name))
-    for name, text in {"ptx/sync.cuh": cuda, "fiber_on_cpu.h": fibers, "cuda.h": '#include "ptx/sync.cuh"\n'}.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+    _write(folder, dict(headers))
     _compile(folder, "-x", "c++-header", "-o", "cuda.h.gch", "cuda.h")
     return folder / "cuda.h.gch"
 
 
-def _compile(folder: Path, *options: str) -> None:
-    # A checked longjmp would refuse to leave a fiber's stack: no fortification.
-    always = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-I."]
-    subprocess.run(["g++", *always, *options], cwd=folder, check=True)
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def _compile(folder: Path | str, *options: str) -> None:
+    subprocess.run(["g++", *_OPTIONS, *options], cwd=folder, check=True)
 
 
 def host_arguments(source: Source, arguments: Sequence[Any]) -> list[Any]:

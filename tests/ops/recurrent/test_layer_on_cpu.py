@@ -80,7 +80,7 @@ def projected(chip: Callable[..., None], shape: tuple[int, int, int, int], fault
     [
         pytest.param((5, 2, 40), 1, id="one group"),
         pytest.param((4, 11, 40), 2, id="two groups, two tiles"),
-        pytest.param((3, 2, 33), 1, id="rows that start between words"),
+        pytest.param((3, 2, 33), 1, id="rows that start between words", marks=pytest.mark.slow),
         pytest.param((3, 2, 44), 1, id="rows on 8 bytes"),
     ],
 )
@@ -90,14 +90,28 @@ def test_a_recurrence_that_starts_early_waits(
     recur(chip, shape, groups)
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 40), (4, 11, 33)], ids=str)
-@pytest.mark.parametrize("cell", ["lstm", "gru_after"])
+@pytest.mark.parametrize(
+    ("cell", "shape"),
+    [
+        ("lstm", (5, 2, 40)),
+        ("gru_after", (4, 11, 33)),
+        pytest.param("lstm", (4, 11, 33), marks=pytest.mark.slow),
+        pytest.param("gru_after", (5, 2, 40), marks=pytest.mark.slow),
+    ],
+)
 def test_gates_that_start_early_wait(chip: Callable[..., None], cell: str, shape: tuple[int, int, int]) -> None:
     recur_gates(chip, cell, shape)
 
 
 @pytest.mark.parametrize(
-    "shape", [(5, 2, 40, 40), (10, 2, 264, 33), (1, 1, 8, 16), (10, 17, 16, 17), (2, 150, 264, 81)]
+    "shape",
+    [
+        (10, 2, 264, 33),
+        (1, 1, 8, 16),
+        (10, 17, 16, 17),
+        pytest.param((5, 2, 40, 40), marks=pytest.mark.slow),
+        pytest.param((2, 150, 264, 81), marks=pytest.mark.slow),
+    ],
 )
 def test_a_projection_that_starts_early_waits(chip: Callable[..., None], shape: tuple[int, int, int, int]) -> None:
     projected(chip, shape)
@@ -108,6 +122,7 @@ LOADED = "        cluster_barrier();  // all blocks are there, and their mbarrie
 MADE = "finisher(pass, smem);\n        cluster_barrier();\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [

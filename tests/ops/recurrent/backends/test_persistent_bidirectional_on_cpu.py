@@ -77,7 +77,7 @@ CASES = [
     pytest.param("gru_after", (8, 2, 2), (4, 3, 33), id="gru, odd rows, two groups"),
     pytest.param("tanh", (8, 2, 1), (5, 3, 60), id="a cell without gates"),
     pytest.param("lstm", (8, 1, 2), (3, 1, 250), id="pushing, an empty group", marks=pytest.mark.slow),
-    pytest.param("lstm", (16, 1, 2), (4, 1, 250), id="an empty group"),
+    pytest.param("lstm", (16, 1, 2), (4, 1, 250), id="an empty group", marks=pytest.mark.slow),
     pytest.param("gru_after", (8, 2, 1), (4, 9, 250), id="gru, two tiles a direction", marks=pytest.mark.slow),
 ]
 
@@ -93,9 +93,21 @@ SHAPE, CLUSTER = "cluster_shape.cuh", "cluster.cuh"
 SMALL = ((8, 1, 2), (4, 3, 40))
 FAULTS = [
     pytest.param((SHAPE, "? frames - 1 - t", "? pass.frames - 1 - t"), SMALL, id="padding is heard first"),
-    pytest.param((SHAPE, "* Shape::DIRECTIONS + direction;", "* Shape::DIRECTIONS;"), SMALL, id="the first's rows"),
-    pytest.param((CLUSTER, "Tile<Shape>(pass).first_element()", "0"), SMALL, id="the first's weights"),
-    pytest.param((SHAPE, "(pass.batch + full - 1) / full * full", "pass.batch"), SMALL, id="tiles of both overlap"),
+    pytest.param(
+        (SHAPE, "* Shape::DIRECTIONS + direction;", "* Shape::DIRECTIONS;"),
+        SMALL,
+        id="the first's rows",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (CLUSTER, "Tile<Shape>(pass).first_element()", "0"), SMALL, id="the first's weights", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        (SHAPE, "(pass.batch + full - 1) / full * full", "pass.batch"),
+        SMALL,
+        id="tiles of both overlap",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -82,17 +82,23 @@ CASES = [
     pytest.param("gru_after", ("cluster", 16, 1, 2), (4, 11, 512), id="gru that pushes", marks=pytest.mark.slow),
     pytest.param("lstm", ("cluster", 8, 1, 1), (5, 3, 250), id="lstm that pushes"),
     pytest.param("lstm", ("cluster", 8, 1, 2), (5, 1, 256), id="pushing, an empty group", marks=pytest.mark.slow),
-    pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group"),
-    pytest.param("lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles"),
-    pytest.param("lstm", ("units", 1, 1, 1), (7, 12, 40), id="lstm, one multiprocessor, a second tile"),
+    pytest.param("lstm", ("cluster", 16, 1, 2), (6, 1, 250), id="an empty group", marks=pytest.mark.slow),
+    pytest.param(
+        "lstm", ("units", 1, 2, 1), (3, 3, 65), id="lstm, one multiprocessor, two tiles", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "lstm", ("units", 1, 1, 1), (7, 12, 40), id="lstm, one multiprocessor, a second tile", marks=pytest.mark.slow
+    ),
     pytest.param("lstm", ("units", 1, 3, 1), (4, 3, 65), id="lstm, a lane a gate"),
-    pytest.param("lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile"),
+    pytest.param(
+        "lstm", ("units", 2, 3, 1), (4, 3, 60), id="lstm, cluster, one utterance a tile", marks=pytest.mark.slow
+    ),
     pytest.param("lstm", ("units", 2, 1, 1), (4, 5, 60), id="lstm, units of a cluster, two columns a lane"),
-    pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, a lane a gate"),
+    pytest.param("gru_after", ("units", 1, 4, 1), (4, 3, 33), id="gru, a lane a gate", marks=pytest.mark.slow),
     pytest.param("gru_after", ("units", 1, 1, 1), (4, 3, 33), id="gru, one multiprocessor"),
     pytest.param("gru_before", ("units", 1, 2, 1), (4, 3, 65), id="reset before, one multiprocessor, two tiles"),
     pytest.param("gru_before", ("units", 2, 3, 1), (5, 3, 60), id="reset before, cluster, a lane a gate"),
-    pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster"),
+    pytest.param("gru_before", ("units", 4, 1, 1), (5, 3, 77), id="reset before, cluster", marks=pytest.mark.slow),
     pytest.param("lstm", ("narrow", 2, 16, 1), (3, 3, 500), id="lstm, whole chip", marks=pytest.mark.slow),
     pytest.param("gru_after", ("narrow", 2, 12, 2), (4, 11, 511), id="gru, whole chip", marks=pytest.mark.slow),
     pytest.param(
@@ -148,12 +154,29 @@ def test_weights_in_shared_memory(
 CLUSTER, MULTIPLY = "recurrent/cluster.cuh", "recurrent/cluster_multiply.cuh"
 AWAIT = "barrier_wait(first_barrier + (stage * Shape::UNITS + first_unit + part) * 8 * WARPS"
 FAULTS = [
-    pytest.param((MULTIPLY, "await(PORTION);", ""), True, id="no wait for the peers"),
-    pytest.param((MULTIPLY, "block_wait(Shape::FIRST_STATE, THREADS);", ";"), True, id="no wait for the first state"),
-    pytest.param((MULTIPLY, AWAIT, "if (false) barrier_wait(0"), False, id="no wait for the peers' gradients"),
+    pytest.param((MULTIPLY, "await(PORTION);", ""), True, id="no wait for the peers", marks=pytest.mark.slow),
+    pytest.param(
+        (MULTIPLY, "block_wait(Shape::FIRST_STATE, THREADS);", ";"),
+        True,
+        id="no wait for the first state",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (MULTIPLY, AWAIT, "if (false) barrier_wait(0"),
+        False,
+        id="no wait for the peers' gradients",
+        marks=pytest.mark.slow,
+    ),
     pytest.param((CLUSTER, "if (t < frames) keep_carry", "keep_carry"), False, id="carry of padding"),
-    pytest.param(("recurrent/cells.cuh", "= before * f", "= tanh_c * f"), False, id="c of the wrong frame"),
-    pytest.param((CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap"),
+    pytest.param(
+        ("recurrent/cells.cuh", "= before * f", "= tanh_c * f"),
+        False,
+        id="c of the wrong frame",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        (CLUSTER, "4 * v * Shape::OWN_WORDS", "4 * v * Shape::WORDS"), False, id="gates overlap", marks=pytest.mark.slow
+    ),
 ]
 UNITS, SPREAD = "recurrent/units.cuh", "recurrent/units_spread.cuh"
 UNITS_FAULTS = [
@@ -195,13 +218,25 @@ WIDE, FINISH = "recurrent/grid_wide.cuh", "recurrent/grid_wide_finish.cuh"
 BEGIN = "recurrent/exchange.cuh"
 ALL_WAIT = "block_wait(Shape::ALL_EMPTY, Shape::BEGINNERS);"
 WIDE_FAULTS = [
-    pytest.param((BEGIN, "+ thread; i", "+ thread + 1; i"), False, id="not all emptied"),
-    pytest.param((BEGIN, "bool waits = thread == 0", "bool waits = false"), True, id="no wait for other blocks"),
-    pytest.param((BEGIN, ALL_WAIT, ""), True, id="one warp waits for other blocks"),
-    pytest.param((FINISH, "if (t <= last) keep_carry", "keep_carry"), False, id="carry of padding"),
+    pytest.param((BEGIN, "+ thread; i", "+ thread + 1; i"), False, id="not all emptied", marks=pytest.mark.slow),
+    pytest.param(
+        (BEGIN, "bool waits = thread == 0", "bool waits = false"),
+        True,
+        id="no wait for other blocks",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param((BEGIN, ALL_WAIT, ""), True, id="one warp waits for other blocks", marks=pytest.mark.slow),
+    pytest.param(
+        (FINISH, "if (t <= last) keep_carry", "keep_carry"), False, id="carry of padding", marks=pytest.mark.slow
+    ),
     pytest.param((FINISH, "plane * plane_words", "plane * 0"), False, id="gates overlap", marks=pytest.mark.slow),
     pytest.param((WIDE, "* Shape::SUMS + gate)", "* Shape::SUMS)"), True, id="sums overlap", marks=pytest.mark.slow),
-    pytest.param((FINISH, "await_sums(at);\n        const unsigned from", "const unsigned from"), True, id="no wait"),
+    pytest.param(
+        (FINISH, "await_sums(at);\n        const unsigned from", "const unsigned from"),
+        True,
+        id="no wait",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -217,6 +252,7 @@ def test_planted_faults_in_the_wide_design_are_found(
     assert wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "cluster", "fault", "forward"), UNITS_FAULTS)
 def test_planted_faults_of_small_layers_are_found(
     cell: str, cluster: int, fault: tuple[str, str, str], forward: bool, chip: Callable[..., None]
@@ -230,6 +266,7 @@ def test_planted_faults_of_small_layers_are_found(
     assert wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [True, False])
 def test_copies_of_the_tile_before_are_waited_for(forward: bool, chip: Callable[..., None]) -> None:
     """The last ones of a tile are of zeros, into places that the next tile's first ones take."""
@@ -242,8 +279,20 @@ CELLS = "recurrent/cells.cuh"
 COARSE_GATES = [
     pytest.param((), 1, True, id="a lane a gate"),
     pytest.param((), 2, True, id="as it is"),
-    pytest.param(((CELLS, "i = sigmoid(", "i = sigmoid_as<Number>("),), 2, False, id="what lets something in"),
-    pytest.param(((CELLS, "f = sigmoid(", "f = sigmoid_as<Number>("),), 2, False, id="what scales the carry"),
+    pytest.param(
+        ((CELLS, "i = sigmoid(", "i = sigmoid_as<Number>("),),
+        2,
+        False,
+        id="what lets something in",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        ((CELLS, "f = sigmoid(", "f = sigmoid_as<Number>("),),
+        2,
+        False,
+        id="what scales the carry",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
