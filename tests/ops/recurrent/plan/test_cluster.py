@@ -2,7 +2,7 @@
 
 import pytest
 from ds2_ops.jit import build as builder
-from ds2_ops.jit.build import Binary, build, check_registers
+from ds2_ops.jit.build import check_registers
 from ds2_ops.recurrent.cells import GATED, PLAIN
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.cluster import cluster_choices, cluster_units, largest_cluster_hidden
@@ -59,7 +59,7 @@ def test_largest_that_fits_and_one_past_it(dtype: str, largest: int) -> None:
     assert cluster_units(largest + 1, dtype, 16) is None
 
 
-def assert_no_spills(choice: Choice, said: Binary | Report) -> None:
+def assert_no_spills(choice: Choice, said: Report) -> None:
     assert said.local_bytes == 0, choice.explain()
     launched = 65536 // choice.launch.threads // 8 * 8
     assert said.registers == launched, "what setmaxnreg moves is counted from these"
@@ -67,7 +67,7 @@ def assert_no_spills(choice: Choice, said: Binary | Report) -> None:
 
 def compile_without_spills(*choices: Choice) -> None:
     for choice in choices:
-        assert_no_spills(choice, build(choice.launch.source.text))
+        assert_no_spills(choice, report(choice.launch.source.text))
 
 
 @pytest.mark.parametrize("hidden", [512, 1152, 1760, 2560])  # of every design

@@ -65,7 +65,12 @@ def test_a_kernel_that_loses_performance_is_not_recorded(record: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "hidden", "cell"),
-    [("units", 96, "clipped_relu"), ("cluster", 1088, "tanh"), ("narrow", 1760, "tanh"), ("wide", 2560, "tanh")],
+    [
+        ("units", 96, "clipped_relu"),
+        ("cluster", 1088, "tanh"),
+        pytest.param("narrow", 1760, "tanh", marks=pytest.mark.slow),
+        pytest.param("wide", 2560, "tanh", marks=pytest.mark.slow),
+    ],
 )
 def test_the_compiler_says_what_is_recorded(layout: str, hidden: int, cell: str) -> None:
     source = tile(layout, hidden, cell)

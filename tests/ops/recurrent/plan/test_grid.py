@@ -1,7 +1,6 @@
 """Tiles of the whole-chip designs, without a GPU: they fit, hold what they promise, and compile without spills."""
 
 import pytest
-from ds2_ops.jit.build import build
 from ds2_ops.recurrent.cells import CELLS, PLAIN
 from ds2_ops.recurrent.plan.choose import choose, largest_grid_hidden
 from ds2_ops.recurrent.plan.problem import DoesNotFit, Problem
@@ -66,7 +65,7 @@ def test_a_new_batch_size_needs_no_new_kernel() -> None:
 def test_largest_tile_compiles_without_spills(dtype: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     for choice in one_a_kernel(grid_choices_of(LARGEST_GRID_HIDDEN[dtype], 8, dtype, backward=True)):
-        assert build(choice.launch.source.text).local_bytes == 0, choice.explain()
+        assert report(choice.launch.source.text).local_bytes == 0, choice.explain()
 
 
 # The multiplying warps' weights fill their registers: every length of K on clusters of 5, then one on 6 and on 8.

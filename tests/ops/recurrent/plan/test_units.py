@@ -1,7 +1,6 @@
 """Tiles of the design for small layers, without a GPU: they fit, and compile without spills."""
 
 import pytest
-from ds2_ops.jit.build import Binary, build
 from ds2_ops.recurrent.cells import CELLS, GATED
 from ds2_ops.recurrent.plan.choose import choose
 from ds2_ops.recurrent.plan.problem import NUMBERS, Choice, DeviceFacts, DoesNotFit, Problem
@@ -54,7 +53,7 @@ def test_a_cell_with_two_phases_that_does_not_fit_names_the_way_out() -> None:
         choose(Problem(4, 257, "bfloat16", "gru_before", True), H200)
 
 
-def assert_no_spills(choice: Choice, said: Binary | Report) -> None:
+def assert_no_spills(choice: Choice, said: Report) -> None:
     assert said.local_bytes == 0, choice.launch.source.text
     assert said.registers * choice.launch.threads <= 65536
 
@@ -65,7 +64,7 @@ def assert_no_spills(choice: Choice, said: Binary | Report) -> None:
 def test_largest_tiles_compile_without_spills(cell: str, hidden: int, backward: bool) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     choice = units_choices(Problem(4, hidden, "bfloat16", cell, backward), H200, H200.sms)[0]
-    assert_no_spills(choice, build(choice.launch.source.text))
+    assert_no_spills(choice, report(choice.launch.source.text))
 
 
 # Cells of one gate differ in 2 or 4 registers, and float16 has bfloat16's words: every tile with all gates and with
