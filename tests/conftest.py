@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,15 +13,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from support.tiny import tiny_overrides_in
+from support.tiny import RATE_HZ, tiny_overrides_in, write_untrained
 
-from ds2.audio.features import Features
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config
 from ds2.data.manifest import Utterance, write_manifest
-from ds2.model.acoustic import AcousticModel
-from ds2.model.checkpoint import save_model
-from ds2.text.alphabet import Alphabet
 
 with suppress(ImportError):  # a GPU machine may lack it: no GPU test draws examples
     from hypothesis import HealthCheck, settings
@@ -41,13 +39,13 @@ if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, import only files with GPU tests: a GPU machine may lack what the others import."""
-    if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
+    """With `-m gpu`, import only files and folders with GPU tests: a GPU machine may lack what the others import."""
+    if config.option.markexpr != "gpu" or not (collection_path.is_dir() or collection_path.name.startswith("test_")):
         return None
-    return True if collection_path.is_file() and "mark.gpu" not in collection_path.read_text("utf-8") else None
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    return None if any("mark.gpu" in file.read_text("utf-8") for file in files) else True
 
 
-RATE_HZ = 16000
 TONES_HZ = {"a": 400.0, "b": 900.0, "c": 1700.0}
 
 
@@ -95,26 +93,33 @@ def tiny_overrides(tone_manifest: Path, tmp_path: Path) -> list[str]:
     return tiny_overrides_in(tmp_path, tone_manifest)
 
 
+@pytest.fixture(scope="session")
+def compose_once() -> Callable[..., Config]:
+    """Compose overrides, the same ones only once: Hydra takes a tenth of a second."""
+    composed = functools.cache(compose_config)
+    return lambda *overrides: copy.deepcopy(composed(overrides))
+
+
 @pytest.fixture
-def tiny_config(tiny_overrides: list[str]) -> Callable[..., Config]:
-    """Compose the tiny configuration with further overrides."""
-    return lambda *overrides: compose_config([*tiny_overrides, *overrides])
+def tiny_config(tone_manifest: Path, tmp_path: Path, compose_once: Callable[..., Config]) -> Callable[..., Config]:
+    """Compose the tiny configuration with further overrides; it works and runs below `tmp_path`."""
+
+    def compose(*overrides: str) -> Config:
+        everywhere = tiny_overrides_in(Path("FOLDER"), tone_manifest)
+        config = compose_once(*everywhere, *overrides)
+        config.data.work_dir = config.data.work_dir.replace("FOLDER", str(tmp_path))
+        config.run_dir = config.run_dir.replace("FOLDER", str(tmp_path))
+        return config
+
+    return compose
 
 
 @pytest.fixture
 def make_model(tiny_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Path]:
-    """Write a model that was never trained but writes letters: its classifier is made decisive."""
+    """Write a model that was never trained, see `write_untrained`."""
 
     def make(*overrides: str) -> Path:
-        config = tiny_config(*overrides)
-        torch.manual_seed(3)
-        features = Features(config.features, RATE_HZ)
-        alphabet = Alphabet.from_config(config.alphabet)
-        model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
-        with torch.no_grad():
-            model.classifier.weight.mul_(20)
-        save_model(tmp_path / "model.safetensors", model, features, alphabet, config, {})
-        return tmp_path / "model.safetensors"
+        return write_untrained(tiny_config(*overrides), tmp_path / "model.safetensors")
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,10 @@ def test_a_slower_tree_and_one_of_other_gradients_are_seen(tmp_path: Path) -> No
     assert ratios[0] == 1.0 < ratios[1] and step_ms[1] >= 5000.0
 
 
-def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run([*TOOL, *TINY, "--tree", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "holds no sources" in done.stderr
+def test_a_folder_without_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    with pytest.raises(SystemExit) as refused:
+        importlib.import_module("benchmarks.turns").main([*TINY, "--tree", str(tmp_path)])
+    assert refused.value.code == 2 and "holds no sources" in capsys.readouterr().err

@@ -26,6 +26,7 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are isolated by fork")
 def test_damaged_inputs_are_named_errors_or_right_results() -> None:
     done = fuzz("--cases", CASES, "--seed", SEED)

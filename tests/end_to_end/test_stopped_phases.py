@@ -47,10 +47,14 @@ def signalled(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: in
     return calls
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [(splits, "read_manifests"), (audio_cache, "reads_cheaply"), (Features, "estimate"), (trainer, "make_optimizer")],
+    ("owner", "name", "number"),
+    [
+        (splits, "read_manifests", signal.SIGTERM),
+        (audio_cache, "reads_cheaply", signal.SIGINT),
+        (Features, "estimate", signal.SIGUSR1),
+        (trainer, "make_optimizer", signal.SIGTERM),
+    ],
     ids=["manifests", "audio-cache", "statistics", "model"],
 )
 def test_preparation_ends_at_once(
@@ -125,11 +129,11 @@ def test_a_signal_to_one_rank_ends_all_in_every_phase(tiny_overrides: list[str],
 
 def test_sigterm_ends_other_commands_with_143_and_no_traceback(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
+        "import os, signal, sys\nfrom ds2 import cli\nfrom ds2.commands import wer\n"
         "def work(arguments):\n"
         "    try:\n        os.kill(os.getpid(), signal.SIGTERM)\n        signal.pause()\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n        print('closed', flush=True)\n"
-        "doctor.run = work\nsys.exit(cli.main(['doctor']))"
+        "wer.run = work\nsys.exit(cli.main(['wer']))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (143, "closed\n", "ds2: stopped by SIGTERM\n")

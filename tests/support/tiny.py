@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from ds2.audio.features import Features
+from ds2.config.schema import Config
+from ds2.model.acoustic import AcousticModel
+from ds2.model.checkpoint import save_model
+from ds2.text.alphabet import Alphabet
+
+RATE_HZ = 16000
+
 
 def tiny_overrides_in(folder: Path, manifest: Path) -> list[str]:
     """Overrides of a run below `folder` that trains and evaluates on a manifest; later ones win."""
@@ -29,3 +39,15 @@ def tiny_overrides_in(folder: Path, manifest: Path) -> list[str]:
         "device=cpu",
         f"run_dir={folder / 'run'}",
     ]
+
+
+def write_untrained(config: Config, path: Path) -> Path:
+    """Write a model that was never trained but writes letters: its classifier is made decisive."""
+    torch.manual_seed(3)
+    features = Features(config.features, RATE_HZ)
+    alphabet = Alphabet.from_config(config.alphabet)
+    model = AcousticModel(config.model, features.bins, len(alphabet), config.features.step_s)
+    with torch.no_grad():
+        model.classifier.weight.mul_(20)
+    save_model(path, model, features, alphabet, config, {})
+    return path

@@ -26,9 +26,15 @@ def occurrences(words: list[str], phrase: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "hot", [{"a": 1.5}, {"a b": 2.0}, {"a b": 2.0, "a": 0.5, "b a b": 1.0, "b b": -1.0}, {"ab": 1.0, "ab a": 3.0}]
+    ("hot", "unit"),
+    [
+        ({"a": 1.5}, ""),
+        ({"a b": 2.0}, "word"),
+        ({"a b": 2.0, "a": 0.5, "b a b": 1.0, "b b": -1.0}, ""),
+        ({"a b": 2.0, "a": 0.5, "b a b": 1.0, "b b": -1.0}, "word"),
+        ({"ab": 1.0, "ab a": 3.0}, ""),
+    ],
 )
-@pytest.mark.parametrize("unit", ["", "word"])
 def test_every_time_a_phrase_is_said_it_is_paid(hot: dict[str, float], unit: str, tmp_path: Path) -> None:
     lm = language_model(tmp_path, unit) if unit else None
     log_probs = random_log_probs(6, 1, 4)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.forked import exit_status, kill_lm_training
 from torch import Tensor
 
 from ds2.cli import main
@@ -31,19 +29,6 @@ AB = Alphabet(("", " ", "a", "b"))
 LINES = [["a", "b", "b"], ["b"], ["a", "<space>", "a", "b"]] * 8
 SETTINGS = TrainingSettings(epochs=3, batch_tokens=32, join=2, warmup_steps=3)
 SIZES = ["--hidden", "8", "--layers", "2", "--epochs", "3", "--batch-tokens", "64", "--join", "2", "--device", "cpu"]
-KILLED_AT_STEP = """
-import os, signal, sys
-from ds2.cli import main
-from ds2.lm import recurrent_training
-original, left = recurrent_training.pad_texts, [int(sys.argv[1])]
-def pad_texts(*arguments):
-    left[0] -= 1
-    if left[0] < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*arguments)
-recurrent_training.pad_texts = pad_texts
-sys.exit(main(sys.argv[2:]))
-"""
 
 
 def trained(
@@ -52,11 +37,11 @@ def trained(
     """A model after at most so many steps of this start, with dropout."""
     torch.manual_seed(1)
     model = RecurrentLM(AB, RecurrentShape(hidden=16, layers=2, dropout=0.3)).to(device)
-    left = [most]
+    remaining = [most]
 
     def stop() -> bool:
-        left[0] -= 1
-        return left[0] < 0
+        remaining[0] -= 1
+        return remaining[0] < 0
 
     torch.seed()  # what a process drew before says nothing
     return model, train(model, TrainingText.of(iter(LINES), AB), SETTINGS, lambda _: None, stop=stop, state=state)
@@ -81,13 +66,13 @@ def test_a_training_that_was_stopped_ends_with_the_same_weights(tmp_path: Path, 
 
 
 def test_a_state_is_saved_at_its_interval(tmp_path: Path) -> None:
-    kept = [StateFile(tmp_path / name, {}, every_s) for name, every_s in (("often", 1e-9), ("never", 0.0))]
-    for state in kept:
+    states = [StateFile(tmp_path / name, {}, every_s) for name, every_s in (("often", 1e-9), ("never", 0.0))]
+    for state in states:
         trained(state)
-    assert [state.path.is_file() for state in kept] == [True, False]
-    kept[0].remove()
-    kept[0].remove()
-    assert kept[0].restore(*_fresh()) == TrainingPosition()
+    assert [state.path.is_file() for state in states] == [True, False]
+    states[0].remove()
+    states[0].remove()
+    assert states[0].restore(*_fresh()) == TrainingPosition()
 
 
 def test_a_killed_training_continues_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,13 +83,11 @@ def test_a_killed_training_continues_and_leaves_no_files(tmp_path: Path, capsys:
     [steps] = re.findall(r"after (\d+) steps", capsys.readouterr().out)
     model = tmp_path / "killed.safetensors"
     for at in (5, 3, 0, 4):  # steps of each start
-        killed = [sys.executable, "-c", KILLED_AT_STEP, str(at), *command, str(model)]
-        run = subprocess.run(killed, capture_output=True, text=True, check=False, env=os.environ)
-        assert run.returncode == -signal.SIGKILL, run.stdout + run.stderr
+        assert exit_status(kill_lm_training, at, [*command, str(model)]) == -signal.SIGKILL
         assert not model.exists()
     assert main([*command, str(model)]) == 0
-    said = capsys.readouterr().out
-    assert f"on from {model}.state" in said and f"after {steps} steps" in said
+    output = capsys.readouterr().out
+    assert f"on from {model}.state" in output and f"after {steps} steps" in output
     assert_same(load(model)[0], load(tmp_path / "whole.safetensors")[0])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.safetensors", "t.txt", "whole.safetensors"]
 
@@ -168,6 +151,5 @@ def _fresh() -> tuple[RecurrentLM, torch.optim.Optimizer]:
 
 def _save_one_step(state: Path, command: list[str]) -> None:
     """Leave the state of a command that was killed at its second step."""
-    killed = [sys.executable, "-c", KILLED_AT_STEP, "2", "lm", *command, "--save-minutes", "1e-9"]
-    assert subprocess.run(killed, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert exit_status(kill_lm_training, 2, ["lm", *command, "--save-minutes", "1e-9"]) == -signal.SIGKILL
     assert state.is_file()

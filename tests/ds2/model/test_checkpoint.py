@@ -208,7 +208,7 @@ TUNED = {
     "an interpolation": (b"lm: ${oc.env:SECRET}", "plain values"),
     "a wrong type": (b"beam: many", "beam"),
     "an unknown key": (b"baem: 3", "beam"),
-    "deep": (b"[" * 3000, "no YAML"),
+    "deep": (b"[" * 1000 + b"]" * 1000, "no YAML .maximum recursion depth"),
     "an alias bomb": (b"a: &a [x,x]\nb: &b [*a,*a]\n" + b"beam: *b", "alias"),
     "a whole film": (b"#" * (1 << 21), "at most"),
 }

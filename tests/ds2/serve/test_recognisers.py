@@ -129,6 +129,7 @@ def test_all_end_with_the_process_that_began_them_and_the_next_tidies_up(
     refuses_a_bidirectional(make_model)
 
 
+@pytest.mark.slow
 def test_what_cannot_begin_says_why(make_model: Callable[..., Path]) -> None:
     refuses_a_bidirectional(make_model)
 

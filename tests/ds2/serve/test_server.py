@@ -308,7 +308,10 @@ def test_a_model_that_cannot_stream_is_refused(
     assert "cannot stream" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_right_after_the_start_ends_a_server_in_order(make_model: Callable[..., Path], number: int) -> None:
     """As soon as it says so, before its loop runs."""
     command = [sys.executable, "-m", "ds2.cli", "serve", str(make_model()), "--device", "cpu", "--port", "0"]

@@ -43,8 +43,8 @@ def test_errors_show_paths() -> None:
 
 
 CODE = (
-    "import sys\nfrom ds2 import cli\nfrom ds2.commands import doctor\n"
-    "doctor.run = lambda arguments: print('\\x1b[31m gr\\u00fc\\u00df \\u4f60') or 0\nsys.exit(cli.main(['doctor']))"
+    "import sys\nfrom ds2 import cli\nfrom ds2.commands import wer\n"
+    "wer.run = lambda arguments: print('\\x1b[31m gr\\u00fc\\u00df \\u4f60') or 0\nsys.exit(cli.main(['wer']))"
 )
 
 
