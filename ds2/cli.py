@@ -41,6 +41,7 @@ usage: ds2 COMMAND [...]
   lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
   cache [--clear KIND]               caches on this disk: decoded audio, kernels, ARPA files
+  version                            version and commit
   doctor                             versions, devices and backends of this machine
 
 OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own recipes. `ds2 COMMAND --help` says more.
@@ -59,6 +60,7 @@ COMMANDS = (
     "data",
     "lm",
     "cache",
+    "version",
     "doctor",
 )
 """Each is a module of `ds2.commands` with `run(arguments) -> status`, imported when it is called."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds2.commands.common import Parser
+from ds2.commands.common import Parser, whole
 from ds2.config.device import resolve_device
 from ds2.config.schema import DecodeConfig
 from ds2.data.splits import scored_utterances
@@ -25,6 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
+    parser.add_argument("--worst", type=whole(1, 1_000_000), help="print so many, the least probable first")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     args = parser.parse_args(arguments)
     if args.out:
@@ -33,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     loaded = load_model(args.model, device)
     utterances = scored_utterances(args.manifests, loaded.alphabet)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device)
-    order = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
+    order, swapped = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
     if args.out:
         records = (
             {
@@ -47,9 +48,10 @@ def run(arguments: Sequence[str]) -> int:
             for u, a in zip(utterances, order, strict=True)
         )
         write_text(args.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-    doubtful = suspicious(a.surprise for a in order)
+    doubtful = suspicious((a.surprise for a in order), swapped)
     print(f"{len(doubtful)} of {len(utterances)} transcripts are probably wrong (surprise in nats a label):")
-    for index in doubtful:
+    worst = sorted(range(len(order)), key=lambda i: -order[i].surprise)[: args.worst] if args.worst else doubtful
+    for index in worst:
         utterance = utterances[index]
         print(f"{order[index].surprise:8.2f}  {utterance.source or utterance.name}  {utterance.text!r}")
     return 0

@@ -17,7 +17,9 @@ from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_DEVIATIONS = 6.0  # above the median: what is listed
+_DEVIATIONS = 6.0  # above the median: what is listed where nothing better is known
+_SWAPPED_SHARE = 0.05  # of transcripts of other utterances that the limit of what is listed may miss
+_FEWEST_SWAPPED = 20
 _LEAST_SURPRISE = 2.0  # nats a label: where nearly all transcripts are certain, small doubts mean nothing
 
 
@@ -54,29 +56,47 @@ def _aligned(
     return AlignedTranscript(spell_words(alignment.runs(), alphabet, frame_s), surprise)
 
 
-def suspicious(surprises: Iterable[float]) -> list[int]:
-    """Return the indices of outliers, worst first: above two nats, and six median deviations above the median."""
+def suspicious(surprises: Iterable[float], swapped: Sequence[float] = ()) -> list[int]:
+    """Return the indices of transcripts that are probably wrong, worst first: above two nats, and above a limit.
+
+    Args:
+        surprises: of the transcripts, nats a label.
+        swapped: of transcripts on the audio of other utterances: the limit is what 95 % of them exceed. Of fewer than
+            20 no limit is taken: it is then six median deviations above the median of `surprises`.
+    """
     values = list(surprises)
     finite = [value for value in values if math.isfinite(value)]
+    others = sorted(value for value in swapped if math.isfinite(value))
     limit = 0.0
-    if finite:
+    if len(others) >= _FEWEST_SWAPPED:
+        limit = max(_LEAST_SURPRISE, others[int(_SWAPPED_SHARE * len(others))])
+    elif finite:
         median = statistics.median(finite)
         deviation = _MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in finite)
         limit = max(_LEAST_SURPRISE, median + _DEVIATIONS * deviation)
     return sorted((i for i, value in enumerate(values) if value > limit), key=lambda i: -values[i])
 
 
-def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> list[AlignedTranscript]:
-    """Align the transcripts of a loader's utterances to their audio, in order; errors as `Recogniser.logits`.
+def align_utterances(recogniser: Recogniser, loader: SpeechLoader) -> tuple[list[AlignedTranscript], list[float]]:
+    """Align the transcripts of a loader's utterances to their audio; errors as `Recogniser.logits`.
 
     Characters outside the alphabet are left out.
+
+    Returns:
+        The aligned transcripts, in order; and the surprises of transcripts on the audio of another utterance of about
+        the same length, as `suspicious` takes them.
     """
     alphabet = recogniser.alphabet
     forgiving = replace(alphabet, unknown="drop")
     targets = [forgiving.encode(u.text) for u in loader.utterances]
     aligned: dict[int, AlignedTranscript] = {}
+    swapped: list[float] = []
     for indices, logits, lengths in recogniser.logits(loader):
         rows = [targets[i] for i in indices]
-        transcripts = align_batch(logits.float().log_softmax(2), lengths, rows, alphabet, recogniser.frame_s)
+        log_probs = logits.float().log_softmax(2)
+        transcripts = align_batch(log_probs, lengths, rows, alphabet, recogniser.frame_s)
         aligned.update(zip(indices, transcripts, strict=True))
-    return [aligned[i] for i in range(len(targets))]
+        others = rows[1:] + rows[:1]  # a batch holds utterances of about one length
+        on_others = align_batch(log_probs, lengths, others, alphabet, recogniser.frame_s)
+        swapped += [other.surprise for own, target, other in zip(rows, others, on_others, strict=True) if own != target]
+    return [aligned[i] for i in range(len(targets))], swapped

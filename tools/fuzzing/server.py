@@ -175,7 +175,7 @@ def _aligned(folder: Path) -> Any:
     recogniser = _recogniser(folder)
     utterances = scored_utterances([str(folder / "m.jsonl")], recogniser.alphabet)
     with torch.inference_mode():
-        alignments = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
+        alignments, _ = align_utterances(recogniser, recognition_loader(utterances, TINY.data, CPU))
     return [(one.words, one.surprise) for one in alignments]
 
 

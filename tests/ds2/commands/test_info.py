@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds2 import __version__
 from ds2.cli import main
 from ds2.data.manifest import read_manifest, write_manifest
 from ds2.model.checkpoint import load_model, save_model
@@ -56,3 +57,18 @@ def test_damaged_facts_are_named(make_model: Callable[..., Path]) -> None:
     save_model(model, loaded.model, loaded.features, loaded.alphabet, loaded.config, {"dev": {"utterances": "many"}})
     with pytest.raises(CheckpointError, match=r"metadata\.metrics\.dev"):
         load_model(model)
+
+
+def test_version_says_version_and_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith(f"ds2 {__version__} (commit ")
+
+
+def test_align_prints_as_many_as_were_asked_for(
+    make_model: Callable[..., Path], tone_manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["align", str(make_model()), str(tone_manifest), "--worst", "3", "--device", "cpu"]) == 0
+    head, *worst = capsys.readouterr().out.splitlines()
+    surprises = [float(line.split()[0]) for line in worst]
+    assert "of 10 transcripts are probably wrong" in head
+    assert len(surprises) == 3 and surprises == sorted(surprises, reverse=True)

@@ -71,6 +71,16 @@ def test_wrong_transcripts_stand_out() -> None:
     assert [w.start_s for w in aligned[0].words] == pytest.approx([0.0, 0.18])
 
 
+def test_the_limit_is_what_nearly_all_transcripts_of_other_utterances_exceed() -> None:
+    right = [0.1 * value for value in range(60)]  # so spread that six deviations above the median list nothing
+    swapped = [8.0 + 0.1 * value for value in range(40)]
+    wrong = [8.5, 9.5, math.inf]
+    assert suspicious(right + wrong) == [62]
+    assert suspicious(right + wrong, swapped) == [62, 61, 60]
+    assert suspicious(right + wrong, swapped[:9]) == [62]  # too few to say
+    assert suspicious([1.0, 1.5], [0.1] * 40) == []  # never below two nats
+
+
 def test_nothing_is_suspicious_without_utterances_or_differences() -> None:
     assert suspicious([]) == []
     assert suspicious([0.5] * 9) == []

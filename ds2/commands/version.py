@@ -1,0 +1,16 @@
+"""`ds2 version`: the version and commit of this copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds2 import __version__
+from ds2.commands.common import Parser
+from ds2.system.machine import git_commit
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the version and commit; 0."""
+    Parser(prog="ds2 version", description="the version and commit of this copy").parse_args(arguments)
+    print(f"ds2 {__version__} (commit {git_commit()})")
+    return 0
