@@ -29,7 +29,7 @@ test-slow: $(VENV)/installed
 
 test-all: test test-slow
 
-# On a machine with a GPU, with its own Python and torch: needs pytest, pytest-xdist, hydra-core and soundfile besides.
+# On a machine with a GPU, with its own Python and torch: needs pytest, pytest-xdist and the other dependencies of ds2 besides, no extra.
 test-gpu:
 	PYTHONPATH=.:ops $(PYTHON) -m pytest -m gpu -n 14 --dist worksteal
 
