@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds2_ops.recurrent.backends.reference import time_loop
-from ds2_ops.recurrent.cells import CELLS, Options
+from ds2_ops.recurrent.cells import CELLS, Cell, Options
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -47,6 +47,9 @@ def forward(
     if cell.gates == 1:
         y, h_n = _forward_in_place(x, weight_hh, h0, lengths, options)
         return y, h_n, None, None
+    if _in_place(x, cell):
+        run = _lstm_forward if cell.carries_c else _gru_forward
+        return run(x, weight_hh, bias_hn, h0, c0, lengths, save)
     valid = None if lengths is None else _valid(lengths, frames)
     saved = x.new_empty(frames, batch, cell.saved, weight_hh.shape[1]) if save else None
     wide = wide_dtype(x)
@@ -61,8 +64,7 @@ def _forward_in_place(
     frames, batch, hidden = x.shape
     activate_ = CELLS[options.cell].activate_
     assert activate_ is not None
-    first = _aligned(1, batch, hidden, x)[0]
-    first.zero_() if h0 is None else first.copy_(h0)
+    first = _state_before(h0, x, hidden)
     y = _aligned(frames, batch, hidden, x).copy_(x)
     weight_t = weight_hh.t()
     previous = first
@@ -70,12 +72,7 @@ def _forward_in_place(
         state.addmm_(previous, weight_t)
         activate_(state, options.clip)
         previous = state
-    h_n = previous.clone(memory_format=torch.contiguous_format)
-    if lengths is not None and frames:
-        # Rows of a product are independent: results at padding reached no valid frame, and are erased now.
-        h_n = torch.where((lengths == 0)[:, None], first, y[_last_frame(lengths)])
-        y.masked_fill_(~_valid(lengths, frames), 0.0)
-    return y.contiguous(), h_n
+    return _ended(y, previous, first, lengths)
 
 
 def backward_data(
@@ -104,6 +101,9 @@ def backward_data(
     if saved is None:
         grad_x, grad_h0 = _backward_from_output(grad_y, grad_h_n, y, weight_hh, lengths, options)
         return grad_x, None, grad_h0, None
+    if _in_place(grad_y, cell := CELLS[options.cell]):
+        run = _lstm_backward if cell.carries_c else _gru_backward
+        return run(grad_y, grad_h_n, grad_c_n, saved, weight_hh, lengths)
     return _backward_from_saved(grad_y, grad_h_n, grad_c_n, saved, weight_hh, lengths, options)
 
 
@@ -111,23 +111,10 @@ def _backward_from_output(
     grad_y: Tensor, grad_h_n: Tensor | None, y: Tensor, weight_hh: Tensor, lengths: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """dpre_t = (dy_t + [t = length - 1] dh_n + W^T dpre_(t+1)) f'(y_t): two torch calls a step, both in place."""
-    frames, batch, hidden = y.shape
     backward_ = CELLS[options.cell].backward_
     assert backward_ is not None
-    grad_x = _aligned(frames, batch, hidden, y).copy_(grad_y)
-    grad_h0 = _aligned(1, batch, hidden, y)[0].zero_()
-    if lengths is not None:
-        # grad_x starts at 0 at padding, and the loop, which meets the padding first, keeps it there whatever f' is.
-        grad_x.masked_fill_(~_valid(lengths, frames), 0.0)
-    if grad_h_n is not None:
-        if not frames:
-            grad_h0.copy_(grad_h_n)
-        elif lengths is None:
-            grad_x[-1].add_(grad_h_n)
-        else:
-            empty = (lengths == 0)[:, None]
-            grad_x[_last_frame(lengths)] += torch.where(empty, 0.0, grad_h_n)
-            grad_h0.copy_(torch.where(empty, grad_h_n, 0.0))
+    # grad_x starts at 0 at padding, and the loop, which meets the padding first, keeps it there whatever f' is.
+    grad_x, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
     following: Tensor | None = None
     for grad, state in zip(reversed(grad_x.unbind(0)), reversed(y.unbind(0)), strict=True):
         if following is not None:
@@ -137,6 +124,25 @@ def _backward_from_output(
     if following is not None:
         grad_h0.addmm_(following, weight_hh)
     return grad_x.contiguous(), grad_h0.contiguous()
+
+
+def _grad_of_states(grad_y: Tensor, grad_h_n: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradient of each state but for what comes from the next step: (T, B, H), 0 at padding, and that of h0."""
+    frames, batch, hidden = grad_y.shape
+    grad = _aligned(frames, batch, hidden, grad_y).copy_(grad_y)
+    grad_h0 = _aligned(1, batch, hidden, grad_y)[0].zero_()
+    if lengths is not None:
+        grad.masked_fill_(~_valid(lengths, frames), 0.0)
+    if grad_h_n is not None:
+        if not frames:
+            grad_h0.copy_(grad_h_n)
+        elif lengths is None:
+            grad[-1].add_(grad_h_n)
+        else:
+            empty = (lengths == 0)[:, None]
+            grad[_last_frame(lengths)] += torch.where(empty, 0.0, grad_h_n)
+            grad_h0.copy_(torch.where(empty, grad_h_n, 0.0))
+    return grad, grad_h0
 
 
 def _backward_from_saved(
@@ -193,3 +199,198 @@ def _aligned(frames: int, batch: int, hidden: int, like: Tensor) -> Tensor:
     multiple = _ROW_BYTES // like.element_size()
     storage = like.new_empty(frames, -(-step // multiple) * multiple)
     return storage[:, :step].view(frames, batch, hidden)
+
+
+def _in_place(x: Tensor, cell: Cell) -> bool:
+    """Whether the loops below run a cell with gates: on a CPU, where small tensors cost their calls and allocations.
+
+    They give the results of the cell's `forward` and `backward` up to rounding, in fewer calls a step, all in place:
+    rows of a product are independent, so a step need not look at lengths, and what a backward step does not need from
+    the step before is computed over all frames. Only these loops read what they saved.
+    """
+    return x.device.type == "cpu" and x.dtype == wide_dtype(x) and cell.name in ("lstm", "gru_after")
+
+
+def _lstm_forward(
+    x: Tensor, weight_hh: Tensor, _: None, h0: Tensor | None, c0: Tensor | None, lengths: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The steps of `cells.CELLS["lstm"]`; saves i, f, g, o, and c before each step."""
+    x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
+    memory, y = _aligned(frames if save else 1, batch, 5 * hidden, x), _aligned(frames, batch, hidden, x)
+    c = _aligned(frames + 1, batch, hidden, x)
+    first = h = _state_before(h0, x, hidden)
+    c[0].zero_() if c0 is None else c[0].copy_(c0)
+    weight_t, (old_c, *new_cs) = weight_hh.t(), c.unbind(0)
+    parts = _parts(memory, frames, hidden, (0, 4), (0, 2), (0, 1), (1, 2), (2, 3), (3, 4))
+    for frame, (gates, i_and_f, i, f, g, o), new_c, new_h in zip(x.unbind(0), parts, new_cs, y.unbind(0), strict=True):
+        torch.addmm(frame, h, weight_t, out=gates)
+        i_and_f.sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        torch.mul(f, old_c, out=new_c).addcmul_(i, g)
+        h = torch.tanh(new_c, out=new_h).mul_(o)
+        old_c = new_c
+    saved = None
+    if save:
+        saved = memory.view(frames, batch, 5, hidden)
+        saved[:, :, 4] = c[:-1]
+        saved = saved.contiguous()
+    c_n = c[-1].clone() if lengths is None else c[lengths.long(), torch.arange(batch)]
+    return *_ended(y, h, first, lengths), c_n, saved
+
+
+def _lstm_backward(
+    grad_y: Tensor,
+    grad_h_n: Tensor | None,
+    grad_c_n: Tensor | None,
+    saved: Tensor,
+    weight_hh: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, None, Tensor, Tensor]:
+    frames, batch, hidden = grad_y.shape
+    dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
+    i, f, g, o, c = saved.unbind(2)
+    tanh_c = (f * c).addcmul_(i, g).tanh_()
+    grad_x = _aligned(frames, batch, 4 * hidden, grad_y)
+    of_i, of_f, of_g, of_o = grad_x.chunk(4, 2)
+    torch.mul(_sigmoid_slope(i), g, out=of_i)
+    torch.mul(_sigmoid_slope(f), c, out=of_f)
+    torch.mul(_tanh_slope(g), i, out=of_g)
+    torch.mul(_sigmoid_slope(o), tanh_c, out=of_o)
+    slopes = _tanh_slope(tanh_c).mul_(o)
+    dc = torch.zeros_like(grad_h0, memory_format=torch.contiguous_format)
+    weight_hh = _by_columns(weight_hh)
+    ends = {} if grad_c_n is None else _rows_by_end(frames, batch, lengths)
+    steps = zip(*(part.unbind(0) for part in (dhs, grad_x, slopes, f)), strict=True)
+    following: Tensor | None = None
+    for t, (dh, grad, slope, forget) in reversed(list(enumerate(steps, 1))):
+        if following is not None:
+            dh.addmm_(following, weight_hh)
+        if t in ends and grad_c_n is not None:
+            dc[ends[t]] = grad_c_n[ends[t]]
+        dc.addcmul_(dh, slope)
+        grad[:, : 3 * hidden].view(batch, 3, hidden).mul_(dc[:, None])
+        grad[:, 3 * hidden :].mul_(dh)
+        dc.mul_(forget)
+        following = grad
+    if following is not None:
+        grad_h0.addmm_(following, weight_hh)
+    if 0 in ends and grad_c_n is not None:
+        dc[ends[0]] = grad_c_n[ends[0]]
+    return grad_x.contiguous(), None, grad_h0.contiguous(), dc
+
+
+def _gru_forward(
+    x: Tensor,
+    weight_hh: Tensor,
+    bias_hn: Tensor | None,
+    h0: Tensor | None,
+    _: None,
+    lengths: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    """The steps of `cells.CELLS["gru_after"]`; saves r, z, W_n h + b, n, and h before each step."""
+    x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
+    memory, y = _aligned(frames if save else 1, batch, 5 * hidden, x), _aligned(frames, batch, hidden, x)
+    first = h = _state_before(h0, x, hidden)
+    bias = x.new_zeros(3 * hidden)
+    if bias_hn is not None:
+        bias[2 * hidden :] = bias_hn
+    weight_t, frames_of = weight_hh.t(), (x[:, :, : 2 * hidden].unbind(0), x[:, :, 2 * hidden :].unbind(0))
+    parts = _parts(memory, frames, hidden, (0, 3), (0, 2), (0, 1), (1, 2), (2, 3), (3, 4))
+    for of_r_and_z, of_n, (products, r_and_z, r, z, product, n), new_h in zip(
+        *frames_of, parts, y.unbind(0), strict=True
+    ):
+        torch.addmm(bias, h, weight_t, out=products)
+        r_and_z.add_(of_r_and_z).sigmoid_()
+        torch.addcmul(of_n, r, product, out=n).tanh_()
+        h = torch.lerp(n, h, z, out=new_h)
+    saved = None
+    if save:
+        saved = memory.view(frames, batch, 5, hidden)
+        saved[1:, :, 4] = y[:-1]
+        saved[:1, :, 4] = first
+        saved = saved.contiguous()
+    return *_ended(y, h, first, lengths), None, saved
+
+
+def _gru_backward(
+    grad_y: Tensor, grad_h_n: Tensor | None, _: None, saved: Tensor, weight_hh: Tensor, lengths: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    frames, batch, hidden = grad_y.shape
+    dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
+    r, z, product, n, h = saved.unbind(2)
+    grads = _aligned(frames, batch, 3 * hidden, grad_y)  # of the recurrent products; each is dh times a factor
+    of_r, of_z, of_product = grads.chunk(3, 2)
+    slope = _tanh_slope(n).mul_(1 - z)
+    torch.mul(slope, r, out=of_product)
+    torch.mul(_sigmoid_slope(r).mul_(product), slope, out=of_r)
+    torch.mul(_sigmoid_slope(z), h - n, out=of_z)
+    weight_hh = _by_columns(weight_hh)
+    steps = zip(*(part.unbind(0) for part in (dhs, grads, z)), strict=True)
+    following: tuple[Tensor, ...] | None = None
+    for dh, grad, update in reversed(list(steps)):
+        if following is not None:
+            dh.addcmul_(*following[:2]).addmm_(following[2], weight_hh)
+        grad.view(batch, 3, hidden).mul_(dh[:, None])
+        following = dh, update, grad
+    if following is not None:
+        grad_h0.addcmul_(*following[:2]).addmm_(following[2], weight_hh)
+    grad_last = of_product.contiguous() if frames else grad_y.new_empty(0, batch, hidden)
+    torch.mul(dhs, slope, out=of_product)
+    return grads.contiguous(), grad_last, grad_h0.contiguous(), None
+
+
+def _by_columns(matrix: Tensor) -> Tensor:
+    """The matrix, stored by columns: libraries add up a vector's product with one of rows at half the precision."""
+    return matrix.t().contiguous().t()
+
+
+def _sigmoid_slope(y: Tensor) -> Tensor:
+    """The derivative of the logistic function, from its value."""
+    return (1 - y).mul_(y)
+
+
+def _tanh_slope(y: Tensor) -> Tensor:
+    """The derivative of tanh, from its value."""
+    return torch.addcmul(y.new_ones(()), y, y, value=-1)
+
+
+def _without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Pre-activations with 0 at padding: what is computed there is not used, and must be finite."""
+    return x if lengths is None else torch.where(_valid(lengths, len(x)), x, 0.0)
+
+
+def _state_before(state: Tensor | None, x: Tensor, hidden: int) -> Tensor:
+    """The first state (B, H), aligned as those of all steps."""
+    first = _aligned(1, x.shape[1], hidden, x)[0]
+    return first.zero_() if state is None else first.copy_(state)
+
+
+def _parts(memory: Tensor, frames: int, hidden: int, *spans: tuple[int, int]) -> list[tuple[Tensor, ...]]:
+    """For each step the views (B, n H) of spans of its values; `memory` is of every step, or one that all use."""
+    views = [memory[:, :, first * hidden : end * hidden].unbind(0) for first, end in spans]
+    return list(zip(*views, strict=True)) * (1 if len(memory) == frames else frames)
+
+
+def _ended(y: Tensor, last: Tensor, first: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """y with 0 at padding, and the state after each utterance's last frame.
+
+    Args:
+        y: (T, B, H) of a loop that did not look at lengths. Rows of a product are independent: what it computed at
+            padding reached no valid frame, and is erased now.
+        last, first: (B, H) after the last frame and before the first.
+        lengths: (B,), or None.
+    """
+    h_n = last.clone(memory_format=torch.contiguous_format)
+    if lengths is not None and len(y):
+        h_n = torch.where((lengths == 0)[:, None], first, y[_last_frame(lengths)])
+        y.masked_fill_(~_valid(lengths, len(y)), 0.0)
+    return y.contiguous(), h_n
+
+
+def _rows_by_end(frames: int, batch: int, lengths: Tensor | None) -> dict[int, Tensor]:
+    """The utterances of each length."""
+    if lengths is None:
+        return {frames: torch.arange(batch)}
+    return {int(end): (lengths == end).nonzero()[:, 0] for end in lengths.unique()}
