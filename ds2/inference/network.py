@@ -360,6 +360,10 @@ class BlockRecurrence:
         Returns:
             (T, B, H), and the state behind them.
         """
+        if lengths is not None and x.device.type == "cpu" and (longest := int(lengths.max())) < len(x):
+            # Frames past the last stream's end are not worth a CPU's time: a file's last block is seldom full.
+            y, carry = self(x[:longest], carry, lengths, begin, projection_stream)
+            return nn.functional.pad(y, (0, 0, 0, 0, 0, len(x) - longest)), carry
         max_sms = None if projection_stream is None else LAYER_SMS
         last: Sequence[Tensor]
         if self.cell in ("gru", "gru_before"):

@@ -22,7 +22,7 @@ from ds2.model.acoustic import AcousticModel
 from ds2.system.cuda_graph import GraphRecorder
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a batch in between takes the next one
-_CPU_FILE_S = 2.0  # audio of a file that a CPU takes at once; its last block costs as much as the others
+_CPU_FILE_S = 8.0  # audio of a file that a CPU takes at once; recurrent layers skip what is past its end
 _PIECE_FRAMES = 44  # output frames that a layer runs at once where others run at its side
 _FILE_PIECES = 8  # of a block of a file
 _EMPTY_ROW = 0, 0, UNBOUNDED, 0  # of a batch: row of samples (slot 0), blocks, end, frames

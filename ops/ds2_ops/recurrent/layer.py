@@ -22,6 +22,7 @@ from ds2_ops.recurrent.op import check_tensors, lstm, recurrence
 from ds2_ops.recurrent.plan.problem import MMA_ROWS, MMA_WORDS, NUMBERS, THREADS, WARPS, Design, Problem
 
 MAX_ROWS = 4096  # for more, a library's product is several times as fast
+_MIN_LIBRARY_ROWS = 32  # of x on a CPU: for fewer, oneDNN's preparations take longer than they save
 _MIN_SHARE_ROWS = 64  # of a block
 _SMS = 132  # multiprocessors of an H200
 _WIDE_ROWS = 256  # of x; with as many or more, a block has two tiles of W
@@ -195,6 +196,8 @@ def lstm_layer(
         ValueError, TypeError, RuntimeError: as :func:`ds2_ops.lstm`.
     """
     _check_projection(x, weight_ih, bias, "4 H")
+    if backend in ("auto", "cpu") and _library_takes(x, h0, c0, begin):
+        return _lstm_of_library(x, (weight_ih, bias, weight_hh), h0, c0, lengths, begin)
     early = _starts_early(x, (weight_ih, bias, weight_hh), "lstm", backend, max_sms)
     z = _project_on(x, weight_ih, bias, begin, projection_stream)
     if early:
@@ -205,6 +208,48 @@ def lstm_layer(
         assert c_n is not None
         return y, h_n, c_n
     return lstm(z, weight_hh, h0, c0, lengths, backend=backend, max_sms=max_sms)
+
+
+def _library_takes(x: Tensor, h0: Tensor | None, c0: Tensor | None, begin: Tensor | None) -> bool:
+    """Whether torch's LSTM computes `lstm_layer`: on a CPU, where states stay 0 until an utterance begins."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or len(x) * x.shape[1] < _MIN_LIBRARY_ROWS:
+        return False
+    return begin is None or not any(s is not None and bool(s[begin > 0].any()) for s in (h0, c0))
+
+
+def _lstm_of_library(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    h0: Tensor | None,
+    c0: Tensor | None,
+    lengths: Tensor | None,
+    begin: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `lstm_layer` by torch's LSTM for CPUs, in one call for the utterances of equal first and last frames.
+
+    Its library (oneDNN) keeps all steps of a layer in one kernel, but takes no pre-activations.
+    """
+    weight_ih, bias, weight_hh = weights
+    frames, batch, _ = x.shape
+    shape = (batch, weight_hh.shape[1])
+    z = x[..., :1].expand(-1, -1, len(weight_ih))
+    check_tensors("lstm", z, weight_hh, None, h0, c0)
+    lengths = _lengths_of(x, lengths)
+    ends = [frames] * batch if lengths is None else lengths.tolist()
+    begins = [0] * batch if begin is None else begin.clamp_max(frames).tolist()
+    y, h_n, c_n = x.new_zeros(frames, *shape), *(x.new_zeros(shape) if s is None else s.clone() for s in (h0, c0))
+    parameters = [weight_ih, weight_hh, bias, torch.zeros_like(bias)]
+    spans = list(zip(begins, ends, strict=True))
+    for first, end in set(spans):
+        if first < end:
+            rows = [row for row, span in enumerate(spans) if span == (first, end)]
+            own = slice(None) if len(rows) == batch else torch.tensor(rows)
+            states = (h_n[own][None], c_n[own][None])
+            y[first:end, own], h, c = torch.lstm(
+                x[first:end, own], states, parameters, True, 1, 0.0, False, False, False
+            )
+            h_n[own], c_n[own] = h[0], c[0]
+    return y, h_n, c_n
 
 
 def _lengths_of(x: Tensor, lengths: Tensor | None) -> Tensor | None:

@@ -52,6 +52,36 @@ def test_it_is_the_lstm_of_the_projection() -> None:
         torch.testing.assert_close(ours, true, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_in_float32_the_library_is_as_exact_as_the_lstm_of_the_projection(ragged: bool) -> None:
+    cpu = torch.device("cpu")
+    true_weights = weights(24, 16, torch.float64, cpu, gates=4)
+    x, states = torch.randn(40, 4, 16, dtype=torch.float64), torch.randn(2, 4, 24, dtype=torch.float64)
+    lengths, begin = (torch.tensor([40, 0, 17, 17]), torch.tensor([0, 5, 9, 0], dtype=torch.int32))
+    states[:, 1:3] = 0  # of the utterances that have not begun
+    edges = (lengths, begin) if ragged else (None, None)
+    truth = lstm_layer(x, *true_weights, *states, *edges)
+    ih, bias, hh = (t.float() for t in true_weights)
+    ours = lstm_layer(x.float(), ih, bias, hh, *states.float(), *edges)
+    z = x.float() @ ih.t() + bias
+    if ragged:
+        z *= (torch.arange(40)[:, None] >= begin)[:, :, None]
+    loop = lstm(z, hh, *states.float(), lengths if ragged else None)
+    for our, other, true in zip(ours, loop, truth, strict=True):
+        assert our.dtype == other.dtype and our.shape == true.shape
+        assert relative_error(our, true) <= max(2 * relative_error(other, true), 2e-7)
+
+
+def test_a_state_before_the_utterance_begins_is_not_dropped() -> None:
+    """Pre-activations of 0 change a state that is not 0: torch's own LSTM does not run these."""
+    ih, bias, hh = weights(24, 16, torch.float32, torch.device("cpu"), gates=4)
+    x, states = torch.randn(40, 2, 16), torch.randn(2, 2, 24)
+    begin = torch.tensor([0, 7], dtype=torch.int32)
+    z = (x @ ih.t() + bias) * (torch.arange(40)[:, None] >= begin)[:, :, None]
+    for our, true in zip(lstm_layer(x, ih, bias, hh, *states, None, begin), lstm(z, hh, *states), strict=True):
+        assert relative_error(our, true) < 1e-5
+
+
 def test_wrong_arguments_are_refused() -> None:
     ih, bias, hh = weights(24, 16, torch.float32, torch.device("cpu"))
     x = torch.zeros(2, 1, 16)

@@ -212,7 +212,13 @@ def _in_place(x: Tensor, cell: Cell) -> bool:
 
 
 def _lstm_forward(
-    x: Tensor, weight_hh: Tensor, _: None, h0: Tensor | None, c0: Tensor | None, lengths: Tensor | None, save: bool
+    x: Tensor,
+    weight_hh: Tensor,
+    _: Tensor | None,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    lengths: Tensor | None,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The steps of `cells.CELLS["lstm"]`; saves i, f, g, o, and c before each step."""
     x, frames, batch, hidden = _without_padding(x, lengths), *x.shape[:2], weight_hh.shape[1]
@@ -285,7 +291,7 @@ def _gru_forward(
     weight_hh: Tensor,
     bias_hn: Tensor | None,
     h0: Tensor | None,
-    _: None,
+    _: Tensor | None,
     lengths: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, None, Tensor | None]:
@@ -315,7 +321,7 @@ def _gru_forward(
 
 
 def _gru_backward(
-    grad_y: Tensor, grad_h_n: Tensor | None, _: None, saved: Tensor, weight_hh: Tensor, lengths: Tensor | None
+    grad_y: Tensor, grad_h_n: Tensor | None, _: Tensor | None, saved: Tensor, weight_hh: Tensor, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     frames, batch, hidden = grad_y.shape
     dhs, grad_h0 = _grad_of_states(grad_y, grad_h_n, lengths)
@@ -393,4 +399,4 @@ def _rows_by_end(frames: int, batch: int, lengths: Tensor | None) -> dict[int, T
     """The utterances of each length."""
     if lengths is None:
         return {frames: torch.arange(batch)}
-    return {int(end): (lengths == end).nonzero()[:, 0] for end in lengths.unique()}
+    return {end: (lengths == end).nonzero()[:, 0] for end in set(lengths.tolist())}
