@@ -110,6 +110,16 @@ def check(config: Config) -> None:
         f"train.consistency={config.train.consistency} compares two differently masked views of an utterance: "
         "set augment.time_masks or augment.frequency_masks above 0",
     )
+    comm = config.comm
+    _require(
+        comm.min_ranks == 1 or comm.min_ranks <= comm.max_ranks,
+        f"comm.min_ranks={comm.min_ranks} must be at most comm.max_ranks={comm.max_ranks}, how many ranks may take "
+        "part (0: a fixed number, that of the launcher)",
+    )
+    _require(
+        comm.max_ranks == 0 or config.checkpoint.resume,
+        f"comm.max_ranks={comm.max_ranks} lets processes join a run that has begun: leave checkpoint.resume=true",
+    )
     symbols = config.alphabet.symbols
     _require(len(symbols) > 0, "alphabet.symbols is empty: list the characters of the transcripts")
     repeated = sorted({s for s in symbols if symbols.count(s) > 1})

@@ -209,6 +209,9 @@ class CommConfig:
     overlap: bool = True  # send gradients during the backward pass
     bucket_mib: float = number(25.0, 0, 1_000_000, above=True)  # gradients that are sent together
     timeout_s: float = number(600.0, 0, UNLIMITED, above=True)  # a rank without progress for this long ends the job
+    max_ranks: int = number(0, 0, 4096)  # processes that share run_dir join the run and leave it, so many; 0: off
+    min_ranks: int = number(1, 1, 4096)  # with max_ranks: fewer ranks do not train, they wait for others
+    wait_s: float = number(60.0, 0, UNLIMITED)  # with max_ranks: fewer than min_ranks for this long save and end
 
 
 @dataclass

@@ -43,9 +43,11 @@ class Communicator:
         host: name of this machine.
         device: of the tensors of this rank.
         status: the step and phase that this rank is in, for messages about failures and for the watchdog.
+        elastic: whether ranks may come and go.
     """
 
     name = "single"
+    elastic = False
     rank, world = 0, 1
 
     def __init__(self, device: torch.device) -> None:
@@ -142,6 +144,17 @@ class Communicator:
         if first:
             raise DisagreementError(f"{first}; {remedy}")
 
+    def joiners_wait(self) -> bool:
+        """Whether a process wants to become a rank of an elastic group, as far as this rank knows."""
+        return False
+
+    def superseded(self) -> bool:
+        """Whether an elastic group went on without this rank, which did not answer: it must write no more."""
+        return False
+
+    def check(self) -> None:
+        """Raise LostRankError if a rank was lost; long work without calls to other ranks calls it now and then."""
+
     def abort(self, status: int) -> None:
         """End all ranks at once with an exit status."""
         sys.exit(status)
@@ -161,9 +174,14 @@ class GroupCommunicator(Communicator):
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(device)
+        self._timeout_s = timeout_s
+        self._use(group)
+
+    def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
+        """Exchange values over a group from now on."""
         self.rank, self.world = group.rank, group.size
         self.group = group
-        self.watchdog = Watchdog(group.channel(), group.hosts, self.status, timeout_s)
+        self.watchdog = Watchdog(group.channel(), group.hosts, self.status, self._timeout_s, on_hang)
         self.watchdog.start()
 
     def allgather(self, value: T, classes: Iterable[type] = ()) -> list[T]:

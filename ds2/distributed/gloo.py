@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds2.config.schema import ConfigError
-from ds2.distributed.process_group import IsDone, ProcessGroup, SumBuffers
+from ds2.distributed.process_group import IsDone, LostRankError, ProcessGroup, SumBuffers
 from ds2.distributed.watchdog import RankStatus, read_report, write_report
 from ds2.system.errors import UserError
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.01  # while ranks meet
 _NO_TIMEOUT = timedelta(days=365)  # of Gloo: our watchdog decides how long a rank may wait
-
-
-class LostRankError(UserError):
-    """A transfer failed because another rank is gone; the message of that rank or of the launcher says why."""
 
 
 class GlooGroup(ProcessGroup):

@@ -32,12 +32,13 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
+def connect(config: CommConfig, device: str, run_dir: Path | None = None) -> Iterator[Communicator]:
     """Join the ranks that the launcher started, if any; an error inside the block ends the job on all ranks.
 
     Args:
         config: the backend, and the timeout of the watchdog.
         device: auto, cpu, cuda (one GPU per rank, by its number on its host) or cuda:N.
+        run_dir: where the ranks of `comm.max_ranks` meet; commands without one have a fixed number of ranks.
 
     Raises:
         ConfigError: the configured backend cannot work; the message has the reason and the way out.
@@ -45,6 +46,10 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
     if config.backend != "single":
         check_variables()
     start = launched()
+    if config.max_ranks and run_dir is not None:
+        with _elastic(config, device, start, run_dir) as elastic:
+            yield elastic
+        return
     if config.backend == "single" or (start.world == 1 and config.backend == "auto"):
         if start.world > 1:
             raise ConfigError(
@@ -56,12 +61,32 @@ def connect(config: CommConfig, device: str) -> Iterator[Communicator]:
     group = _open_group(config.backend, start)
     comm, reason = _choose(config, device, group)
     try:
-        _share_cores(comm)
+        share_cores(comm)
         _log_ranks(comm, reason, group.library)
         comm.agree(program(), "install the same on all hosts")
         yield comm
     except BaseException as error:
         _end_job(comm, error)
+        raise
+    comm.close()
+
+
+@contextmanager
+def _elastic(config: CommConfig, device: str, start: Launched, run_dir: Path) -> Iterator[Communicator]:
+    """Return the communicator of ranks that come and go; the block joins them."""
+    from ds2.distributed.elastic import ElasticCommunicator, why_not_elastic
+
+    own = resolve_device(device)
+    if obstacle := why_not_elastic(config, start, own):
+        raise ConfigError(
+            f"comm.max_ranks={config.max_ranks} lets ranks come and go, which cannot work here: {obstacle}"
+        )
+    comm = ElasticCommunicator(config, own, run_dir)
+    try:
+        comm.agree(program(), "")
+        yield comm
+    except BaseException:
+        comm.leave()
         raise
     comm.close()
 
@@ -123,7 +148,7 @@ def _why_no_nccl(device: torch.device, *, shared: bool) -> str:
     return ""
 
 
-def _share_cores(comm: Communicator) -> None:
+def share_cores(comm: Communicator) -> None:
     """Divide the cores among the ranks that may use the same ones, unless OMP_NUM_THREADS is set."""
     cores = (comm.host, sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
     sharing = comm.allgather(cores).count(cores)

@@ -27,11 +27,14 @@ class OrderedCommunicator(GroupCommunicator):
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         super().__init__(group, device, timeout_s)
         self.name = group.name
+        self.staged = device.type == "cuda" and not group.reads_device_memory
+
+    def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
+        super()._use(group, on_hang)
         self.scattered = self.gathered = 0  # number of started ones; all ranks start them in the same order
         self._progress = _Progress()
         self._sums = 0
         self._buffers: dict[int, _Buffers] = {}
-        self.staged = device.type == "cuda" and not group.reads_device_memory
         self._progress.start()
 
     def start_sum(self, tensor: Tensor, *, overlapped: bool = False) -> Pending:

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from ds2.distributed.watchdog import Channel
+from ds2.system.errors import UserError
 from ds2.system.messages import MessageError, decode, encode
 
 T = TypeVar("T")
 _LONGEST_MESSAGE = 1 << 31  # bytes
 IsDone = Callable[[], bool]  # whether a transfer is complete; some transfers progress only during such calls
+
+
+class LostRankError(UserError):
+    """A transfer failed because another rank is gone; the message says which one, or where that is written."""
 
 
 @dataclass

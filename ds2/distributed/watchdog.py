@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -150,22 +150,33 @@ def read_report(data: bytes | bytearray) -> tuple[int, RankStatus | None]:
 class Watchdog(threading.Thread):
     """Sends the status of this rank to rank 0 and rank 0's to all, and ends the job when `find_hang` finds a reason.
 
+    Where ranks come and go it does not end the job, and itself only.
+
     Args:
         channel: between the ranks.
         hosts: of all ranks, in order.
         own: the status of this rank, which others change.
         timeout_s: see `find_hang`; a hang ends the job a few seconds after it.
+        on_hang: is called with the reason in place of the end of the job.
     """
 
-    def __init__(self, channel: Channel, hosts: list[str], own: RankStatus, timeout_s: float) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        hosts: list[str],
+        own: RankStatus,
+        timeout_s: float,
+        on_hang: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(name="ds2-watchdog", daemon=True)
-        self.channel, self.own, self.timeout_s = channel, own, timeout_s
+        self.channel, self.own, self.timeout_s, self._on_hang = channel, own, timeout_s, on_hang
         self.listeners = list(range(1, len(hosts))) if channel.rank == 0 else [0]
         self.world, now_s = len(hosts), time.monotonic()
         known = {channel.rank, *self.listeners}
         self.ranks = {rank: ReportedStatus(hosts[rank], RankStatus(), now_s, now_s) for rank in sorted(known)}
         self.tick_s = min(1.0, timeout_s / 10)
         self._finished: set[int] = set()
+        self._dropped = False
         # A signal wakes this thread even while the training thread is inside MPI, where Python runs no handlers.
         self._wake, self._signals = os.pipe()
         os.set_blocking(self._signals, False)
@@ -183,6 +194,9 @@ class Watchdog(threading.Thread):
             reason = find_hang(running, self.world, time.monotonic(), self.timeout_s)
             if reason:
                 self._end(reason)
+                return
+        if self._dropped:
+            return
         for rank in self.listeners:
             self.channel.send(None, rank)
         until_s = time.monotonic() + 5
@@ -216,10 +230,19 @@ class Watchdog(threading.Thread):
                 self.ranks[rank].update(status, now_s)
 
     def _end(self, reason: str) -> None:
-        print(f"ds2: {reason} (comm.timeout_s={self.timeout_s:g}); ending the job", file=sys.stderr, flush=True)
+        end = "ending the job" if self._on_hang is None else "the others go on"
+        print(f"ds2: {reason} (comm.timeout_s={self.timeout_s:g}); {end}", file=sys.stderr, flush=True)
         if self.channel.rank in self.ranks and f"rank {self.channel.rank} " in reason:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self.channel.abort(1)
+        if self._on_hang is None:
+            self.channel.abort(1)
+        else:
+            self._on_hang(reason)
+
+    def drop(self) -> None:
+        """Stop at once, without a last message: the group has broken."""
+        self._dropped = True
+        self.stop()
 
     def stop(self) -> None:
         """Stop, after a last message in both directions; all ranks call it together."""

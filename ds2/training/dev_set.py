@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,12 +42,19 @@ class DevMonitor:
         self._labels = [lenient.encode(u.text) for u in loader.utterances]
         count = len(self._labels)
         self._shown = sorted({place * count // _SHOWN for place in range(_SHOWN)} if count else set())
+        self._check: Callable[[], None] = lambda: None
         self._loss, self._feasible = 0.0, 0
         self._alignments: dict[int, Tensor] = {}
         self._shown_audio = False  # whether audio and spectrograms, which never change, were logged
 
+    def start(self, comm: Communicator) -> None:
+        """Forget an evaluation that was broken off; `observe` breaks this one off where `comm` has lost a rank."""
+        self._check = comm.check
+        self._loss, self._feasible, self._alignments = 0.0, 0, {}
+
     def observe(self, indices: Sequence[int], logits: Tensor, lengths: Tensor) -> None:
         """Take the logits (T', B, V) of the utterances at `indices`, with lengths (B,) on the CPU."""
+        self._check()
         rows = [torch.tensor(self._labels[index], dtype=torch.int64) for index in indices]
         counts = torch.tensor([len(row) for row in rows])
         labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -70,7 +77,6 @@ class DevMonitor:
             comm: the ranks that shared the evaluation.
         """
         gathered = comm.allgather((self._loss, self._feasible, self._alignments))
-        self._loss, self._feasible, self._alignments = 0.0, 0, {}
         alignments = {index: image for _, _, images in gathered for index, image in images.items()}
         for number, index in enumerate(self._shown if comm.rank == 0 else ()):
             reference, _ = self.alphabet.normalise(self.loader.utterances[index].text)
@@ -126,6 +132,7 @@ class DevEvaluator:
         """
         decoder = GreedyDecoder(self.alphabet, self.features.step_s * model.time_stride)
         parts = (model.eval(), self.features, self.alphabet, decoder, self.device, self.precision)
+        self.monitor.start(comm)
         hypotheses = Recogniser(*parts).recognise(self.loader, comm=comm, watch=self.monitor.observe)
         report = score(self.utterances, hypotheses, self.alphabet)
         scores = {"wer": report.wer, "cer": report.cer}

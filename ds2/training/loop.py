@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from ds2.config.convert import not_default, save_config
 from ds2.config.schema import Config
 from ds2.data.corpus_changes import describe_changes
 from ds2.distributed.communicator import Communicator
+from ds2.distributed.elastic import View
 from ds2.distributed.launch import connect, rank_log
+from ds2.distributed.process_group import LostRankError
 from ds2.system.machine import git_commit
 from ds2.system.signals import Stopped, kill_workers
 from ds2.training.metrics import LogWindow, RunLog, progress_bar
@@ -42,7 +45,7 @@ def train(config: Config, run_dir: Path) -> int:
     try:
         with (
             Interrupts() as interrupts,
-            connect(config.comm, config.device) as comm,
+            connect(config.comm, config.device, run_dir) as comm,
             make_folder(run_dir),
             sole_use(run_dir, comm),
             rank_log(comm, run_dir),
@@ -58,17 +61,73 @@ def train(config: Config, run_dir: Path) -> int:
 def _train(config: Config, run_dir: Path, comm: Communicator, interrupts: Interrupts) -> int:
     with interrupts.at_once():
         trainer = Trainer(config, run_dir, comm)
-    if comm.rank == 0:
-        save_config(config, run_dir / "config.yaml")
-        log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
     with trainer.files:
-        return _run(trainer, interrupts)
+        if comm.elastic:
+            with interrupts.at_once():
+                view = trainer.regroup(interrupts)
+            _check_number(trainer, view)
+        if comm.rank == 0:
+            save_config(config, run_dir / "config.yaml")
+            log.info("%s", describe_changes(run_dir / "corpus.npy", [*trainer.utterances, *trainer.dev.utterances]))
+        board = _board(trainer)
+        _log_start(trainer, board)
+        while True:
+            try:
+                return _run(trainer, board, interrupts)
+            except LostRankError as error:
+                if not comm.elastic:
+                    raise
+                log.info("step %d: %s", trainer.progress.step, error)
+            board = _regroup(trainer, board, interrupts)
 
 
-def _run(trainer: Trainer, interrupts: Interrupts) -> int:
-    """Train until training ends or is stopped; returns the exit status."""
+def _board(trainer: Trainer) -> RunLog:
+    comm = trainer.comm
+    step, superseded = trainer.progress.step, comm.superseded
+    return RunLog(trainer.run_dir, resume_step=step, writes=comm.rank == 0, superseded=superseded)
+
+
+def _regroup(trainer: Trainer, former: RunLog, interrupts: Interrupts) -> RunLog:
+    """Go on with the processes that are there; returns the log of this one.
+
+    Raises:
+        TrainingError: they are fewer than `comm.min_ranks`; the state is saved.
+    """
+    view, comm = trainer.regroup(interrupts), trainer.comm
+    step = trainer.progress.step
+    former.close()
+    board = _board(trainer)
+    board.follow(former, step)
+    board.event("ranks", step, {"ranks": comm.world, "joined": view.joined, "left": view.left})
+    log.info(
+        "step %d: %d ranks go on, this is rank %d; %d joined%s",
+        *(step, comm.world, comm.rank, view.joined, "".join(f"; {text}" for text in view.left)),
+    )
+    if interrupts.agreed:
+        trainer.files.save()
+        trainer.files.wait()
+    _check_number(trainer, view)
+    return board
+
+
+def _check_number(trainer: Trainer, view: View) -> None:
+    """Save and raise TrainingError where a view has fewer ranks than `comm.min_ranks`."""
+    if view.enough:
+        return
+    comm, limits = trainer.comm, trainer.config.comm
+    trainer.files.save()
+    trainer.files.wait()
+    with suppress(LostRankError):
+        comm.allgather(None)  # rank 0 has saved
+    raise TrainingError(
+        f"{comm.world} ranks are fewer than comm.min_ranks={limits.min_ranks}, for comm.wait_s={limits.wait_s:g} s; "
+        f"step {trainer.progress.step} is saved: start more with the same command, they go on from there"
+    )
+
+
+def _log_start(trainer: Trainer, board: RunLog) -> None:
+    """Log what is trained, and warn of what the settings will not do."""
     config, run_dir, comm, progress = trainer.config, trainer.run_dir, trainer.comm, trainer.progress
-    board = RunLog(run_dir, resume_step=progress.step, writes=comm.rank == 0)
     facts = {"git_commit": git_commit(), "epoch": progress.epoch, "ranks": comm.world}
     board.event("resume" if progress.step else "start", progress.step, facts)
     log.info("%s; run folder %s", trainer.describe(), run_dir)
@@ -80,6 +139,11 @@ def _run(trainer: Trainer, interrupts: Interrupts) -> int:
             "no dev set (data.dev is empty): nothing will say how good the model is, and there will be no "
             "best.safetensors, only last.safetensors; `ds2 data split` makes a dev set"
         )
+
+
+def _run(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> int:
+    """Train until training ends or is stopped; returns the exit status."""
+    config, run_dir, comm, progress = trainer.config, trainer.run_dir, trainer.comm, trainer.progress
     while not (reason := interrupts.name or finished(config, progress)):
         complete = run_epoch(trainer, board, interrupts)
         due = evaluation_due(trainer, complete)
@@ -100,10 +164,13 @@ def _run(trainer: Trainer, interrupts: Interrupts) -> int:
             progress.epoch, progress.batch = progress.epoch + 1, 0
         if complete and keep:
             trainer.files.save()
+        if comm.elastic:
+            trainer.files.wait()  # should rank 0 be lost, the others repeat what it has not written
         if interrupts.agree(comm) and complete and not keep:
             trainer.files.save()
             trainer.files.wait()
             interrupts.agree(comm)
+        trainer.commit()
     log.info("stopped after step %d: %s", progress.step, reason)
     last = progress.epoch - (progress.batch == 0)  # epoch that took a step
     if last > 0 and not interrupts.agreed:
@@ -140,12 +207,17 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
             set_learning_rate(trainer.optimizer, rate)
             clock, began = time.monotonic(), clock
             of_rank_0 = clock - began if trainer.comm.rank == 0 else 0.0
-            loss = trainer.step(batches, group, lambda: [of_rank_0, *interrupts.flags])  # noqa: B023  called in it
+            loss = trainer.step(
+                batches,
+                group,
+                lambda: [of_rank_0, float(trainer.comm.joiners_wait()), *interrupts.flags],  # noqa: B023  called in it
+            )
             epoch.add(loss)
             window.add(loss)
-            passed_s, *flags = trainer.extra_sums
+            passed_s, joiners, *flags = trainer.extra_sums
             progress.elapsed_s += passed_s
-            interrupts.receive(flags)
+            interrupts.receive(flags, trainer.comm)
+            trainer.commit()
             now = time.monotonic()
             bar.update(len(group))
             left_min = progress.elapsed_s / 60 * (1 - done) / max(done, 1e-9)
@@ -171,6 +243,10 @@ def run_epoch(trainer: Trainer, board: RunLog, interrupts: Interrupts) -> bool:
                 trainer.files.save_in_turn()
                 saved_at = time.monotonic()
             trainer.files.check()
+            if trainer.comm.elastic and any(flags):
+                interrupts.leave()
+            if joiners:
+                raise LostRankError("a process joins")
     progress.elapsed_s += trainer.comm.broadcast(time.monotonic() - clock)
     if epoch.steps:  # none where the run goes on from the end of an epoch
         log.info(

@@ -101,12 +101,21 @@ class RunLog:
     checkpoint, and its `resume` event says from where; the later line of a step is the one that counts.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int = 0, writes: bool = True) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resume_step: int = 0,
+        writes: bool = True,
+        superseded: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Open `run_dir/log.jsonl` and `run_dir/tensorboard`; events after `resume_step` are hidden in TensorBoard.
 
-        With `writes` False, as on ranks past 0, nothing is opened and every call does nothing.
+        With `writes` False, as on ranks past 0, nothing is opened and nothing written, and where `superseded` says that
+        another process writes by now, nothing more is.
         """
-        self._writes = writes
+        self._writes, self._superseded = writes, superseded
+        self._last: tuple[str, int, Mapping[str, float]] | None = None
         if not writes:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -122,7 +131,7 @@ class RunLog:
 
     def event(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one JSON line `{"event": kind, "step": step, "time": ..., **values}`."""
-        if not self._writes:
+        if not self._writes or self._superseded():
             return
         finite = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}
         line = {"event": kind, "step": step, "time": round(time.time(), 3), **finite}
@@ -135,11 +144,17 @@ class RunLog:
 
     def scalars(self, group: str, step: int, values: Mapping[str, float]) -> None:
         """Log numbers to both places."""
+        self._last = group, step, values
         self.event(group, step, values)
         if not self._writes:
             return
         for name, value in values.items():
             self._board.add_scalar(_tag(group, name), value, step)
+
+    def follow(self, former: RunLog, step: int) -> None:
+        """Write the numbers of a step that the log of another rank may lack: it ended before it wrote them."""
+        if former._last is not None and former._last[1] == step and not former._writes:
+            self.scalars(*former._last)
 
     def utterance(self, step: int, tag: str, shown: LoggedUtterance, sample_rate_hz: int) -> None:
         """Show an utterance: audio, spectrogram with low frequencies at the bottom, alignment, and both texts.

@@ -97,7 +97,8 @@ class NormStatistics:
         self.comm = comm
         self.idle = False
         self._backward = False
-        norms = [m for m in model.modules() if isinstance(m, SequenceBatchNorm)] if comm.world > 1 else []
+        norms = self._norms = [m for m in model.modules() if isinstance(m, SequenceBatchNorm)]
+        shared = shared or comm.world == 1
         self._own = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if not shared]
         self._stream: torch.cuda.Stream | None = None
         if self._own:
@@ -106,7 +107,12 @@ class NormStatistics:
             if self._flat.is_cuda:
                 self._stream = torch.cuda.Stream(self._flat.device)  # type: ignore[no-untyped-call]
         for norm in norms:
-            norm.reduce = self if shared else None
+            norm.reduce = self if shared and comm.world > 1 else None
+
+    def release(self) -> None:
+        """Let the layers have the statistics of this rank alone, until other `NormStatistics` are made."""
+        for norm in self._norms:
+            norm.reduce = None
 
     @contextmanager
     def during_pass(self, *, backward: bool, last: bool = False) -> Iterator[None]:

@@ -22,7 +22,7 @@ from ds2.config.schema import Config
 from ds2.data.splits import ScoredData
 from ds2.distributed.communicator import Communicator
 from ds2.model.checkpoint import save_model
-from ds2.system.files import remove_stale
+from ds2.system.files import host_id, remove_stale
 from ds2.system.machine import git_commit
 from ds2.system.tensor_file import CheckpointError
 from ds2.text.alphabet import Alphabet
@@ -37,6 +37,8 @@ _WRITER_NICE = 10
 def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
     """Let one job at a time write a run folder: rank 0 locks a file in it, and the system unlocks what a job leaves.
 
+    Where ranks come and go each process holds a lock that these share.
+
     What killed jobs left half written in it is removed. A job that fails before it left anything takes its lock along.
 
     Raises:
@@ -47,7 +49,7 @@ def sole_use(run_dir: Path, comm: Communicator) -> Iterator[None]:
         return
     with (run_dir / "lock").open("a+") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, (fcntl.LOCK_SH if comm.elastic else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
             raise CheckpointError(
@@ -106,9 +108,14 @@ def _probe(run_dir: Path) -> None:
 
 
 class BackgroundWriter:
-    """Runs functions that write files, in order, in a thread beside the training."""
+    """Runs functions that write files, in order, in a thread beside the training.
 
-    def __init__(self) -> None:
+    Args:
+        superseded: whether another process writes these files by now; then nothing is written, and errors do not count.
+    """
+
+    def __init__(self, superseded: Callable[[], bool] = lambda: False) -> None:
+        self._superseded = superseded
         self._thread = ThreadPoolExecutor(1, "ds2-save", _yield_to_steps)
         self._running: list[Future[None]] = []
 
@@ -117,8 +124,12 @@ class BackgroundWriter:
         former = self._running[-1] if self._running else None
 
         def after_former() -> None:
-            if former is None or former.exception() is None:
-                write()
+            if (former is None or former.exception() is None) and not self._superseded():
+                try:
+                    write()
+                except CheckpointError:
+                    if not self._superseded():
+                        raise
 
         self._running.append(self._thread.submit(after_former))
 
@@ -167,7 +178,7 @@ class RunFiles:
     ) -> None:
         self.run_dir, self.config, self.state = run_dir, config, state
         self.alphabet, self.precision, self.dev, self.comm = alphabet, precision, dev, comm
-        self._writer = BackgroundWriter()
+        self._writer = BackgroundWriter(comm.superseded)
         self._copies: dict[str, Tensor] = {}
         self._warned = False
 
@@ -218,6 +229,12 @@ class RunFiles:
     def check(self) -> None:
         """Raise the error of a write that failed."""
         self._writer.busy()
+
+    def take_over(self) -> None:
+        """Remove what lost ranks have not written to its end; should one wake up, it cannot write to that end."""
+        for folder in self.run_dir.glob(".*.partial") if self.comm.rank == 0 else ():
+            if f".{host_id()}.{os.getpid()}." not in folder.name:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> RunFiles:
         return self

@@ -53,14 +53,27 @@ class Interrupts:
         """1 for the signal that this process received, 0 for the others, to be summed over ranks."""
         return [float(number == self.received) for number in _NUMBERS]
 
-    def receive(self, flags: Sequence[float]) -> None:
+    def receive(self, flags: Sequence[float], comm: Communicator) -> None:
         """Take over the signals of all ranks from the sum of their flags."""
-        self.agreed = max(self.agreed, *(number for number, ranks in zip(_NUMBERS, flags, strict=True) if ranks), 0)
+        if sum(flags) >= self._needed(comm):
+            self.agreed = max(self.agreed, *(number for number, ranks in zip(_NUMBERS, flags, strict=True) if ranks))
 
     def agree(self, comm: Communicator) -> int:
         """Exchange signals with all ranks, which make this call together; returns `agreed`."""
-        self.agreed = max(self.agreed, *comm.allgather(self.received))
+        numbers = comm.allgather(max(self.received, self.agreed))
+        if sum(map(bool, numbers)) >= self._needed(comm):
+            self.agreed = max(numbers)
         return self.agreed
+
+    def leave(self) -> None:
+        """Raise Stopped where this process alone was signalled, in a group that goes on without it."""
+        if self.received and not self.agreed:
+            raise Stopped(self.received)
+
+    @staticmethod
+    def _needed(comm: Communicator) -> int:
+        """How many ranks must be signalled for all to stop: where ranks come and go, one that is signalled leaves."""
+        return comm.world if comm.elastic else 1
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

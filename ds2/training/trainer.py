@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,10 @@ from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
 from ds2.distributed.agreement import settings
 from ds2.distributed.communicator import Communicator
+from ds2.distributed.elastic import JOINER, ElasticCommunicator, View
 from ds2.distributed.gradients import GradientReducer
+from ds2.distributed.launch import share_cores
+from ds2.distributed.process_group import LostRankError
 from ds2.model.acoustic import AcousticModel
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.structure import check_backend
@@ -38,9 +42,18 @@ from ds2.training.prefetch import EpochBatches, PreparedBatches
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
 from ds2.training.start import freeze, initial_state
-from ds2.training.state import Progress, TrainState, broadcast_state
+from ds2.training.state import Progress, TrainState, broadcast_state, read_state, state_file
+from ds2.training.stopping import Interrupts
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Committed:
+    """What a step changes before it ends: the progress and the buffers of the model, as the last commit left them."""
+
+    progress: Progress | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class TrainingError(UserError):
@@ -103,6 +116,7 @@ class Trainer:
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
         choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
+        self._commits, self._committed = JOINER, Committed()
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +142,58 @@ class Trainer:
     def progress(self) -> Progress:
         """How far the run is."""
         return self.state.progress
+
+    def commit(self) -> None:
+        """Note that all ranks have ended a step or an evaluation: should one be lost in the next, this state counts."""
+        if self.comm.elastic:
+            parameters = {name for name, _ in self.model.named_parameters()}
+            buffers = {name: t.clone() for name, t in self.model.state_dict().items() if name not in parameters}
+            self._committed = Committed(replace(self.progress), buffers)
+            self._commits += 1
+
+    def regroup(self, interrupts: Interrupts) -> View:
+        """Go on from the last commit with the processes that are there, and with the number of ranks that they are.
+
+        Steps that a rank has taken count: all ranks get the state of the one that is furthest. Only the progress and
+        the buffers have changed since its commit, for weights change where a step ends.
+
+        Raises:
+            UserError: as `ElasticCommunicator.regroup`.
+        """
+        comm, config = self.comm, self.config
+        assert isinstance(comm, ElasticCommunicator)
+        self.statistics.release()  # a copy of the model must not hold connections
+        while True:
+            try:
+                view = comm.regroup(self._commits, hurry=lambda: interrupts.received)
+                self._take_state(view)
+                if comm.rank != 0:
+                    self.files.wait()  # this process may have been rank 0, whose files are older than the next one's
+                interrupts.agree(comm)
+                break
+            except LostRankError as error:
+                log.info("a rank was lost while the ranks met: %s", error)
+        self.files.take_over()
+        share_cores(comm)
+        self.statistics = NormStatistics(self.model, comm, shared=config.comm.batch_norm == "shared")
+        self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, comm)
+        if self.noise is not None:
+            self.noise = NoiseScale(self.gradients.buckets)
+        return view
+
+    def _take_state(self, view: View) -> None:
+        """Load on all ranks the state of rank 0: of its last commit, or, where no rank has one, of the run folder."""
+        state, config = self.state, self.config
+        if self._committed.progress is not None:
+            state.progress = replace(self._committed.progress)
+            self.model.load_state_dict(self._committed.buffers, strict=False)
+        parts, progress = state.tensors(), state.progress
+        if view.fresh and self.comm.rank == 0 and state_file(self.run_dir).is_file():
+            parts, progress = read_state(self.run_dir, config, state)
+        commits = self.comm.broadcast(self._commits)
+        broadcast_state(state, parts, progress, config.train.average_decay, self.comm)
+        self._commits = commits
+        self.commit()
 
     def describe(self) -> str:
         """One line: data, device, precision and size."""

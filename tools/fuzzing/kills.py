@@ -99,17 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def works(base: Path) -> list[Work]:
     """The commands that are killed, on a corpus that is made in `base`."""
-    manifest, text = _corpus(base / "corpus"), base / "text.txt"
+    manifest, text = corpus(base / "corpus"), base / "text.txt"
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(3000)]
     text.write_text("".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(20_000)), encoding="utf-8")
-    settings = (
-        f"data.train=[{manifest}]", f"data.dev=[{manifest}]", "data.workers=0", "alphabet.symbols='abc '", "device=cpu",
-        "model=rnn_small", "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]", "model.hidden=48", "model.depth=2",
-        "model.skip=1", "model.row_convs=1", "model.row_conv_context=2", "model.dropout=0.1", "optim=adamw",
-        "optim.warmup_steps=0", "batching.utterances=4", "train.epochs=4", "train.log_every_steps=1",
-        "train.average_decay=0.9", "augment.speed=[0.9,1.1]", "checkpoint.every_steps=2",
-    )  # fmt: skip
+    settings = training_settings(manifest)
 
     def training(folder: Path) -> Sequence[str]:
         return (*DS2, "train", *settings, f"data.work_dir={folder / 'work'}", f"run_dir={folder / 'run'}")
@@ -119,22 +113,22 @@ def works(base: Path) -> list[Work]:
         launcher = str(beside) if beside.is_file() else shutil.which("mpirun") or "mpirun"
         return (launcher, "-n", "2", "--oversubscribe", *training(folder), "comm=mpi", "comm.timeout_s=20")
 
-    def trained() -> str:
+    def model_file() -> str:
         model = base / "train" / "unbroken" / "run" / "best.safetensors"
         if not model.is_file():
             run_and_kill(training(base / "train" / "unbroken"), base / "train" / "unbroken")
         return str(model)
 
     def tuning(folder: Path) -> Sequence[str]:
-        other = (f"checkpoint.init_from={trained()}", "alphabet.symbols='abcd '", "train.freeze=[convs]")
+        other = (f"checkpoint.init_from={model_file()}", "alphabet.symbols='abcd '", "train.freeze=[convs]")
         return (*training(folder), *other)
 
     def exporting(folder: Path) -> Sequence[str]:
         how = ("--to", "onnx", "--interface", "plain", "--out", str(folder / "out" / "m.onnx"))
-        return (*DS2, "export", trained(), *how)
+        return (*DS2, "export", model_file(), *how)
 
     def evaluation(folder: Path) -> Sequence[str]:
-        return (*DS2, "evaluate", trained(), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
+        return (*DS2, "evaluate", model_file(), str(manifest), "--device", "cpu", "--out", str(folder / "report"))
 
     def model_of_text(folder: Path) -> Sequence[str]:
         return (*DS2, "lm", "build", str(text), "--output", str(folder / "text.lm"), "--order", "4")
@@ -155,9 +149,9 @@ def works(base: Path) -> list[Work]:
         return (sys.executable, "-c", CACHE, str(manifest), str(folder / "work"))
 
     return [
-        Work("train", training, _trained),
-        Work("train on 2 ranks", two_ranks, _trained, ranks=2),
-        Work("fine-tuning", tuning, _trained),
+        Work("train", training, trained),
+        Work("train on 2 ranks", two_ranks, trained, ranks=2),
+        Work("fine-tuning", tuning, trained),
         Work("export", exporting, lambda folder: _files(folder, "out/**/*")),
         Work("evaluate", evaluation, lambda folder: _files(folder, "report/**/*")),
         Work("lm build", model_of_text, _built),
@@ -168,7 +162,19 @@ def works(base: Path) -> list[Work]:
     ]
 
 
-def _corpus(folder: Path) -> Path:
+def training_settings(manifest: Path) -> tuple[str, ...]:
+    """A training of a tiny model that takes a few seconds."""
+    return (
+        f"data.train=[{manifest}]", f"data.dev=[{manifest}]", "data.workers=0", "alphabet.symbols='abc '", "device=cpu",
+        "model=rnn_small", "model.convs=[{kernel:[11,5],stride:[4,2],channels:4}]", "model.hidden=48", "model.depth=2",
+        "model.skip=1", "model.row_convs=1", "model.row_conv_context=2", "model.dropout=0.1", "optim=adamw",
+        "optim.warmup_steps=0", "batching.utterances=4", "train.epochs=4", "train.log_every_steps=1",
+        "train.average_decay=0.9", "augment.speed=[0.9,1.1]", "checkpoint.every_steps=2",
+    )  # fmt: skip
+
+
+def corpus(folder: Path) -> Path:
+    """Make recordings of noise with texts; returns their manifest."""
     folder.mkdir(parents=True)
     rng, utterances = np.random.default_rng(0), []
     for number in range(24):
@@ -180,7 +186,7 @@ def _corpus(folder: Path) -> Path:
     return folder / "m.jsonl"
 
 
-def _trained(folder: Path) -> object:
+def trained(folder: Path) -> object:
     """Every tensor of the trainer state, the last loss that was logged for each step, and which models there are."""
     file = folder / "run" / "trainer.safetensors"
     tensors = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in load_file(file).items()}

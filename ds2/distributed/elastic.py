@@ -1,0 +1,545 @@
+"""Ranks that come and go while a run goes on: who they are, and the communicator between them.
+
+The run folder is where ranks meet: it outlives every rank and every host. Each process has a locked file there, so that
+all see when it ends, and a file with what it waits for. Who the ranks are is a numbered view, a file that is created
+once and never changed: whoever creates it first decides, all others read it. A view follows the one before when a rank
+was lost or a process wants to join; then all ranks of the former view leave their group and wait for the next view.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from ds2.config.schema import CommConfig, ConfigError
+from ds2.distributed.communicator import DisagreementError
+from ds2.distributed.launcher import Launched
+from ds2.distributed.ordered import OrderedCommunicator
+from ds2.distributed.process_group import LostRankError, ProcessGroup
+from ds2.distributed.tcp import STREAMS, TcpGroup, alone
+from ds2.system.errors import UserError
+from ds2.system.plain import from_plain, parse_json
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_LOOK_S = 0.5  # from one look for processes that want to join to the next
+_CONNECT_S = 5.0
+_HELLO = struct.Struct("<IB16s")  # number of the view, stream, id of the sender
+_PREPARING = "preparing"
+JOINER = -1  # the position of a process without the state of the run
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a run: a random id that only those know who can read the run folder, and where it listens."""
+
+    id: str
+    host: str
+    process: int
+    address: str
+    port: int
+
+
+@dataclass
+class View:
+    """The ranks of a run from some step on, in order.
+
+    Attributes:
+        number: counts views.
+        members: the ranks.
+        joined: the number of those, the last ones, that were not in the view before.
+        left: who of the view before is gone, and why.
+        enough: whether they are at least `comm.min_ranks`.
+        fresh: whether no rank holds the state of the run, so that it is read from the run folder.
+        facts: settings, versions and data, equal on all ranks.
+    """
+
+    number: int
+    members: list[Member]
+    joined: int = 0
+    left: list[str] = field(default_factory=list)
+    enough: bool = True
+    fresh: bool = True
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def rank(self, member: str) -> int | None:
+        """Return the rank of a process by its id; None if it has none."""
+        return next((rank for rank, m in enumerate(self.members) if m.id == member), None)
+
+
+@dataclass
+class _Request:
+    """What a process that waits for the next view writes down.
+
+    Attributes:
+        after: the number of the view that it belonged to; -1 if none.
+        position: the number of its last commit, or `JOINER`.
+        lost: ids of processes that it has lost, with the reasons.
+    """
+
+    member: Member
+    after: int
+    position: int
+    facts: dict[str, str]
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+class Members:
+    """The files by which the processes of a run find each other.
+
+    Args:
+        folder: of these files; every process of the run uses the same one.
+        config: how many ranks there may be, and how long they wait.
+
+    Raises:
+        ConfigError: the folder's file system has no locks.
+    """
+
+    def __init__(self, folder: Path, config: CommConfig) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be made: {error}; give another run_dir=...") from error
+        self._folder, self._config = folder, config
+        self._listener = socket.create_server(("", 0), backlog=256)
+        address = _own_address()
+        port = self._listener.getsockname()[1]
+        self.me = Member(secrets.token_hex(16), platform.node(), os.getpid(), address, port)
+        draft = folder / f"{self.me.id}.new"
+        self._lock = draft.open("w")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX)
+            draft.rename(folder / f"{self.me.id}.lock")  # under this name it is always locked
+        except OSError as error:
+            raise ConfigError(
+                f"comm.max_ranks: {folder} has no file locks ({error}), by which ranks see that another one ended: "
+                "give a run_dir on a file system that has them"
+            ) from error
+        self.view: View | None = None
+
+    def next_view(
+        self, position: int, facts: dict[str, str], lost: dict[str, str], hurry: Callable[[], object]
+    ) -> View:
+        """Wait for the view that follows; the processes that wait make it.
+
+        Args:
+            position: the number of this process's last commit, or `JOINER`.
+            facts: see `View`.
+            lost: ids of processes that this one has lost, with the reasons.
+            hurry: whether to wait for no further processes.
+
+        Raises:
+            DisagreementError: this process has other facts than the ranks.
+            UserError: `comm.max_ranks` ranks run already.
+        """
+        began_s, reported = time.monotonic(), False
+        written: _Request | None = None
+        while True:
+            newest = self._newest()
+            if newest is not None and newest.number > (self.view.number if self.view else -1):
+                if newest.rank(self.me.id) is not None:
+                    self.view = newest
+                    (self._folder / f"{self.me.id}.json").unlink(missing_ok=True)
+                    return newest
+                if self.view is not None:
+                    log.warning("the others went on without this process, which did not answer; it joins them again")
+                    self.view, position, lost = None, JOINER, {}
+            waited_s = time.monotonic() - began_s
+            request = _Request(self.me, self.view.number if self.view else -1, position, facts, dict(lost))
+            if request != written:
+                self._write(f"{self.me.id}.json", asdict(request))
+                written = request
+            view = self._following(newest, request, lost, waited_s, hurry=bool(hurry()))
+            if view is not None:
+                self._propose(view)
+            elif self.view is None and newest is not None and waited_s > _LOOK_S:
+                self._check_admission(newest, facts, waited_s)
+                if not reported and waited_s > _CONNECT_S:
+                    reported = True
+                    log.info("waiting for the ranks of the run, which take a new one in after a step")
+            time.sleep(_POLL_S)
+
+    def _following(
+        self, newest: View | None, own: _Request, lost: dict[str, str], waited_s: float, *, hurry: bool
+    ) -> View | None:
+        """Return the view that follows the newest one, or None where this process does not know it yet."""
+        requests = {request.member.id: request for request in self._requests() if self.alive(request.member.id)}
+        requests[own.member.id] = own
+        old = newest.members if newest is not None else []
+        number = newest.number if newest is not None else -1
+        present = [requests[m.id] for m in old if m.id in requests and requests[m.id].after == number]
+        declared = {member: reason for request in present for member, reason in request.lost.items()}
+        ids = {request.member.id for request in present}
+        missing = [m for m in old if m.id not in ids and m.id not in declared and self.alive(m.id)]
+        if missing:
+            if own.member.id in ids and waited_s > self._config.timeout_s:
+                lost.update({m.id: f"has not answered for {waited_s:.0f} s" for m in missing})
+            return None
+        if present and own.member.id not in ids:
+            return None
+        joiners = [r for r in requests.values() if r.after < 0 and r.facts == own.facts and r.member not in old]
+        ranks = {m.id: rank for rank, m in enumerate(old)}
+        present.sort(key=lambda request: (-request.position, ranks[request.member.id]))
+        joiners.sort(key=lambda request: request.member.id)
+        chosen = [*present, *joiners][: self._config.max_ranks]
+        enough = len(chosen) >= self._config.min_ranks
+        if not (enough or hurry) and waited_s < self._config.wait_s:
+            return None
+        left = [
+            f"rank {rank} on {m.host} (process {m.process}) {declared.get(m.id, 'ended')}"
+            for rank, m in enumerate(old)
+            if m.id not in ids
+        ]
+        return View(
+            number + 1,
+            [request.member for request in chosen],
+            joined=len(chosen) - len(present),
+            left=left if present else [],
+            enough=enough,
+            fresh=max(request.position for request in chosen) == JOINER,
+            facts=own.facts,
+        )
+
+    def _propose(self, view: View) -> None:
+        """Create the file of a view unless another process has."""
+        draft = self._write(f"{self.me.id}.view", asdict(view))
+        try:
+            with suppress(FileExistsError):
+                os.link(draft, self._folder / f"view-{view.number:06d}.json")
+        except OSError as error:
+            raise ConfigError(
+                f"comm.max_ranks: {self._folder} has no hard links ({error}), by which ranks agree who they are: "
+                "give a run_dir on a file system that has them"
+            ) from error
+        finally:
+            draft.unlink()
+        for path in self._folder.glob("view-*.json"):
+            if path.name < f"view-{view.number:06d}.json":
+                path.unlink(missing_ok=True)
+        for lock in self._folder.glob("*.lock"):
+            if not self.alive(lock.stem):
+                for path in self._folder.glob(f"{lock.stem}.*"):
+                    path.unlink(missing_ok=True)
+
+    def _check_admission(self, newest: View, facts: dict[str, str], waited_s: float) -> None:
+        """Check whether the ranks of a view may take this process in."""
+        if not any(self.alive(m.id) for m in newest.members):
+            return
+        differing = [f"{key}: {facts.get(key)} instead of {value}" for key, value in newest.facts.items()
+                     if facts.get(key) != value]  # fmt: skip
+        if differing:
+            raise DisagreementError(
+                f"this process differs from the ranks of the run: {', '.join(differing)}; start it with the same "
+                "overrides, data and versions"
+            )
+        if len(newest.members) >= self._config.max_ranks and waited_s > self._config.wait_s:
+            raise UserError(
+                f"the run has comm.max_ranks={self._config.max_ranks} ranks, and none of them left for "
+                f"comm.wait_s={self._config.wait_s:g} s: start this one when one has"
+            )
+
+    def others_wait(self) -> bool:
+        """Whether a process with the facts of the view wants to join it."""
+        if self.view is None or len(self.view.members) >= self._config.max_ranks:
+            return False
+        return any(
+            request.after < 0 and request.facts == self.view.facts and self.alive(request.member.id)
+            for request in self._requests()
+            if self.view.rank(request.member.id) is None
+        )
+
+    def superseded(self) -> bool:
+        """Whether a view came after the one of this process, which was not taken into it."""
+        newest = self._newest()
+        return self.view is not None and newest is not None and newest.number > self.view.number
+
+    def connect(self, view: View) -> TcpGroup:
+        """Connect to all other ranks of a view.
+
+        Raises:
+            LostRankError: a rank ended, or went on to another view.
+        """
+        own = view.rank(self.me.id)
+        assert own is not None
+        links: list[dict[int, socket.socket]] = [{} for _ in range(STREAMS)]
+        hello = bytes.fromhex(self.me.id)
+        try:
+            for rank, member in enumerate(view.members[:own]):
+                for stream in range(STREAMS):
+                    links[stream][rank] = _call(member, self.me.host, _HELLO.pack(view.number, stream, hello))
+            self._accept(view, own, links)
+        except OSError as error:
+            _close(links)
+            raise LostRankError(f"a rank of the new group cannot be reached ({error})") from error
+        except BaseException:
+            _close(links)
+            raise
+        for links_of_stream in links:
+            for link in links_of_stream.values():
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small sums are many
+        return TcpGroup(own, [m.host for m in view.members], links)
+
+    def _accept(self, view: View, own: int, links: list[dict[int, socket.socket]]) -> None:
+        began_s = time.monotonic()
+        while any(len(stream) < len(view.members) - 1 for stream in links):
+            if not select.select([self._listener], [], [], 0.05)[0]:
+                self._check_view(view, own, links, time.monotonic() - began_s)
+                continue
+            link, _ = self._listener.accept()
+            with suppress(OSError):
+                link.settimeout(_CONNECT_S)
+                number, stream, sender = _HELLO.unpack(_read_exactly(link, _HELLO.size))
+                rank = view.rank(sender.hex())
+                if (
+                    number == view.number
+                    and stream < STREAMS
+                    and rank is not None
+                    and rank > own
+                    and rank not in links[stream]
+                ):
+                    links[stream][rank] = link
+                    continue
+            link.close()
+
+    def _check_view(self, view: View, own: int, links: list[dict[int, socket.socket]], waited_s: float) -> None:
+        """Raise LostRankError if the ranks of a view cannot all meet any more."""
+        gone = [r for r, m in enumerate(view.members) if r != own and not self.alive(m.id)]
+        left = [r.member.id for r in self._requests() if r.after >= view.number]
+        newest = self._newest()
+        if gone or any(view.rank(member) is not None for member in left) or (newest and newest.number > view.number):
+            raise LostRankError(f"ranks {gone} ended" if gone else "a rank has left the new group")
+        if waited_s > self._config.timeout_s:
+            raise LostRankError("ranks of the new group have not answered")
+
+    def _newest(self) -> View | None:
+        while True:
+            paths = sorted(self._folder.glob("view-*.json"))
+            if not paths:
+                return None
+            with suppress(FileNotFoundError):  # removed by the process that made the next one
+                return from_plain(View, parse_json(paths[-1].read_bytes()), paths[-1].name)
+
+    def _requests(self) -> Iterator[_Request]:
+        for path in sorted(self._folder.glob("*.json")):
+            if not path.name.startswith("view-"):
+                with suppress(FileNotFoundError):
+                    yield from_plain(_Request, parse_json(path.read_bytes()), path.name)
+
+    def alive(self, member: str) -> bool:
+        """Whether a process runs or is stopped, rather than has ended: whether its file is locked."""
+        if member == self.me.id:
+            return True  # to open the file and close it would free the lock
+        try:
+            with (self._folder / f"{member}.lock").open("rb") as file:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def _write(self, name: str, value: object) -> Path:
+        path, draft = self._folder / name, self._folder / f"{self.me.id}.new"
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        return path
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Run the block in one process of the run after the other."""
+        with (self._folder / _PREPARING).open("w") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            yield
+
+    def close(self) -> None:
+        """Remove the files of this process."""
+        self._listener.close()
+        for path in self._folder.glob(f"{self.me.id}.*"):
+            path.unlink(missing_ok=True)
+        self._lock.close()
+        if self.view is None:  # a process that was refused leaves nothing
+            with suppress(OSError):
+                (self._folder / _PREPARING).unlink(missing_ok=True)
+                self._folder.rmdir()
+
+
+class ElasticCommunicator(OrderedCommunicator):
+    """Sums over ranks that come and go. A process is alone until its first `regroup`."""
+
+    elastic = True
+
+    def __init__(self, config: CommConfig, device: torch.device, run_dir: Path) -> None:
+        self.members = Members(run_dir / "members", config)
+        self._facts: dict[str, str] = {}
+        self._looked_s = 0.0
+        super().__init__(alone(platform.node()), device, config.timeout_s)
+
+    @property
+    def view(self) -> View | None:
+        """The ranks; None before the first `regroup`."""
+        return self.members.view
+
+    def _use(self, group: ProcessGroup, on_hang: Callable[[str], None] | None = None) -> None:
+        super()._use(group, self._lose)
+
+    def _lose(self, reason: str) -> None:
+        """Take the ranks that the watchdog names out of the group."""
+        group = self._tcp
+        named = [rank for rank, host in enumerate(group.hosts) if reason.startswith(f"rank {rank} on {host} ")]
+        for rank in named:
+            group.lose(rank, reason.removeprefix(f"rank {rank} on {group.hosts[rank]} "))
+        if not named:
+            group.lose(-1, reason)
+
+    @property
+    def _tcp(self) -> TcpGroup:
+        assert isinstance(self.group, TcpGroup)
+        return self.group
+
+    def agree(self, facts: Mapping[str, object], remedy: str) -> None:
+        """As `Communicator.agree`; before the first view, the facts become those of this process."""
+        if self.view is None:
+            self._facts.update({key: str(value) for key, value in facts.items()})
+        else:
+            super().agree(facts, remedy)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        if self.view is not None:
+            with super().in_turn():
+                yield
+        else:
+            with self.members.one_at_a_time():
+                yield
+
+    def check(self) -> None:
+        if self._tcp.lost:
+            raise LostRankError(self._tcp.reason)
+
+    def joiners_wait(self) -> bool:
+        now_s = time.monotonic()
+        if self.rank != 0 or now_s - self._looked_s < _LOOK_S:
+            return False
+        self._looked_s = now_s
+        return self.members.others_wait()
+
+    def superseded(self) -> bool:
+        return self.members.superseded()
+
+    def regroup(self, position: int, hurry: Callable[[], object]) -> View:
+        """Leave the group, wait for the next view, and connect its ranks.
+
+        Args:
+            position: the number of the last commit of this process, or `JOINER`. The rank with the highest is rank 0.
+            hurry: whether to wait for no further processes.
+
+        Raises:
+            LostRankError: the new group has broken: call this again.
+            DisagreementError, UserError: as `Members.next_view`.
+        """
+        lost = {}
+        if self.view is not None:
+            # A connection that was closed says nothing: its process may wait for the next view, as this one does.
+            lost = {
+                self.view.members[rank].id: reason
+                for rank, reason in self._tcp.lost.items()
+                if 0 <= rank != self.rank and "closed its connection" not in reason
+            }
+        self._progress.stop()
+        self.watchdog.drop()
+        self.group.close()
+        self.rank, self.world = 0, 1
+        try:
+            with self.status.waiting("a group of ranks"):
+                view = self.members.next_view(position, self._facts, lost, hurry)
+                group = self.members.connect(view)
+        except BaseException:
+            self._use(alone(platform.node()))
+            raise
+        self._use(group)
+        self.barrier()
+        return view
+
+    def leave(self) -> None:
+        """End the part of this process; the others go on."""
+        self._progress.stop()
+        self.watchdog.drop()
+        self.group.close()
+        self.members.close()
+
+    def close(self) -> None:
+        self._progress.stop()
+        try:
+            self.barrier()
+            self.watchdog.stop()
+        except LostRankError:  # all work is done
+            self.watchdog.drop()
+        self.group.close()
+        self.members.close()
+
+
+def why_not_elastic(config: CommConfig, start: Launched, device: torch.device) -> str:
+    """Return why ranks cannot come and go here, or ''."""
+    if start.by == "mpi":
+        return (
+            f"mpirun or srun started {start.world} ranks, and MPI ends all of them when one is gone and takes none in: "
+            "start each rank by itself, ds2 train ..., with the same run_dir"
+        )
+    if start.by:
+        return (
+            "torchrun started this rank; it ends all ranks of a host when one of them is gone, and starts all again "
+            "when a host joins: start each rank by itself, ds2 train ..., with the same run_dir"
+        )
+    if config.backend != "auto":
+        return f"comm={config.backend} has a fixed number of ranks: leave comm=auto"
+    if device.type != "cpu":
+        return f"the device is {device}, and only sums on CPUs can go on without a rank: set device=cpu"
+    return ""
+
+
+def _own_address() -> str:
+    """Return the address of this host that others reach: the one from which it would call a far host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation; no packet is sent
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _call(member: Member, own_host: str, hello: bytes) -> socket.socket:
+    address = "127.0.0.1" if member.host == own_host else member.address
+    link = socket.create_connection((address, member.port), _CONNECT_S)
+    link.sendall(hello)
+    return link
+
+
+def _read_exactly(link: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (piece := link.recv(count - len(data))):
+            raise ConnectionResetError("end of file")
+        data += piece
+    return data
+
+
+def _close(links: Iterable[Mapping[int, socket.socket]]) -> None:
+    for stream in links:
+        for link in stream.values():
+            link.close()

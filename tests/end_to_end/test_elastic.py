@@ -1,0 +1,137 @@
+"""Ranks that come and go: the losses are those of runs with as many ranks, and nothing waits for who is gone.
+
+DS2_RANK_RUNS=200 DS2_FUZZ_SEED=7 does more runs, and others; see tools/fuzz.py ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launch import TIMEOUT_S
+from support.paths import ROOT
+from support.run_log import events
+
+from ds2.cli import main
+from ds2.config.schema import CommConfig
+from ds2.distributed.elastic import why_not_elastic
+from ds2.distributed.launcher import Launched
+from ds2.system.tensor_file import load
+
+RUNS, SEED = os.environ.get("DS2_RANK_RUNS", "2"), os.environ.get("DS2_FUZZ_SEED", "1")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are forked")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (("comm.max_ranks=2", "comm.min_ranks=3"), "comm.min_ranks=3 must be at most comm.max_ranks=2"),
+        (("comm.min_ranks=2",), "comm.min_ranks=2 must be at most comm.max_ranks=0"),
+        (("comm.max_ranks=-1",), "comm.max_ranks=-1"),
+        (("comm.max_ranks=2", "checkpoint.resume=false"), "leave checkpoint.resume=true"),
+        (("comm.max_ranks=2", "comm=single"), "comm=single has a fixed number of ranks"),
+        (
+            ("comm.max_ranks=3", "comm.min_ranks=2", "comm.wait_s=0.3"),
+            "1 ranks are fewer than comm.min_ranks=2, for comm.wait_s=0.3 s; step 0 is saved",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_the_reason(
+    tiny_overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: tuple[str, ...],
+    reason: str,
+) -> None:
+    assert main(["train", *tiny_overrides, "device=cpu", *settings, f"run_dir={tmp_path / 'run'}"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_launchers_and_devices_that_cannot_are_named_with_the_way_out() -> None:
+    cpu = torch.device("cpu")
+    for by, named in (("mpi", "mpirun or srun"), ("torchrun", "torchrun")):
+        reason = why_not_elastic(CommConfig(max_ranks=4), Launched(by, 2, 0), cpu)
+        assert reason.startswith(named) and "start each rank by itself" in reason
+    assert "set device=cpu" in why_not_elastic(CommConfig(max_ranks=4), Launched(), torch.device("cuda:0"))
+    assert why_not_elastic(CommConfig(max_ranks=4), Launched(), cpu) == ""
+
+
+def test_a_rank_alone_ends_as_one_process_does(tiny_overrides: list[str], tmp_path: Path) -> None:
+    for name, setting in (("elastic", "comm.max_ranks=2"), ("single", "comm.max_ranks=0")):
+        assert main(["train", *tiny_overrides, "device=cpu", setting, f"run_dir={tmp_path / name}"]) == 0
+    one, other = (load(tmp_path / name / "trainer.safetensors")[0] for name in ("elastic", "single"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert {path.name for path in (tmp_path / "elastic" / "members").iterdir()} == {"preparing", "view-000000.json"}
+
+
+@pytest.mark.slow
+@needs_fork
+def test_losses_of_ranks_that_come_and_go_are_those_of_unbroken_runs() -> None:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "ops", os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "fuzz.py"), "ranks", "--runs", RUNS, "--seed", SEED],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def wait_for(condition: Callable[[], Any], jobs: list[subprocess.Popen[str]]) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < until_s, [job.poll() for job in jobs]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_another_takes_its_place_and_signals_end_with_a_save(
+    tiny_overrides: list[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    jobs: list[subprocess.Popen[str]] = []
+
+    def start(*settings: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "ds2.cli", "train", *tiny_overrides, "device=cpu", "comm.max_ranks=3"]
+        endless = ("train.epochs=100000", "optim.schedule=constant", "train.evaluate_every_epochs=100000")
+        with (tmp_path / f"{len(jobs)}.txt").open("w") as output:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            words = [*command, *endless, f"run_dir={run_dir}", *settings]
+            jobs.append(subprocess.Popen(words, stdout=output, stderr=output, env=environment, text=True))
+        return jobs[-1]
+
+    def groups() -> list[dict[str, Any]]:
+        return events(run_dir, "ranks") if (run_dir / "log.jsonl").is_file() else []
+
+    try:
+        first, second = start(), start()
+        wait_for(lambda: any(group["ranks"] == 2 for group in groups()), jobs)
+        other = start("optim.learning_rate=0.123")
+        assert other.wait(TIMEOUT_S) == 2
+        said = (tmp_path / "2.txt").read_text()
+        assert "optim.learning_rate: 0.123 instead of" in said, said
+        first.kill()
+        wait_for(lambda: groups()[-1]["ranks"] == 1, jobs)
+        assert f"(process {first.pid})" in groups()[-1]["left"][0]
+        third = start()
+        wait_for(lambda: groups()[-1]["ranks"] == 2, jobs)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+        wait_for(lambda: groups()[-1]["ranks"] == 1, jobs)
+        third.send_signal(signal.SIGTERM)
+        assert third.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    lines = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    last = max(line["step"] for line in lines)
+    assert load(run_dir / "trainer.safetensors")[1]["progress"]["step"] >= last

@@ -1,0 +1,244 @@
+"""Kill, stop and start ranks of one training at random moments, and compare its losses to those of unbroken runs.
+
+    python tools/fuzz.py ranks --runs 5 --seed 1       docs/results/reliability.md shows the table
+
+Each run trains with 1 to 4 ranks that come and go (comm.max_ranks). Its log says how many ranks took each step. The
+expected losses are those of trainings with a fixed number of ranks over Gloo, each of which resumes where the one
+before was stopped. Every loss and every tensor of the last state must have the same bits, every step must be there
+once, and no file may remain half written. The exit status is 1 if a run differs. Ranks are forked: libraries load once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch.utils.tensorboard  # noqa: F401  once, for all forked processes
+from fuzzing.kills import corpus, trained, training_settings
+
+from ds2.commands.compose import compose_config
+from ds2.system.machine import git_commit
+from ds2.training.loop import train
+
+RANKS = 4
+SILENT_S = 5.0  # comm.timeout_s: so long a rank is stopped before the others go on
+LIMIT_S = 240.0  # of a run, a last resort
+STEPS = ("batching.utterances=3", "train.epochs=16", f"comm.timeout_s={SILENT_S}")
+PAUSE_S = (0.02, 1.0)  # from one event to the next
+EVENTS = (4, 14)  # of a run
+_EXPECTED = (0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)  # SIGTERM may come before its handler is there
+KINDS = [("kill", signal.SIGKILL)] * 5 + [("stop", signal.SIGSTOP), ("leave", signal.SIGTERM)] + [("join", None)] * 6
+
+
+@dataclass
+class Count:
+    """What was done to the runs, and how they ended."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    equal: int = 0
+    recovered_s: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the trainings and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
+    options = parser.parse_args(arguments)
+    started, count = time.monotonic(), Count()
+    with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
+        base = Path(name)
+        settings = (*training_settings(corpus(base / "corpus")), f"data.work_dir={base / 'work'}", *STEPS)
+        for seed in range(options.seed, options.seed + options.runs):
+            folder = base / str(seed)
+            try:
+                one_run(folder, settings, random.Random(seed), count)
+            except Fault as fault:
+                count.faults.append(f"seed {seed}: {fault}")
+                print(count.faults[-1], file=sys.stderr)
+            shutil.rmtree(folder)
+    print("| runs | kill -9 | SIGSTOP | SIGTERM | joins | equal | faults | s until others went on: median | longest |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    times = count.recovered_s or [0.0]
+    events = (count.events[kind] for kind in ("kill", "stop", "leave", "join"))
+    done = (options.runs, *events, count.equal, len(count.faults))
+    print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
+    print(f"seeds {options.seed} to {options.seed + options.runs - 1}, {time.monotonic() - started:.0f} s")
+    print("\n".join([f"commit {git_commit()}", *(f"- {fault}" for fault in count.faults)]))
+    return 1 if count.faults else 0
+
+
+class Fault(Exception):
+    """A run that differs, fails or hangs."""
+
+
+def one_run(folder: Path, settings: Sequence[str], draw: random.Random, count: Count) -> None:
+    """Train once with ranks that come and go, and compare."""
+    (folder / "broken").mkdir(parents=True)
+    disturbed(folder, settings, draw, count)
+    ranks = ranks_of_steps(folder / "broken")
+    expected(folder, settings, ranks)
+    if leftovers := [*folder.glob("broken/run/.*.partial"), *folder.glob("broken/run/members/*.json.new")]:
+        raise Fault(f"left {leftovers}")
+    _, losses, models = trained(folder / "broken")
+    tensors, whole_losses, whole_models = trained(folder / "whole")
+    differing = [step for step in sorted({*losses, *whole_losses}) if losses.get(step) != whole_losses.get(step)]
+    if differing:
+        raise Fault(f"the losses of steps {differing[:9]} differ; ranks {list(ranks.items())}")
+    if trained(folder / "broken")[0] != tensors or models != whole_models:
+        raise Fault(f"the last state or the models differ; ranks {list(ranks.items())}")
+    count.equal += 1
+
+
+def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count: Count) -> None:
+    """Train to the end while processes are killed, stopped, asked to leave and started."""
+    run = (*settings, f"comm.max_ranks={RANKS}", f"run_dir={folder / 'broken' / 'run'}")
+    output, began, killed = folder / "output.txt", time.monotonic(), dict[int, float]()
+    running = [start(run, output) for _ in range(draw.randint(1, RANKS))]
+    stopped: dict[int, float] = {}  # processes, and when they go on
+    events = draw.randint(*EVENTS)
+    done = False
+    while not done or running or stopped:
+        time.sleep(draw.uniform(*PAUSE_S))
+        if time.monotonic() - began > LIMIT_S:
+            _end([*running, *stopped])
+            raise Fault(f"not done after {LIMIT_S:.0f} s: {_last(output)}")
+        for process in [process for process, until in stopped.items() if until < time.monotonic()]:
+            os.kill(process, signal.SIGCONT)
+            del stopped[process]
+            running.append(process)
+        ended = {process: _status(process, output) for process in running}
+        done |= 0 in ended.values()
+        running = [process for process, status in ended.items() if status is None]
+        if not (done or running or stopped):  # one has to finish
+            running.append(start(run, output))
+        kind, number = draw.choice(KINDS)
+        if not events or not running:
+            continue
+        if number is None and len(running) + len(stopped) < RANKS:
+            running.append(start(run, output))
+        elif number is not None:
+            ranks = [process for process in _ranks(folder / "broken") if process in running]
+            process = draw.choice(ranks or running) if draw.random() < 0.8 else draw.choice(running)
+            os.kill(process, number)
+            if number == signal.SIGSTOP:
+                stopped[process] = time.monotonic() + draw.uniform(0.1, 2 * SILENT_S)
+                running.remove(process)
+            if number == signal.SIGKILL:
+                killed[process] = time.time()
+        else:
+            continue
+        events -= 1
+        count.events[kind] += 1
+    regroupings = [line for line in _lines(folder / "broken") if line["event"] == "ranks"]
+    for process, at in killed.items():
+        count.recovered_s += [line["time"] - at for line in regroupings if f"(process {process}) " in str(line["left"])]
+
+
+def _ranks(folder: Path) -> list[int]:
+    """The processes that are ranks now."""
+    views = sorted((folder / "run" / "members").glob("view-*.json"))
+    with suppress(FileNotFoundError):  # the next one has come
+        return [member["process"] for member in json.loads(views[-1].read_text())["members"]] if views else []
+    return []
+
+
+def _status(process: int, output: Path) -> int | None:
+    """The status of a process, None while it runs."""
+    ended, code = os.waitpid(process, os.WNOHANG)
+    status = os.waitstatus_to_exitcode(code)
+    if ended and status not in _EXPECTED:
+        raise Fault(f"a rank ended with status {status}: {_last(output)}")
+    return status if ended else None
+
+
+def expected(folder: Path, settings: Sequence[str], ranks: dict[int, int]) -> None:
+    """Train the same steps with as many ranks each, without a rank that comes or goes."""
+    run = (*settings, f"run_dir={folder / 'whole' / 'run'}")
+    for world, steps in groupby(sorted(ranks), ranks.__getitem__):
+        last = max(steps)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = [f"train.max_steps={last}", "comm=gloo" if world > 1 else "comm=single"]
+        group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world > 1 else {}
+        environments = [{**group, "RANK": str(rank)} if group else {} for rank in range(world)]
+        processes = [start((*run, *job), folder / "whole.txt", environment) for environment in environments]
+        for process in processes:
+            if status := os.waitpid(process, 0)[1]:
+                why = _last(folder / "whole.txt")
+                raise Fault(f"the run with {world} ranks up to step {last} ended with {status}: {why}")
+
+
+def ranks_of_steps(folder: Path) -> dict[int, int]:
+    """How many ranks took each step of the curve; a step that is repeated counts as its last time."""
+    ranks: dict[int, int] = {}
+    world = 0
+    for line in _lines(folder):
+        if line["event"] in ("start", "resume", "ranks"):
+            ranks = {step: of for step, of in ranks.items() if step <= line["step"]}
+            world = line["ranks"]
+        elif line["event"] == "train":
+            ranks[line["step"]] = world
+    if list(ranks) != list(range(1, len(ranks) + 1)):
+        raise Fault(f"steps are missing or repeated: {list(ranks)}")
+    return ranks
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    lines = []
+    for text in (folder / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # torn by a kill
+            lines.append(json.loads(text))
+    return lines
+
+
+def start(settings: Sequence[str], output: Path, environment: dict[str, str] | None = None) -> int:
+    """Fork a process that trains; returns its number."""
+    process = os.fork()
+    if process:
+        return process
+    status = 2
+    try:
+        with output.open("ab", 0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        logging.basicConfig(format="%(asctime)s %(process)d %(message)s", level=logging.INFO, force=True)
+        os.environ.update(environment or {})
+        config = compose_config(list(settings))
+        status = train(config, Path(config.run_dir))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end(processes: Sequence[int]) -> None:
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+
+
+def _last(output: Path) -> str:
+    return output.read_text(errors="replace").strip()[-600:].replace("\n", " / ")
