@@ -8,6 +8,7 @@ was lost or a process wants to join; then all ranks of the former view leave the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -331,13 +332,13 @@ class Members:
             paths = sorted(self._folder.glob("view-*.json"))
             if not paths:
                 return None
-            with suppress(FileNotFoundError):  # removed by the process that made the next one
+            with suppress(OSError):  # removed by the process that made the next one
                 return from_plain(View, parse_json(paths[-1].read_bytes()), paths[-1].name)
 
     def _requests(self) -> Iterator[_Request]:
         for path in sorted(self._folder.glob("*.json")):
             if not path.name.startswith("view-"):
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     yield from_plain(_Request, parse_json(path.read_bytes()), path.name)
 
     def alive(self, member: str) -> bool:
@@ -347,10 +348,8 @@ class Members:
         try:
             with (self._folder / f"{member}.lock").open("rb") as file:
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno != errno.ENOENT
         return False
 
     def _write(self, name: str, value: object) -> Path:
