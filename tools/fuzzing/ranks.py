@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.utils.tensorboard  # noqa: F401  once, for all forked processes
+from dispatch import add_commit_option, check_commit
 from fuzzing.kills import corpus, trained, training_settings
 
 from ds2.commands.compose import compose_config
-from ds2.system.machine import git_commit
 from ds2.training.loop import train
 
 RANKS = 4
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the first run; the others follow it")
+    add_commit_option(parser)
     options = parser.parse_args(arguments)
+    check_commit(parser, options)
     started, count = time.monotonic(), Count()
     with tempfile.TemporaryDirectory(prefix="ds2-ranks-") as name:
         base = Path(name)
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = (options.runs, *events, count.equal, len(count.faults))
     print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
     print(f"seeds {options.seed} to {options.seed + options.runs - 1}, {time.monotonic() - started:.0f} s")
-    print("\n".join([f"commit {git_commit()}", *(f"- {fault}" for fault in count.faults)]))
+    print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
     return 1 if count.faults else 0
 
 
