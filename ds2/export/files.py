@@ -49,8 +49,8 @@ def export_onnx(
         sherpa.require(loaded)
     exported = Exported.of(loaded, from_samples=not for_sherpa, chunk_s=chunk_s)
     example, ops = exported.example(1), OnnxOperations()
-    outputs, lag = exported.write(ops, {name: ops.input(name) for name in example})
-    described = _describe(loaded, exported, lag) | {"opset": OPSET}
+    outputs, delay = exported.write(ops, {name: ops.input(name) for name in example})
+    described = _describe(loaded, exported, delay) | {"opset": OPSET}
     metadata = {DESCRIPTION: json.dumps(described)}
     if for_sherpa:
         metadata |= sherpa.metadata(loaded, exported.chunk, example)
@@ -91,7 +91,7 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
     batch = torch.export.Dim("batch", min=1)
     example = exported.example(2)
     program = torch.export.export(module, tuple(example.values()), dynamic_shapes=({0: batch},) * len(example))
-    described = _describe(loaded, exported, module.lag) | {
+    described = _describe(loaded, exported, module.delay) | {
         "inputs": {name: list(tensor.shape[1:]) for name, tensor in example.items()}
     }
     with _written(path, loaded) as partial:
@@ -99,7 +99,7 @@ def export_torch(loaded: LoadedModel, path: Path, *, chunk_s: float = 0.16) -> d
     return described
 
 
-def _describe(loaded: LoadedModel, exported: Exported, lag: int) -> dict[str, Any]:
+def _describe(loaded: LoadedModel, exported: Exported, delay: int) -> dict[str, Any]:
     """What a client must know: how long a chunk is, what frames and labels mean, how late words come."""
     per_s = loaded.features.sample_rate_hz if exported.from_samples else 1 / loaded.features.step_s
     described: dict[str, Any] = {
@@ -109,12 +109,12 @@ def _describe(loaded: LoadedModel, exported: Exported, lag: int) -> dict[str, An
         "chunk": exported.chunk,
         "chunk_s": exported.chunk / per_s,
         "frame_s": loaded.frame_s,
-        "lag_frames": lag,
+        "lag_frames": delay,
         "symbols": ["<blk>", *loaded.alphabet.symbols[1:]],
     }
     if not exported.from_samples:
         described["runs"] = sherpa.VERSIONS[loaded.features.kind]
-        described["tail_s"] = sherpa.tail_s(loaded, exported.chunk, lag)
+        described["tail_s"] = sherpa.tail_s(loaded, exported.chunk, delay)
     return described
 
 

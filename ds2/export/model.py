@@ -64,7 +64,7 @@ class Exported:
         return cls(collect(model, features, from_samples=from_samples), from_samples, chunk, features.bins)
 
     def write(self, ops: Operations, inputs: Mapping[str, Value]) -> tuple[dict[str, Value], int]:
-        """Compute the outputs by name, of inputs by name, and the frames by which they lag behind the signal."""
+        """Compute the outputs by name, of inputs by name, and the frames by which they are later than the signal."""
         signal, length = inputs["signal"], ops.reshape(inputs["length"], (0, 1))
         if not self.chunk:
             return self._outputs(
@@ -73,15 +73,15 @@ class Exported:
         rows = [None if inputs.get(name) is None else ops.reshape(inputs[name], (0, -1)) for name in STATES]
         memory, tails = (StateRow(ops, row, signal) for row in rows[:2])
         before = length - length if rows[2] is None else rows[2]
-        late = ops.to_int(tails.take(1))  # frames past the stream's end in the chunks so far
-        length = ops.where(late >= 1, 0, length)
-        tails.give(ops.to_float(late + self.chunk - length))
-        at = SourcePosition(before + late, before + length)
-        outputs, lag = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, at)
+        past_end = ops.to_int(tails.read(1))  # frames past the stream's end in the chunks so far
+        length = ops.where(past_end >= 1, 0, length)
+        tails.write(ops.to_float(past_end + self.chunk - length))
+        at = SourcePosition(before + past_end, before + length)
+        outputs, delay = self._outputs(ops, Network(ops, self.weights, memory, tails), signal, at)
         for name, state in zip(STATES, (memory, tails), strict=False):
             outputs[f"next_{name}"] = ops.reshape(state.row(), (0, 1, 1, state.size))
         outputs[f"next_{STATES[2]}"] = ops.reshape(before + length, (-1,))
-        return outputs, lag
+        return outputs, delay
 
     def _outputs(
         self, ops: Operations, network: Network, signal: Value, at: SourcePosition
@@ -92,7 +92,7 @@ class Exported:
             energies = ops.reshape(signal, (0, 1, self.bins, -1))
         output = network.log_probs(energies, at)
         frames = ops.total(ops.to_int(output.valid), 1)
-        return {"log_probs": output.x, "frames": frames}, output.at.lag
+        return {"log_probs": output.x, "frames": frames}, output.at.delay
 
     def example(self, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Inputs by name: signal (B, N) or (B, F, T) of zeros, length (B,) int64, states (B, ...) of new streams."""
@@ -113,13 +113,13 @@ class TorchModel(nn.Module):
         dtype: of its weights; signals must have it too.
 
     Attributes:
-        lag: output frames by which log-probs are behind the signal.
+        delay: output frames by which log-probs are later than the signal.
     """
 
     def __init__(self, exported: Exported, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self._exported, self._dtype = exported, dtype
-        _, self.lag = exported.write(TorchOperations(self, dtype), exported.example(1, dtype))
+        _, self.delay = exported.write(TorchOperations(self, dtype), exported.example(1, dtype))
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """The exported network, written once for all targets: a signal and a state in, log-probs and the next state out.
 
 A stream comes in chunks of a fixed length. Every layer carries the end of its input, gives as many frames as come in
-and lags behind by its lookahead: `ds2.inference.weights` says how many. Which of a layer's frames are valid follows
+and is delayed by its lookahead: `ds2.inference.weights` says how many. Which of a layer's frames are valid follows
 from two counts, the frames before this chunk and with it: frames before the start and past the end are 0 in every layer
 and in every recurrent state, as they were when the model was trained.
 
@@ -61,7 +61,7 @@ class ExportWeights:
 
 @torch.no_grad()
 def collect(model: AcousticModel, features: Features, *, from_samples: bool) -> ExportWeights:
-    """The weights of a model in evaluation mode on the CPU; from log energies, these are not late."""
+    """The weights of a model in evaluation mode on the CPU; from log energies, these are not delayed."""
     signal = _feature_weights(features)
     return ExportWeights(signal, fold(model, signal.window.delay if from_samples else 0))
 
@@ -104,15 +104,15 @@ class StateRow:
         self._next: list[Value] = []
         self.size = 0
 
-    def take(self, *shape: int) -> Value:
+    def read(self, *shape: int) -> Value:
         """The next of the last chunk's numbers, as (B, *shape)."""
         start, count = self.size, prod(shape)
         self.size += count
         row = self._ops.zeros(self._like, count) if self._row is None else self._ops.cut(self._row, 1, start, self.size)
         return self._ops.reshape(row, (0, *shape))
 
-    def give(self, x: Value) -> None:
-        """Keep for the next chunk what replaces the numbers that were taken, in the same order."""
+    def write(self, x: Value) -> None:
+        """Keep for the next chunk what replaces the numbers that were read, in the same order."""
         self._next.append(self._ops.reshape(x, (0, -1)))
 
     def row(self) -> Value:
@@ -127,12 +127,12 @@ class SourcePosition:
     Attributes:
         before: (B, 1) int64, frames in the chunks before this one.
         known: (B, 1) int64, frames of the source so far, this chunk's included.
-        lag: frames by which the output is behind the input.
+        delay: frames by which the output is later than the input.
     """
 
     before: Value
     known: Value
-    lag: int = 0
+    delay: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Network:
             power = ops.conv(power, ops.constant(signal.mel), None, (1, 1), 0)
         power = power + signal.floor if signal.adds_floor else ops.clip(power, signal.floor, None)
         known = (at.known + (window.past - window.length + window.stride)) // window.stride
-        progress = SourcePosition(at.before // window.stride, known, self._lag(window))
+        progress = SourcePosition(at.before // window.stride, known, self._delay(window))
         return ops.transpose(ops.log(power), (0, 2, 1, 3)), progress
 
     def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
@@ -202,7 +202,7 @@ class Network:
         bins = conv.weight.shape[2] // 2
         x = ops.conv(x, ops.constant(conv.weight), ops.constant(conv.bias), conv.stride, bins)
         stride = window.stride
-        after = SourcePosition(at.before // stride, (at.known + (stride - 1)) // stride, self._lag(window))
+        after = SourcePosition(at.before // stride, (at.known + (stride - 1)) // stride, self._delay(window))
         return self._masked(ops.clip(x, 0.0, conv.clip), after, _IMAGE)
 
     def _module(self, frames: LayerFrames, module: ModuleWeights) -> LayerFrames:
@@ -228,13 +228,13 @@ class Network:
     def _row_conv(self, frames: LayerFrames, weight: Tensor) -> LayerFrames:
         """r_t = sum_j w_j x_(t+j), j from 0 to tau, of weights (tau + 1, H)."""
         ops, (taps, hidden) = self.ops, weight.shape
-        window = TimeWindow(taps, 0, 1, frames.at.lag)
+        window = TimeWindow(taps, 0, 1, frames.at.delay)
         x = self._with_past(frames.x, _SEQUENCE, (hidden,), window)
         total = None
         for tap in range(taps):
             term = ops.cut(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap])
             total = term if total is None else total + term
-        return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._lag(window)), _SEQUENCE)
+        return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._delay(window)), _SEQUENCE)
 
     def _recur(
         self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
@@ -247,7 +247,7 @@ class Network:
         weight_hh, *weight_hn = (ops.constant(part.t()) for part in direction.weight_hh.tensor_split(ends))
         bias_hn = None if direction.bias_hn is None else ops.constant(direction.bias_hn)
         count = 2 if layer.cell == "lstm" else 1
-        states = [ops.zeros(z, hidden) if self.memory is None else self.memory.take(hidden) for _ in range(count)]
+        states = [ops.zeros(z, hidden) if self.memory is None else self.memory.read(hidden) for _ in range(count)]
 
         def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             pre = inputs[0] + states[0] @ weight_hh
@@ -278,15 +278,15 @@ class Network:
         y, last = ops.scan(step, states, [z, valid], reverse=reverse)
         if self.memory is not None:
             for state in last:
-                self.memory.give(state)
+                self.memory.write(state)
         return y
 
-    def _lag(self, window: TimeWindow) -> int:
+    def _delay(self, window: TimeWindow) -> int:
         return 0 if self.tails is None else window.delay
 
     def _masked(self, x: Value, at: SourcePosition, axis: int) -> LayerFrames:
         """Set to 0 what is before the start or past the end."""
-        position = self.ops.steps(x, axis) + (at.before - at.lag)
+        position = self.ops.steps(x, axis) + (at.before - at.delay)
         valid = (position >= 0) & (position < at.known)
         sizes = (0, 1, 1, -1) if axis == _IMAGE else (0, -1, 1)
         return LayerFrames(self.ops.where(self.ops.reshape(valid, sizes), x, 0.0), at, valid)
@@ -315,10 +315,10 @@ class Network:
             return ops.pad(x, axis, window.past, window.length - 1 - window.past)
         if not window.cached:
             return x
-        tail = self.tails.take(*sizes, window.cached) if axis == _IMAGE else self.tails.take(window.cached, *sizes)
+        tail = self.tails.read(*sizes, window.cached) if axis == _IMAGE else self.tails.read(window.cached, *sizes)
         if mirrored is not None:
             started = ops.reshape(before >= 1, (0, 1, 1, 1))
             tail = ops.where(started, tail, ops.pad(mirrored, axis, window.cached - window.past, 0))
         joined = ops.concat([tail, x], axis)
-        self.tails.give(ops.cut(joined, axis, -window.cached, None))
+        self.tails.write(ops.cut(joined, axis, -window.cached, None))
         return joined

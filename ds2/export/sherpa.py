@@ -61,12 +61,12 @@ def metadata(loaded: LoadedModel, chunk_frames: int, states: Mapping[str, Tensor
     return {key: str(number) for key, number in numbers.items()}
 
 
-def tail_s(loaded: LoadedModel, chunk_frames: int, lag: int) -> float:
+def tail_s(loaded: LoadedModel, chunk_frames: int, delay: int) -> float:
     """Silence that a client sends after the last word: sherpa-onnx drops what does not fill a chunk and a frame.
 
-    Frames up to the last must come out `lag` output frames later, and a chunk runs when one frame more is ready.
+    Frames up to the last must come out `delay` output frames later, and a chunk runs when one frame more is ready.
     """
-    return (lag * loaded.model.time_stride + chunk_frames + 1) * loaded.features.step_s
+    return (delay * loaded.model.time_stride + chunk_frames + 1) * loaded.features.step_s
 
 
 def tokens(alphabet: Alphabet) -> str:

@@ -208,8 +208,8 @@ class _Normalise(torch.autograd.Function):
         # from all positions to the valid ones: the others hold 0 and add nothing to a sum or a sum of squares
         if reduce is None:
             total = count.valid
-            ratio, spare = count.ratio(mean.dtype)
-            mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean * spare, mean)], ratio)
+            ratio, complement = count.ratio(mean.dtype)
+            mean, var = torch._foreach_mul([mean, torch.addcmul(var, mean * complement, mean)], ratio)
         else:  # in float64: the difference of large sums is the variance
             packed = torch.cat([mean, torch.addcmul(var, mean, mean), count.valid.double()])
             packed[:-1].mul_(count.positions)
