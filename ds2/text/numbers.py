@@ -26,10 +26,11 @@ _DECIMAL_POINT = {"en", "he", "hi", "ja", "ko", "my", "ne", "ta", "th", "yue", "
 # Languages that write an ordinal as 3. before a word, which a number at the end of a sentence looks like.
 _DOTTED_ORDINALS = _words("bs cs da de et fi fo hr hu is lb lv nn no pl se sk sl sr tr")
 _YEARS = {"en", "de", "nl", "sv", "da", "no"}  # languages that read 1995 as nineteen (hundred) ninety-five
+_CONTEXT = 50  # characters before a number that may say how it is read
 _FIRST_YEAR, _LAST_YEAR = 1100, 2099
 _MOST_DIGITS = 12  # longer runs of digits are telephone or card numbers, which are read digit by digit
 _MOST_GROUPED = 15  # digits of a number with thousands marks; CLDR's rules have names up to here in every language
-_SYMBOLS = "$€£¥₺₽%‰°§#&+=±×÷*^<>~@_|\\²³¹½¼¾"  # a number beside one of these is more than its digits
+_SYMBOLS = "$€£¥₺₽₹₩¢№′″%‰°§#&+=±×÷*^<>~@_|\\²³¹½¼¾"  # a number beside one of these is more than its digits
 _INSIDE = r".,:/\-–−'’⁄"  # between two digits these make one number, date, time or range
 
 
@@ -202,10 +203,15 @@ def _padded(read: _Reader) -> Callable[[re.Match[str]], str]:
         words = read(match)
         if not words:
             return match[0]
-        before, after = match.string[: match.start()][-1:], match.string[match.end() :][:1]
+        before, after = _before(match, 1), match.string[match.end() : match.end() + 1]
         return " " * before.isalnum() + words + " " * (after.isalnum() and not match[0].endswith("-"))
 
     return replace
+
+
+def _before(match: re.Match[str], characters: int) -> str:
+    """Return what stands right before a match."""
+    return match.string[max(0, match.start() - characters) : match.start()]
 
 
 @cache
@@ -249,9 +255,15 @@ def _rules(language: str) -> list[tuple[re.Pattern[str], _Reader]]:
         re.IGNORECASE,
     )
 
+    number_before, number_after = re.compile(r"(\d+)\s$"), re.compile(r"\s(\d+)")
+
     def plain_number(match: re.Match[str]) -> str:
         unsure = len(match[1]) <= 3 and not_plain.match(match.string, match.end())
-        return "" if unsure else signed(match[1])
+        beside = [
+            number_before.search(_before(match, _CONTEXT)), number_after.match(match.string, match.end())
+        ]  # fmt: skip
+        grouped = any(len(match[1]) > 1 or len(n[1]) > 1 for n in beside if n)  # 10 000, 555 1234; not 1 2 3
+        return "" if unsure or grouped else signed(match[1])
 
     rules: list[tuple[str, _Reader]] = []
     if base in _LANGUAGES:
@@ -352,7 +364,7 @@ def _english(language: str) -> Iterator[tuple[str, _Reader]]:
         return _spell(number, language, "spellout-ordinal-verbose")
 
     def time(match: re.Match[str]) -> str:
-        hour, minute, half = int(match[1]), int(match[2]), match[3]
+        hour, minute, half = int(match[1]), int(match[2]), match[3] and f" {match[3].strip()}"
         if hour > 24 or (not minute and not half and not 0 < hour < 13):
             return ""
         words = _spell(str(hour), language)
@@ -371,13 +383,16 @@ def _english(language: str) -> Iterator[tuple[str, _Reader]]:
 
 
 def _german(language: str) -> Iterator[tuple[str, _Reader]]:
+    before_word = re.compile(r"\s+\w")
+    before_month = re.compile(rf"\s+(?:{_MONTHS['de']})\b", re.IGNORECASE)
+
     def ordinal(match: re.Match[str]) -> str:
-        before = [word.strip(',;:.(„"').lower() for word in match.string[: match.start()].split()[-2:]]
+        before = [word.strip(',;:.(„"').lower() for word in _before(match, _CONTEXT).split()[-2:]]
         two, one = ["", "", *before][-2:]
-        month = re.match(rf"\s+(?:{_MONTHS['de']})\b", match.string[match.end() :], re.IGNORECASE)
+        month = before_month.match(match.string, match.end())
         if one in _GERMAN_N or (one == "der" and two in _GERMAN_DATIVE):
             ending = "-n"
-        elif not re.match(r"\s+\w", match.string[match.end() :]):
+        elif not before_word.match(match.string, match.end()):
             return ""  # a number at the end of a sentence
         elif one in _GERMAN_E:
             ending = ""

@@ -36,6 +36,9 @@ ENGLISH = {
     "9:05 pm": "nine oh five pm",
     "10:00": "ten o'clock",
     "10:00 p.m.": "ten p.m.",
+    "10:30AM": "ten thirty AM",
+    "1 2 3": "one two three",
+    "mid-1990s, the 20th-century": "mid-nineteen nineties, the twentieth-century",
     "2nd and 21st": "second and twenty first",
     "101ST": "one hundred and first",
     "May 5, 2001": "May fifth, two thousand one",
@@ -125,7 +128,8 @@ CASES = [
 ]
 UNSURE = {
     "en": ["3/4/5", "24/7", "555-1234", "10:30:15", "#5", "5 + 3", "±5", "12.05.2003", "1,2", "5'10", "$-5", "15:00",
-           "2 1/2", "5 May", "1.2.3", "3-2", "x=5"],
+           "2 1/2", "5 May", "1.2.3", "3-2", "x=5",
+           "10 000", "555 123 4567", "5¢", "№ 5", "$5M", "a5@b.c"],
     "de": ["Er ist 20. Dann", "03.10.1990", "1994/95", "§ 5", "1. und 2. Klasse"],
     "es": ["3/4/5", "10:30:15"],
     "es_MX": ["$5"],  # pesos
