@@ -259,10 +259,10 @@ def _rules(language: str) -> list[tuple[re.Pattern[str], _Reader]]:
 
     def plain_number(match: re.Match[str]) -> str:
         unsure = len(match[1]) <= 3 and not_plain.match(match.string, match.end())
-        beside = [
+        neighbours = [
             number_before.search(_before(match, _CONTEXT)), number_after.match(match.string, match.end())
         ]  # fmt: skip
-        grouped = any(len(match[1]) > 1 or len(n[1]) > 1 for n in beside if n)  # 10 000, 555 1234; not 1 2 3
+        grouped = any(len(match[1]) > 1 or len(n[1]) > 1 for n in neighbours if n)  # 10 000, 555 1234; not 1 2 3
         return "" if unsure or grouped else signed(match[1])
 
     rules: list[tuple[str, _Reader]] = []
