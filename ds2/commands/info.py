@@ -9,6 +9,7 @@ from ds2.audio.features import Features
 from ds2.commands.common import Parser, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import ConfigError
+from ds2.export import sherpa
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import find_model, load_model
 from ds2.model.summary import contents, summary
@@ -37,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     features = Features(config.features, config.data.sample_rate_hz)
     labels = len(Alphabet.from_config(config.alphabet))
     print(summary(AcousticModel(config.model, features.bins, labels, config.features.step_s)))
+    print(f"\nexport      {sherpa.why_not(config) or 'sherpa-onnx runs models of this configuration'}")
     return 0
 
 

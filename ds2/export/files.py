@@ -45,8 +45,8 @@ def export_onnx(
 
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
-    if for_sherpa:
-        sherpa.require(loaded)
+    if for_sherpa and (reason := sherpa.why_not(loaded.config)):
+        raise ExportError(reason)
     exported = Exported.of(loaded, from_samples=not for_sherpa, chunk_s=chunk_s)
     example, ops = exported.example(1), OnnxOperations()
     outputs, delay = exported.write(ops, {name: ops.input(name) for name in example})

@@ -10,42 +10,45 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ds2.export.model import STATES, ExportError
+from ds2.config.schema import Config
+from ds2.export.model import STATES
 from ds2.model.checkpoint import LoadedModel
+from ds2.model.structure import time_stride
 from ds2.text.alphabet import BLANK, Alphabet
 
 VERSIONS = {"kaldi_fbank": "for sherpa-onnx up to 2.0.0", "nemo_fbank": "for sherpa-onnx from 2.0.1 on"}
 """Which of them computes which features, by `features.kind`; nothing in a file can say what it wants."""
-FRAME_S = 0.04  # of output, which its times and endpoints take for granted
+STRIDE = 4  # feature frames of an output frame, which its times and endpoints take for granted
 _WAY_OUT = "or export for another runtime with --interface plain"
 
 
-def require(loaded: LoadedModel) -> None:
-    """Raise ExportError, with the way out, for a model that sherpa-onnx cannot run."""
-    config = loaded.config
-    if config.model.bidirectional:
-        raise ExportError(
-            "sherpa-onnx streams, and model.bidirectional=true needs the end of an utterance first: export a "
-            f"model trained with model.bidirectional=false, {_WAY_OUT}"
+def why_not(config: Config) -> str | None:
+    """Say all that keeps sherpa-onnx from running a model of this configuration, and the way out; None if it can."""
+    model, features, obstacles = config.model, config.features, list[str]()
+    if model.bidirectional:
+        obstacles.append(
+            "it streams, and model.bidirectional=true needs the end of an utterance first: train with "
+            "model.bidirectional=false"
         )
-    if config.features.kind not in VERSIONS:
-        raise ExportError(
-            f"sherpa-onnx computes filter banks, and this model takes features.kind={config.features.kind}: "
-            f"train with features=nemo_fbank ({VERSIONS['nemo_fbank']}) or features=kaldi_fbank "
-            f"({VERSIONS['kaldi_fbank']}), {_WAY_OUT}"
+    if features.kind not in VERSIONS:
+        obstacles.append(
+            f"it computes filter banks, and this model takes features.kind={features.kind}: train with "
+            f"features=nemo_fbank ({VERSIONS['nemo_fbank']}) or features=kaldi_fbank ({VERSIONS['kaldi_fbank']})"
         )
-    if (config.features.window_s, config.features.step_s) != (0.025, 0.01):
-        raise ExportError(
-            f"sherpa-onnx takes windows of 25 ms every 10 ms, this model has features.window_s="
-            f"{config.features.window_s} and features.step_s={config.features.step_s}: train with "
-            f"features={config.features.kind} as it is, {_WAY_OUT}"
+    elif (features.window_s, features.step_s) != (0.025, 0.01):
+        obstacles.append(
+            f"it takes windows of 25 ms every 10 ms, and this model has features.window_s={features.window_s} and "
+            f"features.step_s={features.step_s}: train with features={features.kind} as it is"
         )
-    if abs(loaded.frame_s - FRAME_S) > 1e-9:
-        raise ExportError(
-            f"sherpa-onnx takes an output frame for {1000 * FRAME_S:g} ms, and this model gives one every "
-            f"{1000 * loaded.frame_s:g} ms, so that times and endpoints would be wrong: train with time strides of "
-            f"model.convs whose product is 4, {_WAY_OUT}"
+    stride = time_stride(model)
+    if stride != STRIDE:
+        obstacles.append(
+            f"it takes an output frame for {STRIDE} feature frames of 10 ms, and this model gives one for {stride}, so "
+            f"that times and endpoints would be wrong: train with time strides of model.convs whose product is {STRIDE}"
         )
+    if not obstacles:
+        return None
+    return f"sherpa-onnx cannot run this model: {'; '.join(obstacles)}; {_WAY_OUT}"
 
 
 def metadata(loaded: LoadedModel, chunk_frames: int, states: Mapping[str, Tensor]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import pytest
 import sherpa_onnx
 import soundfile
 
+from ds2.commands.compose import compose_config
 from ds2.config.schema import ConvConfig, DecodeConfig
 from ds2.data.manifest import read_manifest
 from ds2.export import sherpa
@@ -79,7 +80,7 @@ def test_times_are_the_lag_late(tone_run: Path, tmp_path: Path) -> None:
     [
         ("log_spectrogram", {}, "features.kind=log_spectrogram: train with features=nemo_fbank"),
         ("kaldi_fbank", {"bidirectional": True, "max_lookahead_ms": 0.0}, "model.bidirectional=true needs the end"),
-        ("kaldi_fbank", {"convs": [ConvConfig([11, 5], [2, 2], 4)]}, "this model gives one every 20 ms"),
+        ("kaldi_fbank", {"convs": [ConvConfig([11, 5], [2, 2], 4)]}, "this model gives one for 2,"),
     ],
 )
 def test_what_sherpa_cannot_run_is_refused(
@@ -89,6 +90,13 @@ def test_what_sherpa_cannot_run_is_refused(
         export_onnx(random_model(kind, **settings), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     export_onnx(random_model(kind, **settings), tmp_path / "model.onnx", for_sherpa=False)
+
+
+def test_all_obstacles_are_named_at_once() -> None:
+    config = compose_config(["model.bidirectional=true", "model.max_lookahead_ms=0", "model.row_convs=0"])
+    reason = sherpa.why_not(config) or ""
+    assert all(part in reason for part in ("bidirectional", "features.kind", "whose product is 4", "--interface plain"))
+    assert sherpa.why_not(compose_config(["recipe=librispeech_5h_phone"])) is None
 
 
 def test_tokens_of_pieces_and_digits() -> None:

@@ -4,8 +4,11 @@ No autograd, no host synchronisation: CUDA-graph capturable. Everything but the
 products is float32 where tensors are 16-bit. Shape letters: T frames, B batch, H hidden, G gates, S saved values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ds2_ops.recurrent.backends.reference import time_loop
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
@@ -47,7 +50,7 @@ def forward(
     if cell.gates == 1:
         y, h_n = _forward_in_place(x, weight_hh, h0, lengths, options)
         return y, h_n, None, None
-    if _in_place(x, cell):
+    if _in_place(x, cell) and not _has_tangents(x, weight_hh, bias_hn, h0, c0):
         run = _lstm_forward if cell.carries_c else _gru_forward
         return run(x, weight_hh, bias_hn, h0, c0, lengths, save)
     valid = None if lengths is None else _valid(lengths, frames)
@@ -209,6 +212,12 @@ def _in_place(x: Tensor, cell: Cell) -> bool:
     the step before is computed over all frames. Only these loops read what they saved.
     """
     return x.device.type == "cpu" and x.dtype == wide_dtype(x) and cell.name in ("lstm", "gru_after")
+
+
+def _has_tangents(*inputs: Tensor | None) -> bool:
+    """Whether forward-mode derivatives are wanted, which operations with a given output do not have."""
+    unpack: Any = forward_ad.unpack_dual
+    return any(unpack(one).tangent is not None for one in inputs if one is not None)
 
 
 def _lstm_forward(
