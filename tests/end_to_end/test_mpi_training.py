@@ -116,7 +116,8 @@ def test_a_fault_of_one_rank_ends_the_job_with_rank_step_and_reason(
     assert re.search(told, run.stdout), run.stdout
     if fault == "kill":
         assert "got SIGTERM while it waited; last reports" in run.stdout and "step 5" in run.stdout
-    assert load(tmp_path / "run" / "trainer.safetensors")[1]["progress"]["step"] == 5
+    saved = load(tmp_path / "run" / "trainer.safetensors")[1]["progress"]["step"]
+    assert saved == 5 or (fault == "freeze" and saved == 4)  # frozen while the state of step 5 was being written
 
 
 def test_a_mistake_that_all_ranks_meet_is_told_once(tiny_overrides: list[str], tmp_path: Path) -> None:

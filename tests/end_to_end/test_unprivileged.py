@@ -71,7 +71,7 @@ def test_what_may_not_be_written_is_named_or_done_without(
         ([*build, str(tmp_path / "t.lm"), "--arpa", str(arpa)], 0, "wrote"),
         (["transcribe", model, str(recording), *lone, "decode=beam", f"decode.lm={tmp_path / 't.lm'}"], 0, ""),
         (["transcribe", model, str(recording), *lone, "decode=native", f"decode.lm={tmp_path / 't.lm'}"], 0,
-         "set DS2_CACHE_DIR to a folder with room"),
+         "set DS2_CACHE_DIR to a folder with enough space"),
         (["data", "prepare", "recipe=synthetic", f"data.work_dir={forbidden / 'corpus'}"], 2, f"{forbidden}/corpus"),
         (["data", "filter", str(tone_manifest), str(forbidden / "m.jsonl")], 2, f"{forbidden}"),
         (["doctor"], 0, ""),
