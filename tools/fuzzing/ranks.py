@@ -41,8 +41,9 @@ from ds2.training.loop import train
 RANKS = 4
 SILENT_S = 5.0  # comm.timeout_s: so long a rank is stopped before the others go on
 LIMIT_S = 240.0  # of a run, a last resort
-STEPS = ("batching.utterances=3", "train.epochs=16", f"comm.timeout_s={SILENT_S}")
-PAUSE_S = (0.02, 1.0)  # from one event to the next
+STEPS = ("batching.utterances=3", "train.epochs=40", f"comm.timeout_s={SILENT_S}")
+UNSETTLED = 0.05  # how often an event comes while processes start
+PAUSE_S = (0.02, 0.5)  # from one event to the next
 EVENTS = (4, 14)  # of a run
 _EXPECTED = (0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)  # SIGTERM may come before its handler is there
 KINDS = [("kill", signal.SIGKILL)] * 5 + [("stop", signal.SIGSTOP), ("leave", signal.SIGTERM)] + [("join", None)] * 6
@@ -53,6 +54,7 @@ class Count:
     """What was done to the runs, and how they ended."""
 
     events: Counter[str] = field(default_factory=Counter)
+    of_ranks: int = 0
     equal: int = 0
     recovered_s: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -78,11 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 count.faults.append(f"seed {seed}: {fault}")
                 print(count.faults[-1], file=sys.stderr)
             shutil.rmtree(folder)
-    print("| runs | kill -9 | SIGSTOP | SIGTERM | joins | equal | faults | s until others went on: median | longest |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    signals = "kill -9 | SIGSTOP | SIGTERM | of these, to ranks"
+    print(f"| runs | {signals} | joins | equal | faults | s until others went on: median | longest |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     times = count.recovered_s or [0.0]
-    events = (count.events[kind] for kind in ("kill", "stop", "leave", "join"))
-    done = (options.runs, *events, count.equal, len(count.faults))
+    sent = (count.events[kind] for kind in ("kill", "stop", "leave"))
+    done = (options.runs, *sent, count.of_ranks, count.events["join"], count.equal, len(count.faults))
     print(f"| {' | '.join(map(str, done))} | {statistics.median(times):.2f} | {max(times):.2f} |\n")
     print(f"seeds {options.seed} to {options.seed + options.runs - 1}, {time.monotonic() - started:.0f} s")
     print("\n".join([f"commit {options.commit}", *(f"- {fault}" for fault in count.faults)]))
@@ -134,13 +137,15 @@ def disturbed(folder: Path, settings: Sequence[str], draw: random.Random, count:
         if not (done or running or stopped):  # one has to finish
             running.append(start(run, output))
         kind, number = draw.choice(KINDS)
-        if not events or not running:
+        ranks = [process for process in _ranks(folder / "broken") if process in running]
+        settled = len(ranks) == len(running) or draw.random() < UNSETTLED  # processes take seconds to become ranks
+        if not (events and ranks and settled):
             continue
         if number is None and len(running) + len(stopped) < RANKS:
             running.append(start(run, output))
         elif number is not None:
-            ranks = [process for process in _ranks(folder / "broken") if process in running]
-            process = draw.choice(ranks or running) if draw.random() < 0.8 else draw.choice(running)
+            process = draw.choice(ranks) if draw.random() < 0.9 else draw.choice(running)
+            count.of_ranks += process in ranks
             os.kill(process, number)
             if number == signal.SIGSTOP:
                 stopped[process] = time.monotonic() + draw.uniform(0.1, 2 * SILENT_S)
