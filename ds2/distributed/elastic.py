@@ -320,9 +320,9 @@ class Members:
     def _check_view(self, view: View, own: int, links: list[dict[int, socket.socket]], waited_s: float) -> None:
         """Raise LostRankError if the ranks of a view cannot all meet any more."""
         gone = [r for r, m in enumerate(view.members) if r != own and not self.alive(m.id)]
-        left = [r.member.id for r in self._requests() if r.after >= view.number]
+        leaving = [r.member.id for r in self._requests() if r.after >= view.number]
         newest = self._newest()
-        if gone or any(view.rank(member) is not None for member in left) or (newest and newest.number > view.number):
+        if gone or any(view.rank(member) is not None for member in leaving) or (newest and newest.number > view.number):
             raise LostRankError(f"ranks {gone} ended" if gone else "a rank has left the new group")
         if waited_s > self._config.timeout_s:
             raise LostRankError("ranks of the new group have not answered")

@@ -190,7 +190,7 @@ class Unpacker:
             if len(self._buffer) < first + length:
                 break
             start = first + length
-            yield from decode(bytes(self._buffer[first:start]), self.classes)
+            yield from decode(self._buffer[first:start], self.classes)
         del self._buffer[:start]
 
 

@@ -120,8 +120,8 @@ def _serves(made: Certificate, names: Sequence[str]) -> bool:
         ]
     except (ConfigError, OSError, ValueError):
         return False
-    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    return left.days >= _LEAST_DAYS and {_general_name(name) for name in names} <= set(own)
+    remaining = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    return remaining.days >= _LEAST_DAYS and {_general_name(name) for name in names} <= set(own)
 
 
 def names_of_host(host: str, more: Sequence[str]) -> list[str]:

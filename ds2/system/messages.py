@@ -28,6 +28,7 @@ _TENSOR_TYPES = {
         torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     )
 }  # fmt: skip
+_PLAIN = {type(None), bool, int, float, str}  # what JSON has: a list of these stands for itself
 _ARRAY_KINDS = "biuf"  # of numpy: bool, integers, floats; never objects
 
 
@@ -78,7 +79,7 @@ def _to_json(value: Any, buffers: bytearray) -> object:  # noqa: PLR0911  one a 
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_to_json(entry, buffers) for entry in value]
+        return value if _PLAIN.issuperset(map(type, value)) else [_to_json(entry, buffers) for entry in value]
     if isinstance(value, tuple):
         return {"tuple": [_to_json(entry, buffers) for entry in value]}
     if isinstance(value, dict):
@@ -110,7 +111,7 @@ def _from_json(entry: Any, buffers: memoryview, classes: dict[str, type]) -> Any
         return _from_json(inner, buffers, classes)
 
     if isinstance(entry, list):
-        return [read(inner) for inner in entry]
+        return entry if _PLAIN.issuperset(map(type, entry)) else [read(inner) for inner in entry]
     if not isinstance(entry, dict):
         return entry
     [(tag, content)] = entry.items()

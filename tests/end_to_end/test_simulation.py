@@ -22,9 +22,9 @@ def simulate(*arguments: str, hash_seed: int = 0) -> str:
 
 
 def digest(output: str) -> str:
-    found = re.search(r"digest ([0-9a-f]{16})", output)
-    assert found
-    return found[1]
+    match = re.search(r"digest ([0-9a-f]{16})", output)
+    assert match
+    return match[1]
 
 
 def test_no_seed_breaks_a_promise_and_each_replays() -> None:

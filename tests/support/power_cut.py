@@ -64,7 +64,7 @@ class Disk:
 
     def faults(self) -> list[str]:
         """What a power cut could damage."""
-        found = []
+        faults = []
         for path, (inode, content) in self._files().items():
             if path.name.startswith(self.appended) or self.before.get(path) == (inode, content):
                 continue
@@ -72,8 +72,8 @@ class Disk:
             if not wrong and path.parent in self.unflushed_folders:
                 wrong = "has a name that is not flushed"
             if wrong:
-                found.append(f"{path.relative_to(self.root)} {wrong}")
-        return found
+                faults.append(f"{path.relative_to(self.root)} {wrong}")
+        return faults
 
 
 @contextmanager

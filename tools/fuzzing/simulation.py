@@ -81,7 +81,6 @@ class FoundError(AssertionError):
 class Stream:
     """What the network carries of a stream."""
 
-    blocks: int = 0
     state: int = 1
     labels: list[int] = field(default_factory=list)  # that wait for their lookahead
 
@@ -135,7 +134,6 @@ class SimulatedRunner:
             if level:
                 stream.state = (5 * stream.state + level) % 65521
             stream.labels.append(1 + stream.state % (len(ALPHABET) - 1) if level else 0)
-        stream.blocks += 1
         count = len(stream.labels) if last and self.finishes else max(0, len(stream.labels) - LOOKAHEAD)
         ready, stream.labels = stream.labels[:count], stream.labels[count:]
         if last:
@@ -742,9 +740,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _print_faults(seeds: range) -> int:
     missed = 0
     for name in FAULTS:
-        found = find_fault(name, seeds)
-        missed += found is None
-        print(f"{name}: " + (f"seed {found[0]}: {found[1][:200]}" if found else f"not found in {len(seeds)} seeds"))
+        first = find_fault(name, seeds)
+        missed += first is None
+        print(f"{name}: " + (f"seed {first[0]}: {first[1][:200]}" if first else f"not found in {len(seeds)} seeds"))
     return 1 if missed else 0
 
 
