@@ -77,7 +77,7 @@ def with_search_path(arguments: Sequence[str]) -> list[str]:
     remaining, folders = _without_config_dirs(arguments)
     if folders:
         quoted = [str(folder.resolve()).replace("'", "\\'") for folder in folders]
-        remaining.append("hydra.searchpath=[" + ",".join(f"'file://{path}'" for path in quoted) + "]")
+        remaining.append("hydra.searchpath=[" + ",".join(f"'ds2://{path}'" for path in quoted) + "]")
     return remaining
 
 
@@ -94,7 +94,19 @@ def _without_config_dirs(arguments: Sequence[str]) -> tuple[list[str], list[Path
     for folder in folders:
         if not Path(folder).is_dir():
             raise ConfigError(f"--config-dir {folder!r} is not a folder: give the one that holds your recipe/NAME.yaml")
+        _refuse_taken_names(Path(folder))
     return remaining, [Path(folder) for folder in folders]
+
+
+def _refuse_taken_names(folder: Path) -> None:
+    """Raise ConfigError for a file that Hydra would not read, as ds2 has another one of that group and name."""
+    from ds2.commands.compose import config_dir
+
+    for file in sorted(folder.glob("*/*.yaml")):
+        name = file.relative_to(folder)
+        ours = config_dir() / name
+        if ours.is_file() and ours.read_bytes() != file.read_bytes():
+            raise ConfigError(f"{file}: ds2 has a {name} too, which would be read instead: rename yours")
 
 
 def manifests_of(model_file: Path, paths: Sequence[str | Path], configured: Sequence[str], key: str) -> list[Path]:

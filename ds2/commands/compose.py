@@ -11,10 +11,13 @@ from typing import NoReturn, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ds2
@@ -26,6 +29,40 @@ from ds2.text.pieces import read_pieces
 PRIMARY_CONFIG = "train"
 _WORDS = re.compile(r"[^\s,\[\]{}](?:[^,\[\]{}]*[^\s,\[\]{}])?")
 _WORDS_OF_MAPPING = re.compile(r"[^\s,:\[\]{}](?:[^,:\[\]{}]*[^\s,:\[\]{}])?")
+
+
+class ConfigFolder(ConfigSource):
+    """A folder of --config-dir: Hydra's `file://`, but a recipe needs no `# @package _global_` at its top."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "ds2"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = self._file(config_path)
+        text = file.read_text(encoding="utf-8")
+        header = self._get_header_dict(text)
+        if file.parent.name == "recipe" and header["package"] is None:
+            header["package"] = "_global_"
+        return ConfigResult(provider=self.provider, path=self.full_path(), config=OmegaConf.load(file), header=header)
+
+    def is_group(self, config_path: str) -> bool:
+        return Path(self.path, config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        return self._file(config_path).is_file()
+
+    def available(self) -> bool:
+        return self.is_group("")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        names: list[str] = []
+        for path in Path(self.path, config_path).iterdir():
+            self._list_add_result(names, f"{config_path}/{path.name}", path.name, results_filter)
+        return sorted(set(names))
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))
 
 
 def config_dir() -> Path:
@@ -56,6 +93,11 @@ def compose_config(overrides: Sequence[str] = ()) -> Config:
             composed = compose(config_name=PRIMARY_CONFIG, overrides=open_free_form(overrides))
     except MissingConfigException as error:
         _missing(error)
+    except RecursionError as error:
+        raise ConfigError(
+            "a configuration has itself among its defaults; a recipe extends another one by its name alone: `- an4`, "
+            "not `- /recipe: an4`"
+        ) from error
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         explain(error, overrides)
     return read_config(composed, overrides)[0]
@@ -171,5 +213,6 @@ def _missing(error: MissingConfigException) -> NoReturn:
 
 
 def register() -> None:
-    """Register the schema with Hydra as `schema`, the first default of the primary config."""
+    """Register the schema with Hydra as `schema`, the first default of the primary config, and folders of recipes."""
+    Plugins.instance().register(ConfigFolder)
     ConfigStore.instance().store(name="schema", node=Config)

@@ -143,6 +143,8 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
                 if not value:
                     raise ConfigError(f"{argument} needs a value: --cfg job")
                 options.append(value)
+    if is_sweep(options) and any(option.startswith(("--cfg", "-c")) for option in options):
+        raise ConfigError("--cfg shows one configuration, --multirun trains several: leave one of the two out")
     if "--resolve" in options and not any(option.startswith(("--cfg", "-c")) for option in options):
         raise ConfigError("--resolve needs --cfg, which shows a configuration: --cfg job --resolve")
     return options, overrides

@@ -64,6 +64,43 @@ def test_a_wrong_key_in_a_users_recipe_is_found(tmp_path: Path) -> None:
         compose_config([f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine"])
 
 
+@pytest.mark.parametrize("head", ["", "# @package _global_\n", "# Mine.\n# @package _global_\n", "# Mine.\n\n"])
+@pytest.mark.parametrize("base", ["", "  - an4_demo\n"])
+def test_a_users_recipe_needs_no_header(head: str, base: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    text = f"defaults:\n{base}  - override /model: rnn_small\n  - _self_\nrun_dir: r\nmodel:\n  depth: 6\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(head + text)
+    config = compose_config(with_search_path(["--config-dir", str(tmp_path), "recipe=mine"]))
+    assert (config.run_dir, config.model.depth, config.model.hidden) == ("r", 6, 320)
+    assert (config.data.prepare == "an4") == bool(base)
+
+
+def test_a_users_group_is_read_without_a_header(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("depth: 6\n")
+    command = ["--config-dir", str(tmp_path), "model=mine", "run_dir=r"]
+    assert compose_config(with_search_path(command)).model.depth == 6
+
+
+def test_a_recipe_that_extends_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("defaults:\n  - /recipe: an4_demo\n")
+    with pytest.raises(ConfigError, match="extends another one by its name alone"):
+        compose_config(with_search_path(["--config-dir", str(tmp_path), "recipe=mine"]))
+
+
+def test_a_users_file_that_hydra_would_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    ours = config_dir() / "recipe" / "an4.yaml"
+    (tmp_path / "recipe" / "an4.yaml").write_bytes(ours.read_bytes())
+    command = ["--config-dir", str(tmp_path), "recipe=an4"]
+    compose_config(with_search_path(command))
+    (tmp_path / "recipe" / "an4.yaml").write_text("run_dir: mine\n")
+    with pytest.raises(ConfigError, match=r"ds2 has a recipe/an4\.yaml too, .*: rename yours"):
+        with_search_path(command)
+    assert compose_config([f"hydra.searchpath=[ds2://{tmp_path}]", "recipe=an4"]).run_dir == "runs/an4"  # indeed
+
+
 def test_the_command_line_wins_over_the_recipe() -> None:
     assert compose_config(["recipe=an4_demo", "train.epochs=3", "model.depth=2"]).train.epochs == 3
 
