@@ -248,6 +248,7 @@ def test_a_resumed_run_meets_shapes_anew_and_gives_the_same_bits(tiny_config: Ma
     whole = run(config, tmp_path / "whole", STEPS)
     first = run(config, tmp_path / "broken", 14)
     first[0].files.save()
+    first[0].files.wait()
     second = run(config, tmp_path / "broken", STEPS)
     assert_equal(whole, (second[0], first[1] + second[1]))
     assert replays(whole[0]) > replays(second[0]) > 0
