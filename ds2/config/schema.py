@@ -130,7 +130,8 @@ class ModelConfig:
     row_convs: int = number(10, 0, 10_000)  # row convolutions, spread evenly over the residual modules
     row_conv_context: int = number(3, 0, 10_000)  # future frames that each row convolution reads (tau)
     bidirectional: bool = False  # recurrent layers in both directions
-    batch_norm: bool = True  # batch normalisation of input projections and convolutions
+    batch_norm: bool = True  # batch normalisation of convolutions and, with norm=batch, of all layers
+    norm: str = choice("batch", "rms")  # of recurrent layers and classifiers; rms: each frame by its root mean square
     batch_norm_momentum: float = number(0.1, 0, 1)  # of the running statistics
     dropout: float = number(0.0, 0, 1, below=True)  # of the inputs of recurrent layers
     # Initial recurrent weights and scale of residual branches, for the cell rnn and M branches. plain: as torch.nn,

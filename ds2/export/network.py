@@ -1,7 +1,7 @@
 """The exported network, written once for all targets: a signal and a state in, log-probs and the next state out.
 
 A stream comes in chunks of a fixed length. Every layer carries the end of its input, gives as many frames as come in
-and is delayed by its lookahead: `ds2.inference.weights` says how many. Which of a layer's frames are valid follows
+and is delayed by its lookahead: `ds2.model.folded` says how many. Which of a layer's frames are valid follows
 from two counts, the frames before this chunk and with it: frames before the start and past the end are 0 in every layer
 and in every recurrent state, as they were when the model was trained.
 
@@ -21,16 +21,15 @@ from torch import Tensor
 from ds2.audio import filter_banks
 from ds2.audio.features import POWER_FLOOR, Features
 from ds2.export.operations import Operations, Value
-from ds2.inference.weights import (
+from ds2.model.acoustic import AcousticModel
+from ds2.model.folded import (
     ConvWeights,
     DirectionWeights,
     ModuleWeights,
     NetworkWeights,
     RecurrentWeights,
     TimeWindow,
-    fold,
 )
-from ds2.model.acoustic import AcousticModel
 from ds2.text.alphabet import BLANK
 
 NEVER = -1e4
@@ -63,7 +62,7 @@ class ExportWeights:
 def collect(model: AcousticModel, features: Features, *, from_samples: bool) -> ExportWeights:
     """The weights of a model in evaluation mode on the CPU; from log energies, these are not delayed."""
     signal = _feature_weights(features)
-    return ExportWeights(signal, fold(model, signal.window.delay if from_samples else 0))
+    return ExportWeights(signal, model.folded(signal.window.delay if from_samples else 0))
 
 
 def _feature_weights(features: Features) -> FeatureWeights:
@@ -189,7 +188,8 @@ class Network:
         frames = LayerFrames(x, frames.at, frames.valid)
         for module in network.modules:
             frames = self._module(frames, module)
-        logits = frames.x @ ops.constant(network.classifier.t()) + ops.constant(network.bias)
+        x = self._divided_by_rms(frames.x, network.rms_eps)
+        logits = x @ ops.constant(network.classifier.t()) + ops.constant(network.bias)
         blank = torch.full((len(network.bias),), NEVER)
         blank[BLANK] = 0.0
         valid = ops.reshape(frames.valid, (0, -1, 1))
@@ -240,7 +240,8 @@ class Network:
         self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
     ) -> Value:
         ops, hidden = self.ops, layer.hidden
-        z = frames.x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
+        x = self._divided_by_rms(frames.x, layer.rms_eps)
+        z = x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
         valid = ops.to_float(ops.reshape(frames.valid, (0, -1, 1)))
         # The last gate of gru_before has a product of its own.
         ends = (2 * hidden,) if layer.cell == "gru_before" else ()
@@ -251,9 +252,9 @@ class Network:
 
         def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             pre = inputs[0] + states[0] @ weight_hh
-            if layer.nonlinearity == "tanh":
+            if layer.cell == "tanh":
                 return [ops.tanh(pre) * inputs[1]]
-            return [ops.clip(pre, 0.0, layer.clip if layer.nonlinearity == "clipped_relu" else None) * inputs[1]]
+            return [ops.clip(pre, 0.0, layer.clip if layer.cell == "clipped_relu" else None) * inputs[1]]
 
         def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
             i, f, g, o = ops.split(inputs[0] + states[0] @ weight_hh, 4)
@@ -274,12 +275,16 @@ class Network:
             z = ops.sigmoid(x_z + h_z)
             return [(n + z * (states[0] - n)) * inputs[1]]
 
-        step = {"rnn": simple, "lstm": lstm, "gru": gru, "gru_before": gru_before}[layer.cell]
+        step = {"lstm": lstm, "gru_after": gru, "gru_before": gru_before}.get(layer.cell, simple)
         y, last = ops.scan(step, states, [z, valid], reverse=reverse)
         if self.memory is not None:
             for state in last:
                 self.memory.write(state)
         return y
+
+    def _divided_by_rms(self, x: Value, eps: float | None) -> Value:
+        """x / sqrt(mean(x^2) + eps) over the last axis of (B, T, H); as it is without an eps."""
+        return x if eps is None else self.ops.divided_by_rms(x, eps)
 
     def _delay(self, window: TimeWindow) -> int:
         return 0 if self.tails is None else window.delay

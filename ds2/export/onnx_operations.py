@@ -132,6 +132,10 @@ class OnnxOperations:
     def log_softmax(self, x: OnnxValue) -> OnnxValue:
         return self.node("LogSoftmax", x, axis=-1)
 
+    def divided_by_rms(self, x: OnnxValue, eps: float) -> OnnxValue:
+        mean = self.node("ReduceMean", self.node("Mul", x, x), axes=[-1], keepdims=1)
+        return self.node("Div", x, self.node("Sqrt", self.node("Add", mean, eps)))
+
     def where(self, condition: OnnxValue, x: Any, y: Any) -> OnnxValue:
         return self.node("Where", condition, x, y)
 

@@ -60,6 +60,9 @@ class Operations(Protocol):
     def log_softmax(self, x: Value) -> Value:
         """Along the last axis."""
 
+    def divided_by_rms(self, x: Value, eps: float) -> Value:
+        """x / sqrt(mean(x^2) + eps), the mean along the last axis."""
+
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         """x where true, else y."""
 
@@ -138,6 +141,9 @@ class TorchOperations:
 
     def log_softmax(self, x: Tensor) -> Tensor:
         return x.log_softmax(-1)
+
+    def divided_by_rms(self, x: Tensor, eps: float) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], None, eps)
 
     def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
         return torch.where(condition, x, y)

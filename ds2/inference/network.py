@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from ds2.config.schema import ConfigError
 from ds2.inference import wavefront
 from ds2.inference.slots import UNBOUNDED, StreamState
-from ds2.inference.weights import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights, fold
 from ds2.model.acoustic import AcousticModel
+from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights
+from ds2.model.norm import divided_by_rms
 from ds2.model.structure import frames_after, operator_cell
 
 PARALLEL_LAYERS = 7  # side by side: as many clusters of 16 multiprocessors as an H200 holds
@@ -64,7 +65,7 @@ class BlockNetwork:
             raise ConfigError(reason)
         if block_frames < 1 or block_frames % model.time_stride:
             raise ValueError(f"block_frames={block_frames} is no multiple of the model's stride, {model.time_stride}")
-        weights, backend = fold(model), model.config.backend
+        weights, backend = model.folded(), model.config.backend
         self.device = model.classifier.weight.device
         self.block_frames, self.frames = block_frames, block_frames // model.time_stride
         self.piece = (piece_frames or block_frames) // model.time_stride
@@ -78,6 +79,7 @@ class BlockNetwork:
         delays = torch.tensor([module.delay_in for module in weights.modules], device=self.device)
         self._first = (starts - delays[:, None])[..., None]  # (M, P, 1): first frame of each module and piece
         self._lengths = (self.frames - starts).clamp_max(self.piece)[:, None]
+        self._rms_eps = weights.rms_eps
         self._classifier = weights.classifier.to(self.wide), weights.bias.to(self.wide)
 
     def new_state(self, slots: int) -> StreamState:
@@ -136,7 +138,10 @@ class BlockNetwork:
             for table in state.tables():
                 table.index_copy_(1, slots, table.index_select(1, slots) * (blocks > 0)[:, None])
         frames = flatten(x.first(self._channels))
-        return classify(self.run_layers(frames, state, slots, blocks, ends, edges=edges), *self._classifier)
+        y = self.run_layers(frames, state, slots, blocks, ends, edges=edges)
+        if self._rms_eps is not None:
+            y = divided_by_rms(y.to(self.wide), self._rms_eps)
+        return classify(y, *self._classifier)
 
     @torch.no_grad()
     def run_layers(
@@ -335,7 +340,7 @@ class BlockRecurrence:
 
     def __init__(self, layer: RecurrentWeights, dtype: torch.dtype, backend: str) -> None:
         [direction] = layer.directions
-        self.cell, self.nonlinearity, self.clip, self.backend = layer.cell, layer.nonlinearity, layer.clip, backend
+        self.cell, self.clip, self.rms_eps, self.backend = layer.cell, layer.clip, layer.rms_eps, backend
         self.weight, self.bias = direction.weight_ih.to(dtype), direction.bias.to(dtype)
         self.weight_hh = direction.weight_hh.to(dtype)
         self.bias_hn = None if direction.bias_hn is None else direction.bias_hn.to(dtype)
@@ -365,13 +370,16 @@ class BlockRecurrence:
             y, carry = self(x[:longest], carry, lengths, begin, projection_stream)
             return nn.functional.pad(y, (0, 0, 0, 0, 0, len(x) - longest)), carry
         max_sms = None if projection_stream is None else LAYER_SMS
+        if self.rms_eps is not None:
+            with torch.cuda.stream(projection_stream):  # None: the current one
+                x = divided_by_rms(x, self.rms_eps)
         last: Sequence[Tensor]
-        if self.cell in ("gru", "gru_before"):
+        if self.cell.startswith("gru"):
             z = project(x.contiguous(), self.weight, self.bias, None)
             if begin is not None:
                 z = self._held(z, begin)
             inputs = z, self.weight_hh, self.bias_hn, carry[0], lengths
-            y, *last = gru(*inputs, reset_after=self.cell == "gru", backend=self.backend)
+            y, *last = gru(*inputs, reset_after=self.cell == "gru_after", backend=self.backend)
         elif self.cell == "lstm":
             y, *last = lstm_layer(
                 x,
@@ -395,7 +403,7 @@ class BlockRecurrence:
                 carry[0],
                 lengths,
                 begin,
-                nonlinearity=self.nonlinearity,
+                nonlinearity=self.cell,
                 clip=self.clip,
                 backend=self.backend,
                 max_sms=max_sms,

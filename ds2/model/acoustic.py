@@ -13,11 +13,12 @@ from torch.nn import functional
 from ds2.config.schema import ModelConfig
 from ds2.model.convolution import MaskedConv, RowConvolution
 from ds2.model.dropout import BranchDropout, UtteranceDropout
+from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights
 from ds2.model.head import Head, classified
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.norm import Norm, folded_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
-from ds2.model.recurrent import make_recurrent_layer, why_torch
+from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer, make_recurrent_layer, why_torch
 from ds2.model.structure import (
     Frames,
     check_model,
@@ -60,6 +61,16 @@ class RecurrentModule(nn.Module):
         for row_conv in self.row_convs:
             y = row_conv(y, ragged, context)
         return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y
+
+    def folded(self, delay_in: int) -> ModuleWeights:
+        """Describe the module in evaluation; its input is late by so many frames."""
+        return ModuleWeights(
+            [layer.folded() for layer in cast(Iterable[RecurrentLayer | GatedRecurrentLayer], self.recurrent)],
+            [row_conv.folded() for row_conv in cast(Iterable[RowConvolution], self.row_convs)],
+            self.residual,
+            None if self.projection is None else self.projection.weight.detach(),
+            delay_in,
+        )
 
     def _skip(self, x: Tensor, context: PassContext) -> Tensor:
         return x if self.projection is None else functional.linear(x, context.weight(self.projection.weight))
@@ -108,7 +119,7 @@ class AcousticModel(nn.Module):
             rate = config.stochastic_depth * number / max(1, len(self.recurrent_modules) - 1)
             module.drop = BranchDropout(rate, number)
         self._scale_branches()
-        self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
+        self.norm = make_norm(width, config)
         self.classifier = nn.Linear(width, labels)
         self.heads = nn.ModuleDict({str(number): Head(width, labels, config) for number in config.intermediate})
 
@@ -209,16 +220,35 @@ class AcousticModel(nn.Module):
         every.append(classified(x, ragged.count, self, context))
         return [torch.where(ragged.valid.t()[:, :, None], logits, 0.0) for logits in every]
 
+    @torch.no_grad()
+    def folded(self, delay_in: int = 0) -> NetworkWeights:
+        """Describe the network in evaluation, on its device; what it learns later is not seen.
+
+        Args:
+            delay_in: frames by which the features are late.
+        """
+        delay, bins = delay_in, self.bins
+        convs: list[ConvWeights] = []
+        for conv in cast(Iterable[MaskedConv], self.convs):
+            convs.append(conv.folded(bins, delay))
+            delay, bins = convs[-1].window.delay, convs[-1].bins_out
+        modules: list[ModuleWeights] = []
+        for module in cast(Iterable[RecurrentModule], self.recurrent_modules):
+            modules.append(module.folded(delay))
+            delay += modules[-1].lookahead
+        weight, bias = folded_before(self.classifier.weight, self.classifier.bias, self.norm)
+        return NetworkWeights(self.bins, convs, modules, rms_eps(self.norm), weight, bias, delay)
+
     def _scale_branches(self) -> None:
-        """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
+        """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the norm of their last layer.
 
         So the stream of many modules keeps its size, and the gradient too (measured: docs/design/network.md).
         """
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
         norms = [module.recurrent[-1].norm for module in modules if module.residual]
-        if self.config.cell == "rnn" and self.config.batch_norm and self.config.start != "plain":
-            for norm in cast(list[SequenceBatchNorm], norms):
-                nn.init.constant_(norm.weight, len(norms) ** -0.5)
+        if self.config.cell == "rnn" and self.config.start != "plain":
+            for norm in (norm for norm in norms if norm is not None):
+                nn.init.constant_(cast(Norm, norm).weight, len(norms) ** -0.5)
 
     def _checked_lengths(self, features: Tensor, lengths: Tensor) -> Tensor:
         if features.dim() != 3 or features.shape[1] != self.bins:

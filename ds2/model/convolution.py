@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ConvConfig, ModelConfig
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.folded import ConvWeights, TimeWindow
+from ds2.model.norm import SequenceBatchNorm, folded_behind
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.model.ragged import Ragged
 from ds2.model.structure import frames_after
@@ -58,6 +59,12 @@ class MaskedConv(nn.Module):
             z = self.norm(z.mul_(valid), after.count.times(z.shape[2]), context)
         return functional.hardtanh(z, 0.0, self.clip).mul_(valid), after
 
+    def folded(self, bins: int, delay_in: int) -> ConvWeights:
+        """Describe the layer in evaluation for so many bins, whose input is late by so many frames."""
+        weight, bias = folded_behind(self.weight, self.bias, self.norm)
+        window = TimeWindow(self.kernel[1], (self.kernel[1] - 1) // 2, self.stride[1], delay_in)
+        return ConvWeights(weight, bias, (self.stride[0], self.stride[1]), self.clip, bins, window)
+
     def _convolve(self, x: Tensor, context: PassContext) -> Tensor:
         weight = context.weight(self.weight)
         bias = None if self.bias is None else context.weight(self.bias)
@@ -90,3 +97,7 @@ class RowConvolution(nn.Module):
         """Map (T, B, H) to (T, B, H), 0 past each length."""
         sink = context.sink(self.weight)
         return lookahead(x, context.weight(self.weight), ragged.lengths, sink=None if sink is None else sink.add)
+
+    def folded(self) -> Tensor:
+        """The taps (tau + 1, H)."""
+        return self.weight.detach().t()

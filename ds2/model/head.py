@@ -9,28 +9,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
-from ds2.model.norm import Count, SequenceBatchNorm
+from ds2.model.norm import Count, Norm, make_norm
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 
 
 class Classifier(Protocol):
-    """Anything with a batch norm, or none, before a classifier."""
+    """Anything with a norm, or none, before a classifier."""
 
-    norm: SequenceBatchNorm | None
+    norm: Norm | None
     classifier: nn.Linear
 
 
 class Head(nn.Module):
-    """Batch norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
+    """Norm and a classifier behind a module that is not the last, for training (Lee and Watanabe 2021)."""
 
     def __init__(self, width: int, labels: int, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = SequenceBatchNorm(width, config.batch_norm_momentum) if config.batch_norm else None
+        self.norm = make_norm(width, config)
         self.classifier = nn.Linear(width, labels)
 
 
 def classified(x: Tensor, count: Count | None, head: Classifier, context: PassContext = OWN_PARAMETERS) -> Tensor:
-    """(T, B, H) to logits (T, B, V) by the batch norm and the classifier of a head or of the whole model."""
+    """(T, B, H) to logits (T, B, V) by the norm and the classifier of a head or of the whole model."""
     with torch.autocast(x.device.type, enabled=False):
         classifier = head.classifier
         x = x.to(classifier.weight.dtype)

@@ -1,4 +1,4 @@
-"""Sequence-wise batch norm: statistics over the valid frames of batch and time, in float32.
+"""Norms: sequence-wise batch norm, over the valid frames of batch and time, and RMS norm, of each frame by itself.
 
 Shape letters: T frames, B batch, C channels, F bins, H features; N positions, all axes but the channels taken together.
 """
@@ -11,7 +11,9 @@ import torch
 from ds2_ops.batch_norm.kernels import why_not
 from ds2_ops.batch_norm.op import RunningStatistics, batch_norm
 from torch import Tensor, nn
+from torch.nn import functional
 
+from ds2.config.schema import ModelConfig
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 
 Sum = Callable[[Tensor], None]
@@ -181,6 +183,11 @@ class SequenceBatchNorm(nn.Module):
             **options,
         )
 
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """s and t of y = s x + t in evaluation, float64 (C,) each: s = weight / sqrt(var + eps), t = bias - s mean."""
+        scale = self.weight.double() / (self.running_var.double() + self.eps).sqrt()
+        return scale, self.bias.double() - self.running_mean.double() * scale
+
     def forget_broken_averages(self) -> None:
         """Start the running averages anew where a batch that was not finite got into them; reads them back."""
         if not bool(torch.isfinite(self.running_mean + self.running_var).all()):
@@ -195,6 +202,74 @@ class SequenceBatchNorm(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Take up what ``get_extra_state`` gave."""
         self.batches = int(state)
+
+
+class RmsNorm(nn.Module):
+    """Divide each frame by its root mean square: y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
+
+    No frame needs another one, so a layer may begin before the layer below has ended, and training and evaluation
+    compute the same. Frames of zeros stay zeros.
+
+    Args:
+        channels: number of channels.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        """Normalise (..., C), any float dtype, computed in float32 at least; `count` is not used."""
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.rms_norm(x, self.weight.shape, context.weight(self.weight).to(x.dtype), self.eps)
+
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """s and t of y = s x / sqrt(mean(x^2) + eps) + t, float64 (C,) each."""
+        return self.weight.double(), torch.zeros_like(self.weight, dtype=torch.float64)
+
+
+Norm = SequenceBatchNorm | RmsNorm
+
+
+def make_norm(channels: int, config: ModelConfig) -> Norm | None:
+    """Make the norm that a config names for the inputs of recurrent layers and classifiers; None: they have none."""
+    if config.norm == "rms":
+        return RmsNorm(channels)
+    return SequenceBatchNorm(channels, config.batch_norm_momentum) if config.batch_norm else None
+
+
+def divided_by_rms(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis: an RMS norm whose weight is folded into the product behind it."""
+    return functional.rms_norm(x, x.shape[-1:], None, eps)
+
+
+def rms_eps(norm: Norm | None) -> float | None:
+    """The eps of a norm that divides each frame by its root mean square; None: it does not."""
+    return norm.eps if isinstance(norm, RmsNorm) else None
+
+
+def folded_behind(weight: Tensor, bias: Tensor | None, norm: SequenceBatchNorm | None) -> tuple[Tensor, Tensor]:
+    """Weight (C, ...) and bias (C,) of a product and the norm behind it, float64: s (W x) + t = (s W) x + t."""
+    weight = weight.double()
+    shift = weight.new_zeros(len(weight)) if bias is None else bias.double()
+    if norm is None:
+        return weight, shift
+    scale, offset = norm.scale_and_shift()
+    return weight * scale.view(-1, *[1] * (weight.dim() - 1)), shift * scale + offset
+
+
+def folded_before(weight: Tensor, bias: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Weight (V, H) and bias (V,) of a product and the norm before it, float64: W (s x + t) = (W s) x + W t.
+
+    The division of an RMS norm is not in them: see `rms_eps`.
+    """
+    weight, bias = weight.double(), bias.double()
+    if norm is None:
+        return weight, bias
+    scale, shift = norm.scale_and_shift()
+    return weight * scale, bias + weight @ shift
 
 
 class _Normalise(torch.autograd.Function):

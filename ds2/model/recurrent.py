@@ -5,6 +5,7 @@ Shape letters: T frames, B batch, H hidden, G gates, D width of a layer's input.
 Invariant: between layers, frames past an utterance's length are exactly 0, and no layer reads a gradient there.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
 from ds2.model.dropout import UtteranceDropout
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.folded import DirectionWeights, RecurrentWeights
+from ds2.model.norm import RmsNorm, SequenceBatchNorm, folded_before, folded_behind, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.ragged import Ragged
 from ds2.model.structure import operator_cell
@@ -28,7 +30,8 @@ _RECURRENT_GAIN = 0.5
 class RecurrentLayer(nn.Module):
     """Simple recurrent layer h_t = f(BN(W x_t) + U h_(t-1)) (paper, section 5.2; Deep Speech 2, section 3.2).
 
-    Bidirectional layers share W and its batch norm, have a U each, and sum both directions, as Deep Speech 2 does.
+    With ``config.norm`` rms it is h_t = f(W RMS(x_t) + b + U h_(t-1)). Bidirectional layers share W and the norm, have
+    a U each, and sum both directions, as Deep Speech 2 does.
 
     U starts as the identity times 0.5: each unit begins as a leaky sum of its own input, so the gradient reaches a few
     frames back and the state stays far below the clip (compared with others: docs/design/network.md). With
@@ -44,10 +47,11 @@ class RecurrentLayer(nn.Module):
         hidden = config.hidden
         self.nonlinearity, self.clip, self.backend = config.nonlinearity, config.clip, config.backend
         self.dropout = UtteranceDropout(config.dropout)
+        self.norm = make_norm(width_in if config.norm == "rms" else hidden, config)
         self.weight_ih = nn.Parameter(torch.empty(hidden, width_in))
-        nn.init.kaiming_normal_(self.weight_ih, nonlinearity="relu")
-        self.norm = SequenceBatchNorm(hidden, config.batch_norm_momentum) if config.batch_norm else None
-        self.bias = None if config.batch_norm else nn.Parameter(torch.zeros(hidden))
+        # Both norms start pre-activations with a variance of 1: batch norm behind W, RMS norm by inputs of that size.
+        nn.init.kaiming_normal_(self.weight_ih, nonlinearity="linear" if config.norm == "rms" else "relu")
+        self.bias = None if isinstance(self.norm, SequenceBatchNorm) else nn.Parameter(torch.zeros(hidden))
         self.weight_hh = nn.Parameter(_recurrent_start(config))
         self.weight_hh_reverse = nn.Parameter(_recurrent_start(config)) if config.bidirectional else None
 
@@ -62,10 +66,12 @@ class RecurrentLayer(nn.Module):
         Returns:
             (T, B, H), 0 past each length.
         """
+        if isinstance(self.norm, RmsNorm):
+            x = self.norm(x, None, context)
         x = self.dropout(x, ragged.keys, ragged.share)
         bias = None if self.bias is None else context.weight(self.bias)
         z = linear(x, [self.weight_ih], bias, context)
-        if self.norm is not None:
+        if isinstance(self.norm, SequenceBatchNorm):
             z = self.norm(z, ragged.count, context)
         if self.weight_hh_reverse is not None:
             both = z[:, :, None].expand(-1, -1, 2, -1)
@@ -93,6 +99,16 @@ class RecurrentLayer(nn.Module):
         )
         return y
 
+    def folded(self) -> RecurrentWeights:
+        """Describe the layer in evaluation."""
+        if isinstance(self.norm, SequenceBatchNorm):
+            weight, bias = folded_behind(self.weight_ih, None, self.norm)
+        else:
+            weight, bias = folded_before(self.weight_ih, cast(Tensor, self.bias), self.norm)
+        matrices = [matrix.detach() for matrix in (self.weight_hh, self.weight_hh_reverse) if matrix is not None]
+        directions = [DirectionWeights(weight, bias, matrix, None) for matrix in matrices]
+        return RecurrentWeights(self.nonlinearity, self.clip, rms_eps(self.norm), directions)
+
 
 class GatedRecurrentLayer(nn.Module):
     """LSTM or GRU layer: on the operators of ds2_ops where their fast kernels run, else on torch's fused kernels.
@@ -101,7 +117,7 @@ class GatedRecurrentLayer(nn.Module):
     it always runs on the operators.
 
     Weights are those of torch.nn's modules, under their names. The gates' biases leave no room for batch norm on the
-    projection as torch's kernels compute it, so it acts on the layer's input. Directions are summed, as in
+    projection as torch's kernels compute it, so all norms act on the layer's input. Directions are summed, as in
     :class:`RecurrentLayer`. Arguments, shapes and returns are those of :class:`RecurrentLayer`.
     """
 
@@ -110,7 +126,7 @@ class GatedRecurrentLayer(nn.Module):
         make = nn.LSTM if config.cell == "lstm" else nn.GRU
         self.operator, self.hidden, self.backend = operator_cell(config), config.hidden, config.backend
         self.dropout = UtteranceDropout(config.dropout)
-        self.norm = SequenceBatchNorm(width_in, config.batch_norm_momentum) if config.batch_norm else None
+        self.norm = make_norm(width_in, config)
         self.cell: nn.LSTM | nn.GRU = make(width_in, config.hidden)
         self.cell_reverse: nn.LSTM | nn.GRU | None = make(width_in, config.hidden) if config.bidirectional else None
 
@@ -149,6 +165,21 @@ class GatedRecurrentLayer(nn.Module):
             weight_sink=sinks,
         )
         return ways.sum(2)
+
+    def folded(self) -> RecurrentWeights:
+        """Describe the layer in evaluation; the recurrent bias joins the other, but for gru's last gate."""
+        cells = [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
+        directions = []
+        for cell in cells:
+            names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+            weight, weight_hh, bias, bias_hh = (_parameter(cell, name).detach() for name in names)
+            bias, bias_hh, bias_hn = bias.double(), bias_hh.double(), None
+            if self.operator == "gru_after":
+                bias_hn = bias_hh[2 * self.hidden :]
+                bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
+            weight, bias = folded_before(weight, bias + bias_hh, self.norm)
+            directions.append(DirectionWeights(weight, bias, weight_hh, bias_hn))
+        return RecurrentWeights(self.operator, math.inf, rms_eps(self.norm), directions)
 
     def _on_torch(self, x: Tensor) -> bool:
         if self.backend != "auto":

@@ -98,19 +98,20 @@ def activation_bytes_per_s(model: AcousticModel, value_bytes: int) -> float:
     their sum); of a cell with gates its normalised input and 6 H a direction; H for each row convolution, and for
     a residual sum that neither a row convolution nor a bidirectional sum stands before; the classifier's input after
     batch norm, under bf16 before it too, and the log-probs, in float32. Without batch norm what stands before it falls
-    away. Dropout adds a layer's input and its mask. Weights, gradients and workspace are not in it.
+    away. RMS norm keeps its output, as a GPU computes it. Dropout adds a layer's input and its mask. Weights, gradients
+    and workspace are not in it.
 
     Args:
         model: any.
         value_bytes: 2 under bf16 autocast, 4 in fp32.
     """
     config, frames_per_s, bins = model.config, 1 / model.step_s, model.bins
-    norm = int(config.batch_norm)
+    norm = int(config.batch_norm or config.norm == "rms")
     conv_bytes = frames_per_s * bins * 4  # the masked features, float32
     for conv in config.convs:
         frames_per_s /= conv.stride[1]
         bins = -(-bins // conv.stride[0])
-        conv_bytes += frames_per_s * conv.channels * bins * (2 + norm) * value_bytes
+        conv_bytes += frames_per_s * conv.channels * bins * (2 + int(config.batch_norm)) * value_bytes
     width, hidden = (config.convs[-1].channels if config.convs else 1) * bins, config.hidden
     values = 0.0
     for module, (layers, row_convs) in zip(model.recurrent_modules, module_plan(config), strict=True):
@@ -127,7 +128,8 @@ def _layer_values(config: ModelConfig, width: int, norm: int) -> float:
     dropped = 1.25 * width if config.dropout else 0.0  # the mask is a byte
     if config.cell == "rnn":
         # bidirectional: both directions and their sum
-        return config.hidden * (norm + (1 if directions == 1 else 3)) + dropped
+        normalised = width if config.norm == "rms" else config.hidden
+        return norm * normalised + config.hidden * (1 if directions == 1 else 3) + dropped
     return width * (norm + directions - 1) + config.hidden * directions * _GATE_VALUES[config.cell] + dropped
 
 

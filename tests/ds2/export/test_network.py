@@ -26,6 +26,8 @@ SHAPES: list[dict[str, Any]] = [
     {"cell": "gru", "skip_first": "projection"},
     {"cell": "gru", "batch_norm": False, "skip": 1, "row_convs": 7, "row_conv_context": 1},
     {"cell": "gru_before"},
+    {"norm": "rms"},
+    {"norm": "rms", "cell": "lstm", "batch_norm": False},
     {"convs": []},
 ]
 # In float64 what remains is rounding of 2^-53 a sum, through sums of hundreds of terms and tens of frames: 1e-12 or so.

@@ -17,9 +17,9 @@ from ds2.config.schema import ConfigError, ConvConfig, ModelConfig
 from ds2.inference import network
 from ds2.inference.network import BlockNetwork, KernelConv, LibraryConv
 from ds2.inference.slots import UNBOUNDED, StreamState
-from ds2.inference.weights import TimeWindow, fold
 from ds2.model.acoustic import AcousticModel
-from ds2.model.norm import SequenceBatchNorm
+from ds2.model.folded import TimeWindow
+from ds2.model.norm import RmsNorm, SequenceBatchNorm
 from ds2.system.cuda_graph import GraphRecorder
 
 BINS, LABELS = 9, 5
@@ -43,6 +43,8 @@ def make(convs: str = "two", **options: object) -> AcousticModel:
     config = ModelConfig(convs=CONVS[convs], **(settings | options))  # type: ignore[arg-type]
     model = AcousticModel(config, BINS, LABELS).double().eval()
     for module in model.modules():  # statistics as after training
+        if isinstance(module, RmsNorm):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
         if isinstance(module, SequenceBatchNorm):
             for tensor in (module.running_mean, module.bias):
                 torch.nn.init.normal_(tensor, std=0.3)
@@ -102,6 +104,8 @@ def run_all(blocks_of: BlockNetwork, state: StreamState, sources: list[Tensor], 
         {"cell": "lstm"},
         {"cell": "gru"},
         {"cell": "gru_before"},
+        {"norm": "rms"},
+        {"norm": "rms", "cell": "lstm"},
         {"cell": "gru", "batch_norm": False, "row_convs": 0, "depth": 2},
     ],
 )
@@ -157,7 +161,7 @@ def test_convolutions_of_few_channels_are_given_more(
 @pytest.mark.parametrize("convs", ["one", "two", "narrow"])
 def test_a_convolution_by_one_product_is_the_same(convs: str) -> None:
     x = torch.randn(3, BINS, 40, 1, dtype=torch.float64)
-    for layer in fold(make(convs)).convs:
+    for layer in make(convs).folded().convs:
         library, product = (LibraryConv(layer, torch.float64, frames)(x) for frames in (0, 3 * 40))
         torch.testing.assert_close(product, library, rtol=0, atol=1e-12)
         x = library
@@ -180,7 +184,7 @@ def test_a_window_carries_exactly_the_frames_that_its_outputs_need(length: int, 
 def test_logits_are_as_late_as_the_lookahead_says(convs: str, row_convs: int) -> None:
     model = make(convs, row_convs=row_convs)
     needed = round(model.lookahead_ms / 10) + 1  # feature frames before output frame 0 is known
-    assert fold(model).delay == -(-needed // model.time_stride) - 1
+    assert model.folded().delay == -(-needed // model.time_stride) - 1
 
 
 def test_what_is_made_of_weights_keeps_no_graph_for_gradients() -> None:
@@ -306,15 +310,16 @@ def stream_logits(model: AcousticModel, features: Tensor, block_frames: int, pie
         (320, "none", (21, 11), 2, (8, 16)),
     ],
 )
+@pytest.mark.parametrize("norm", ["batch", "rms"])
 def test_on_a_gpu_bits_depend_neither_on_the_batch_nor_on_the_block(
-    hidden: int, skip_first: str, kernels: tuple[int, int], stride: int, channels: tuple[int, int]
+    hidden: int, skip_first: str, kernels: tuple[int, int], stride: int, channels: tuple[int, int], norm: str
 ) -> None:
     torch.manual_seed(1)
     convs = [
         ConvConfig(kernel=[kernels[0], 11], stride=[2, 2], channels=channels[0]),
         ConvConfig(kernel=[kernels[1], 11], stride=[2, stride], channels=channels[1]),
     ]
-    config = ModelConfig(convs=convs, hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first)
+    config = ModelConfig(convs=convs, hidden=hidden, depth=4, skip=2, row_convs=2, skip_first=skip_first, norm=norm)
     model = AcousticModel(config, 161, LABELS).cuda().eval()
     features = torch.randn(130, 161, 700, device="cuda")
     alone = stream_logits(model, features[:1], 20)

@@ -18,6 +18,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no skip": {"skip": 0},
     "projection": {"skip_first": "projection"},
     "no batch norm": {"batch_norm": False},
+    "rms": {"norm": "rms"},
+    "rms, lstm": {"norm": "rms", "cell": "lstm"},
     "tanh": {"nonlinearity": "tanh"},
     "lstm": {"cell": "lstm"},
     "gru": {"cell": "gru", "skip": 0},
@@ -154,9 +156,9 @@ def test_row_convolutions_spread_evenly() -> None:
         assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("depth", [8, 48, 88])
-def test_activations_and_gradients_survive_depth(depth: int) -> None:
-    model = make(bins=40, convs=[], hidden=64, depth=depth, skip=4)
+@pytest.mark.parametrize(("depth", "norm"), [(8, "batch"), (48, "batch"), (48, "rms"), (88, "batch")])
+def test_activations_and_gradients_survive_depth(depth: int, norm: str) -> None:
+    model = make(bins=40, convs=[], hidden=64, depth=depth, skip=4, norm=norm)
     outputs: list[float] = []
     layers = [layer for module in model.recurrent_modules for layer in module.recurrent]  # type: ignore[union-attr]
     for layer in layers:
