@@ -9,11 +9,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ds2.audio.read import MAX_CHANNELS
-from ds2.config.allowed import Range
+from ds2.config.allowed import COUNT, Range
 from ds2.config.schema import ConfigError
 from ds2.distributed.launcher import yield_to_rank_0
 from ds2.system.errors import UserError
@@ -22,7 +23,6 @@ from ds2.system.terminal import visible
 
 USER_ERROR = 2
 _SHOWN = 60  # characters of a refused argument
-Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,6 +33,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     _mixing = False
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": _HelpFormatter, **settings})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -56,6 +59,18 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             hint = _nearest(str(value), action.choices or ())
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from error
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Ends the help of an option that is a number with its default and the numbers that it allows."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not isinstance(action.type, NumberArgument):
+            return text
+        has_default = action.default is not None and not isinstance(action.default, list) and "default" not in text
+        default = f"default {action.default:g}, " if has_default else ""
+        return f"{text} ({default}{action.type})".strip()
 
 
 def _nearest(word: str, allowed: Iterable[object]) -> str:
@@ -146,31 +161,42 @@ def add_channel(parser: argparse.ArgumentParser) -> None:
         type=whole(0, MAX_CHANNELS),
         default=0,
         metavar="N",
-        help="of files with several: 1 is the first, 0 their average (0)",
+        help="of files with several: 1 is the first, 0 their average",
     )
 
 
-def whole(low: int, high: int) -> Callable[[str], int]:
+def whole(low: int, high: int) -> NumberArgument:
     """Return the `type` of an argument that is an integer between `low` and `high`, inclusive."""
-    return within(int, Range(low, high))
+    return NumberArgument(int, Range(low, high))
 
 
-def real(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
+def real(low: float, high: float, *, above: bool = False) -> NumberArgument:
     """Return the `type` of an argument that is a number between `low` and `high`; `above` excludes `low`."""
-    return within(float, Range(low, high, above))
+    return NumberArgument(float, Range(low, high, above))
 
 
-def within(kind: Callable[[str], Number], allowed: Range) -> Callable[[str], Number]:
-    """Return the `type` of an argument that is an int or float in a range of the configuration schema."""
+@dataclass(frozen=True)
+class NumberArgument:
+    """The `type` of an argument that is a number in a range of the configuration schema; its str is for the help."""
 
-    def parse(text: str) -> Number:
+    kind: type[int] | type[float]
+    allowed: Range
+
+    def __call__(self, text: str) -> float:
+        """Convert the text, as argparse asks for."""
         with suppress(ValueError):
-            value = kind(text)
-            if value in allowed:
+            value = self.kind(text)
+            if value in self.allowed:
                 return value
-        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not allowed: {'whole ' * (kind is int)}{allowed}")
+        wanted = f"{'whole ' * (self.kind is int)}{self.allowed}"
+        raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not allowed: {wanted}")
 
-    return parse
+    def __str__(self) -> str:
+        low, high = (f"{limit:.15g}" for limit in (self.allowed.low, self.allowed.high))
+        if self.allowed.high >= COUNT:
+            return f"above {low}" if self.allowed.above else f"{low} or more"
+        low = f"above {low}" if self.allowed.above else low
+        return f"{low} to {'below ' if self.allowed.below else ''}{high}"
 
 
 def report_errors(action: Callable[[], int]) -> int:

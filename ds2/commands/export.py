@@ -69,8 +69,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         choices=["sherpa", "plain"],
         help="sherpa: what sherpa-onnx runs, the default for onnx; plain: samples in, log-probs out, for any model",
     )
-    parser.add_argument(
-        "--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio (default: 160)"
-    )
+    parser.add_argument("--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
     return parser.parse_args(arguments)

@@ -137,7 +137,7 @@ def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
     build.add_argument("text", type=Path, nargs="+", help="UTF-8, one sentence a line")
     build.add_argument("--output", type=Path, required=True, help="the compact binary, e.g. books.lm")
     build.add_argument("--arpa", type=Path, help="also write this ARPA file")
-    build.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens (default 4)")
+    build.add_argument("--order", type=whole(1, MAX_ORDER), default=4, help="longest n-gram in tokens")
     build.add_argument("--prune", type=whole(0, COUNT), nargs="+", default=[], metavar="COUNT",
                        help="leave out n-grams seen at most so often, by order: 0 0 1 drops trigrams and longer ones "
                             "seen once (default: keep all)")  # fmt: skip
@@ -147,9 +147,7 @@ def _add_build(commands: argparse._SubParsersAction[Parser]) -> None:
         default="word",
         help="token: what spaces part, a character, or a piece (of --model's alphabet; without --model as is)",
     )
-    build.add_argument(
-        "--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays (default 512)"
-    )
+    build.add_argument("--memory-mib", type=whole(1, COUNT), default=DEFAULT_MEMORY_BYTES >> 20, help="working arrays")
     build.add_argument("--temp-dir", type=Path, help="for counts on disk, about 40 bytes a distinct n-gram")
     build.set_defaults(run=_build)
     _add_alphabet(build)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds2.commands.common import real, within
+from ds2.commands.common import NumberArgument, real
 from ds2.config.allowed import KEY, UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.lm.ngram import LanguageModelError
@@ -46,13 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for field in fields(kind):
             kind_of: Any = type(field.default)
             parser.add_argument(
-                f"--{field.name.replace('_', '-')}", type=within(kind_of, field.metadata[KEY]), default=field.default,
-                help=f"{_HELP[field.name]} (default {field.default})",
-            )  # fmt: skip
+                f"--{field.name.replace('_', '-')}",
+                type=NumberArgument(kind_of, field.metadata[KEY]),
+                default=field.default,
+                help=_HELP[field.name],
+            )
     parser.add_argument(
         "--save-minutes", type=real(0, UNLIMITED), default=5.0, metavar="M",
         help="how often OUTPUT.state, from which the same command resumes, is written; also when a signal ends "
-        "the training; 0: only then (default 5)",
+        "the training; 0: only then",
     )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
 

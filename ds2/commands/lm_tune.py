@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("manifests", nargs="*", default=[], help="default: data.dev of the model's config")
     parser.add_argument("--alphas", type=_range, default="0:1.6:5", help="LOW:HIGH:COUNT (default 0:1.6:5)")
     parser.add_argument("--betas", type=_range, default="0:3:4", help="LOW:HIGH:COUNT (default 0:3:4)")
-    parser.add_argument(
-        "--beam", type=whole(1, 1_000_000), default=64, help="while alpha and beta are tried (default 64)"
-    )
+    parser.add_argument("--beam", type=whole(1, 1_000_000), default=64, help="while alpha and beta are tried")
     parser.add_argument("--picture", type=Path, help="the WER surface (default: MODEL-decode.png beside the model)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.set_defaults(run=run)

@@ -147,6 +147,20 @@ def _worker_count(sessions: int, device: str, option: int | None) -> int:
     return max(0, min(-(-sessions // WORKER_SESSIONS), usable_cores() - 1))
 
 
+def _fixed_limits() -> str:
+    """The limits that no option changes."""
+    try:
+        from ds2.serve.limits import Limits
+        from ds2.serve.phrases import MAX_CHARACTERS, MAX_PHRASE_CHARACTERS, MAX_PHRASES
+    except ImportError:  # without the extra `serve` the help is shorter
+        return ""
+    return (
+        f"Fixed: an upload has {Limits.upload_bytes >> 20} MiB at most, a message of a WebSocket "
+        f"{Limits.message_bytes >> 20} MiB; hot words or the prompt of a session are at most {MAX_PHRASES} phrases of "
+        f"{MAX_PHRASE_CHARACTERS} characters, {MAX_CHARACTERS} characters together."
+    )
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="ds2 serve",
@@ -154,6 +168,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="a page at / for microphone and files, /v1/audio/transcriptions and /v1/realtime (transcription) "
         "as OpenAI has them, Vosk's WebSocket at /, /healthz and /metrics; with DS2_API_KEY in the environment, "
         "clients must send it as Authorization: Bearer KEY",
+        epilog=_fixed_limits(),
     )
     parser.add_argument("model", type=Path, help="model file or run folder, of a unidirectional model")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other hosts in (default: this one only)")
@@ -181,16 +196,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="serve https with a certificate made here, of which browsers warn once; for microphones of other machines",
     )
     parser.add_argument(
-        "--uploads-mb", type=whole(1, 1 << 30), default=2048, help="MiB of all uploads at once; more are refused"
+        "--uploads-mb",
+        type=whole(1, 1 << 30),
+        default=2048,
+        help="MiB of all uploads at once; what exceeds them is refused",
     )
     parser.add_argument(
         "--sessions",
         type=whole(1, 1_000_000),
         default=64,
-        help='open at once at most; further clients are refused with "try again later"',
+        help='most sessions open at once; further clients are refused with "try again later"',
     )
     parser.add_argument(
-        "--duration-s", type=real(0, UNLIMITED, above=True), default=4 * 3600.0, help="longest audio of a session"
+        "--duration-s",
+        type=real(0, UNLIMITED, above=True),
+        default=4 * 3600.0,
+        help="longest audio of a session, in seconds",
     )
     parser.add_argument(
         "--idle-s",
@@ -211,7 +232,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "GPU one for every 1,000 sessions if there are more, else 1)",
     )
     parser.add_argument(
-        "--batch", type=whole(1, 1 << 20), default=1 << 20, help="most sessions in a batch; 1: no batches"
+        "--batch",
+        type=whole(1, 1 << 20),
+        default=1 << 20,
+        help="most sessions in a batch; 1: no batches; by default all that wait",
     )
     parser.add_argument(
         "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds2.cli import main
-from ds2.commands.common import Parser, manifests_of
+from ds2.commands.common import NumberArgument, Parser, manifests_of, real, whole
+from ds2.config.allowed import COUNT, UNLIMITED, Range
 from ds2.config.schema import ConfigError
 
 
@@ -120,3 +121,40 @@ def test_serve_says_where_it_cannot_listen_before_it_loads_a_model(capsys: pytes
         )
     assert main(["serve", "none", "--host", "192.0.2.1"]) == 2
     assert "--host is an address of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (whole(1, 64), "1 to 64"),
+        (whole(0, COUNT), "0 or more"),
+        (real(0, 60_000, above=True), "above 0 to 60000"),
+        (real(0, UNLIMITED, above=True), "above 0"),
+        (NumberArgument(float, Range(0, 1, below=True)), "0 to below 1"),
+    ],
+)
+def test_help_shows_default_and_range_of_numbers(kind: NumberArgument, shown: str) -> None:
+    made = Parser(prog="ds2 try")
+    made.add_argument("--with", type=kind, default=5, help="a number")
+    made.add_argument("--without", type=kind, help="another, default: by device")
+    text = " ".join(made.format_help().split())
+    assert f"a number (default 5, {shown})" in text
+    assert f"another, default: by device ({shown})" in text
+
+
+def test_help_of_the_server_shows_all_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = pytest.importorskip("ds2.serve.limits").Limits()
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for option, default in (
+        ("--port", 2700),
+        ("--uploads-mb", limits.uploads_bytes >> 20),
+        ("--sessions", limits.sessions),
+        ("--duration-s", limits.duration_s),
+        ("--idle-s", limits.idle_s),
+    ):
+        about = text.rpartition(f" {option} ")[2]
+        assert f"(default {default:g}, " in about[:250], option
+    assert f"an upload has {limits.upload_bytes >> 20} MiB at most" in text
+    assert f"a message of a WebSocket {limits.message_bytes >> 20} MiB" in text
