@@ -18,6 +18,7 @@ from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
+from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
 from ds2.system.machine import allow_files, usable_cores
@@ -151,7 +152,7 @@ def _fixed_limits() -> str:
     """The limits that no option changes."""
     try:
         from ds2.serve.limits import Limits
-        from ds2.serve.phrases import MAX_CHARACTERS, MAX_PHRASE_CHARACTERS, MAX_PHRASES
+        from ds2.serve.phrases import MAX_CHARACTERS
     except ImportError:  # without the extra `serve` the help is shorter
         return ""
     return (
