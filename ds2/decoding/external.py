@@ -9,8 +9,10 @@ import importlib
 import math
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,18 @@ from torch import Tensor
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.frames import pack
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
-from ds2.decoding.lexicon import LexiconError, Spelling, build_trie
+from ds2.decoding.lexicon import LexiconError, Spelling, as_written, build_trie
 from ds2.lm.arpa import arpa_file
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
+from ds2.system.terminal import stderr_without
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 _NATIVE_SPARE = 14  # results of ctc-beam-decoder beyond twice `nbest` that are ranked again
 _NATIVE_MIN_LOG_PROB = -34.0  # ctc-beam-decoder raises smaller probabilities to 1e-15: such labels are never followed
 _CTCDECODE_UNKNOWN = -1000.0  # score of an n-gram with an unknown word, OOV_SCORE of ctcdecode
 _FLASHLIGHT_MAX_LABELS = 5  # per frame: more take time and remove no errors, even of a network with many errors
+# What KenLM prints as it reads an ARPA file: a hint at a tool that its packages lack, the path, and a bar of stars.
+_KENLM_PROGRESS = re.compile(r"Loading the LM will be faster if you build a binary file\.|Reading .*|-*5-[-0-9]*|\**")
 UtteranceSearch = Callable[[NDArray[np.float32]], list[Hypothesis]]
 _worker_search: UtteranceSearch  # of a worker process of `LexiconSearch`
 
@@ -94,6 +99,7 @@ class NativeSearch:
             raise DecodeError(f"decode.method=native reads models of words, not of {lm.unit}s: take decode.method=beam")
         if lm is not None:
             lm.check_alphabet(alphabet)
+        options = replace(options, hot_words=list(as_written(dict.fromkeys(options.hot_words), alphabet)))
         build_trie({}, options.hot_words, Spelling.of(alphabet))  # refuses hot words that the network cannot write
         self.options, self.splitter = options, ScoreSplitter(alphabet, options, lm)
         self.closing_space = Spelling.of(alphabet).space if lm is not None else -1
@@ -101,7 +107,7 @@ class NativeSearch:
         if lm is None:
             self.decoder = package.BeamSearchDecoder(list(alphabet.symbols))
             return
-        with arpa_file(lm, options.lm) as arpa:
+        with arpa_file(lm, options.lm) as arpa, stderr_without(_KENLM_PROGRESS):
             self.decoder = package.BeamSearchDecoder(
                 list(alphabet.symbols),
                 kenlm_model_path=str(arpa),
@@ -170,7 +176,7 @@ class LexiconSearch:
         labels = {symbol: label for label, symbol in enumerate(alphabet.symbols)}
         self.words = [w for w in lm.vocabulary if w not in (UNKNOWN, START, END) and labels.keys() >= set(w)]
         known = dictionary.Dictionary([*self.words, UNKNOWN])
-        with arpa_file(lm, options.lm) as arpa:
+        with arpa_file(lm, options.lm) as arpa, stderr_without(_KENLM_PROGRESS):
             try:
                 self.model = kenlm.KenLM(str(arpa), known)  # the decoder does not keep it alive
             except RuntimeError as error:  # such as a model of single words
@@ -269,7 +275,7 @@ class CtcdecodeSearch:
         if lm is None:
             self.decoder = package.CTCBeamDecoder(labels, **settings)
             return
-        with arpa_file(lm, options.lm) as arpa:  # its KenLM does not read our binary format
+        with arpa_file(lm, options.lm) as arpa, stderr_without(_KENLM_PROGRESS):  # KenLM reads no other
             self.decoder = package.CTCBeamDecoder(
                 labels, model_path=str(arpa), alpha=options.alpha, beta=options.beta, **settings
             )

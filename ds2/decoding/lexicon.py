@@ -35,6 +35,11 @@ class LexiconError(DecodeError):
     """Words that a decoder cannot search for; the message names them and the way out."""
 
 
+def as_written(hot_words: HotWords, alphabet: Alphabet) -> dict[str, float | None]:
+    """Return hot words as the network writes them: normalised like transcripts; of equal ones the last bonus counts."""
+    return {alphabet.normalise(phrase)[0]: bonus for phrase, bonus in hot_words.items()}
+
+
 @dataclass(frozen=True)
 class Spelling:
     """What each label writes."""
@@ -126,7 +131,8 @@ def build_trie(
     bad = [word for word in hot_words if not word or not codes.keys() >= set(word)]
     if bad:
         raise LexiconError(
-            f"hot words {bad}: give single words in characters that the network writes; phrases need decode.method=beam"
+            f"hot words {bad}: give single words in the characters that the network writes: "
+            f"{''.join(sorted(codes))}; phrases need decode.method=beam"
         )
     listed = [word for word in words if codes.keys() >= set(word)]
     known = len(listed)

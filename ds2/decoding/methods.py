@@ -19,6 +19,7 @@ from ds2.decoding.confidence import IDENTITY, CalibratedDecoder
 from ds2.decoding.decoder import Decoder, SearchDecoder
 from ds2.decoding.external import CtcdecodeSearch, LexiconSearch, NativeSearch
 from ds2.decoding.greedy import GreedyDecoder
+from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.rescore import SecondPass, first_pass_options, load_second_pass
 from ds2.lm.files import load_ngram
 from ds2.lm.ngram import NGram
@@ -48,6 +49,11 @@ class Method:
 
 
 def _greedy(inputs: DecoderInputs) -> Decoder:
+    if inputs.options.hot_words:
+        raise DecodeError(
+            "decode.method=greedy has no search that could prefer hot words: take decode=beam, or leave out "
+            "decode.hot_words"
+        )
     return GreedyDecoder(inputs.alphabet, inputs.frame_s)
 
 

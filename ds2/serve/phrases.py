@@ -106,7 +106,7 @@ class PhraseReader:
         return hot_words
 
     def _written(self, phrase: str) -> str:
-        return " ".join(self.alphabet.normalise(phrase)[0].split())
+        return self.alphabet.normalise(phrase)[0]
 
     def _check_characters(self, hot_words: HotWords) -> None:
         _check_size(hot_words, "what the network writes of the phrases")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import re
 import sys
+import tempfile
+import threading
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, cast
 
+_stderr_lock = threading.Lock()
 _JOINERS = "\u200c\u200d"  # join letters in Persian, Hindi and others: part of the text
 
 
@@ -34,6 +39,35 @@ class VisibleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
         return visible(super().format(record))
+
+
+@contextmanager
+def stderr_without(noise: re.Pattern[str]) -> Iterator[None]:
+    """Drop lines that match `noise` as a whole from what the process prints to standard error in the block.
+
+    It is for libraries in C that print what Python cannot turn off. Other lines are printed at the end of the block,
+    those of other threads too.
+    """
+    with _stderr_lock, tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        try:
+            before = os.dup(2)
+        except OSError:  # the process was started without standard error
+            before = -1
+        if before < 0:
+            yield
+            return
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            lines = file.read().decode(errors="backslashreplace").splitlines(keepends=True)
+            sys.stderr.write("".join(line for line in lines if not noise.fullmatch(line.rstrip("\n"))))
+            sys.stderr.flush()
 
 
 class _VisibleStream(io.TextIOBase):

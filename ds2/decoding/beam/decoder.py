@@ -18,7 +18,7 @@ from ds2.decoding.beam.search import BatchedBeamSearch, Labels, NBest, SearchSta
 from ds2.decoding.beam.torch_search import Beams
 from ds2.decoding.decoder import check_log_probs
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, spell_words
-from ds2.decoding.lexicon import ROOT, HotWords
+from ds2.decoding.lexicon import ROOT, HotWords, as_written
 from ds2.decoding.rescore import SecondPass
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import WORD_MARK, Alphabet
@@ -60,8 +60,9 @@ class BeamDecoder:
             )
         self.alphabet, self.options, self.frame_s, self.device = alphabet, options, frame_s, device
         self.second_pass = second_pass
-        single = [word for word in options.hot_words if len(word.split()) <= 1]
-        self.phrases: HotWords = {phrase: None for phrase in options.hot_words if phrase not in single}
+        hot_words = as_written(dict.fromkeys(options.hot_words), alphabet)
+        single = [word for word in hot_words if len(word.split()) <= 1]
+        self.phrases: HotWords = {phrase: None for phrase in hot_words if phrase not in single}
         options = replace(options, hot_words=single)
         fusion = Fusion(alphabet, options, lm, device)
         if self.phrases:
@@ -89,7 +90,7 @@ class BeamDecoder:
         Raises:
             LexiconError: hot words that the network cannot write, or too many.
         """
-        return BeamDecoding(self, rows, {**self.phrases, **(hot_words or {})})
+        return BeamDecoding(self, rows, {**self.phrases, **as_written(hot_words or {}, self.alphabet)})
 
     def step(self, decodings: Sequence[BeamDecoding], log_probs: Tensor, lengths: Tensor) -> None:
         """Decode the next frames of several decodings in one batch; see `Decoder`."""

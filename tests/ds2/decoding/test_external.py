@@ -143,6 +143,13 @@ def test_a_model_that_the_native_search_cannot_read_is_named(tmp_path: Path) -> 
         make_decoder(NATIVE, CHARACTERS, 0.02, CPU, read_arpa(path))
 
 
+@pytest.mark.parametrize("lexicon", [False, True])
+def test_kenlm_prints_no_progress(lm: NGram, lexicon: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flashlight.lib.text" if lexicon else "ctc_beam_decoder")
+    make_decoder(replace(NATIVE, lexicon=lexicon, lm=arpa(lm, tmp_path)), CHARACTERS, 0.02, CPU, lm)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_narrow_beam_keeps_the_likely_word_of_the_lexicon(tmp_path: Path) -> None:
     options = DecodeConfig(method="beam", lexicon=True, beam=1, alpha=1.0, beta=0.0)
     lm, log_probs = rare_and_common(tmp_path), letters("aaa", 0.6)

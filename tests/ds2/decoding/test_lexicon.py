@@ -15,6 +15,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.beam.decoder import BeamDecoder
 from ds2.decoding.greedy import GreedyDecoder
 from ds2.decoding.lexicon import HotWords, LexiconError
+from ds2.decoding.methods import make_decoder
 
 OPEN = DecodeConfig(method="beam", beam=16, nbest=4, alpha=0.7, beta=0.4, unknown_score=-3.0)
 WIDE = replace(OPEN, beam=4000, prune=1e9, label_min_log_prob=-1e9, nbest=50)
@@ -67,6 +68,23 @@ def test_a_phrase_is_found_that_the_beam_would_lose() -> None:
 
     assert text({"b b": 8.0}) == "b b" != text(None)
     assert text({"a b": 8.0}) == "a b"
+
+
+@pytest.mark.parametrize("method", ["beam", "native"])
+def test_hot_words_are_normalised_like_transcripts(method: str) -> None:
+    options = replace(OPEN, method=method, hot_word_bonus=9.0, threads=1)
+    log_probs, lengths = speechlike(40, 4, 4).log_softmax(2), torch.full((4,), 40)
+
+    def texts(*hot_words: str) -> list[str]:
+        decoder = make_decoder(replace(options, hot_words=list(hot_words)), CHARACTERS, 0.02, CPU)
+        return [row[0].text for row in decoder.decode(log_probs, lengths)]
+
+    assert texts(" Ab ") == texts("ab") != texts()
+    if method == "beam":
+        decoder = make_decoder(options, CHARACTERS, 0.02, CPU)
+        session = decoder.start(4, {"B  B": None})
+        decoder.step([session], log_probs, lengths)
+        assert [row[0].text for row in session.finish()] == texts("b b") != texts()
 
 
 @pytest.mark.parametrize("lexicon", [False, True])
@@ -137,7 +155,7 @@ def test_nodes_come_and_go_with_their_sessions(monkeypatch: pytest.MonkeyPatch) 
     ("hot", "message"),
     [
         ({"": 1.0}, "hot phrases"),
-        ({"A": 1.0}, "characters that the network writes: ab"),
+        ({"c": 1.0}, "characters that the network writes: ab"),
         ({"a" * 201: 1.0}, "200 characters"),
         ({"a": float("nan")}, "finite"),
         (dict.fromkeys((f"{n:b}".replace("0", "a").replace("1", "b") for n in range(1001)), 1.0), "1000 at most"),

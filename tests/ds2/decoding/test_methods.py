@@ -197,6 +197,7 @@ def test_ctcdecode_gets_a_model_that_it_can_read_and_its_scores_are_split(
         ({"confidence": [1.0, math.nan]}, "decode.confidence"),
         ({"beam": 1_000_000}, "decode.beam=1000000 .*10000 or less.*native"),
         ({"method": "ctcdecode"}, "pip install ctcdecode"),
+        ({"method": "greedy", "hot_words": ["ab"]}, r"greedy has no search .*decode=beam.*leave out decode\.hot_words"),
     ],
 )
 def test_settings_that_cannot_work_are_named(changes: dict[str, object], message: str) -> None:
@@ -253,11 +254,11 @@ def test_the_table_holds_every_method_and_every_setting_counts_for_one() -> None
 def test_settings_that_a_method_ignores_are_named_with_the_methods_that_take_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    make_decoder(DecodeConfig(hot_words=["ab"], beam=9), CHARACTERS, 0.02, CPU)
+    make_decoder(DecodeConfig(hot_word_bonus=3.0, beam=9), CHARACTERS, 0.02, CPU)
     assert (
         "decode.beam changes nothing under decode.method=greedy; it counts for beam, native, ctcdecode" in caplog.text
     )
-    assert "decode.hot_words changes nothing under decode.method=greedy; it counts for beam, native" in caplog.text
+    assert "decode.hot_word_bonus changes nothing under decode.method=greedy; it counts for beam, native" in caplog.text
     caplog.clear()
     make_decoder(DecodeConfig(method="beam", hot_words=["ab"]), CHARACTERS, 0.02, CPU)
     make_decoder(DecodeConfig(), CHARACTERS, 0.02, CPU)

@@ -6,13 +6,14 @@ import io
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 from contextlib import suppress
 
 import pytest
 
-from ds2.system.terminal import VisibleFormatter, visible
+from ds2.system.terminal import VisibleFormatter, stderr_without, visible
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,14 @@ def test_control_characters_are_escaped(text: str, shown: str | None) -> None:
 def test_log_lines_are_visible() -> None:
     record = logging.LogRecord("a", logging.INFO, "f", 1, "file %s", ("\x1b]0;x\x07",), None)
     assert VisibleFormatter("%(message)s").format(record) == "file \\x1b]0;x\\x07"
+
+
+def test_lines_of_a_library_are_dropped_and_all_others_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="bad"), stderr_without(re.compile("Reading .*")):
+        os.write(2, b"Reading file\nan error\nnot Reading\n")
+        raise ValueError("bad")
+    os.write(2, b"Reading again\n")
+    assert capfd.readouterr().err == "an error\nnot Reading\nReading again\n"
 
 
 def test_errors_show_paths() -> None:
