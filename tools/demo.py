@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from ds2.cli import main as ds2
+from ds2.data.corpora.layouts import AN4_SOURCE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,7 +37,7 @@ def main() -> int:
     print(
         f"demo: AN4 in {an4}"
         if an4
-        else "demo: no copy of AN4 found (make demo AN4=FOLDER); using a synthesised corpus"
+        else f"demo: no copy of AN4 (make demo AN4=FOLDER); using a synthesised corpus. To get AN4: {AN4_SOURCE}"
     )
     began = time.monotonic()
     overrides = [f"recipe={recipe}", f"run_dir={run_dir}", *([f"data.corpus={an4}"] if an4 else []), *given.overrides]

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from ds2_ops.jit.build import cache_dir, sources_digest
@@ -19,6 +19,7 @@ from ds2.system.machine import git_commit
 
 _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors", "tensorboard", "triton", "cuda-core",
              "nvidia-cuda-nvrtc", "mpi4py")  # fmt: skip
+_OPEN_MPI_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -37,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     print(f"cores: {os.cpu_count()}, torch threads: {torch.get_num_threads()}")
     print(f"disk: {shutil.disk_usage('.').free / 2**30:.1f} GiB free in the working folder")
     print(f"config tree: {config_dir()}")
+    print(f"mpirun: {mpirun_facts(os.geteuid(), os.environ)}")
     if not torch.cuda.is_available():
         print("GPU: none that torch sees; training runs on the CPU")
     for index in range(torch.cuda.device_count()):
@@ -53,6 +55,26 @@ def run(arguments: Sequence[str]) -> int:
             step_us = choice["us"][choice["name"]]
             print(f"  {problem}: {choice['name']}, {step_us:.2f} us per step, fastest of {choice['most']}")
     return 0
+
+
+def mpirun_facts(user_id: int, environment: Mapping[str, str]) -> str:
+    """Return where mpirun is, and what keeps this user from starting it.
+
+    Args:
+        user_id: of the user, 0 for root.
+        environment: the variables, of which PATH and those of Open MPI are read.
+    """
+    path = environment.get("PATH", "")
+    mpirun = shutil.which("mpirun", path=path)
+    if mpirun is None:
+        return "not on PATH; torchrun needs none"
+    missing = [name for name in _OPEN_MPI_AS_ROOT if name not in environment]
+    if user_id == 0 and missing and shutil.which("ompi_info", path=path):
+        return (
+            f"{mpirun}; Open MPI refuses to start it as root unless {' and '.join(_OPEN_MPI_AS_ROOT)} are 1: export "
+            "them where root can do no harm, as in a container, or start torchrun, or another user"
+        )
+    return mpirun
 
 
 def _sources() -> str:

@@ -179,11 +179,22 @@ def find_audio(listed: Path) -> Path | None:
     return listed.with_name(name) if name else None
 
 
-def corpus_folder(folder: str | Path) -> Path:
-    """Return the folder as an absolute path; raises ImporterError where it is not a folder."""
+def corpus_folder(folder: str | Path, source: str = "") -> Path:
+    """Return the folder as an absolute path.
+
+    Args:
+        folder: of the corpus.
+        source: where the corpus can be had, for the message.
+
+    Raises:
+        ImporterError: it is not a folder.
+    """
     path = Path(folder).expanduser().resolve()
     if not str(folder) or not path.is_dir():
-        raise ImporterError(f"no corpus folder at {str(folder)!r}; give the folder as published (data.corpus=FOLDER)")
+        hint = f". To get it: {source}" if source else ""
+        raise ImporterError(
+            f"no corpus folder at {str(folder)!r}; give the folder as published (data.corpus=FOLDER){hint}"
+        )
     return path
 
 

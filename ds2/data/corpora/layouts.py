@@ -12,6 +12,11 @@ from ds2.data.manifest import Utterance
 
 log = logging.getLogger(__name__)
 
+AN4_URL = "https://dldata-public.s3.us-east-2.amazonaws.com/an4_sphere.tar.gz"  # NeMo's copy; CMU's page is gone
+AN4_SOURCE = f"curl -O {AN4_URL} && tar xzf an4_sphere.tar.gz (64 MB; makes the folder an4)"
+LIBRISPEECH_SOURCE = (
+    "https://www.openslr.org/12, or https://www.openslr.org/31 for mini LibriSpeech (recipe librispeech_5h)"
+)
 AN4_SPLITS = ("train", "test")
 _AN4_LINE = re.compile(r"^(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<id>[^()\s]+)\)$")
 
@@ -55,9 +60,11 @@ def import_an4(folder: str | Path, split: str = "train", *, skip_bad: bool = Fal
     """
     if split not in AN4_SPLITS:
         raise ImporterError(f"AN4 has no part {split!r}; one of {', '.join(AN4_SPLITS)}")
-    root = corpus_folder(folder)
+    root = corpus_folder(folder, AN4_SOURCE)
     if not (root / "etc").is_dir() and (root / "an4" / "etc").is_dir():
         root /= "an4"
+    if not (root / "etc").is_dir():
+        raise ImporterError(f"{root} is not AN4, as it has no folder etc. To get AN4: {AN4_SOURCE}")
     texts: dict[str, tuple[str, str]] = {}
     for source, line in read_lines(root / "etc" / f"an4_{split}.transcription"):
         match = _AN4_LINE.match(line)
@@ -107,7 +114,7 @@ def import_librispeech(folder: str | Path, split: str = "", *, skip_bad: bool = 
 
 def libri_root(folder: str | Path) -> Path:
     """Return the folder that holds the splits."""
-    root = corpus_folder(folder)
+    root = corpus_folder(folder, LIBRISPEECH_SOURCE)
     return root / "LibriSpeech" if (root / "LibriSpeech").is_dir() else root
 
 

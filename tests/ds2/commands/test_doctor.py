@@ -25,3 +25,18 @@ def test_calibrated_kernels_are_shown_and_forgotten(
     assert doctor.run(["--forget-tiles"]) == 0
     assert f"2 records removed from {tmp_path}" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_root_learns_what_open_mpi_needs(tmp_path: Path) -> None:
+    environment = {"PATH": str(tmp_path)}
+    assert doctor.mpirun_facts(0, environment) == "not on PATH; torchrun needs none"
+    for name in ("mpirun", "ompi_info"):
+        (tmp_path / name).touch(mode=0o755)
+    mpirun = str(tmp_path / "mpirun")
+    assert doctor.mpirun_facts(1000, environment) == mpirun
+    refusal = doctor.mpirun_facts(0, environment)
+    assert refusal.startswith(f"{mpirun}; Open MPI refuses to start it as root unless OMPI_ALLOW_RUN_AS_ROOT and ")
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    assert doctor.mpirun_facts(0, environment | allowed) == mpirun
+    (tmp_path / "ompi_info").unlink()  # another MPI
+    assert doctor.mpirun_facts(0, environment) == mpirun

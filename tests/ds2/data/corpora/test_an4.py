@@ -29,6 +29,15 @@ def an4(folder: Path, suffix: str, speakers: int = 40) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("folder", ["", "missing", "other"])
+def test_the_message_of_a_missing_corpus_says_where_to_get_it(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "other" / "wav").mkdir(parents=True)
+    with pytest.raises(ImporterError, match=r"To get .*https://\S+/an4_sphere\.tar\.gz && tar xzf an4_sphere\.tar\.gz"):
+        prepare("an4", tmp_path / folder if folder else "", tmp_path / "work")
+    with pytest.raises(ImporterError, match=r"To get it: https://www\.openslr\.org/12.* https://www\.openslr\.org/31"):
+        prepare("librispeech_5h", tmp_path / "missing", tmp_path / "work")
+
+
 @pytest.mark.parametrize("suffix", [".sph", ".opus"])
 def test_an4(tmp_path: Path, suffix: str) -> None:
     an4(tmp_path, suffix, speakers=2)
