@@ -18,6 +18,7 @@ from ds2.system.terminal import VisibleFormatter, safe_output
 _USAGE = """\
 usage: ds2 COMMAND [...]
 
+  init FOLDER                        a folder with a recipe of your own and a page of three commands
   train [OVERRIDE...] [--multirun]   train, or resume the run folder: ds2 train recipe=an4 model.depth=8
                                      fine-tune: checkpoint.init_from=MODEL; all keys: ds2 train --help
   info MODEL                         the content of a model file or run folder
@@ -48,6 +49,7 @@ OVERRIDE is Hydra's KEY=VALUE or GROUP=CHOICE; --config-dir DIR adds your own re
 """
 
 COMMANDS = (
+    "init",
     "train",
     "info",
     "evaluate",

@@ -1,0 +1,71 @@
+"""`ds2 init FOLDER`: a folder to work in, with a recipe that extends one of ours and a page of three commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds2.commands.common import Parser
+from ds2.commands.compose import config_dir
+from ds2.config.schema import ConfigError
+from ds2.system.files import write_text
+
+_RECIPE = """\
+# A recipe of your own: ds2 train --config-dir conf recipe=mine
+# It sets what differs from the recipe that it extends; `ds2 train --help` lists all keys.
+defaults:
+  - {base}
+  # - override /model: lstm_4_512
+  # - override /alphabet: mine  # conf/alphabet/mine.yaml, which `ds2 data alphabet` writes
+  - _self_
+
+run_dir: runs/mine
+
+# Your own speech: ds2 data import folder RECORDINGS all.jsonl && ds2 data split all.jsonl --out corpora/mine
+# data:
+#   prepare: ""
+#   train: [corpora/mine/train.jsonl]
+#   dev: [corpora/mine/dev.jsonl]
+#   test: [corpora/mine/test.jsonl]
+"""
+_README = """\
+# {name}
+
+Made by `ds2 init`. Run the commands in this folder:
+
+    ds2 data check --config-dir conf recipe=mine   # makes manifests, reads everything, says whether to start
+    ds2 train --config-dir conf recipe=mine        # trains, and resumes after an interruption
+    ds2 evaluate runs/mine                         # the word error rate, with a report beside the model
+
+`conf/recipe/mine.yaml` extends `recipe={base}`. Further files of `conf` (`conf/model/NAME.yaml`,
+`conf/alphabet/NAME.yaml`) are choices besides those of ds2: `model=NAME`.
+"""
+_IGNORED = "/runs/\n/corpora/\n"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 init FOLDER [--recipe NAME]`: write the folder; 0."""
+    parser = Parser(
+        prog="ds2 init", description="make a folder with a recipe of your own and a README of three commands"
+    )
+    parser.add_argument("folder", type=Path, help="new or empty")
+    parser.add_argument(
+        "--recipe",
+        choices=sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml")),
+        default="synthetic",
+        metavar="NAME",
+        help="the recipe that yours extends (synthetic, which needs no corpus)",
+    )
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: ds2 init writes into a new or empty folder")
+    texts = {
+        "README.md": _README.format(name=folder.resolve().name, base=options.recipe),
+        "conf/recipe/mine.yaml": _RECIPE.format(base=options.recipe),
+        ".gitignore": _IGNORED,
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    print(f"{folder}: wrote {', '.join(texts)}\nnext: cd {folder} && ds2 data check --config-dir conf recipe=mine")
+    return 0
