@@ -8,11 +8,12 @@ from pathlib import Path
 from ds2.audio.features import Features
 from ds2.commands.common import Parser, with_search_path
 from ds2.commands.compose import compose_config
-from ds2.config.schema import ConfigError
+from ds2.config.schema import Config, ConfigError
 from ds2.export import sherpa
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import find_model, load_model
 from ds2.model.summary import contents, summary
+from ds2.recognition.session import describe_delays
 from ds2.recognition.settings import tuned_file
 from ds2.text.alphabet import Alphabet
 
@@ -38,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     features = Features(config.features, config.data.sample_rate_hz)
     labels = len(Alphabet.from_config(config.alphabet))
     print(summary(AcousticModel(config.model, features.bins, labels, config.features.step_s)))
-    print(f"\nexport      {sherpa.why_not(config) or 'sherpa-onnx runs models of this configuration'}")
+    print(f"{_live(config)}\n\nexport      {sherpa.why_not(config) or 'sherpa-onnx runs models of this configuration'}")
     return 0
 
 
@@ -53,3 +54,8 @@ def _show_file(path: Path) -> None:
     tuned = tuned_file(file)
     print(f"tuned       {tuned if tuned.is_file() else 'no decoder settings beside it (`ds2 lm tune` writes them)'}\n")
     print(summary(loaded.model))
+    print(_live(loaded.config))
+
+
+def _live(config: Config) -> str:
+    return f"live        {'needs a unidirectional model' if config.model.bidirectional else describe_delays(config)}"

@@ -23,7 +23,7 @@ from ds2.config.schema import ConfigError
 from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.session import Live
+from ds2.recognition.session import Live, describe_delays
 from ds2.system.signals import STOP_SIGNALS, StopHandler, handle_signals
 from ds2.system.terminal import visible
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     with handle_signals(STOP_SIGNALS, stop):
         with _microphone(sounddevice, options.input, recogniser.features.sample_rate_hz) as (rate_hz, recorded):
             live = recogniser.live(sample_rate_hz=rate_hz, hot_words=hot_words)
-            print("listening; Ctrl-C ends", file=sys.stderr, flush=True)
+            print(f"listening; Ctrl-C ends; {describe_delays(loaded.config)}", file=sys.stderr, flush=True)
             for samples in stop.until_stopped(recorded.get):
                 live.accept_waveform(samples)
                 while live.is_ready():

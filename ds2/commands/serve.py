@@ -21,6 +21,7 @@ from ds2.config.schema import ConfigError
 from ds2.decoding.lexicon import MAX_PHRASE_CHARACTERS, MAX_PHRASES
 from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import describe_delays
 from ds2.system.machine import allow_files, usable_cores
 from ds2.system.signals import handle_signals, server_stop_signals
 
@@ -50,6 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     bound = bind(options.host, options.port)  # before the model is loaded, which takes longer
     device = resolve_device(options.device)
     file = find_model(options.model)
+    delays = describe_delays(load_model(file).config)
     limits = Limits(
         sessions=options.sessions,
         batch=options.batch,
@@ -66,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     recognisers = _recogniser_count(options.sessions, device.type, options.recognisers)
     workers = _worker_count(options.sessions, device.type, options.workers)
     port = bound.getsockname()[1]
-    message = f"ds2 serve: {_addresses(options, port)} on {device}; at most {limits.sessions} sessions"
+    message = f"ds2 serve: {_addresses(options, port)} on {device}; at most {limits.sessions} sessions\n{delays}"
     if recognisers > 1 or workers:
         processes: Workers | Recognisers
         if recognisers > 1:

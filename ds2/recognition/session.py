@@ -18,17 +18,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds2.audio.stream import Resampler, SampleBlocks
-from ds2.config.schema import ConfigError
+from ds2.config.schema import Config, ConfigError
 from ds2.decoding.decoder import Decoder
 from ds2.decoding.hypothesis import EMPTY, Hypothesis
 from ds2.decoding.lexicon import HotWords
+from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.pipeline import Pipeline
 
 BLOCK_S = 0.2  # audio that the model takes at once: a result is late by this and by the model's lookahead
-PAUSE_S = 0.2  # a pause that ends a segment which is too long
+PAUSE_S = 0.2  # a pause of the logits that ends a segment which is too long, or behind which silent audio counts too
 Item = TypeVar("Item")
 Failed = Callable[[Any, Exception], None]  # called with a session of a batch and the reason why it failed
 _MOST_AT_ONCE = 256  # sessions in one call of the model
+_SILENT = 0.01  # mean square of silence, relative to that of the words before it: 20 dB less
 OVERTIME_S = 5.0  # a segment so much longer than `Endpoints.longest_s` ends without a pause
 
 
@@ -95,6 +97,10 @@ class Session:
         """Whether a block waits for `decode`."""
         return bool(self.blocks)
 
+    def next_block(self) -> NDArray[np.float32]:
+        """Remove and return the samples of the block that is decoded next."""
+        return self.blocks.popleft()
+
     def decode(self) -> None:
         """Run model and decoder on the next block; `decode_sessions` does so for many sessions in one batch."""
         decode_sessions([self])
@@ -143,10 +149,13 @@ class Endpoints:
 
     A segment ends after `silence_s` of silence without words, after `after_speech_s` of silence behind words, and at
     the next pause once it is `longest_s` long, or 5 s later without a pause. Rules are applied after every block.
+
+    Silence is what the logits say, and behind words the audio too that the model has taken and whose logits wait for
+    their lookahead, if all of it is 20 dB below the words. In noise a segment ends later, by the lookahead.
     """
 
     silence_s: float = 2.4
-    after_speech_s: float = 1.2
+    after_speech_s: float = 0.8
     longest_s: float = 20.0
 
     def __post_init__(self) -> None:
@@ -157,6 +166,23 @@ class Endpoints:
 
 
 NEVER = Endpoints(math.inf, math.inf, math.inf)
+
+
+def describe_delays(config: Config, endpoints: Endpoints | None = None) -> str:
+    """Say how long after a word its text comes, and after the last word final text; computation comes on top.
+
+    Args:
+        config: of a unidirectional model.
+        endpoints: the rules that end a segment.
+    """
+    pause_s = (endpoints or Endpoints()).after_speech_s
+    overlap_s = max(0.0, config.features.window_s - config.features.step_s)
+    ahead_s = sum(lookahead_parts_ms(config.model, config.features.step_s).values()) / 1000 + overlap_s
+    silent_s, noisy_s = max(pause_s, PAUSE_S + ahead_s) + BLOCK_S, pause_s + ahead_s + BLOCK_S
+    return (
+        f"a word appears up to {ahead_s + BLOCK_S:.2f} s after it is said, final text up to {silent_s:.2f} s after the "
+        f"last word ({noisy_s:.2f} s in noise): pause {pause_s:g} s, lookahead {ahead_s:.2f} s, blocks {BLOCK_S:g} s"
+    )
 
 
 @dataclass(frozen=True)
@@ -201,6 +227,21 @@ class Live(Session):
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
         self._frames = self._segment_start = self._quiet = 0  # output frames: since then, of the segment, quiet at end
         self._speech_start: int | None = None  # first output frame of the open segment that is not quiet
+        self._levels: deque[float] = deque()  # mean square of the samples of output frames from `_first_level` on
+        self._first_level = 0
+        self._speech_energy = self._speech_frames = (
+            0.0  # sum of levels over the words of the open segment, their frames
+        )
+
+    def next_block(self) -> NDArray[np.float32]:
+        """See `Session`; the levels of its audio are kept until its logits come."""
+        block = super().next_block()
+        pipeline = self.pipeline
+        step = pipeline.features.step_samples * pipeline.model.time_stride
+        frames = block[: min(len(block), self._block_frames * pipeline.features.step_samples) // step * step]
+        rows = frames.reshape(-1, step)
+        self._levels.extend((np.einsum("ij,ij->i", rows, rows) / step).tolist())
+        return block
 
     def is_endpoint(self) -> bool:
         """Whether `segments` holds a segment."""
@@ -219,6 +260,7 @@ class Live(Session):
             self._speech_start = self._frames + quiet_before
         self._quiet = quiet if quiet < frames else self._quiet + quiet
         self._frames += frames
+        self._take_levels(frames, quiet_before, quiet)
         frame_s, rules = self.pipeline.frame_s, self.endpoints
         pause_s, length_s = self._quiet * frame_s, (self._frames - self._segment_start) * frame_s
         excess_s = length_s - rules.longest_s
@@ -226,8 +268,23 @@ class Live(Session):
             pause_s >= rules.silence_s
             or (excess_s >= 0 and pause_s >= PAUSE_S)
             or excess_s >= OVERTIME_S
-            or (pause_s >= rules.after_speech_s and self._speech_start is not None)
+            or (self._speech_start is not None and pause_s + self._silence_ahead_s(pause_s) >= rules.after_speech_s)
         )
+
+    def _take_levels(self, frames: int, quiet_before: int, quiet: int) -> None:
+        """Remove the levels of output frames whose logits came; those of words say how loud the words are."""
+        while self._levels and self._first_level < self._frames:
+            level, at = self._levels.popleft(), self._first_level - self._frames + frames
+            self._first_level += 1
+            if quiet_before <= at < frames - quiet:
+                self._speech_energy, self._speech_frames = self._speech_energy + level, self._speech_frames + 1
+
+    def _silence_ahead_s(self, pause_s: float) -> float:
+        """Seconds of audio behind the last output frame, if all of it is silent and follows a pause of the logits."""
+        if pause_s < PAUSE_S or not self._levels or not self._speech_frames:
+            return 0.0
+        silent = max(self._levels) <= _SILENT * self._speech_energy / self._speech_frames
+        return len(self._levels) * self.pipeline.frame_s if silent else 0.0
 
     def end_segment(self, hypothesis: Hypothesis) -> None:
         """See `Session`: make the open segment final and open the next one."""
@@ -238,7 +295,11 @@ class Live(Session):
             end_s = self._stream_start_s + self._frames * frame_s
             self.segments.append(Segment(start_s, end_s, replace(hypothesis, words=tuple(words))))
         self.decoding = self.decoder.start(1, self.hot_words)
+        self._start_segment()
+
+    def _start_segment(self) -> None:
         self._segment_start, self._quiet, self._speech_start = self._frames, 0, None
+        self._speech_energy = self._speech_frames = 0.0
 
     def flush(self) -> None:
         """Make all accepted audio final now, to its last sample; the model's state starts again behind it."""
@@ -251,13 +312,14 @@ class Live(Session):
         """Drop the open segment and start again; times go on counting from the source's start."""
         self.restart_stream()
         self.decoding = self.decoder.start(1, self.hot_words)
-        self._quiet, self._speech_start = 0, None
+        self._start_segment()
         self.blocks.clear()
 
     def restart_stream(self) -> None:
         """Reset the model's state: the next samples follow silence, but keep their times."""
         self._stream_start_s = self.duration_s
-        self._frames = self._segment_start = 0
+        self._frames = self._segment_start = self._first_level = 0
+        self._levels.clear()
         self._start_stream()
 
     @property
@@ -285,7 +347,7 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
             groups.setdefault(id(session.runner), []).append(session)
     failures: list[tuple[Session, Exception]] = []
     for group in groups.values():
-        blocks = [(session, session.blocks.popleft()) for session in group]
+        blocks = [(session, session.next_block()) for session in group]
         for first in range(0, len(blocks), _MOST_AT_ONCE):
             _forward(blocks[first : first + _MOST_AT_ONCE], lambda session, error: failures.append((session, error)))
     for session, error in failures:  # at the end, as `failed` may raise

@@ -88,6 +88,13 @@ class Metrics:
             registry=self.registry,
         )
 
+        self.last_word_s = Histogram(
+            "ds2_last_word_seconds",
+            "From the end of the last word before a pause to its final text: pause, lookahead, blocks, computation",
+            buckets=[0.5, 0.7, 1, 1.2, 1.5, 2, 2.5, 3, 5, 10],
+            registry=self.registry,
+        )
+
     def text(self) -> bytes:
         """All metrics in Prometheus' format; of several recogniser processes, which count in a folder, their sum."""
         registry = self.registry
@@ -220,8 +227,11 @@ class Engine:
                 self.metrics.words.inc(len(segment.hypothesis.text.split()))
         _deliver(answers)
         now_s = time.monotonic()
-        for chunk, _ in answers:
+        for chunk, result in answers:
             self.metrics.latency_s.observe(now_s - chunk.arrived_s)
+            if chunk.samples is not None and result.final and (words := result.final[-1].hypothesis.words):
+                audio_s = chunk.live.duration_s - words[-1].end_s
+                self.metrics.last_word_s.observe(audio_s + now_s - chunk.arrived_s)
         answered = {id(chunk) for chunk, _ in answers}
         return [chunk for chunk in waiting if id(chunk) not in answered]
 

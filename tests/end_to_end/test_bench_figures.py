@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.paths import ROOT
+
+from ds2.config.schema import DecodeConfig
+from ds2.model.checkpoint import load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import NEVER, Endpoints
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +137,24 @@ def test_the_serving_benchmark_feeds_every_source_in_turn_and_times_every_chunk(
         fed = np.round(np.concatenate(own) * 32768).astype(int)
         sound = sounds[number % 2].astype(int)
         assert np.array_equal(fed, np.resize(np.roll(sound, int(sound[0]) - fed[0]), len(fed)))
+
+
+def test_the_delay_counts_from_the_last_sound_of_a_recording(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.endpoints import Measured, Segments, Utterance, in_process, speech_end_s, with_background
+
+    draw = np.random.default_rng(0)
+    quiet, loud = draw.normal(0, 0.001, 16_000), draw.normal(0, 0.1, 16_000)
+    samples = np.concatenate([quiet, loud, quiet[:8000]]).astype(np.float32)
+    assert speech_end_s(samples) == pytest.approx(2.0)
+    noisy = with_background(samples, 2.0)
+    assert len(noisy) >= len(samples) + 32_000 and np.abs(noisy[len(samples) :]).max() < 0.01
+    utterance, measured = Utterance(noisy, 2.0, 2.5), Measured()
+    measured.add(Segments(["a b", "c"], 3.25, ["d"]), utterance, "a b c e")
+    measured.add(Segments([]), utterance, "")
+    assert (measured.delays_s, measured.cut, measured.cuts, measured.changed) == ([1.25], 1, 1, 1)
+    recogniser = Recogniser.of(load_model(make_model()), DecodeConfig(), torch.device("cpu"))
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model hears no silence
+    [early, never] = in_process(recogniser, utterance, [Endpoints(longest_s=0.5), NEVER], 0.1)
+    assert early.texts and not never.texts and never.rest

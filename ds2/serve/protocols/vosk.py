@@ -5,7 +5,7 @@ A client may first send {"config": {"sample_rate": 16000, "words": false}}, then
 the reply is the same and the session goes on. Results list words with times unless `words`, which may change at any
 time, is false. `phrase_list` makes phrases likelier; in Vosk's own server nothing else is recognised, so its "[unk]",
 which stands for everything else, is dropped. Our extensions: `hot_words`, phrases with weights, and `endpoints`, when a
-segment ends: {"silence_s": 2.4, "after_speech_s": 1.2, "longest_s": 20}.
+segment ends: {"silence_s": 2.4, "after_speech_s": 0.8, "longest_s": 20}.
 """
 
 from __future__ import annotations

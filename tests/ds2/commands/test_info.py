@@ -72,3 +72,15 @@ def test_align_prints_as_many_as_were_asked_for(
     surprises = [float(line.split()[0]) for line in worst]
     assert "of 10 transcripts are probably wrong" in head
     assert len(surprises) == 3 and surprises == sorted(surprises, reverse=True)
+
+
+def test_the_delay_of_final_text_is_named(make_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model()
+    assert main(["info", str(model)]) == 0
+    ahead_s = load_model(model).model.lookahead_ms / 1000 + 0.01  # the last window's overlap
+    parts = f"pause 0.8 s, lookahead {ahead_s:.2f} s, blocks 0.2 s"
+    assert f"final text up to 1.00 s after the last word ({0.8 + ahead_s + 0.2:.2f} s in noise): {parts}" in (
+        capsys.readouterr().out
+    )
+    assert main(["info", "model=rnn_small", "model.bidirectional=true", "model.max_lookahead_ms=0"]) == 0
+    assert "live        needs a unidirectional model" in capsys.readouterr().out

@@ -60,14 +60,48 @@ def say(live: Live, text: str, cut: int = 10) -> list[Segment]:
 def test_a_pause_after_words_ends_a_segment_and_silence_alone_none(recogniser: Recogniser) -> None:
     live = recogniser.live()
     assert say(live, "-" * 300) == []  # 6 s
-    assert say(live, "ab-c" + "-" * 50) == []  # a second of silence
+    assert say(live, "ab-c" + "-" * 36) == []  # .7 s of silence
     assert live.result().text == "abc"
     [segment] = say(live, "-" * 20)
     assert segment.hypothesis.text == "abc"
     assert live.result().text == ""
     [word] = segment.hypothesis.words
     assert (word.start_s, word.end_s) == (pytest.approx(6.0), pytest.approx(6.08))
-    assert segment.start_s <= 6.0 and segment.end_s >= 6.08 + 1.2
+    assert segment.start_s <= 6.0 and segment.end_s >= 6.08 + 0.8
+
+
+def talk(live: Live, text: str, sound: str, ahead: int) -> float | None:
+    """Seconds of audio when the first segment ends; the sound is w where words are, n noise, and the logits wait."""
+    logits, draw = logits_of(text, live.pipeline.alphabet.symbols), np.random.default_rng(0)
+    loudness = {"w": 0.1, "n": 0.03, "-": 0.003}
+    for start in range(0, len(sound), 10):
+        rows = [draw.normal(0, loudness[frame], round(FRAME_S * 16000)) for frame in sound[start : start + 10]]
+        live.blocks.append(np.concatenate(rows).astype(np.float32))
+        live.next_block()
+        piece = logits[max(0, start - ahead) : max(0, start + 10 - ahead)]
+        decode_logits([live], piece, [len(piece)])
+        if live.segments:
+            return (start + 10) * FRAME_S
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "sound", "end_s"),
+    [
+        ("ab" * 10 + "-" * 100, "w" * 20 + "-" * 100, 0.4 + 0.8),  # silence that the logits have not reached counts
+        ("ab" * 10 + "-" * 100, "w" * 20 + "n" * 100, 0.4 + 0.8 + 0.6),  # noise does not
+        ("ab" * 10 + "-" * 30 + "ab" * 30, "w" * 20 + "-" * 30 + "w" * 60, None),  # a pause of .6 s
+        ("ab" * 10 + "-" * 100, "w" * 20 + "-" * 30 + "w" * 70, 0.4 + 0.8 + 0.6),  # sound that is no word
+        ("a-" * 10 + "-" * 12 + "a-" * 69, "w" * 200, None),  # logits that are quiet within a long word
+    ],
+)
+def test_silent_audio_whose_logits_wait_for_their_lookahead_is_part_of_a_pause(
+    recogniser: Recogniser, text: str, sound: str, end_s: float | None
+) -> None:
+    live = recogniser.live()
+    ended_s = talk(live, text, sound, ahead=30)
+    assert ended_s == (None if end_s is None else pytest.approx(end_s))
+    assert len(live._levels) <= 40
 
 
 def test_each_session_has_its_own_rules(recogniser: Recogniser) -> None:

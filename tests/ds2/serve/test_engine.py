@@ -44,6 +44,25 @@ def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> Non
     assert float(all_of_them["ds2_batch_size_count"]) < float(alone["ds2_batch_size_count"])
 
 
+def test_the_delay_of_last_words_is_counted_where_a_pause_ended_them(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
+    here = LocalRecogniser(recogniser_of(make_model()), Limits())
+
+    async def talk() -> tuple[int, str]:
+        source = await here.open(RATE_HZ, RULES)
+        answers = [await source.accept_waveform(samples_of(speech(3, 1.5))) for _ in range(2)]
+        await source.flush()
+        lines = (await here.metrics()).decode().splitlines()
+        [count] = [line for line in lines if line.startswith("ds2_last_word_seconds_count")]
+        return sum(bool(answer.final) for answer in answers), count
+
+    answered, count = asyncio.run(talk())
+    here.close()
+    assert answered and count == f"ds2_last_word_seconds_count {answered:.1f}"
+
+
 def test_what_nobody_waited_for_is_told_at_the_end(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

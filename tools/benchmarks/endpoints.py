@@ -1,0 +1,237 @@
+"""How long after the last word final text comes, and how often a pause inside an utterance ends a segment.
+
+    python tools/bench.py endpoints MODEL AUDIO... --after-speech-s 0.4 0.8 1.2             # in process
+    ds2 serve MODEL &
+    python tools/bench.py endpoints MODEL AUDIO... --url ws://127.0.0.1:2700/               # a client of that server
+    python tools/bench.py endpoints MODEL AUDIO... --url ws://127.0.0.1:2700/ --protocol realtime
+
+Each file is an utterance, and its own background noise follows it. Speech ends with the last 20 ms that are at most
+30 dB below the loud parts. The delay is from there to the final text, as a speaker feels it: the pause of the rule, the
+lookahead, blocks, chunks and computation. Audio arrives in chunks: through a server in real time, in process as fast as
+it is decoded, and a chunk's computation counts as if all before it had been on time. "cut" are utterances in more than
+one segment; "changed" are words of all segments that differ from the text of the whole file, in process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soxr
+from benchmarks.common import RATE_HZ, Table, facts, new_parser, parse
+from numpy.typing import NDArray
+from websockets.asyncio.client import ClientConnection, connect
+
+from ds2.audio.read import read_audio
+from ds2.commands.decode_options import resolve_options
+from ds2.commands.transcribe import audio_files
+from ds2.config.device import resolve_device
+from ds2.model.checkpoint import find_model, load_model
+from ds2.recognition.recogniser import Recogniser
+from ds2.recognition.session import Endpoints, decode_sessions
+from ds2.scoring.wer import CORRECT, align
+from ds2.serve.protocols.openai_realtime import RATE_HZ as REALTIME_HZ
+
+FRAME_S = 0.02
+SPEECH_DB = -30.0  # of the last speech, to the 95th percentile of the file
+BACKGROUND_S = 0.3  # of the file's quietest part, which is repeated behind it
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A file with noise behind it."""
+
+    samples: NDArray[np.float32]
+    speech_end_s: float
+    duration_s: float  # without the noise behind it
+
+
+@dataclass
+class Segments:
+    """The texts of the segments of an utterance, when the last one came, and what was left at the end of the noise."""
+
+    texts: list[str]
+    last_s: float = 0.0
+    rest: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Measured:
+    """What one rule did."""
+
+    delays_s: list[float] = field(default_factory=list)
+    utterances: int = 0
+    cut: int = 0
+    cuts: int = 0
+    words: int = 0
+    changed: int = 0
+
+    def add(self, segments: Segments, utterance: Utterance, whole: str) -> None:
+        """Count an utterance, its segments, and the text of the whole file."""
+        texts, wanted = segments.texts, whole.split()
+        self.utterances, self.words = self.utterances + 1, self.words + len(wanted)
+        self.cut, self.cuts = self.cut + (len(texts) > 1), self.cuts + max(0, len(texts) - 1)
+        self.changed += sum(edit != CORRECT for edit in align(wanted, " ".join([*texts, *segments.rest]).split()))
+        if texts:
+            self.delays_s.append(segments.last_s - utterance.speech_end_s)
+
+
+def levels(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Mean squares of frames of 20 ms."""
+    size = round(FRAME_S * RATE_HZ)
+    frames = samples[: len(samples) // size * size].reshape(-1, size)
+    squares: NDArray[np.float32] = np.square(frames).mean(1)
+    return squares
+
+
+def speech_end_s(samples: NDArray[np.float32]) -> float:
+    """Where the speech of a recording ends."""
+    squares = levels(samples)
+    loud = np.flatnonzero(squares >= 10 ** (SPEECH_DB / 10) * np.percentile(squares, 95))
+    return float((loud[-1] + 1) * FRAME_S)
+
+
+def with_background(samples: NDArray[np.float32], seconds: float) -> NDArray[np.float32]:
+    """Repeat the quietest part of a recording behind it."""
+    width = round(BACKGROUND_S / FRAME_S)
+    sums = np.convolve(levels(samples), np.ones(width), "valid")
+    first = round(int(sums.argmin()) * FRAME_S * RATE_HZ)
+    quiet = samples[first : first + round(BACKGROUND_S * RATE_HZ)]
+    there_and_back = np.concatenate([quiet, quiet[::-1]])
+    noise = np.tile(there_and_back, -(-round(seconds * RATE_HZ) // len(there_and_back)))
+    return np.concatenate([samples, noise])
+
+
+def in_process(
+    recogniser: Recogniser, utterance: Utterance, rules: Sequence[Endpoints], chunk_s: float
+) -> list[Segments]:
+    """The segments of each rule; all rules share batches."""
+    lives = [recogniser.live(sample_rate_hz=RATE_HZ, endpoints=rule) for rule in rules]
+    results = [Segments([]) for _ in rules]
+    size = round(chunk_s * RATE_HZ)
+    for start in range(0, len(utterance.samples), size):
+        started_s = time.perf_counter()
+        for live in lives:
+            live.accept_waveform(utterance.samples[start : start + size])
+        while any(live.is_ready() for live in lives):
+            decode_sessions(lives)
+        now_s = (start + size) / RATE_HZ + time.perf_counter() - started_s
+        for at, live in enumerate(lives):
+            if live.segments:
+                results[at].texts += [segment.hypothesis.text for segment in live.segments]
+                results[at].last_s = now_s
+                live.segments.clear()
+    for live, result in zip(lives, results, strict=True):
+        live.flush()
+        result.rest = [segment.hypothesis.text for segment in live.segments]
+    return results
+
+
+async def _vosk(socket: ClientConnection, pcm: bytes, size: int, start_s: float, rule: float) -> Segments:
+    await socket.send(json.dumps({"config": {"sample_rate": RATE_HZ, "endpoints": {"after_speech_s": rule}}}))
+    result = Segments([])
+    for number, piece in enumerate(_pieces(pcm, size), start=1):
+        await asyncio.sleep(max(0.0, start_s + number * size / RATE_HZ - time.perf_counter()))
+        await socket.send(piece)
+        answer = json.loads(await socket.recv())
+        if answer.get("text"):
+            result.texts.append(answer["text"])
+            result.last_s = time.perf_counter() - start_s
+    return result
+
+
+async def _realtime(socket: ClientConnection, pcm: bytes, size: int, start_s: float, rule: float) -> Segments:
+    detection = {"type": "server_vad", "silence_duration_ms": round(1000 * rule)}
+    session = {"type": "transcription", "audio": {"input": {"turn_detection": detection}}}
+    await socket.send(json.dumps({"type": "session.update", "session": session}))
+    result = Segments([])
+
+    async def listen() -> None:
+        async for message in socket:
+            event: dict[str, Any] = json.loads(message)
+            if event["type"].endswith("transcription.completed"):
+                result.texts.append(event["transcript"])
+                result.last_s = time.perf_counter() - start_s
+
+    listening = asyncio.create_task(listen())
+    for number, piece in enumerate(_pieces(pcm, size), start=1):
+        await asyncio.sleep(max(0.0, start_s + number * size / REALTIME_HZ - time.perf_counter()))
+        await socket.send(json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(piece).decode()}))
+    listening.cancel()
+    return result
+
+
+def _pieces(pcm: bytes, size: int) -> list[bytes]:
+    return [pcm[start : start + 2 * size] for start in range(0, len(pcm), 2 * size)]
+
+
+async def over_sockets(options: Any, utterances: Sequence[Utterance], rule: float) -> list[Segments]:
+    """As `in_process`, for one rule and all utterances, `options.clients` at a time."""
+    realtime = options.protocol == "realtime"
+    url = options.url.rstrip("/") + ("/v1/realtime?intent=transcription" if realtime else "/")
+    rate_hz, client = (REALTIME_HZ, _realtime) if realtime else (RATE_HZ, _vosk)
+    free = asyncio.Semaphore(options.clients)
+
+    async def speak(utterance: Utterance) -> Segments:
+        samples = soxr.resample(utterance.samples, RATE_HZ, rate_hz)
+        pcm = (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
+        async with free, connect(url, max_size=None, open_timeout=120) as socket:
+            return await client(socket, pcm, round(options.chunk_s * rate_hz), time.perf_counter(), rule)
+
+    return await asyncio.gather(*map(speak, utterances))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure each rule."""
+    parser = new_parser(__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("files", nargs="+", help="audio files or folders of them, then decode.KEY=VALUE")
+    parser.add_argument("--after-speech-s", type=float, nargs="+", default=[Endpoints().after_speech_s])
+    parser.add_argument("--chunk-s", type=float, default=0.1, help="audio that a client sends at once")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--url", help="of a server, with decode.KEY=VALUE as it has them")
+    parser.add_argument("--protocol", choices=["vosk", "realtime"], default="vosk")
+    parser.add_argument("--clients", type=int, default=4, help="at once, with --url")
+    options = parse(parser, arguments)
+    decode = [argument for argument in options.files if argument.startswith(("decode=", "decode."))]
+    files = [name for name, _ in audio_files([argument for argument in options.files if argument not in decode])]
+    device, file = resolve_device(options.device), find_model(options.model)
+    loaded = load_model(file, device)
+    recogniser = Recogniser.of(loaded, resolve_options(decode, file, loaded.config), device, options.precision)
+    rules = [Endpoints(after_speech_s=value) for value in options.after_speech_s]
+    behind_s = max(options.after_speech_s) + recogniser.model.lookahead_ms / 1000 + 1.0
+    utterances: list[Utterance] = []
+    for name in files:
+        samples = read_audio(name, RATE_HZ)
+        noisy = with_background(samples, behind_s)
+        utterances.append(Utterance(noisy, speech_end_s(samples), len(samples) / RATE_HZ))
+    wholes = [recogniser.transcribe(utterance.samples, RATE_HZ).text for utterance in utterances]
+    if options.url:
+        by_rule = [asyncio.run(over_sockets(options, utterances, value)) for value in options.after_speech_s]
+    else:
+        by_rule = list(
+            zip(*(in_process(recogniser, utterance, rules, options.chunk_s) for utterance in utterances), strict=True)
+        )
+    minutes = sum(utterance.duration_s for utterance in utterances) / 60
+    lookahead = f"lookahead {recogniser.model.lookahead_ms:g} ms, chunks of {options.chunk_s:g} s"
+    way = f"{options.protocol} at {options.url}" if options.url else "in process"
+    facts(options, device, f"{len(files)} utterances, {minutes:.1f} minutes, {options.model}, {lookahead}, {way}")
+    columns = {"after_speech_s": "{rule:g}", "delay p50 s": "{p50:.2f}", "p95 s": "{p95:.2f}", "cut %": "{cut:.1f}"}
+    table = Table(columns | {"cuts a minute": "{rate:.2f}", "words changed in 100": "{changed:.2f}"})
+    for value, results in zip(options.after_speech_s, by_rule, strict=True):
+        measured = Measured()
+        for segments, utterance, whole in zip(results, utterances, wholes, strict=True):
+            measured.add(segments, utterance, whole)
+        p50, p95 = np.percentile(measured.delays_s, [50, 95]) if measured.delays_s else (None, None)
+        shares = {"cut": 100 * measured.cut / measured.utterances, "rate": measured.cuts / minutes}
+        changed = None if options.url else 100 * measured.changed / max(1, measured.words)
+        table.print_row({"rule": value, "p50": p50, "p95": p95, "changed": changed} | shares)
+    return 0
