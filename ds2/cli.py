@@ -42,6 +42,7 @@ usage: ds2 COMMAND [...]
   lm train TEXT... --output FILE     a recurrent language model, which ranks hypotheses again (decode.rescore)
   lm tune MODEL LM [MANIFEST...]     alpha, beta and beam on a dev set; evaluate and transcribe pick them up
   cache [--clear KIND]               caches on this disk: decoded audio, kernels, ARPA files
+  completion bash|zsh|fish           a script with which the Tab key completes commands, options, recipes and keys
   version                            version and commit
   doctor                             versions, devices and backends of this machine
 
@@ -62,6 +63,7 @@ COMMANDS = (
     "data",
     "lm",
     "cache",
+    "completion",
     "version",
     "doctor",
 )

@@ -19,15 +19,20 @@ from ds2.recognition.transcripts import align_utterances, suspicious
 from ds2.system.files import check_writable, write_text
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 align MODEL MANIFEST...`: write word times as JSON lines, and print suspicious transcripts."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 align`."""
     parser = Parser(prog="ds2 align", description="word times of transcripts, and doubtful transcripts")
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
     parser.add_argument("--worst", type=whole(1, 1_000_000), help="print so many, the least probable first")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 align MODEL MANIFEST...`: write word times as JSON lines, and print suspicious transcripts."""
+    args = make_parser().parse_args(arguments)
     if args.out:
         check_writable(args.out)
     device = resolve_device(args.device)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds2_ops.jit.build import cache_dir as kernel_dir
 
-from ds2.commands.common import Parser, with_search_path
+from ds2.commands.common import ALL_SETTINGS, Parser, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.system.files import cache_dir, remove_stale
 
@@ -38,15 +38,24 @@ def kinds(work_dir: Path) -> list[Kind]:
     ]
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 cache [--clear KIND] [OVERRIDE ...]`: 0."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 cache`."""
     names = [kind.name for kind in kinds(Path())]
-    parser = Parser(prog="ds2 cache", description="caches on this disk; whatever is cleared is made again when needed")
+    parser = Parser(
+        prog="ds2 cache",
+        description="caches on this disk; whatever is cleared is made again when needed",
+        settings=ALL_SETTINGS,
+    )
     parser.add_argument(
         "--clear", action="append", choices=[*names, "all"], default=[], help="remove this kind; may be repeated"
     )
     parser.add_argument("overrides", nargs="*", help="data.work_dir=... or recipe=...: whose audio (default corpora)")
-    options = parser.parse_args(with_search_path(arguments))
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 cache [--clear KIND] [OVERRIDE ...]`: 0."""
+    options = make_parser().parse_args(with_search_path(arguments))
     total = 0
     for kind in kinds(Path(compose_config([*options.overrides, "run_dir=unused"]).data.work_dir)):
         files = kind.files()

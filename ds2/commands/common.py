@@ -22,6 +22,7 @@ from ds2.system.signals import Stopped, kill_workers, raise_on_sigterm
 from ds2.system.terminal import visible
 
 USER_ERROR = 2
+ALL_SETTINGS, DECODER_SETTINGS = "", "decode"  # of a Parser
 _SHOWN = 60  # characters of a refused argument
 
 
@@ -30,12 +31,21 @@ class Parser(argparse.ArgumentParser):
 
     argparse alone leaves a list that may be empty empty at the first option, and refuses the arguments that follow:
     `ds2 evaluate MODEL --device cpu MANIFEST`.
+
+    Args:
+        settings: the section of the configuration whose overrides are arguments too; None: no overrides.
+        arguments, others: as of argparse.
     """
 
     _mixing = False
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **{"formatter_class": _HelpFormatter, **settings})
+    def __init__(self, *arguments: Any, settings: str | None = None, **others: Any) -> None:
+        super().__init__(*arguments, **{"formatter_class": _HelpFormatter, **others})
+        self.settings = settings
+
+    def actions(self) -> list[argparse.Action]:
+        """Return its options and arguments, in order."""
+        return self._actions
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

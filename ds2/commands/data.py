@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds2.audio.read import RATES_HZ
-from ds2.commands.common import Parser, add_channel, real, whole, with_search_path
+from ds2.commands.common import ALL_SETTINGS, Parser, add_channel, real, whole, with_search_path
 from ds2.commands.compose import compose_config, overridden_keys
 from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
@@ -38,17 +38,17 @@ _BASE_SYMBOLS = " '"
 _OVERRIDE = re.compile(r"[a-z_]+(?:\.[a-z_]+)*=")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one data command and return its exit status; 1 from `check` means that training must not start."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 data`."""
     parser = Parser(prog="ds2 data", description="corpora to manifests, and tools for manifests")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    checked = commands.add_parser("check", help="read every utterance and report problems")
+    checked = commands.add_parser("check", help="read every utterance and report problems", settings=ALL_SETTINGS)
     checked.add_argument("--all", action="store_true", help=f"print all findings, not {_SHOWN_OF_A_KIND} of each kind")
     checked.add_argument("--json", type=Path, help="also write the findings to this file")
     checked.add_argument("overrides", nargs="*", help="as for ds2 train: recipe=..., data.train=[...]")
 
-    made = commands.add_parser("prepare", help="write the manifests of a recipe")
+    made = commands.add_parser("prepare", help="write the manifests of a recipe", settings=ALL_SETTINGS)
     made.add_argument(
         "overrides", nargs="+", help=f"recipe=..., data.corpus=...; data.prepare is one of {', '.join(RECIPES)}"
     )
@@ -65,7 +65,9 @@ def run(arguments: Sequence[str]) -> int:
     )
 
     pieces = commands.add_parser(
-        "pieces", help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file"
+        "pieces",
+        help="learn byte-pair pieces from the training transcripts, for alphabet.pieces_file",
+        settings=ALL_SETTINGS,
     )
     pieces.add_argument("output", type=Path, help="text file to write, one piece a line")
     pieces.add_argument("overrides", nargs="+", help="recipe=..., data.corpus=..., alphabet.symbols=...")
@@ -80,7 +82,12 @@ def run(arguments: Sequence[str]) -> int:
     for add in (_add_split, _add_stats, _add_filter, _add_shards, _add_alphabet, _add_normalise):
         add(commands)
 
-    options = parser.parse_args(with_search_path(arguments))
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one data command and return its exit status; 1 from `check` means that training must not start."""
+    options = make_parser().parse_args(with_search_path(arguments))
     if "run" in options:
         status: int = options.run(options)
         return status

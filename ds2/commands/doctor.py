@@ -22,11 +22,16 @@ _PACKAGES = ("torch", "numpy", "soundfile", "soxr", "hydra-core", "safetensors",
 _OPEN_MPI_AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print versions, devices and calibrated kernels; always 0."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 doctor`."""
     parser = Parser(prog="ds2 doctor", description="versions, devices, disk: what a bug report needs")
     parser.add_argument("--forget-tiles", action="store_true", help="remove what train.calibrate has measured here")
-    if parser.parse_args(arguments).forget_tiles:
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print versions, devices and calibrated kernels; always 0."""
+    if make_parser().parse_args(arguments).forget_tiles:
         print(f"calibrated kernels: {calibrate.forget()} records removed from {cache_dir()}")
         return 0
     print(f"ds2 {__version__} (commit {git_commit()}), Python {platform.python_version()}, {platform.platform()}")

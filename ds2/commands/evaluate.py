@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ds2.commands.common import Parser, add_where, manifests_of, real, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, manifests_of, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.schema import CommConfig, DataConfig
@@ -96,9 +96,11 @@ def report_folder(model: Path, file: Path) -> Path:
     return (file.parent if in_a_run else Path()) / f"{file.stem}-evaluation"
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of `ds2 evaluate`."""
     parser = Parser(
         prog="ds2 evaluate",
+        settings=DECODER_SETTINGS,
         usage="%(prog)s MODEL [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="WER report of a model on manifests; decode=beam decode.lm=FILE recognises with a language model",
     )
@@ -125,6 +127,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=whole(-1, 1024), default=-1, help="processes that read audio; -1 chooses, 0 none"
     )
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     args = parser.parse_args(arguments)
     if args.robustness is not None and launched().world > 1:
         parser.error("--robustness runs in one process: start it without a launcher")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ _NAMES = {("onnx", False): "model.onnx", ("onnx", True): "model.int8.onnx", ("to
 
 def run(arguments: Sequence[str]) -> int:
     """`ds2 export MODEL --to TARGET`; 0."""
-    args = _parse(arguments)
+    args = make_parser().parse_args(arguments)
     for_sherpa = args.to == "onnx" and args.interface != "plain"
     if args.to == "torch" and args.interface == "sherpa":
         raise ConfigError("sherpa-onnx reads ONNX only: take --to onnx, or --to torch --interface plain")
@@ -56,7 +55,8 @@ def _print_summary(path: Path, loaded: LoadedModel, described: dict[str, Any]) -
     )
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of `ds2 export`."""
     parser = Parser(
         prog="ds2 export",
         description="one file that needs no ds2: its inputs, outputs and states are described in docs/guide/export.md",
@@ -71,4 +71,4 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--chunk-ms", type=real(0, 60_000, above=True), default=160.0, help="longest chunk of audio")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits: a quarter of the size, faster")
-    return parser.parse_args(arguments)
+    return parser

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds2.audio.features import Features
-from ds2.commands.common import Parser, with_search_path
+from ds2.commands.common import ALL_SETTINGS, Parser, with_search_path
 from ds2.commands.compose import compose_config
 from ds2.config.schema import Config, ConfigError
 from ds2.export import sherpa
@@ -18,15 +18,21 @@ from ds2.recognition.settings import tuned_file
 from ds2.text.alphabet import Alphabet
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 info`."""
     parser = Parser(
         prog="ds2 info",
+        settings=ALL_SETTINGS,
         usage="%(prog)s MODEL | %(prog)s [OVERRIDE ...] [--config-dir DIR]",
         description="what a model file or run folder holds; or the model that overrides describe: model=rnn_8",
     )
     parser.add_argument("what", nargs="*", help="a model file or run folder; or overrides, KEY=VALUE or GROUP=CHOICE")
-    words = parser.parse_args(with_search_path(arguments)).what
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 info MODEL` or `ds2 info [OVERRIDE...]`."""
+    words = make_parser().parse_args(with_search_path(arguments)).what
     named = [argument for argument in words if "=" not in argument]
     if named:
         if len(words) > 1:

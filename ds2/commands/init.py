@@ -43,8 +43,8 @@ Made by `ds2 init`. Run the commands in this folder:
 _IGNORED = "/runs/\n/corpora/\n"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 init FOLDER [--recipe NAME]`: write the folder; 0."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 init`."""
     parser = Parser(
         prog="ds2 init", description="make a folder with a recipe of your own and a README of three commands"
     )
@@ -56,7 +56,12 @@ def run(arguments: Sequence[str]) -> int:
         metavar="NAME",
         help="the recipe that yours extends (synthetic, which needs no corpus)",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 init FOLDER [--recipe NAME]`: write the folder; 0."""
+    options = make_parser().parse_args(arguments)
     folder: Path = options.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: ds2 init writes into a new or empty folder")

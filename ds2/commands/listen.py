@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import sys
@@ -16,7 +15,7 @@ from ds2_ops.install import install_command
 from numpy.typing import NDArray
 
 from ds2.audio.read import AudioError
-from ds2.commands.common import Parser, add_where
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_where
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -35,7 +34,7 @@ _CLEAR = "\r\x1b[K"
 def run(arguments: Sequence[str]) -> int:
     """`ds2 listen MODEL`: recognise a microphone until SIGINT (Ctrl-C) or SIGTERM; 0."""
     overrides, arguments = split_overrides(arguments)
-    options = _parse(arguments)
+    options = make_parser().parse_args(arguments)
     sounddevice = _import_sounddevice()
     device = resolve_device(options.device)
     file = find_model(options.model)
@@ -132,9 +131,11 @@ def _microphone(sounddevice: Any, name: str, wanted_hz: int) -> Iterator[tuple[i
         yield rate_hz, recorded
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of `ds2 listen`."""
     parser = Parser(
         prog="ds2 listen",
+        settings=DECODER_SETTINGS,
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="live recognition of a microphone: a line whenever the speaker pauses; on a terminal, the "
         "open one in grey",
@@ -146,4 +147,4 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--hot", action="append", default=[], metavar="PHRASE", help="a word or phrase to expect; needs decode=beam"
     )
     add_where(parser)
-    return parser.parse_args(arguments)
+    return parser

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ds2.commands import lm_train
-from ds2.commands.common import Parser, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, whole
 from ds2.commands.decode_options import split_overrides
 from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.commands.lm_tune import run as run_tune
@@ -180,7 +180,8 @@ def _add_unknown(command: argparse.ArgumentParser) -> None:
                               "or stop; always counted and reported")  # fmt: skip
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
+    """Return the parser of `ds2 lm`."""
     parser = Parser(prog="ds2 lm", description="Build, train and query language models.")
     commands = parser.add_subparsers(required=True, metavar="build | train | convert | ppl | query | tune")
 
@@ -210,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
 
     tune = commands.add_parser(
         "tune",
+        settings=DECODER_SETTINGS,
         help="alpha, beta and beam of a model on a dev set",
         usage="%(prog)s MODEL LM [MANIFEST ...] [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="Find alpha, beta and the beam on a dev set, by default of decode=beam; decode.prune, "
@@ -226,7 +228,7 @@ def run(arguments: Sequence[str]) -> int:
         LanguageModelError: a mistake that the user can mend.
     """
     overrides, others = split_overrides(arguments)
-    parser = _parser()
+    parser = make_parser()
     parsed = parser.parse_args(others, argparse.Namespace(overrides=overrides))
     if overrides and parsed.run != run_tune:
         parser.error(f"{overrides[0]}: only `ds2 lm tune` takes settings of decoders")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from ds2_ops.install import install_command
 
-from ds2.commands.common import Parser, add_where, real, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_where, real, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.allowed import UNLIMITED
 from ds2.config.device import resolve_device
@@ -34,7 +34,7 @@ _OTHER_FILES = 256  # open files besides those of sessions: uploads, refused con
 def run(arguments: Sequence[str]) -> int:
     """`ds2 serve MODEL`: serve until SIGINT, SIGTERM or SIGHUP; 0."""
     overrides, arguments = split_overrides(arguments)
-    options = _parse(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         from ds2.serve.engine import LocalRecogniser
         from ds2.serve.http import bind, listen, make_server, share
@@ -164,9 +164,11 @@ def _fixed_limits() -> str:
     )
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of `ds2 serve`."""
     parser = Parser(
         prog="ds2 serve",
+        settings=DECODER_SETTINGS,
         usage="%(prog)s MODEL [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="a page at / for microphone and files, /v1/audio/transcriptions and /v1/realtime (transcription) "
         "as OpenAI has them, Vosk's WebSocket at /, /healthz and /metrics; with DS2_API_KEY in the environment, "
@@ -244,4 +246,4 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--log-transcripts", action="store_true", help="log what is said; without it no log holds any of it"
     )
     add_where(parser)
-    return parser.parse_args(arguments)
+    return parser

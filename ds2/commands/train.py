@@ -42,10 +42,10 @@ Train, or go on where run_dir stopped: ds2 train recipe=an4 model.depth=8 run_di
   --cfg job          print the configuration instead of training; --resolve fills in what refers to other keys
   --hydra-help       what Hydra itself offers
 """
-_PASSED_ON = {"--multirun": 0, "-m": 0, "--cfg": 1, "-c": 1, "--resolve": 0, "--package": 1, "-p": 1, "--info": 0,
+HYDRA_OPTIONS = {"--multirun": 0, "-m": 0, "--cfg": 1, "-c": 1, "--resolve": 0, "--package": 1, "-p": 1, "--info": 0,
               "-i": 0, "--hydra-help": 0}  # fmt: skip
 _REFUSED = {
-    "--shell-completion": "completion works for commands of one word only: `ds2 train --help` lists keys and choices",
+    "--shell-completion": "`ds2 completion bash|zsh|fish` prints a script for all commands",
     "--config-name": "there is one primary config: put what differs into a recipe (--config-dir DIR recipe=NAME)",
     "--config-path": "your own configs are added, not put in place of ours: --config-dir DIR",
     "--run": "it is what `ds2 train` does",
@@ -132,13 +132,13 @@ def options_and_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str
             overrides.append(argument)
         elif full in _REFUSED:
             raise ConfigError(f"{name} does not work with `ds2 train`: {_REFUSED[full]}")
-        elif name not in _PASSED_ON:
-            close = difflib.get_close_matches(name, [*_PASSED_ON, "--help", "--config-dir"], n=1, cutoff=0.6)
+        elif name not in HYDRA_OPTIONS:
+            close = difflib.get_close_matches(name, [*HYDRA_OPTIONS, "--help", "--config-dir"], n=1, cutoff=0.6)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"unknown option {argument!r}{hint} (a setting is KEY=VALUE: `ds2 train --help`)")
         else:
             options.append(argument)
-            if _PASSED_ON[name] and "=" not in argument:
+            if HYDRA_OPTIONS[name] and "=" not in argument:
                 value = next(pending, "")
                 if not value:
                     raise ConfigError(f"{argument} needs a value: --cfg job")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ds2.audio.ffmpeg import FFMPEG_SUFFIXES
 from ds2.audio.read import AUDIO_SUFFIXES, RATES_HZ, AudioError, audio_blocks, audio_info
 from ds2.audio.stream import Pcm16
-from ds2.commands.common import Parser, add_channel, add_where, whole
+from ds2.commands.common import DECODER_SETTINGS, Parser, add_channel, add_where, whole
 from ds2.commands.decode_options import resolve_options, split_overrides
 from ds2.config.device import resolve_device
 from ds2.config.schema import ConfigError
@@ -264,9 +264,11 @@ def _result(hypothesis: Hypothesis) -> dict[str, Any]:
     return {"text": hypothesis.text, "score": hypothesis.score, "words": words}
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> Parser:
+    """Return the parser of `ds2 transcribe`."""
     parser = Parser(
         prog="ds2 transcribe",
+        settings=DECODER_SETTINGS,
         usage="%(prog)s MODEL FILE ... [decode=NAME] [decode.KEY=VALUE ...] [options]",
         description="audio files to text; decode=beam decode.lm=FILE recognises with a language model",
     )
@@ -297,6 +299,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add_channel(parser)
     add_where(parser)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser()
     args = parser.parse_args(arguments)
     if args.stream and args.format in _CAPTIONS:
         parser.error(f"--stream writes text or json, not {args.format}")

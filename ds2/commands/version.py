@@ -9,8 +9,13 @@ from ds2.commands.common import Parser
 from ds2.system.machine import git_commit
 
 
+def make_parser() -> Parser:
+    """Return the parser of `ds2 version`."""
+    return Parser(prog="ds2 version", description="the version and commit of this copy")
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the version and commit; 0."""
-    Parser(prog="ds2 version", description="the version and commit of this copy").parse_args(arguments)
+    make_parser().parse_args(arguments)
     print(f"ds2 {__version__} (commit {git_commit()})")
     return 0

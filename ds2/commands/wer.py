@@ -88,8 +88,8 @@ def _score(args: argparse.Namespace) -> None:
         print(f"\nreport: {args.out}")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """`ds2 wer REFERENCES HYPOTHESES [HYPOTHESES_B]`."""
+def make_parser() -> Parser:
+    """Return the parser of `ds2 wer`."""
     parser = Parser(prog="ds2 wer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("references", type=Path)
     parser.add_argument("hypotheses", type=Path)
@@ -101,7 +101,12 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--missing", choices=["stop", "empty"], default="stop", help="references without hypothesis")
     parser.add_argument("--errors", action="store_true", help="print the aligned errors too")
     parser.add_argument("--out", type=Path, help="folder for report.txt, report.json, errors.txt and errors.html")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 wer REFERENCES HYPOTHESES [HYPOTHESES_B]`."""
+    args = make_parser().parse_args(arguments)
     gc.disable()  # garbage collection of millions of texts would take a fifth of the time, and there are no cycles
     try:
         _score(args)

@@ -56,7 +56,7 @@ def test_the_configuration_is_printed_instead_of_trained(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--shell-completion", "install=bash"], "completion works for commands of one word only"),
+        (["--shell-completion", "install=bash"], "`ds2 completion bash|zsh|fish` prints a script"),
         (["-cn", "mine"], "put what differs into a recipe"),
         (["--cfg"], "--cfg needs a value"),
         (["--resolve"], "--cfg job --resolve"),

@@ -1,0 +1,196 @@
+"""`ds2 completion bash|zsh|fish`: a script that completes commands, options and their choices, groups and keys.
+
+The script holds all words, so that completing a word starts no process of Python; it is of this version of ds2.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from ds2 import commands
+from ds2.commands.common import ALL_SETTINGS, Parser
+from ds2.commands.compose import config_dir
+from ds2.commands.train import HYDRA_OPTIONS
+from ds2.config.convert import documented_keys
+
+_BASH = """\
+# Completion of ds2 for bash, by `ds2 completion bash`:
+#     ds2 completion bash > ~/.local/share/bash-completion/completions/ds2
+_ds2() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" option="${{COMP_WORDS[COMP_CWORD-1]}}" prefix="" word words="" values=""
+    local command="${{COMP_WORDS[*]:1:COMP_CWORD-1}}"
+    if [[ "$current" == "=" ]]; then  # readline splits KEY=VALUE into three words
+        prefix="$option=" current=""
+    elif [[ "$option" == "=" ]]; then
+        prefix="${{COMP_WORDS[COMP_CWORD-2]}}="
+    fi
+    [[ -n "$prefix" ]] && option="${{prefix%=}}"
+{cases}
+    COMPREPLY=()
+    if [[ -n "$values" ]]; then
+        COMPREPLY=($(compgen -W "$values" -- "$current"))
+        return
+    fi
+    for word in $(compgen -W "$words" -- "$prefix$current"); do
+        [[ -z "$prefix$current" && "$word" == @(-*|*=|decode=*) ]] || COMPREPLY+=("${{word#"$prefix"}}")
+    done
+    [[ "${{COMPREPLY[*]}}" == *= ]] && compopt -o nospace
+}}
+complete -o default -F _ds2 ds2
+"""
+_ZSH = """\
+#compdef ds2
+# Completion of ds2 for zsh, by `ds2 completion zsh`: write it to a file _ds2 in a folder of $fpath.
+_ds2() {{
+    local option="${{words[CURRENT-1]}}" command="${{words[2,CURRENT-1]}}" candidates="" values=""
+    [[ "${{words[CURRENT]}}" == --*=* ]] && option="${{words[CURRENT]%%=*}}" && compset -P '*='
+{cases}
+    if [[ -n "${{values// }}" ]]; then
+        compadd -- ${{=values}}
+        return
+    fi
+    _files
+    [[ -n "$values" ]] && return
+    [[ -z "${{words[CURRENT]}}" ]] && candidates="${{${{=candidates}}:#(-*|*=|decode=*)}}"
+    compadd -- ${{${{=candidates}}:#*=}}
+    compadd -S "" -- ${{(M)${{=candidates}}:#*=}}
+}}
+compdef _ds2 ds2
+"""
+_FISH = """\
+# Completion of ds2 for fish, by `ds2 completion fish`:
+#     ds2 completion fish > ~/.config/fish/completions/ds2.fish
+function __ds2_after
+    set -l words (commandline -opc)
+    set -l last (math 1 + (count $argv))
+    test (count $words) -ge $last; and test "$words[2..$last]" = "$argv"
+end
+{lines}
+"""
+_DIRECTLY = "test (count (commandline -opc)) -eq {count}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What may follow a command on the command line.
+
+    Attributes:
+        name: the words before, such as `data import`; empty for ds2 itself.
+        words: its sub-commands, or the choices of its arguments.
+        options: the values that each allows; () stands for any value, None for an option without one.
+        settings: the section of the configuration whose overrides are arguments; None: it takes no overrides.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    options: Mapping[str, tuple[str, ...] | None]
+    settings: str | None = None
+
+    def overrides(self) -> list[str]:
+        """Return groups with their choices, and keys that end in `=`."""
+        if self.settings is None:
+            return []
+        files = sorted(config_dir().glob("*/*.yaml"), key=lambda path: (path.parent.name != "recipe", path))
+        groups = [f"{path.parent.name}={path.stem}" for path in files]
+        keys = [f"{key.name}=" for _, _, section in documented_keys() for key in section]
+        return [word for word in (*groups, *keys) if word.startswith(self.settings)]
+
+
+def make_parser() -> Parser:
+    """Return the parser of `ds2 completion`."""
+    parser = Parser(prog="ds2 completion", description="a script that lets the Tab key complete the arguments of ds2")
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"])
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`ds2 completion SHELL`: print the script; 0."""
+    shell = make_parser().parse_args(arguments).shell
+    tree = list(command_tree())
+    if shell == "fish":
+        print(_FISH.format(lines="\n".join(_fish_lines(tree))), end="")
+    else:
+        words = "words" if shell == "bash" else "candidates"  # words is a variable of zsh's own
+        print({"bash": _BASH, "zsh": _ZSH}[shell].format(cases=_cases(tree, words)), end="")
+    return 0
+
+
+def command_tree() -> Iterator[Command]:
+    """Yield ds2 itself, each command and each sub-command."""
+    below: list[Command] = []
+    names = []
+    for module in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
+        parser_of = getattr(import_module(f"{commands.__name__}.{module}"), "make_parser", None)
+        if parser_of is not None:
+            names.append(module)
+            below += _commands(module, parser_of())
+    options = {name: ("job", "hydra", "all") if takes_value else None for name, takes_value in HYDRA_OPTIONS.items()}
+    options |= {"--package": (), "-p": (), "--config-dir": (), "--help": None}
+    yield Command("", (*names, "train"), {"--help": None, "--version": None})
+    yield Command("train", (), options, ALL_SETTINGS)
+    yield from below
+
+
+def _commands(name: str, parser: Parser) -> Iterator[Command]:
+    words: list[str] = []
+    options: dict[str, tuple[str, ...] | None] = {}
+    below: dict[str, Parser] = {}
+    for action in parser.actions():
+        choices = action.choices or ()
+        if isinstance(choices, dict):
+            below = choices
+        elif not action.option_strings:
+            words += choices
+        for option in action.option_strings:
+            options[option] = None if action.nargs == 0 else tuple(map(str, choices))
+    if parser.settings == ALL_SETTINGS:
+        options["--config-dir"] = ()
+    yield Command(name, (*below, *words), options, parser.settings)
+    for sub_command, its_parser in below.items():
+        yield from _commands(f"{name} {sub_command}", its_parser)
+
+
+def _cases(tree: Sequence[Command], words: str) -> str:
+    """Return statements for bash and zsh that set the variable `words`, or `values` behind an option with a value.
+
+    One blank in `values` stands for any value, such as a file.
+    """
+    sections = {command.settings: command.overrides() for command in tree if command.settings is not None}
+    lines = [f"    local {_section(name)}='{' '.join(overrides)}'" for name, overrides in sections.items()]
+    lines.append('    case "$command " in')
+    for command in sorted(tree, key=lambda command: -len(command.name.split())):
+        following = [*command.words, *command.options]
+        if command.settings is not None:
+            following.append(f"${_section(command.settings)}")
+        lines.append(f'    "{command.name} "*)' if command.name else '    " ")')
+        lines.append(f'        {words}="{" ".join(following)}"')
+        listed = {option: values for option, values in command.options.items() if values}
+        cases = [f"{option}) values='{' '.join(values)}'" for option, values in listed.items()]
+        if free := "|".join(option for option, values in command.options.items() if values == ()):
+            cases.append(f"{free}) values=' '")
+        if cases:
+            lines += ['        case "$option" in', *(f"        {case} ;;" for case in cases), "        esac"]
+        lines.append("        ;;")
+    return "\n".join([*lines, "    esac"])
+
+
+def _section(settings: str) -> str:
+    return f"{settings or 'all'}_settings"
+
+
+def _fish_lines(tree: Sequence[Command]) -> Iterator[str]:
+    for command in tree:
+        count = len(command.name.split())
+        directly = _DIRECTLY.format(count=count + 1)
+        after = f"__ds2_after {command.name}" if command.name else directly
+        if command.words:
+            yield f"complete -c ds2 -n '{after}; and {directly}' -a '{' '.join(command.words)}'"
+        if overrides := command.overrides():
+            yield f"complete -c ds2 -n '{after}' -a '{' '.join(overrides)}'"
+        for option, values in command.options.items():
+            kind = "l" if option.startswith("--") else "s" if len(option) == 2 else "o"
+            value = "" if values is None else f" -x -a '{' '.join(values)}'" if values else " -r"
+            yield f"complete -c ds2 -n '{after}' -{kind} {option.lstrip('-')}{value}"
