@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ds2.commands.common import Parser, whole
+from ds2.commands.transcribe import output_files
 from ds2.config.device import resolve_device
-from ds2.config.schema import DecodeConfig
+from ds2.config.schema import ConfigError, DecodeConfig
+from ds2.data.manifest import Utterance
 from ds2.data.splits import scored_utterances
 from ds2.decoding.hypothesis import word_record
 from ds2.model.checkpoint import load_model
 from ds2.recognition.evaluate import recognition_loader
 from ds2.recognition.recogniser import Recogniser
-from ds2.recognition.transcripts import align_utterances, suspicious
+from ds2.recognition.textgrid import Interval, text_grid
+from ds2.recognition.transcripts import AlignedTranscript, align_utterances, suspicious
 from ds2.system.files import check_writable, write_text
+
+_SAME_S = 1e-3  # by which utterances may overlap in manifests of rounded times
 
 
 def make_parser() -> Parser:
@@ -25,6 +31,10 @@ def make_parser() -> Parser:
     parser.add_argument("model", type=Path, help="model file or run folder")
     parser.add_argument("manifests", nargs="+", help="JSON-lines manifests")
     parser.add_argument("--out", type=Path, help="JSON lines with the words' times, in the order of the manifests")
+    parser.add_argument(
+        "--textgrid", type=Path, metavar="FOLDER", help="a TextGrid of each recording for Praat: words, characters"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing TextGrids")
     parser.add_argument("--worst", type=whole(1, 1_000_000), help="print so many, the least probable first")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     return parser
@@ -38,6 +48,11 @@ def run(arguments: Sequence[str]) -> int:
     device = resolve_device(args.device)
     loaded = load_model(args.model, device)
     utterances = scored_utterances(args.manifests, loaded.alphabet)
+    recordings = _recordings(utterances)
+    if args.textgrid:
+        _check_overlaps(utterances, recordings)
+        names = [(str(audio), Path(audio.name)) for audio in recordings]
+        grids = output_files(names, ".TextGrid", args.textgrid, overwrite=args.overwrite)
     recogniser = Recogniser.of(loaded, DecodeConfig(), device)
     order, swapped = align_utterances(recogniser, recognition_loader(utterances, loaded.config.data, device))
     if args.out:
@@ -53,6 +68,10 @@ def run(arguments: Sequence[str]) -> int:
             for u, a in zip(utterances, order, strict=True)
         )
         write_text(args.out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    if args.textgrid:
+        name = "pieces" if loaded.alphabet.has_pieces else "characters"
+        for indices, path in zip(recordings.values(), grids, strict=True):
+            write_text(path, _grid([(utterances[i], order[i]) for i in indices], name))
     doubtful = suspicious((a.surprise for a in order), swapped)
     print(f"{len(doubtful)} of {len(utterances)} transcripts are probably wrong (surprise in nats a label):")
     worst = sorted(range(len(order)), key=lambda i: -order[i].surprise)[: args.worst] if args.worst else doubtful
@@ -60,3 +79,33 @@ def run(arguments: Sequence[str]) -> int:
         utterance = utterances[index]
         print(f"{order[index].surprise:8.2f}  {utterance.source or utterance.name}  {utterance.text!r}")
     return 0
+
+
+def _recordings(utterances: Sequence[Utterance]) -> dict[Path, list[int]]:
+    """Positions of the utterances of each recording, in order of time."""
+    recordings: dict[Path, list[int]] = {}
+    for index in sorted(range(len(utterances)), key=lambda i: utterances[i].offset_s):
+        recordings.setdefault(utterances[index].audio_filepath, []).append(index)
+    return recordings
+
+
+def _check_overlaps(utterances: Sequence[Utterance], recordings: Mapping[Path, Sequence[int]]) -> None:
+    for indices in recordings.values():
+        for first, second in pairwise(utterances[i] for i in indices):
+            if second.offset_s < first.offset_s + first.duration_s - _SAME_S:
+                raise ConfigError(
+                    f"--textgrid: {first.name} and {second.name} overlap, and a tier holds no overlaps: align one of "
+                    "them, or take --out"
+                )
+
+
+def _grid(aligned: Sequence[tuple[Utterance, AlignedTranscript]], labels: str) -> str:
+    """The TextGrid of the utterances of a recording."""
+    words, characters = list[Interval](), list[Interval]()
+    for utterance, transcript in aligned:
+        start_s, end_s = utterance.offset_s, utterance.offset_s + utterance.duration_s
+        spoken = (Interval(word.start_s, word.end_s, word.text) for word in transcript.words)
+        for tier, own in ((words, spoken), (characters, transcript.labels)):
+            moved = (Interval(start_s + i.start_s, min(end_s, start_s + i.end_s), i.text) for i in own)
+            tier += [interval for interval in moved if interval.end_s > interval.start_s]
+    return text_grid({"words": words, labels: characters}, max(u.offset_s + u.duration_s for u, _ in aligned))

@@ -60,7 +60,7 @@ def audio_files(arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
             yield from ((str(file), file.relative_to(folder)) for file in files)
 
 
-def output_files(files: Sequence[tuple[str, Path]], form: str, out: Path | None, *, overwrite: bool) -> list[Path]:
+def output_files(files: Sequence[tuple[str, Path]], suffix: str, out: Path | None, *, overwrite: bool) -> list[Path]:
     """Return the file in which each transcript is written: in the folder `out`, or without one next to the audio.
 
     Args:
@@ -78,11 +78,11 @@ def output_files(files: Sequence[tuple[str, Path]], form: str, out: Path | None,
     outputs = []
     for name, relative in files:
         beside = relative if name == _STDIN else Path(name)
-        output = (beside if out is None else out / relative).with_suffix(_SUFFIXES[form])
+        output = (beside if out is None else out / relative).with_suffix(suffix)
         real = output.resolve()
         if real in sources:
             raise ConfigError(
-                f"{sources[real]} and {name} would both be written to {output}: transcribe them in separate commands, "
+                f"{sources[real]} and {name} would both be written to {output}: take separate commands, "
                 "each with its own --out FOLDER"
             )
         if real in inputs:
@@ -123,7 +123,7 @@ def run(arguments: Sequence[str]) -> int:
     files = list(audio_files(args.files))
     outputs: Sequence[Path | None] = [None] * len(files)  # None: standard output
     if args.out is not None or (args.format in _CAPTIONS and len(files) > 1):
-        outputs = output_files(files, args.format, args.out, overwrite=args.overwrite)
+        outputs = output_files(files, _SUFFIXES[args.format], args.out, overwrite=args.overwrite)
     file = find_model(args.model)
     loaded = load_model(file, device)
     options = resolve_options(decode, file, loaded.config)

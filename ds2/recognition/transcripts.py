@@ -14,7 +14,8 @@ from ds2.data.loader import SpeechLoader
 from ds2.decoding.alignment import Alignment, force_align
 from ds2.decoding.hypothesis import Word, spell_words
 from ds2.recognition.recogniser import Recogniser
-from ds2.text.alphabet import Alphabet
+from ds2.recognition.textgrid import Interval
+from ds2.text.alphabet import WORD_MARK, Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _DEVIATIONS = 6.0  # above the median: what is listed where nothing better is known
@@ -33,6 +34,7 @@ class AlignedTranscript:
 
     words: tuple[Word, ...]
     surprise: float
+    labels: tuple[Interval, ...] = ()  # of characters or pieces without their word mark; none of white space
 
 
 def align_batch(
@@ -53,7 +55,13 @@ def _aligned(
     if alignment is None:
         return AlignedTranscript((), math.inf)
     surprise = max(0.0, best - alignment.log_prob) / max(1, labels)
-    return AlignedTranscript(spell_words(alignment.runs(), alphabet, frame_s), surprise)
+    runs = alignment.runs()
+    written = (
+        Interval(first * frame_s, end * frame_s, alphabet.symbols[label].strip().removeprefix(WORD_MARK))
+        for label, first, end, _ in runs
+    )
+    spelled = tuple(interval for interval in written if interval.text)
+    return AlignedTranscript(spell_words(runs, alphabet, frame_s), surprise, spelled)
 
 
 def suspicious(surprises: Iterable[float], swapped: Sequence[float] = ()) -> list[int]:
