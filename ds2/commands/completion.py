@@ -127,8 +127,10 @@ def command_tree() -> Iterator[Command]:
         if parser_of is not None:
             names.append(module)
             below += _commands(module, parser_of())
-    options = {name: ("job", "hydra", "all") if takes_value else None for name, takes_value in HYDRA_OPTIONS.items()}
-    options |= {"--package": (), "-p": (), "--config-dir": (), "--help": None}
+    options: dict[str, tuple[str, ...] | None] = {
+        **{name: ("job", "hydra", "all") if takes_value else None for name, takes_value in HYDRA_OPTIONS.items()},
+        **{"--package": (), "-p": (), "--config-dir": (), "--help": None},
+    }
     yield Command("", (*names, "train"), {"--help": None, "--version": None})
     yield Command("train", (), options, ALL_SETTINGS)
     yield from below
