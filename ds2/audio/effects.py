@@ -29,6 +29,7 @@ _FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III", 0),
 }
 assert tuple(_FORMATS) == CODECS
+_MP3_RATES_HZ = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 
 def change_tempo(waveform: Waveform, factor: float, sample_rate_hz: int) -> Waveform:
@@ -143,31 +144,32 @@ def babble(voices: Sequence[Waveform], rng: np.random.Generator, samples: int, c
 
 
 def apply_codec(waveform: Waveform, codec: str, sample_rate_hz: int) -> Waveform:
-    """Return a waveform after encoding and decoding by libsndfile, in memory.
-
-    Args:
-        waveform: (N,) float32; clipped to [-1, 1], as the input of a codec is.
-        codec: mulaw, alaw, gsm and adpcm at 8 kHz, as on telephones; mp3 at about 24 kbit/s.
-        sample_rate_hz: of the waveform.
-
-    Returns:
-        (N,) float32.
-    """
+    """Return a waveform (N,) float32 after `encode` and decoding, in memory; arguments as of `encode`."""
     if len(waveform) == 0:
         return waveform
-    container, subtype, rate_hz = _FORMATS[codec]
-    rate_hz = rate_hz or sample_rate_hz
-    narrow = waveform if rate_hz == sample_rate_hz else soxr.resample(waveform, sample_rate_hz, rate_hz)
-    file = io.BytesIO()
-    quality = {"bitrate_mode": "CONSTANT", "compression_level": 0.9} if codec == "mp3" else {}
-    soundfile.write(file, np.clip(narrow, -1.0, 1.0), rate_hz, subtype=subtype, format=container, **quality)
-    file.seek(0)
-    decoded, decoded_hz = soundfile.read(file, dtype="float32")
+    decoded, decoded_hz = soundfile.read(io.BytesIO(encode(waveform, codec, sample_rate_hz)), dtype="float32")
     if decoded_hz != sample_rate_hz:
         decoded = soxr.resample(decoded, decoded_hz, sample_rate_hz)
     output = np.zeros_like(waveform)
     output[: len(decoded)] = decoded[: len(waveform)]
     return output
+
+
+def encode(waveform: Waveform, codec: str, sample_rate_hz: int) -> bytes:
+    """Return a waveform as an audio file, encoded by libsndfile.
+
+    Args:
+        waveform: (N,) float32; clipped to [-1, 1], as the input of a codec is.
+        codec: mulaw, alaw, gsm and adpcm at 8 kHz, as on telephones; mp3 at about 24 kbit/s.
+        sample_rate_hz: of the waveform; mp3 takes the nearest rate that it has.
+    """
+    container, subtype, rate_hz = _FORMATS[codec]
+    rate_hz = rate_hz or min(_MP3_RATES_HZ, key=lambda rate_hz: abs(rate_hz - sample_rate_hz))
+    narrow = waveform if rate_hz == sample_rate_hz else soxr.resample(waveform, sample_rate_hz, rate_hz)
+    file = io.BytesIO()
+    quality = {"bitrate_mode": "CONSTANT", "compression_level": 0.9} if codec == "mp3" else {}
+    soundfile.write(file, np.clip(narrow, -1.0, 1.0), rate_hz, subtype=subtype, format=container, **quality)
+    return file.getvalue()
 
 
 class _Similarity:

@@ -17,7 +17,7 @@ from ds2.data.splits import ScoredData, scored_utterances
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import launched
 from ds2.model.checkpoint import find_model, load_model
-from ds2.recognition.evaluate import evaluate, robustness, robustness_table
+from ds2.recognition.evaluate import evaluate, robustness, robustness_table, worst_recordings
 from ds2.recognition.recogniser import Recogniser
 from ds2.scoring.report import format_report, kaldi_line
 from ds2.system.errors import UserError
@@ -52,7 +52,8 @@ def run(arguments: Sequence[str]) -> int:
                 overlap = ScoredData.of([evaluation.manifest], evaluation.utterances, trained_on).warning()
                 if overlap:
                     log.warning("%s", overlap)
-                evaluation.write(folder, file, options)
+                recordings = worst_recordings(evaluation, data, args.recordings)
+                evaluation.write(folder, file, options, recordings)
                 print(f"{evaluation.manifest}\n\n{format_report(evaluation.report)}")
                 if evaluation.words_only is not None:
                     print(f"without case and punctuation: {kaldi_line('WER', evaluation.words_only.words)}\n")
@@ -110,6 +111,13 @@ def make_parser() -> Parser:
         "--out",
         type=Path,
         help="folder of the reports (default: best-evaluation in the run folder, or here for a bare model file)",
+    )
+    parser.add_argument(
+        "--recordings",
+        type=whole(0, 1000),
+        default=20,
+        metavar="N",
+        help="utterances with most errors whose audio errors.html plays, 4 MiB at most; 0: none",
     )
     parser.add_argument(
         "--robustness",

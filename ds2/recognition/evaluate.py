@@ -6,15 +6,18 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import soundfile
 import torch
 from torch import Tensor
 
 from ds2 import __version__
+from ds2.audio.effects import encode
+from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import CODECS, AugmentConfig, ConfigError, DataConfig, DecodeConfig
 from ds2.data.loader import SpeechLoader
 from ds2.data.manifest import Utterance
@@ -23,7 +26,7 @@ from ds2.decoding.hypothesis import Hypothesis, word_record
 from ds2.decoding.methods import METHODS
 from ds2.distributed.communicator import Communicator
 from ds2.recognition.recogniser import Recogniser
-from ds2.scoring.report import kaldi_line, write_report
+from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
 from ds2.system.progress import Progress
@@ -32,6 +35,8 @@ from ds2.text.normalise import fold
 
 log = logging.getLogger(__name__)
 _DEGRADE_SEED = 1
+_RECORDINGS_BYTES = 4 << 20  # of the recordings within a report
+_LONGEST_RECORDING_S = 120.0
 _COLOURS = {"white noise": 0.0, "pink noise": 1.0, "brown noise": 2.0}
 
 
@@ -45,8 +50,16 @@ class Evaluation:
     report: Report
     words_only: Report | None = None  # without case and punctuation, if the network writes them
 
-    def write(self, folder: Path, model: Path, options: DecodeConfig) -> None:
-        """Write hypotheses.jsonl, report.txt, report.json, errors.txt and errors.html into `folder`."""
+    def write(
+        self, folder: Path, model: Path, options: DecodeConfig, recordings: Mapping[int, bytes] | None = None
+    ) -> None:
+        """Write hypotheses.jsonl, report.txt, report.json, errors.txt and errors.html into `folder`.
+
+        Args:
+            folder: created if it does not exist.
+            model, options: for the head of the report.
+            recordings: of `worst_recordings`, which errors.html plays.
+        """
         lines = (
             json.dumps(hypothesis_record(u, h, " ".join(aligned.reference)), ensure_ascii=False)
             for u, h, aligned in zip(self.utterances, self.hypotheses, self.report.utterances, strict=True)
@@ -55,7 +68,7 @@ class Evaluation:
         facts = {"model": str(model), "manifest": str(self.manifest), "decoder": describe(options), "ds2": __version__}
         if self.words_only is not None:
             facts["without case and punctuation"] = kaldi_line("WER", self.words_only.words)
-        write_report(self.report, folder, f"{self.manifest.stem} by {model}", facts)
+        write_report(self.report, folder, f"{self.manifest.stem} by {model}", facts, recordings)
 
 
 def evaluate(
@@ -99,6 +112,35 @@ def evaluate(
         log.info("%s: %d utterances, %.0f s of audio in %.1f s", path, len(utterances), audio_s, elapsed_s)
         report = score(utterances, hypotheses, recogniser.alphabet)
         yield Evaluation(path, utterances, hypotheses, report, score_words(report, recogniser.alphabet))
+
+
+def worst_recordings(evaluation: Evaluation, data: DataConfig, count: int) -> dict[int, bytes]:
+    """Return MP3 files of the utterances with most errors, by index, 4 MiB in all at most (23 minutes).
+
+    Args:
+        evaluation: of a manifest.
+        data: of the model's config: how audio is read.
+        count: of utterances; those of more than two minutes are left out.
+    """
+    recordings: dict[int, bytes] = {}
+    remaining = _RECORDINGS_BYTES
+    for index in most_errors(evaluation.report, count):
+        utterance = evaluation.utterances[index]
+        if utterance.duration_s > _LONGEST_RECORDING_S:
+            continue
+        try:
+            samples = read_audio(
+                utterance.audio_filepath, data.sample_rate_hz, utterance.offset_s, utterance.duration_s, data.channel
+            )
+            recording = encode(samples, "mp3", data.sample_rate_hz)
+        except (AudioError, soundfile.LibsndfileError) as error:  # the report itself is complete without them
+            log.warning("the report has no recordings: %s", error)
+            return {}
+        remaining -= len(recording)
+        if remaining < 0:
+            break
+        recordings[index] = recording
+    return recordings
 
 
 def counting(progress: Progress) -> Callable[[list[int], Tensor, Tensor], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import math
@@ -91,7 +92,9 @@ def report_record(report: Report) -> dict[str, Any]:
     }
 
 
-def write_report(report: Report, folder: Path, title: str, facts: Mapping[str, Any]) -> None:
+def write_report(
+    report: Report, folder: Path, title: str, facts: Mapping[str, Any], recordings: Mapping[int, bytes] | None = None
+) -> None:
     """Write report.txt, report.json, errors.txt and errors.html, each atomically.
 
     Args:
@@ -99,6 +102,7 @@ def write_report(report: Report, folder: Path, title: str, facts: Mapping[str, A
         folder: created if it does not exist.
         title: heading of the HTML page.
         facts: further entries of report.json, such as model and manifest.
+        recordings: for the HTML page, see `html_page`.
     """
     head = "".join(f"{key}: {value}\n" for key, value in facts.items())
     write_text(folder / "report.txt", f"{head}\n{format_report(report)}" if head else format_report(report))
@@ -106,7 +110,7 @@ def write_report(report: Report, folder: Path, title: str, facts: Mapping[str, A
         folder / "report.json", json.dumps({**facts, **report_record(report)}, indent=1, ensure_ascii=False) + "\n"
     )
     write_text(folder / "errors.txt", format_alignments(report))
-    write_text(folder / "errors.html", html_page(report, title, summary(report)))
+    write_text(folder / "errors.html", html_page(report, title, summary(report), recordings))
 
 
 def _interval_line(interval: Interval, unit: str) -> str:
@@ -167,7 +171,14 @@ def _finite(value: float) -> float | None:
 _ERRORS_LISTED = 200
 
 
-def html_page(report: Report, title: str, summary: str) -> str:
+def most_errors(report: Report, count: int) -> list[int]:
+    """Return the indices of the `count` utterances with most errors, of equal numbers those with fewer words first."""
+    wrong = [index for index, utterance in enumerate(report.utterances) if utterance.words.errors]
+    words = [utterance.words for utterance in report.utterances]
+    return sorted(wrong, key=lambda index: (-words[index].errors, words[index].reference_length))[:count]
+
+
+def html_page(report: Report, title: str, summary: str, recordings: Mapping[int, bytes] | None = None) -> str:
     """Return a self-contained page of all utterances and the most frequent errors.
 
     The page inserts texts of its JSON data as text nodes only, so that a transcript cannot act as markup.
@@ -176,8 +187,11 @@ def html_page(report: Report, title: str, summary: str) -> str:
         report: aligned utterances.
         title: heading.
         summary: lines shown below it.
+        recordings: MP3 files by the index of their utterance, which the page then plays.
     """
+    recordings = recordings or {}
     content = {
+        "recordings": {index: base64.b64encode(recording).decode() for index, recording in recordings.items()},
         "utterances": [[u.name, u.speaker, u.edits, u.reference, u.hypothesis] for u in report.utterances],
         "errors": [[*error, times] for error, times in report.confusions.most_common(_ERRORS_LISTED)],
     }
@@ -193,6 +207,7 @@ def html_page(report: Report, title: str, summary: str) -> str:
 <body>
 <h1>{html.escape(title)}</h1>
 <pre>{html.escape(summary)}</pre>
+{_PLAYABLE.format(count=len(recordings)) if recordings else ""}
 {_CONTROLS}
 <script type="application/json" id="data">{data}</script>
 <script>{_SCRIPT}</script>
@@ -211,6 +226,7 @@ form { display: flex; flex-wrap: wrap; gap: .5rem 1rem; position: sticky; top: 0
 #query { min-width: 18rem; }
 article { padding: .6rem 0; border-bottom: 1px solid var(--line); }
 article h2 { font-size: .85rem; font-weight: normal; margin: 0; opacity: .75; }
+audio { display: block; height: 2rem; margin: .2rem 0; }
 .words { display: flex; flex-wrap: wrap; gap: .1rem .5rem; }
 .words span { display: inline-flex; flex-direction: column; }
 .words b { font-weight: 600; }
@@ -219,6 +235,8 @@ article h2 { font-size: .85rem; font-weight: normal; margin: 0; opacity: .75; }
 #errors button { font: inherit; border: 1px solid var(--line); border-radius: .4rem; background: none; margin: .1rem; }
 #errors button[aria-pressed=true] { background: Highlight; color: HighlightText; }
 """
+
+_PLAYABLE = "<p>{count} of the utterances with most errors have a player: choose the order by most errors.</p>"
 
 _CONTROLS = """
 <form id="filter" onsubmit="return false">
@@ -249,7 +267,7 @@ const make = (tag, text, kind) => {
   if (kind) node.className = kind;
   return node;
 };
-const rows = data.utterances.map(([name, speaker, edits, reference, hypothesis]) => {
+const rows = data.utterances.map(([name, speaker, edits, reference, hypothesis], index) => {
   let r = 0, h = 0;
   const pairs = [...edits].map((kind) =>
     [kind, kind === "I" ? "" : reference[r++], kind === "D" ? "" : hypothesis[h++]]);
@@ -257,7 +275,8 @@ const rows = data.utterances.map(([name, speaker, edits, reference, hypothesis])
   const rate = reference.length ? errors.length / reference.length : errors.length ? Infinity : 0;
   const text = [name, speaker, reference.join(" "), hypothesis.join(" ")].join("\\n").toLowerCase();
   const keys = new Set(errors.map((error) => error.join("\\t")));
-  return {name, speaker, pairs, errors, words: reference.length, rate, text, keys};
+  const recording = data.recordings[index];
+  return {name, speaker, pairs, errors, words: reference.length, rate, text, keys, recording};
 });
 const controls = ["query", "speaker", "kind", "order"];
 let chosen = "", limit = PAGE, shown = [];
@@ -276,6 +295,13 @@ function article(row) {
     words.append(cell);
   }
   node.append(words);
+  if (row.recording) {
+    const player = make("audio");
+    player.controls = true;
+    player.preload = "none";
+    player.src = "data:audio/mpeg;base64," + row.recording;
+    node.append(player);
+  }
   return node;
 }
 
@@ -291,7 +317,7 @@ function update() {
     && (!speaker || row.speaker === speaker)
     && (!kind || (kind === "E" ? row.errors.length : row.errors.some((e) => e[0] === kind)))
     && (!chosen || row.keys.has(chosen)));
-  if (order === "errors") shown.sort((a, b) => b.errors.length - a.errors.length);
+  if (order === "errors") shown.sort((a, b) => b.errors.length - a.errors.length || a.words - b.words);
   if (order === "rate") shown.sort((a, b) => (b.rate > a.rate) - (b.rate < a.rate));
   limit = PAGE;
   const errors = shown.reduce((sum, row) => sum + row.errors.length, 0);

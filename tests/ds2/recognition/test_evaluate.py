@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 
 from ds2.audio.features import Features
+from ds2.audio.read import read_audio
 from ds2.cli import main
-from ds2.config.schema import CODECS, Config, DecodeConfig
+from ds2.config.schema import CODECS, Config, DataConfig, DecodeConfig
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel, load_model, save_model
-from ds2.recognition.evaluate import conditions, recognition_loader, score, score_words
+from ds2.recognition.evaluate import (
+    Evaluation,
+    conditions,
+    recognition_loader,
+    score,
+    score_words,
+    worst_recordings,
+)
 from ds2.recognition.recogniser import Recogniser
 from ds2.text.alphabet import Alphabet
 
 CPU = torch.device("cpu")
+RATE_HZ = 16000
 
 
 @pytest.fixture
@@ -95,6 +109,48 @@ def test_command_writes_a_report_beside_the_model(
     times = [(word["start_s"], word["end_s"], line["duration"]) for line in lines for word in line["words"]]
     assert times
     assert all(0 <= start_s < end_s <= duration_s + 0.1 for start_s, end_s, duration_s in times)
+
+
+def recordings_of(folder: Path) -> dict[str, bytes]:
+    text = (folder / "errors.html").read_text(encoding="utf-8")
+    data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    return {index: base64.b64decode(encoded) for index, encoded in json.loads(data[1])["recordings"].items()}
+
+
+def test_the_page_plays_the_utterances_with_most_errors(
+    model_file: Path, tone_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["evaluate", str(model_file), "--device", "cpu", "--workers", "0", "--out"]
+    assert main([*command, str(tmp_path / "some"), "--recordings", "3"]) == 0
+    recordings = recordings_of(tmp_path / "some" / tone_manifest.stem)
+    utterances = read_manifest(tone_manifest)
+    assert len(recordings) == 3
+    for index, recording in recordings.items():
+        utterance = utterances[int(index)]
+        samples, rate_hz = soundfile.read(io.BytesIO(recording), dtype="float32")
+        original = read_audio(utterance.audio_filepath, rate_hz)
+        assert len(samples) / rate_hz == pytest.approx(utterance.duration_s, abs=0.2)  # MP3 pads
+        likeness = np.correlate(samples, original, "full").max() / np.linalg.norm(samples) / np.linalg.norm(original)
+        assert likeness > 0.9
+    assert main([*command, str(tmp_path / "none"), "--recordings", "0"]) == 0
+    assert recordings_of(tmp_path / "none" / tone_manifest.stem) == {}
+
+
+def test_recordings_are_bounded(model_file: Path, tone_manifest: Path, tmp_path: Path) -> None:
+    noise = 0.1 * np.random.default_rng(0).standard_normal(int(121 * RATE_HZ)).astype(np.float32)
+    utterances = []
+    for number, duration_s in enumerate([121.0, *[115.0] * 13]):  # 0.34 MB each; the first is longer than two minutes
+        path = tmp_path / f"{number}.flac"
+        soundfile.write(path, noise[: int(duration_s * RATE_HZ)], RATE_HZ)
+        utterances.append(Utterance(path, duration_s, "one two"))
+    hypotheses = [Hypothesis("")] * len(utterances)
+    report = score(utterances, hypotheses, load_model(model_file).alphabet)
+    evaluation = Evaluation(tone_manifest, utterances, hypotheses, report)
+    recordings = worst_recordings(evaluation, DataConfig(), 20)
+    assert list(recordings) == list(range(1, 13)) and 3 << 20 < sum(map(len, recordings.values())) <= 4 << 20
+    (tmp_path / "1.flac").unlink()
+    assert worst_recordings(evaluation, DataConfig(), 20) == {}
 
 
 def test_characters_outside_the_alphabet_count_as_errors(model_file: Path, tone_manifest: Path, tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ds2.scoring.report import html_page, summary
+from ds2.audio.effects import encode
+from ds2.scoring.report import html_page, most_errors, summary
 from ds2.scoring.wer import Report, corpus_report
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key of an element reference in the WebDriver standard
@@ -55,6 +58,9 @@ class Browser:
     def texts(self, css: str) -> list[str]:
         return [self._call("GET", f"{self._session}/element/{element}/text") for element in self.find(css)]
 
+    def run(self, script: str) -> Any:
+        return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": []})
+
     def complaints(self) -> list[str]:
         log = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in log if entry["level"] == "SEVERE"]
@@ -81,6 +87,13 @@ def browser() -> Iterator[Browser]:
             opened.close()
         finally:
             process.terminate()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
 
 
 def page(report: Report, folder: Path) -> str:
@@ -138,6 +151,26 @@ def test_transcripts_never_act_as_markup(browser: Browser, report: Report, tmp_p
     assert browser.texts("h1") == ["dev & <test>"]
     assert browser.find("#list img") == []
     assert browser.texts("#list article:nth-child(4) .words span")[:2] == ["<b>bold</b>", "</script>\n<img/src=x>"]
+
+
+def test_utterances_with_most_errors_come_first(report: Report) -> None:
+    assert most_errors(report, 9) == [2, 3, 0]  # the second has none
+    assert most_errors(report, 2) == [2, 3]
+    assert most_errors(report, 0) == []
+
+
+def test_a_recording_has_a_player(browser: Browser, report: Report, tmp_path: Path) -> None:
+    tone = 0.3 * np.sin(np.arange(8000, dtype=np.float32))
+    recordings = {2: encode(tone, "mp3", 16000)}
+    (tmp_path / "errors.html").write_text(html_page(report, "dev", summary(report), recordings), encoding="utf-8")
+    browser.open((tmp_path / "errors.html").as_uri())
+    assert len(browser.find("audio")) == 1
+    browser.click("#order option[value=errors]")
+    assert browser.texts("#list article:has(audio) h2") == ["u3, speaker bob: 2 of 4"]
+    browser.run("document.querySelector('audio').load()")
+    wait_until(lambda: browser.run("return document.querySelector('audio').readyState") >= 1)
+    assert browser.run("return document.querySelector('audio').duration") == pytest.approx(0.5, abs=0.2)
+    assert browser.complaints() == []
 
 
 def test_a_long_corpus_is_shown_in_parts(browser: Browser, tmp_path: Path) -> None:
