@@ -29,9 +29,8 @@ from ds2.model.checkpoint import find_model, load_model
 from ds2.recognition.captions import cues, paragraphs, srt, vtt
 from ds2.recognition.recogniser import Recogniser, Transcript, transcribe_file
 from ds2.system.files import check_writable, temporary_folder, write_text
-from ds2.system.progress import Progress
 from ds2.system.signals import STOP_SIGNALS, StopHandler, Stopped, handle_signals
-from ds2.system.terminal import visible
+from ds2.system.terminal import Progress, visible
 
 _STDIN = "-"
 _CAPTIONS = {"srt": srt, "vtt": vtt}

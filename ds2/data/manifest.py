@@ -1,11 +1,13 @@
-"""Utterances and the JSON-lines manifests that list them, with the keys that NeMo uses."""
+"""Utterances and the JSON-lines manifests that list them, with the keys that NeMo uses; lists split into parts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,6 @@ from ds2.system.errors import UserError
 from ds2.system.files import atomic_file
 from ds2.system.plain import parse_json, short_repr
 from ds2.system.text_files import read_byte_lines
-
-
-def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
-    """Return the number of utterances and a digest of file names (without folders), times and texts."""
-    digest, count = hashlib.sha256(), 0
-    for u in utterances:
-        digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
-        count += 1
-    return {name: f"{count} utterances ({digest.hexdigest()[:12]})"}
-
 
 log = logging.getLogger(__name__)
 
@@ -195,3 +187,71 @@ def _seconds(record: dict[str, Any], key: str) -> float:
     if key == "duration" and 0 < value < MIN_DURATION_S:
         raise ManifestError(f"{key} is {short_repr(value)}; expected seconds, 0 or at least {MIN_DURATION_S:g}")
     return float(value)
+
+
+class SplitError(UserError):
+    """Parts that cannot be made; the message says why and the way out."""
+
+
+_GROUPS: dict[str, Callable[[Utterance], str]] = {
+    "speaker": lambda u: u.speaker,
+    "recording": lambda u: str(u.audio_filepath),
+    "utterance": lambda u: f"{u.audio_filepath}+{u.offset_s}",
+}
+UNITS = tuple(_GROUPS)
+"""Units that `split` does not divide: `--by` of the command."""
+
+
+def corpus(name: str, utterances: Iterable[Utterance]) -> dict[str, object]:
+    """Return the number of utterances and a digest of file names (without folders), times and texts."""
+    digest, count = hashlib.sha256(), 0
+    for u in utterances:
+        digest.update(f"{u.audio_filepath.name}\0{u.offset_s!r}\0{u.duration_s!r}\0{u.text}\n".encode())
+        count += 1
+    return {name: f"{count} utterances ({digest.hexdigest()[:12]})"}
+
+
+def split(
+    utterances: Sequence[Utterance], shares: Mapping[str, float], *, by: str = "speaker", seed: int = 1
+) -> dict[str, list[Utterance]]:
+    """Split utterances by duration, whole speakers (or recordings) at a time; their order stays.
+
+    Groups are shuffled by the seed. Each goes to the part that has the least of its share so far, so every part gets at
+    least one; a part may differ from its share by about the length of one group.
+
+    Args:
+        utterances: to split.
+        shares: of the audio, by part; positive numbers, of which only the proportions count.
+        by: speaker, recording (file) or utterance: unit that is not divided.
+        seed: of the shuffle.
+
+    Raises:
+        SplitError: unknown `by`, shares that are not positive, utterances without a speaker, or fewer groups than
+            parts.
+    """
+    if by not in _GROUPS:
+        raise SplitError(f"--by {by!r} is not one of {', '.join(UNITS)}")
+    if len(shares) < 2 or not all(0 < share < float("inf") for share in shares.values()):
+        raise SplitError(f"shares {dict(shares)}: two parts or more, each with a share above 0: train=0.9 dev=0.1")
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, utterance in enumerate(utterances):
+        groups[_GROUPS[by](utterance)].append(index)
+    if by == "speaker" and "" in groups:
+        raise SplitError(
+            f"{len(groups[''])} of {len(utterances)} utterances have no speaker: write one into the manifest, or "
+            "split with --by recording or --by utterance (people who speak in two parts make the WER look better)"
+        )
+    if len(groups) < len(shares):
+        raise SplitError(
+            f"{len(groups)} {by}s cannot make {len(shares)} parts: "
+            + ("ask for fewer parts" if by == "utterance" else "split with --by utterance, or ask for fewer parts")
+        )
+    order = sorted(groups)
+    random.Random(seed).shuffle(order)
+    durations_s = dict.fromkeys(shares, 0.0)
+    part_of: dict[int, str] = {}
+    for key in order:
+        part = min(shares, key=lambda name: durations_s[name] / shares[name])
+        durations_s[part] += sum(utterances[index].duration_s for index in groups[key])
+        part_of.update(dict.fromkeys(groups[key], part))
+    return {name: [u for index, u in enumerate(utterances) if part_of[index] == name] for name in shares}

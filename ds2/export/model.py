@@ -1,17 +1,335 @@
-"""The exported model as a function: its inputs and outputs, for chunks of streams or whole utterances."""
+"""The exported model, written once for all targets: a signal and a state in, log-probs and the next state out.
+
+First its layers, then the function of inputs and outputs, for chunks of streams or whole utterances. A stream comes in
+chunks of a fixed length. Every layer carries the end of its input, gives as many frames as come in and is delayed by
+its lookahead: `ds2.model.folded` says how many. Which of a layer's frames are valid follows from two counts, the frames
+before this chunk and with it: frames before the start and past the end are 0 in every layer and in every recurrent
+state, as they were when the model was trained.
+
+Shape letters: B batch, N samples, T frames, F bins, C channels, D, H widths, V labels, W samples of a window, M mels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from ds2.export.network import ExportWeights, Network, SourcePosition, StateRow, collect
+from ds2.audio.features import MIN_ENERGY, POWER_FLOOR, Features, preemphasise
 from ds2.export.operations import Operations, TorchOperations, Value
+from ds2.model.acoustic import AcousticModel
 from ds2.model.checkpoint import LoadedModel
+from ds2.model.folded import (
+    ConvWeights,
+    DirectionWeights,
+    ModuleWeights,
+    NetworkWeights,
+    RecurrentWeights,
+    TimeWindow,
+)
 from ds2.system.errors import UserError
+from ds2.text.alphabet import BLANK
+
+NEVER = -1e4
+"""Log-prob of all labels but the blank in frames that are not valid."""
+_IMAGE, _SEQUENCE = 3, 1  # the axis of time in (B, C, F, T) and in (B, T, H)
+
+
+@dataclass(frozen=True)
+class FeatureWeights:
+    """Samples to normalised features: two products a bin, the sum of their squares, filters, a floor, a logarithm."""
+
+    transform: Tensor  # (2 F, 1, 1, W): cosines, then sines
+    mel: Tensor | None  # (M, F, 1, 1)
+    floor: float
+    adds_floor: bool  # else energies below it become it
+    window: TimeWindow  # in samples
+    scale: Tensor  # (1, 1, F, 1): 1 / deviation
+    shift: Tensor  # ... - mean / deviation
+
+
+@dataclass(frozen=True)
+class ExportWeights:
+    """Features and network, float64 on the CPU."""
+
+    features: FeatureWeights
+    network: NetworkWeights
+
+
+@torch.no_grad()
+def collect(model: AcousticModel, features: Features, *, from_samples: bool) -> ExportWeights:
+    """The weights of a model in evaluation mode on the CPU; from log energies, these are not delayed."""
+    signal = _feature_weights(features)
+    return ExportWeights(signal, model.folded(signal.window.delay if from_samples else 0))
+
+
+def _feature_weights(features: Features) -> FeatureWeights:
+    """The transform as one product: all that Kaldi does to a window before it is linear, removal of the mean too."""
+    length, style = features.window_samples, features.style
+    samples = torch.arange(length, dtype=torch.float64)
+    bins = torch.arange(features.fft_samples // 2 + 1, dtype=torch.float64)
+    phase = 2 * math.pi / features.fft_samples * torch.outer(bins, samples)
+    transform = torch.cat([phase.cos(), phase.sin()]) * features.window.double()
+    if style is not None:
+        transform = transform @ preemphasise(torch.eye(length, dtype=torch.float64), style).t()
+    mel, scale = features.mel_weights, 1.0 / features.std.double()
+    return FeatureWeights(
+        transform[:, None, None, :],
+        None if mel is None else mel.t()[:, :, None, None],
+        POWER_FLOOR if style is None else MIN_ENERGY,
+        style is None,
+        TimeWindow(length, features.lead_samples, features.step_samples, 0),
+        scale.view(1, 1, -1, 1),
+        (-features.mean.double() * scale).view(1, 1, -1, 1),
+    )
+
+
+class StateRow:
+    """What layers carry from chunk to chunk, side by side in one row a stream.
+
+    Args:
+        ops: of the target.
+        row: (B, K) float32, 0 at the start of a stream; None: zeros, to find K.
+        like: a tensor of the same B.
+
+    Attributes:
+        size: K so far.
+    """
+
+    def __init__(self, ops: Operations, row: Value | None, like: Value) -> None:
+        self._ops, self._row, self._like = ops, row, like
+        self._next: list[Value] = []
+        self.size = 0
+
+    def read(self, *shape: int) -> Value:
+        """The next of the last chunk's numbers, as (B, *shape)."""
+        start, count = self.size, prod(shape)
+        self.size += count
+        row = self._ops.zeros(self._like, count) if self._row is None else self._ops.cut(self._row, 1, start, self.size)
+        return self._ops.reshape(row, (0, *shape))
+
+    def write(self, x: Value) -> None:
+        """Keep for the next chunk what replaces the numbers that were read, in the same order."""
+        self._next.append(self._ops.reshape(x, (0, -1)))
+
+    def row(self) -> Value:
+        """The next chunk's row."""
+        return self._ops.concat(self._next, 1)
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """Where a layer is in its source.
+
+    Attributes:
+        before: (B, 1) int64, frames in the chunks before this one.
+        known: (B, 1) int64, frames of the source so far, this chunk's included.
+        delay: frames by which the output is later than the input.
+    """
+
+    before: Value
+    known: Value
+    delay: int = 0
+
+
+@dataclass(frozen=True)
+class LayerFrames:
+    """Output of a layer: (B, C, F, T) or (B, T, H), 0 where `valid` (B, T) is false."""
+
+    x: Value
+    at: SourcePosition
+    valid: Value
+
+
+class Network:
+    """A model in the operations of a target.
+
+    Args:
+        ops: of the target.
+        weights: of the model.
+        memory: recurrent states of streams; None: whole utterances.
+        tails: ends of the layers' inputs; None: whole utterances.
+    """
+
+    def __init__(
+        self, ops: Operations, weights: ExportWeights, memory: StateRow | None, tails: StateRow | None
+    ) -> None:
+        self.ops, self.weights, self.memory, self.tails = ops, weights, memory, tails
+
+    def energies(self, samples: Value, at: SourcePosition) -> tuple[Value, SourcePosition]:
+        """Log energies (B, 1, F, T) of samples (B, N)."""
+        ops, signal, window = self.ops, self.weights.features, self.weights.features.window
+        x = self._masked(ops.reshape(samples, (0, 1, 1, -1)), at, _IMAGE).x
+        mirrored = ops.flip(ops.cut(x, _IMAGE, 0, window.past), _IMAGE) if window.past else None
+        if self.tails is None:
+            x = x if mirrored is None else ops.concat([mirrored, x], _IMAGE)
+        else:
+            x = self._with_past(x, _IMAGE, (1, 1), window, at.before, mirrored)
+        parts = ops.conv(x, ops.constant(signal.transform), None, (1, window.stride), 0)
+        squares, bins = parts * parts, signal.transform.shape[0] // 2
+        power = ops.cut(squares, 1, 0, bins) + ops.cut(squares, 1, bins, None)
+        if signal.mel is not None:
+            power = ops.conv(power, ops.constant(signal.mel), None, (1, 1), 0)
+        power = power + signal.floor if signal.adds_floor else ops.clip(power, signal.floor, None)
+        known = (at.known + (window.past - window.length + window.stride)) // window.stride
+        progress = SourcePosition(at.before // window.stride, known, self._delay(window))
+        return ops.transpose(ops.log(power), (0, 2, 1, 3)), progress
+
+    def log_probs(self, energies: Value, at: SourcePosition) -> LayerFrames:
+        """Log-probs (B, T, V) of log energies (B, 1, F, T); in frames that are not valid the blank is certain."""
+        ops, signal, network = self.ops, self.weights.features, self.weights.network
+        normalised = energies * ops.constant(signal.scale) + ops.constant(signal.shift)
+        frames = self._masked(normalised, at, _IMAGE)
+        for conv in network.convs:
+            frames = self._conv(frames, conv)
+        x = ops.reshape(ops.transpose(frames.x, (0, 3, 1, 2)), (0, 0, -1))
+        frames = LayerFrames(x, frames.at, frames.valid)
+        for module in network.modules:
+            frames = self._module(frames, module)
+        x = self._divided_by_rms(frames.x, network.rms_eps)
+        logits = x @ ops.constant(network.classifier.t()) + ops.constant(network.bias)
+        blank = torch.full((len(network.bias),), NEVER)
+        blank[BLANK] = 0.0
+        valid = ops.reshape(frames.valid, (0, -1, 1))
+        log_probs = ops.where(valid, ops.log_softmax(logits), ops.constant(blank))
+        return LayerFrames(log_probs, frames.at, frames.valid)
+
+    def _conv(self, frames: LayerFrames, conv: ConvWeights) -> LayerFrames:
+        ops, at, window = self.ops, frames.at, conv.window
+        x = self._with_past(frames.x, _IMAGE, (conv.weight.shape[1], conv.bins), window)
+        bins = conv.weight.shape[2] // 2
+        x = ops.conv(x, ops.constant(conv.weight), ops.constant(conv.bias), conv.stride, bins)
+        stride = window.stride
+        after = SourcePosition(at.before // stride, (at.known + (stride - 1)) // stride, self._delay(window))
+        return self._masked(ops.clip(x, 0.0, conv.clip), after, _IMAGE)
+
+    def _module(self, frames: LayerFrames, module: ModuleWeights) -> LayerFrames:
+        ops, skip = self.ops, frames.x
+        for layer in module.layers:
+            outputs = [
+                self._recur(frames, layer, direction, reverse=bool(number))
+                for number, direction in enumerate(layer.directions)
+            ]
+            frames = LayerFrames(outputs[0] + outputs[1] if outputs[1:] else outputs[0], frames.at, frames.valid)
+        for weight in module.row_convs:
+            frames = self._row_conv(frames, weight)
+        if not module.residual:
+            return frames
+        if module.projection is not None:
+            skip = skip @ ops.constant(module.projection.t())
+        if module.lookahead and self.tails is not None:
+            waiting = TimeWindow(module.lookahead + 1, 0, 1, 0)
+            joined = self._with_past(skip, _SEQUENCE, (module.layers[0].hidden,), waiting)
+            skip = ops.cut(joined, _SEQUENCE, 0, -waiting.cached)
+        return LayerFrames(frames.x + skip, frames.at, frames.valid)
+
+    def _row_conv(self, frames: LayerFrames, weight: Tensor) -> LayerFrames:
+        """r_t = sum_j w_j x_(t+j), j from 0 to tau, of weights (tau + 1, H)."""
+        ops, (taps, hidden) = self.ops, weight.shape
+        window = TimeWindow(taps, 0, 1, frames.at.delay)
+        x = self._with_past(frames.x, _SEQUENCE, (hidden,), window)
+        total = None
+        for tap in range(taps):
+            term = ops.cut(x, _SEQUENCE, tap, tap + 1 - taps or None) * ops.constant(weight[tap])
+            total = term if total is None else total + term
+        return self._masked(total, SourcePosition(frames.at.before, frames.at.known, self._delay(window)), _SEQUENCE)
+
+    def _recur(
+        self, frames: LayerFrames, layer: RecurrentWeights, direction: DirectionWeights, *, reverse: bool
+    ) -> Value:
+        ops, hidden = self.ops, layer.hidden
+        x = self._divided_by_rms(frames.x, layer.rms_eps)
+        z = x @ ops.constant(direction.weight_ih.t()) + ops.constant(direction.bias)
+        valid = ops.to_float(ops.reshape(frames.valid, (0, -1, 1)))
+        # The last gate of gru_before has a product of its own.
+        ends = (2 * hidden,) if layer.cell == "gru_before" else ()
+        weight_hh, *weight_hn = (ops.constant(part.t()) for part in direction.weight_hh.tensor_split(ends))
+        bias_hn = None if direction.bias_hn is None else ops.constant(direction.bias_hn)
+        count = 2 if layer.cell == "lstm" else 1
+        states = [ops.zeros(z, hidden) if self.memory is None else self.memory.read(hidden) for _ in range(count)]
+
+        def simple(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+            pre = inputs[0] + states[0] @ weight_hh
+            if layer.cell == "tanh":
+                return [ops.tanh(pre) * inputs[1]]
+            return [ops.clip(pre, 0.0, layer.clip if layer.cell == "clipped_relu" else None) * inputs[1]]
+
+        def lstm(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+            i, f, g, o = ops.split(inputs[0] + states[0] @ weight_hh, 4)
+            c = (ops.sigmoid(f) * states[1] + ops.sigmoid(i) * ops.tanh(g)) * inputs[1]
+            return [ops.sigmoid(o) * ops.tanh(c), c]
+
+        def gru(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+            x_r, x_z, x_n = ops.split(inputs[0], 3)
+            h_r, h_z, h_n = ops.split(states[0] @ weight_hh, 3)
+            n = ops.tanh(x_n + ops.sigmoid(x_r + h_r) * (h_n + bias_hn))
+            z = ops.sigmoid(x_z + h_z)
+            return [(n + z * (states[0] - n)) * inputs[1]]
+
+        def gru_before(states: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+            x_r, x_z, x_n = ops.split(inputs[0], 3)
+            h_r, h_z = ops.split(states[0] @ weight_hh, 2)
+            n = ops.tanh(x_n + (ops.sigmoid(x_r + h_r) * states[0]) @ weight_hn[0])
+            z = ops.sigmoid(x_z + h_z)
+            return [(n + z * (states[0] - n)) * inputs[1]]
+
+        step = {"lstm": lstm, "gru_after": gru, "gru_before": gru_before}.get(layer.cell, simple)
+        y, last = ops.scan(step, states, [z, valid], reverse=reverse)
+        if self.memory is not None:
+            for state in last:
+                self.memory.write(state)
+        return y
+
+    def _divided_by_rms(self, x: Value, eps: float | None) -> Value:
+        """x / sqrt(mean(x^2) + eps) over the last axis of (B, T, H); as it is without an eps."""
+        return x if eps is None else self.ops.divided_by_rms(x, eps)
+
+    def _delay(self, window: TimeWindow) -> int:
+        return 0 if self.tails is None else window.delay
+
+    def _masked(self, x: Value, at: SourcePosition, axis: int) -> LayerFrames:
+        """Set to 0 what is before the start or past the end."""
+        position = self.ops.steps(x, axis) + (at.before - at.delay)
+        valid = (position >= 0) & (position < at.known)
+        sizes = (0, 1, 1, -1) if axis == _IMAGE else (0, -1, 1)
+        return LayerFrames(self.ops.where(self.ops.reshape(valid, sizes), x, 0.0), at, valid)
+
+    def _with_past(
+        self,
+        x: Value,
+        axis: int,
+        sizes: Sequence[int],
+        window: TimeWindow,
+        before: Value = None,
+        mirrored: Value | None = None,
+    ) -> Value:
+        """Put the cached frames before a chunk; around a whole utterance, zeros.
+
+        Args:
+            x: the chunk.
+            axis: of time.
+            sizes: of the axes but batch and time.
+            window: of the layer.
+            before: (B, 1) frames before this chunk; needed with `mirrored`.
+            mirrored: frames before the first one, `window.past` of them; None: zeros.
+        """
+        ops = self.ops
+        if self.tails is None:
+            return ops.pad(x, axis, window.past, window.length - 1 - window.past)
+        if not window.cached:
+            return x
+        tail = self.tails.read(*sizes, window.cached) if axis == _IMAGE else self.tails.read(window.cached, *sizes)
+        if mirrored is not None:
+            started = ops.reshape(before >= 1, (0, 1, 1, 1))
+            tail = ops.where(started, tail, ops.pad(mirrored, axis, window.cached - window.past, 0))
+        joined = ops.concat([tail, x], axis)
+        self.tails.write(ops.cut(joined, axis, -window.cached, None))
+        return joined
+
 
 STATES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
 """Inputs of a stream after the signal and its length: recurrent states, tails, and the frames so far."""

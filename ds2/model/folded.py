@@ -1,7 +1,7 @@
 """The network as inference needs it: norms folded into weights, and where each layer is on a stream's time axis.
 
 Each training module makes its own description by a method `folded`; blocks of streams (`ds2.inference.network`) and
-exported models (`ds2.export.network`) are made of descriptions alone.
+exported models (`ds2.export.model`) are made of descriptions alone.
 
 A stream comes in blocks. Every layer gives as many frames as come in (divided by its stride) and is late by its
 lookahead; the end of its input is cached for the next block. `TimeWindow` has this arithmetic.

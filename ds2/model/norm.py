@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from ds2_ops.batch_norm.kernels import why_not
-from ds2_ops.batch_norm.op import RunningStatistics, batch_norm
+from ds2_ops.batch_norm import RunningStatistics, batch_norm, why_not
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,7 +26,7 @@ class Reduce(Protocol):
         ...
 
     def chunks(self, chunks: Tensor, own: Tensor | None) -> Tensor:
-        """As `ds2_ops.batch_norm.op.Reduce`."""
+        """As `ds2_ops.batch_norm.Reduce`."""
         ...
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds2.export.model import Exported
-from ds2.export.network import NEVER
+from ds2.export.model import NEVER, Exported
 from ds2.model.checkpoint import LoadedModel
 
 Function = Callable[..., Sequence[Tensor]]

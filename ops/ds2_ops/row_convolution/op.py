@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ds2_ops.checks import check_choice, check_like, check_x, choose_backend, refuse_second_derivative, under_autocast
 from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
-from ds2_ops.row_convolution.reference import lookahead_reference
 
 BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -239,3 +238,18 @@ def _why_not_triton(x: Tensor, weight: Tensor) -> str | None:
     if weight.shape[1] > kernels.MAX_TAPS:
         return f"weight has {weight.shape[1]} taps, the Triton kernels hold at most {kernels.MAX_TAPS}"
     return None
+
+
+def lookahead_reference(x: Tensor, weight: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Sum each feature over the current and the next tau frames: r_t = sum_j w_j * h_(t+j).
+
+    Deep Speech 2 (2015), row convolution. Arguments, shapes and returns are those of :func:`ds2_ops.lookahead`.
+    """
+    frames, batch, _ = x.shape
+    if lengths is None:
+        lengths = torch.full((batch,), frames)
+    valid = valid_frames(lengths.to(x.device), frames)[:, :, None]
+    taps = weight.shape[1]
+    padded = torch.cat([torch.where(valid, x, 0.0), x.new_zeros(taps - 1, *x.shape[1:])])
+    y = torch.stack([padded[j : j + frames] * weight[:, j] for j in range(taps)]).sum(0)
+    return torch.where(valid, y, 0.0)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds2.audio.features import MIN_STD, POWER_FLOOR, Features
-from ds2.audio.filter_banks import mel_filters
+from ds2.audio.features import MIN_STD, POWER_FLOOR, Features, mel_filters
 from ds2.config.schema import ConfigError, FeaturesConfig
 
 RATE = 16000

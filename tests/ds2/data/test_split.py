@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds2.data.manifest import Utterance
-from ds2.data.split import SplitError, split
+from ds2.data.manifest import SplitError, Utterance, split
 
 
 def utterances(speakers: int, each: int = 5) -> list[Utterance]:

@@ -12,8 +12,7 @@ from support.exported import heard, log_energies, of_energies, sound
 from support.spectra import rounding
 from torch import Tensor, nn
 
-from ds2.export.model import Exported, ExportError, TorchModel
-from ds2.export.network import Network, SourcePosition, collect
+from ds2.export.model import Exported, ExportError, Network, SourcePosition, TorchModel, collect
 from ds2.export.operations import TorchOperations
 from ds2.model.checkpoint import LoadedModel
 

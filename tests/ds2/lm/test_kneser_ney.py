@@ -14,9 +14,8 @@ from support.lm_cases import same, zipf_text
 from support.paths import REAL_DATA
 
 from ds2.commands.lm import run
-from ds2.lm import counts as lm_counts
-from ds2.lm.counts import Scratch
-from ds2.lm.kneser_ney import Estimate, estimate
+from ds2.lm import kneser_ney
+from ds2.lm.kneser_ney import Estimate, Scratch, estimate
 from ds2.lm.ngram import LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader, perplexity
 from ds2.system.text_files import TextError
@@ -104,14 +103,14 @@ def test_equals_lmplz_on_books() -> None:
 def test_small_memory_gives_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = zipf_text(3000)
     runs: list[int] = []
-    merged = lm_counts.merge_runs
+    merged = kneser_ney.merge_runs
 
-    def counting(parts: list[list[lm_counts.Ints]], chunk: int) -> object:
+    def counting(parts: list[list[kneser_ney.Ints]], chunk: int) -> object:
         runs.append(len(parts))
         return merged(parts, chunk)
 
     whole = estimate(sentences, 4, (0, 0, 1))
-    monkeypatch.setattr(lm_counts, "merge_runs", counting)
+    monkeypatch.setattr(kneser_ney, "merge_runs", counting)
     pieces = estimate(sentences, 4, (0, 0, 1), memory_bytes=1)
     assert runs and min(runs) > 5
     assert same(whole.model, pieces.model) and whole.discounts == pieces.discounts

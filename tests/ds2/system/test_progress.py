@@ -10,7 +10,7 @@ import termios
 
 import pytest
 
-from ds2.system.progress import Progress
+from ds2.system.terminal import Progress
 
 
 def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -36,7 +36,7 @@ def test_without_a_terminal_a_line_a_minute(caplog: pytest.LogCaptureFixture) ->
 
 def test_on_a_terminal_a_bar_and_standard_output_stays_clean() -> None:
     code = (
-        "from ds2.system.progress import Progress\n"
+        "from ds2.system.terminal import Progress\n"
         "with Progress('a\\x1bb', 2, 'files') as progress:\n"
         "    progress.update(1); progress.clear(); print('text'); progress.update(2)\n"
     )

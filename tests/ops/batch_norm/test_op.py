@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import ds2_ops.batch_norm
 import pytest
 import torch
-from ds2_ops.batch_norm import kernels
-from ds2_ops.batch_norm.kernels import Rows, why_not
-from ds2_ops.batch_norm.op import RunningStatistics, batch_norm
-from ds2_ops.batch_norm.reference import batch_norm_reference
+from ds2_ops.batch_norm import Rows, RunningStatistics, batch_norm, batch_norm_reference, why_not
 from ds2_ops.checks import MIN_CAPABILITY
 from ds2_ops.jit.build import build
 from support.kernel_on_cpu import patch_run
@@ -90,7 +88,7 @@ class Case:
 @pytest.fixture(params=[False, True], ids=["", "backwards"])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        patch_run(monkeypatch, kernels, backwards=request.param)
+        patch_run(monkeypatch, ds2_ops.batch_norm, backwards=request.param)
 
 
 @pytest.mark.parametrize("device", DEVICES)

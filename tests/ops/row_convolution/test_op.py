@@ -10,8 +10,7 @@ import pytest
 import torch
 from ds2_ops import lookahead
 from ds2_ops.row_convolution import op
-from ds2_ops.row_convolution.op import _backward, _forward
-from ds2_ops.row_convolution.reference import lookahead_reference
+from ds2_ops.row_convolution.op import _backward, _forward, lookahead_reference
 from support.op_cases import (
     CPU,
     CUDA,

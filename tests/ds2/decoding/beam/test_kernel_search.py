@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.alignment import align_on_gpu, force_align
+from ds2.decoding.beam.decoder import BatchedBeamSearch, NBest
 from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.beam.kernel_search import KernelSearch
-from ds2.decoding.beam.search import BatchedBeamSearch, NBest
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
 
