@@ -144,7 +144,7 @@ def test_recordings_are_bounded(model_file: Path, tone_manifest: Path, tmp_path:
         path = tmp_path / f"{number}.flac"
         soundfile.write(path, noise[: int(duration_s * RATE_HZ)], RATE_HZ)
         utterances.append(Utterance(path, duration_s, "one two"))
-    hypotheses = [Hypothesis("")] * len(utterances)
+    hypotheses = [Hypothesis("", 0.0, [], [])] * len(utterances)
     report = score(utterances, hypotheses, load_model(model_file).alphabet)
     evaluation = Evaluation(tone_manifest, utterances, hypotheses, report)
     recordings = worst_recordings(evaluation, DataConfig(), 20)
