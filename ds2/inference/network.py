@@ -19,7 +19,7 @@ import torch
 from ds2_ops import gru
 from ds2_ops.classifier import classify
 from ds2_ops.convolution import streams
-from ds2_ops.convolution.kernels import CHANNELS
+from ds2_ops.convolution.op import CHANNELS
 from ds2_ops.convolution.streams import ConvInput, StreamConvolution, flatten, join
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds2_ops.recurrent.plan.model import EXCHANGE_US, GRID_EXCHANGE_US
-from ds2_ops.recurrent.plan.record import read
+
+from .fit import read
 
 ROOT = Path(__file__).parents[2]
 GROUPS = (1, 2, 4)  # the paper's pipeline has four stages

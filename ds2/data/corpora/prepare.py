@@ -10,9 +10,16 @@ from pathlib import Path
 
 from ds2.data.corpora.common import ImporterError
 from ds2.data.corpora.kaldi import import_kaldi
-from ds2.data.corpora.layouts import import_an4, import_folder, import_librispeech, libri_root, parts
+from ds2.data.corpora.layouts import (
+    import_an4,
+    import_csv,
+    import_deepspeech_pytorch,
+    import_folder,
+    import_librispeech,
+    libri_root,
+    parts,
+)
 from ds2.data.corpora.shards import import_shar, import_webdataset
-from ds2.data.corpora.tables import import_csv, import_deepspeech_pytorch
 from ds2.data.manifest import Utterance, write_manifest
 
 log = logging.getLogger(__name__)

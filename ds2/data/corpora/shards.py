@@ -8,7 +8,7 @@ from typing import Any
 from ds2.audio.read import AUDIO_SUFFIXES
 from ds2.audio.shard import Shard, ShardError, check_members
 from ds2.data.corpora.common import Entry, ImporterError, corpus_folder, to_utterances
-from ds2.data.corpora.tables import COLUMNS
+from ds2.data.corpora.layouts import COLUMNS
 from ds2.data.manifest import Utterance
 from ds2.system.plain import parse_json, short_repr
 from ds2.system.text_files import read_byte_lines

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds2_ops.convolution import op
-from ds2_ops.convolution.kernels import CHANNELS
+from ds2_ops.convolution.op import CHANNELS
 from ds2_ops.jit.launch import Launch, names, parameters, run, translation_unit, why_not_early
 
 _GROUPS = (16, 32, 64, 112, 176)  # frames of a warp group; each is a kernel to build

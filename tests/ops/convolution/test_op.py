@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.convolution import kernels, op, streams
-from ds2_ops.convolution.kernels import frames_of_group
-from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, pack, why_not
+from ds2_ops.convolution import op, streams
+from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, frames_of_group, pack, why_not
 from ds2_ops.convolution.streams import ConvInput, StreamConvolution
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Launch, Source
@@ -105,7 +104,7 @@ def test_one_channel_is_folded_into_many(
     if device == "cuda":
         monkeypatch.undo()
     else:
-        monkeypatch.setattr(kernels, "frames_of_group", lambda frames: 16)
+        monkeypatch.setattr(op, "frames_of_group", lambda frames: 16)
     x, weight = draw(*shape), draw(32, 1, *taps, seed=2)
     inputs = [x.double(), weight.double().requires_grad_()]
     expected = functional.conv2d(*inputs, None, (2, stride), (taps[0] // 2, taps[1] // 2))
@@ -192,15 +191,15 @@ def test_passes_on_a_gpu(batch: int, bins: int, frames: int, taps: tuple[int, in
 
 @pytest.mark.parametrize("group", [16, 32])
 def test_kernels_of_streams_compile_without_spills_or_waits(group: int) -> None:
-    for launch in (kernels.correlate(21, 1, 20, 11, group), kernels.correlate(41, 1, 10, 1, group)):
+    for launch in (op.correlation_launch(21, 1, 20, 11, group), op.correlation_launch(41, 1, 10, 1, group)):
         binary = build(launch.source.text)
         assert binary.local_bytes == 0 and not binary.loss
 
 
 @pytest.mark.parametrize("group", [64, 112, 176])
 def test_kernels_compile_without_spills_or_waits(group: int) -> None:
-    launches = kernels.correlate(21, 4, 350, 11, group), kernels.sum_weights(11, 12, 11, 2 * group)
-    for launch in (*launches, kernels.correlate(41, 4, 350, 1, group), kernels.sum_weights_of_bins(11, 132)):
+    launches = op.correlation_launch(21, 4, 350, 11, group), op.weight_sums_launch(11, 12, 11, 2 * group)
+    for launch in (*launches, op.correlation_launch(41, 4, 350, 1, group), op.bin_sums_launch(11, 132)):
         binary = build(launch.source.text)
         assert binary.local_bytes == 0 and not binary.loss
         assert launch.smem_bytes <= 232448

@@ -4,5 +4,4 @@ model    microseconds of a time step of a tile
 problem  the question, the hardware, the answer, and the kernels' parameters, the same for every design
 units, cluster, narrow, wide    the tiles of each design
 choose   the fastest of them all
-record   sweeps over tiles that were measured on a GPU
 """

@@ -8,8 +8,9 @@ import pytest
 from ds2_ops.recurrent.plan.choose import space
 from ds2_ops.recurrent.plan.model import Processor, step_us
 from ds2_ops.recurrent.plan.problem import DeviceFacts, DoesNotFit, Problem
-from ds2_ops.recurrent.plan.record import read
 from support.paths import ROOT
+
+from tools.planning.fit import read
 
 H200 = DeviceFacts()
 

@@ -8,10 +8,10 @@ import pytest
 from ds2_ops.recurrent.plan.choose import choose, rank
 from ds2_ops.recurrent.plan.model import Processor, fitted, kind, step_us, terms
 from ds2_ops.recurrent.plan.problem import DeviceFacts, Problem
-from ds2_ops.recurrent.plan.record import Measured, Record, halves, read
 from support.paths import ROOT
 
 from tools.planning import fit
+from tools.planning.fit import Measured, Record, halves, read
 
 RECORDS = {"relu": "plans_h200.json"} | {name: f"plans_h200_{name}.json" for name in ("gated", "small", "streams")}
 
