@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 AN4 ?=
+# `make demo CPU=1` takes PyTorch's wheels for CPUs: the usual ones are for CUDA and bring several GB of its libraries.
+TORCH_INDEX := $(if $(CPU),--index-url https://download.pytorch.org/whl/cpu)
 
 .PHONY: demo test test-slow test-all test-gpu lint docs wheel clean
 
@@ -10,7 +12,7 @@ AN4 ?=
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"ds2 needs Python 3.11 or later, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.11"'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch $(TORCH_INDEX)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 

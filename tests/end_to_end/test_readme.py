@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +77,15 @@ def test_the_planner_as_in_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert code
     exec(textwrap.dedent(code[1]), {})
     assert "us a step" in capsys.readouterr().out
+
+
+def test_the_first_install_line_is_for_cpus_and_make_has_it_too() -> None:
+    page = (ROOT / "README.md").read_text("utf-8")
+    first, second = re.findall(r"^    pip install .*", page, re.M)
+    index = "torch --index-url https://download.pytorch.org/whl/cpu"
+    assert index in first and "--index-url" not in second
+    assert all(line.count("-c constraints.txt") == 2 for line in (first, second))
+    for cpu in ("1", ""):
+        command = ["make", "-n", "demo", f"CPU={cpu}", "VENV=/nowhere"]
+        shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert (index in shown) == bool(cpu) and "-c constraints.txt torch" in shown
