@@ -41,7 +41,9 @@ def save_dataset(
     Raises:
         UserError: a folder that has a manifest already, audio that cannot be read, or samples without a rate.
     """
-    manifest: Path = import_module("ds2.data.dataset").save_dataset(folder, utterances, sample_rate_hz=sample_rate_hz)
+    manifest: Path = import_module("ds2.data.corpora.layouts").save_dataset(
+        folder, utterances, sample_rate_hz=sample_rate_hz
+    )
     return manifest
 
 

@@ -15,8 +15,7 @@ from ds2.commands.lm_tune import add_arguments as add_tune_arguments
 from ds2.commands.lm_tune import run as run_tune
 from ds2.config.allowed import COUNT
 from ds2.config.schema import AlphabetConfig
-from ds2.lm.arpa import write_arpa
-from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import DEFAULT_MEMORY_BYTES, MAX_ORDER, estimate
 from ds2.lm.ngram import END, UNITS, LanguageModelError, NGram
 from ds2.lm.sentences import SentenceReader, perplexity, tokenise

@@ -23,7 +23,7 @@ from ds2.config.schema import DecodeConfig
 from ds2.decoding.frames import pack
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError, Spelling, as_written, build_trie
-from ds2.lm.arpa import arpa_file
+from ds2.lm.files import arpa_file
 from ds2.lm.ngram import END, START, UNKNOWN, NGram
 from ds2.system.terminal import stderr_without
 from ds2.text.alphabet import WORD_MARK, Alphabet

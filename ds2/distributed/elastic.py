@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.distributed.communicator import DisagreementError
+from ds2.distributed.communicator import DisagreementError, OrderedCommunicator
 from ds2.distributed.launcher import Launched
-from ds2.distributed.ordered import OrderedCommunicator
 from ds2.distributed.process_group import LostRankError, ProcessGroup
 from ds2.distributed.tcp import STREAMS, TcpGroup, alone
 from ds2.system.errors import UserError

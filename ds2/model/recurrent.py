@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from ds2_ops import bidirectional, gru, lstm, recurrence
-from ds2_ops.lengths import reverse_time
+from ds2_ops.checks import reverse_time
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.backends.persistent import why_not
 from torch import Tensor, nn

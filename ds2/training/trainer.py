@@ -34,11 +34,10 @@ from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
 from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import MemoryProbe, check_device, choose_batching, choose_tiles, out_of_memory
-from ds2.training.inputs import FRAMES_MULTIPLE, InputMaker
+from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
 from ds2.training.metrics import NoiseScale, RunLog, StepTimer
 from ds2.training.optim import OptimizerStep, make_optimizer
 from ds2.training.passes import GraphedPasses, Passes, use_graphs
-from ds2.training.prefetch import EpochBatches, PreparedBatches
 from ds2.training.reductions import NormStatistics, OverlapChoice, StepNumbers, StepReport
 from ds2.training.run_folder import RunFiles
 from ds2.training.start import freeze, initial_state

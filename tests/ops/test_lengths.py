@@ -1,7 +1,7 @@
 """Utterances turned round in time, each within its own length."""
 
 import torch
-from ds2_ops.lengths import reverse_time
+from ds2_ops.checks import reverse_time
 
 LENGTHS = torch.tensor([6, 3, 0])
 

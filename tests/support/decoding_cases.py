@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds2.config.schema import DecodeConfig
-from ds2.lm.arpa import read_arpa
+from ds2.lm.files import read_arpa
 from ds2.lm.ngram import NGram
 from ds2.text.alphabet import Alphabet
 

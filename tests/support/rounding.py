@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from ds2_ops.lengths import valid_frames
+from ds2_ops.checks import valid_frames
 from ds2_ops.recurrent.backends.reference import recurrence_reference
 from ds2_ops.row_convolution.op import lookahead_reference
 from torch import Tensor

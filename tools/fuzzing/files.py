@@ -29,8 +29,7 @@ from ds2.data.corpora import import_corpus
 from ds2.data.manifest import Utterance, read_manifest, write_manifest
 from ds2.data.statistics import statistics
 from ds2.decoding.methods import make_decoder
-from ds2.lm.arpa import write_arpa
-from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.recurrent import RecurrentLM, RecurrentShape, load_recurrent, save_recurrent
 from ds2.lm.recurrent_training import StateFile, TrainingPosition

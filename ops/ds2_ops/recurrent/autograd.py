@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import contiguous, refuse_second_derivative
-from ds2_ops.lengths import lengths_on
+from ds2_ops.checks import contiguous, lengths_on, refuse_second_derivative
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.backends.gemm import wide_dtype

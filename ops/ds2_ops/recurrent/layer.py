@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds2_ops.checks import check_like, check_shape, check_x, contiguous
+from ds2_ops.checks import check_lengths, check_like, check_shape, check_x, contiguous, lengths_on
 from ds2_ops.jit.launch import Launch, device_index, names, parameters, run, translation_unit
 from ds2_ops.jit.runtime import capability
-from ds2_ops.lengths import check_lengths, lengths_on
 from ds2_ops.recurrent.autograd import options_of
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.backends.choose import resolve

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from ds2_ops.checks import check_choice
-from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
+from ds2_ops.checks import check_choice, check_lengths, lengths_on, valid_frames
 from ds2_ops.recurrent.backends.choose import BACKENDS, why_not_unasked
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import why_not

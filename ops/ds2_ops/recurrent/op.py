@@ -12,14 +12,16 @@ from torch import Tensor
 
 from ds2_ops.checks import (
     check_choice,
+    check_lengths,
     check_like,
     check_shape,
     choose_backend,
+    lengths_on,
     needs_grad,
+    reverse_time,
     under_autocast,
 )
 from ds2_ops.jit.launch import device_index
-from ds2_ops.lengths import check_lengths, lengths_on, reverse_time
 from ds2_ops.recurrent.autograd import Sinks, eager, forward, forward_on, options_of
 from ds2_ops.recurrent.backends.choose import BACKENDS, backend_for, check_call, why_not_unasked
 from ds2_ops.recurrent.backends.gemm import wide_dtype

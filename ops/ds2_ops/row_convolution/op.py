@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds2_ops.checks import check_choice, check_like, check_x, choose_backend, refuse_second_derivative, under_autocast
-from ds2_ops.lengths import check_lengths, lengths_on, valid_frames
+from ds2_ops.checks import (
+    check_choice,
+    check_lengths,
+    check_like,
+    check_x,
+    choose_backend,
+    lengths_on,
+    refuse_second_derivative,
+    under_autocast,
+    valid_frames,
+)
 
 BACKENDS = ("auto", "triton", "shift", "reference")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -17,7 +17,7 @@ from ds2.decoding.beam.fusion import Fusion
 from ds2.decoding.hypothesis import DecodeError
 from ds2.decoding.lexicon import OFF, ROOT, LexiconError, Spelling, build_trie
 from ds2.decoding.methods import make_decoder
-from ds2.lm.arpa import read_arpa, write_arpa
+from ds2.lm.files import read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import NGram
 

@@ -32,7 +32,7 @@ from ds2.decoding.decoder import decode_long
 from ds2.decoding.hypothesis import DecodeError, Hypothesis
 from ds2.decoding.lexicon import LexiconError
 from ds2.decoding.methods import METHODS, make_decoder
-from ds2.lm.arpa import read_arpa
+from ds2.lm.files import read_arpa
 from ds2.lm.ngram import LanguageModelError
 from ds2.text.alphabet import Alphabet
 

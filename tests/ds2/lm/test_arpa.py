@@ -13,9 +13,8 @@ import pytest
 import torch
 from support.lm_cases import zipf_text
 
-from ds2.lm import arpa
-from ds2.lm.arpa import arpa_file, read_arpa, write_arpa
-from ds2.lm.files import load_ngram
+from ds2.lm import files as lm_files
+from ds2.lm.files import arpa_file, load_ngram, read_arpa, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import TENSORS, LanguageModelError, NGram, to_levels
 from ds2.system import files
@@ -168,7 +167,7 @@ def model(*words: str) -> NGram:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == arpa.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == lm_files.__name__]
 
 
 def convert(lm: NGram) -> Path:
@@ -180,7 +179,7 @@ def convert(lm: NGram) -> Path:
 def test_an_equal_model_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = convert(model("a", "b")), convert(model("a", "c"))
     assert first != other and first.parent == other.parent == cache_dir() / "arpa"
-    monkeypatch.setattr(arpa, "write_arpa", None)
+    monkeypatch.setattr(lm_files, "write_arpa", None)
     assert convert(model("a", "b")) == first
 
 
@@ -200,10 +199,10 @@ def test_the_least_recently_used_files_are_deleted(monkeypatch: pytest.MonkeyPat
     for age, path in enumerate((first, second)):
         os.utime(path, (age, age))
     assert convert(models[0]) == first  # used again
-    monkeypatch.setattr(arpa, "CACHE_LIMIT_BYTES", 2 * first.stat().st_size)
+    monkeypatch.setattr(lm_files, "CACHE_LIMIT_BYTES", 2 * first.stat().st_size)
     third = convert(models[2])
     assert set(third.parent.iterdir()) == {first, third}
-    monkeypatch.setattr(arpa, "CACHE_LIMIT_BYTES", 1)
+    monkeypatch.setattr(lm_files, "CACHE_LIMIT_BYTES", 1)
     assert convert(models[1]).exists()
     assert list(third.parent.iterdir()) == [second]
 
@@ -216,7 +215,7 @@ def test_a_full_disk_gives_a_warning_and_a_temporary_file(
             raise LanguageModelError(f"{path} could not be written: {os.strerror(errno.ENOSPC)}")
         write_arpa(lm, path)
 
-    monkeypatch.setattr(arpa, "write_arpa", full)
+    monkeypatch.setattr(lm_files, "write_arpa", full)
     path = convert(model("a", "b"))
     assert not path.exists() and cache_dir() not in path.parents
     [line] = warnings_of(caplog)

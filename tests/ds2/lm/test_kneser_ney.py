@@ -75,7 +75,7 @@ def test_probabilities_sum_to_one_after_every_history() -> None:
     ],
 )  # fmt: skip
 def test_equals_lmplz(prune: tuple[int, ...], values: dict[str, tuple[float, float]], tmp_path: Path) -> None:
-    from ds2.lm.arpa import write_arpa
+    from ds2.lm.files import write_arpa
 
     write_arpa(tiny_model(3, prune), tmp_path / "tiny.arpa")
     rows = [line.split("\t") for line in (tmp_path / "tiny.arpa").read_text().splitlines() if "\t" in line]

@@ -21,8 +21,7 @@ from support.lm_cases import same, zipf_text
 from ds2.config.schema import DecodeConfig
 from ds2.decoding.methods import make_decoder
 from ds2.lm import ngram as language_model
-from ds2.lm.arpa import write_arpa
-from ds2.lm.files import load_ngram, save_ngram
+from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import LanguageModelError, NGram, from_levels, to_levels
 from ds2.lm.sentences import perplexity

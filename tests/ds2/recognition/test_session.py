@@ -15,8 +15,7 @@ from support.streams import hear
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
 from ds2.decoding.hypothesis import Hypothesis
-from ds2.lm.arpa import read_arpa
-from ds2.lm.files import save_ngram
+from ds2.lm.files import read_arpa, save_ngram
 from ds2.model.checkpoint import load_model
 from ds2.recognition.recogniser import Recogniser, transcribe_file
 from ds2.recognition.session import BLOCK_S, Session, decode_sessions

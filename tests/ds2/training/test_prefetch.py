@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ds2.training.prefetch import EpochBatches
+from ds2.training.inputs import EpochBatches
 
 PLAN = {1: [[0], [1, 2], [3]], 2: [[2], [0, 3], [1]], 3: [[3, 1], [0], [2]]}
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ds2_ops import bidirectional, recurrence
-from ds2_ops.lengths import reverse_time
+from ds2_ops.checks import reverse_time
 from ds2_ops.recurrent import op
 from ds2_ops.recurrent.backends import gemm, persistent
 from ds2_ops.recurrent.cells import CELLS

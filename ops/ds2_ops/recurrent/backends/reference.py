@@ -7,7 +7,7 @@ Shape letters: T frames, B batch, H hidden, G gates, S saved values.
 import torch
 from torch import Tensor
 
-from ds2_ops.lengths import valid_frames
+from ds2_ops.checks import valid_frames
 from ds2_ops.recurrent.cells import CELLS, Cell
 
 
