@@ -134,7 +134,8 @@ class Guard:
     (DNS rebinding) makes this server part of the page's own site. So `Origin`, which browsers send, must be this
     server, and `Host` must be an address that the server listens on: the one that the connection came to; `localhost`
     if that is a loopback address; the name in `limits.host`; and, if the server listens on all addresses, any IP
-    address (which cannot be rebound) and this machine's name.
+    address and `localhost`, which cannot be rebound (a container's port is `localhost` to its host), and this machine's
+    name.
 
     Args:
         app: the application.
@@ -145,7 +146,11 @@ class Guard:
         self.app = app
         self._logged: set[int] = set()
         self.listens_on_all = limits.host in WILDCARDS
-        names = [*limits.allow_hosts, limits.host, *([socket.gethostname()] if self.listens_on_all else [])]
+        names = [
+            *limits.allow_hosts,
+            limits.host,
+            *(["localhost", socket.gethostname()] if self.listens_on_all else []),
+        ]
         self.names = {_host_and_port(name)[0] for name in names if name}
         self.origins = {origin.lower().rstrip("/") for origin in limits.allow_origins}
 

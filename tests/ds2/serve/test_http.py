@@ -102,6 +102,8 @@ CASES = [  # limits; Host, Origin, local address; whether it is let in
     ({"host": "0.0.0.0"}, f"{socket.gethostname()}:2700", None, "172.17.0.2", True),
     ({"host": "0.0.0.0"}, "rebound.example:2700", None, "172.17.0.2", False),
     ({"host": "::"}, "localhost:2700", None, "::ffff:127.0.0.1", True),
+    ({"host": "0.0.0.0"}, "localhost:2700", "http://localhost:2700", "172.17.0.2", True),  # a port of a container
+    ({"host": "0.0.0.0"}, "localhost:2700", "http://localhost:80", "172.17.0.2", False),
     ({"allow_hosts": ("asr.example",)}, "asr.example", "https://asr.example", "127.0.0.1", True),  # a proxy with TLS
     ({"allow_hosts": ("asr.example",)}, "asr.example:443", "https://asr.example", "127.0.0.1", True),
     ({"allow_hosts": ("*",)}, "any.example", None, "127.0.0.1", True),
