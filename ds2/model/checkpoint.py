@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ds2.audio.features import Features
 from ds2.config.convert import config_from_dict, config_to_dict
@@ -127,8 +128,8 @@ def _check_tensors(config: Config, labels: int, tensors: Mapping[str, Tensor]) -
     layers = len(config.model.convs) + config.model.depth + config.model.row_convs
     if layers > len(tensors):  # each layer has at least one tensor
         raise CheckpointError(f"config.model: has {layers} layers, but there are {len(tensors)} tensors")
-    with torch.device("meta"):
-        features = Features(config.features, config.data.sample_rate_hz)
+    features = Features(config.features, config.data.sample_rate_hz)  # of bounded size
+    with torch.device("meta"), _WithoutDraws():
         model = AcousticModel(config.model, features.bins, labels, config.features.step_s)
     expected = with_prefix("model", model.state_dict()) | with_prefix("features", features.state_dict())
     for name in sorted({*expected, *tensors}):
@@ -145,6 +146,13 @@ def _check_tensors(config: Config, labels: int, tensors: Mapping[str, Tensor]) -
             raise CheckpointError(f"{name}: is {str(tensor.dtype).removeprefix('torch.')}, expected {allowed}")
         if problem := _bad_values(name, tensor):
             raise CheckpointError(f"{name}: {problem}; take a checkpoint from before the training diverged")
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skips random first values: on "meta" PyTorch imports its compiler and Triton for them, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (Tensor.normal_, Tensor.uniform_) else func(*args, **(kwargs or {}))
 
 
 def _bad_values(name: str, tensor: Tensor) -> str:

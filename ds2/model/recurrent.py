@@ -235,6 +235,6 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 def _recurrent_start(config: ModelConfig) -> Tensor:
     if config.start == "damped":
-        return _RECURRENT_GAIN * torch.eye(config.hidden)
+        return torch.zeros(config.hidden, config.hidden).fill_diagonal_(_RECURRENT_GAIN)
     bound: float = config.hidden**-0.5
     return torch.empty(config.hidden, config.hidden).uniform_(-bound, bound)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,27 @@ def test_the_end_does_not_wait_for_a_last_collection() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout == "True\n"
+
+
+def test_triton_gets_its_last_collection() -> None:
+    code = (
+        "import atexit, gc, sys\nfrom ds2.cli import main\natexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "sys.modules['triton'] = sys\nmain(['wer', 'none', 'none'])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "0\n"
+
+
+def test_loading_a_model_imports_no_compiler(make_model: Callable[..., Path], recording: Path) -> None:
+    kinds = (["model.cell=lstm"], ["model.start=even"], ["model.norm=rms"], [])
+    models = [str(make_model(*kind).rename(recording.with_name(f"{at}.safetensors"))) for at, kind in enumerate(kinds)]
+    code = (
+        f"import sys\nfrom ds2.recognition.recogniser import Recogniser\nfor model in {models}:\n"
+        f"    Recogniser.load(model).transcribe({str(recording)!r})\n"
+        "print({'torch._dynamo', 'triton'} & {*sys.modules})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "set()\n", run.stderr
 
 
 @pytest.mark.parametrize(
