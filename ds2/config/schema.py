@@ -173,6 +173,11 @@ class TrainConfig:
     precision: str = choice("auto", "fp32", "bf16")  # auto: bf16 on a GPU, fp32 on a CPU
     graphs: str = choice("auto", "on", "off")  # steps as CUDA graphs; auto: where all ranks are GPUs of one host
     calibrate: int = number(0, 0, 1000)  # kernel tiles to time before the first step; 0: use the planner's choice
+    objective: str = choice("ctc", "ctc_crf")  # ctc_crf: against all label sequences, weighted by an n-gram of labels
+    ctc_weight: float = number(0.1, 0, 1e6)  # ctc_crf: weight of the CTC loss that is added
+    denominator_order: int = number(4, 1, 20)  # ctc_crf: labels of the longest n-gram
+    denominator_prune: int = number(0, 0, COUNT)  # ctc_crf: drop n-grams of 3 and more labels seen at most so often
+    denominator_text: list[str] = field(default_factory=list)  # ctc_crf: texts or manifests; empty: the transcripts
     consistency: float = number(0.0, 0, 1e6)  # CR-CTC: weight of the loss between two augmented views; 0: one view
     intermediate_weight: float = number(0.3, 0, 1)  # weight of the losses of model.intermediate; the rest is the last's
     noise_scale: bool = False  # log the gradient noise scale, an estimate of the largest useful batch

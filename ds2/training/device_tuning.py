@@ -32,6 +32,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.structure import operator_cell
 from ds2.text.alphabet import Alphabet
+from ds2.training.crf import Crf
 from ds2.training.inputs import InputMaker
 from ds2.training.passes import Passes
 from ds2.training.start import freeze
@@ -247,6 +248,7 @@ class MemoryProbe:
         alphabet, features: of the run, the latter on the device.
         autocast: to bfloat16.
         padded: as steps as CUDA graphs need it.
+        crf: of `train.objective=ctc_crf`.
     """
 
     def __init__(
@@ -258,6 +260,7 @@ class MemoryProbe:
         *,
         autocast: bool,
         padded: bool,
+        crf: Crf | None = None,
     ) -> None:
         device = features.mean.device
         self._config, self._utterances, self._alphabet, self._device = config, utterances, alphabet, device
@@ -274,7 +277,7 @@ class MemoryProbe:
         self._gradients = GradientReducer(
             model.parameters(), Communicator(device), int(config.comm.bucket_mib * 2**20), overlap=False, low=low
         )
-        self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast)
+        self._passes = Passes(model, features, self._gradients, config.train, autocast=autocast, crf=crf)
         self._inputs = InputMaker(features, model, config, device, padded=padded)
         self._own = torch.cuda.memory_allocated(device) - before
         self._later = _OPTIMIZER_TENSORS[config.optim.name] * _bytes(model.parameters())

@@ -27,7 +27,7 @@ FRAMES_MULTIPLE = 32  # from one padded shape to the next; on average half of it
 # Short of a multiple: at 16 n frames behind the first stride, cuDNN takes 1.16 ms instead of 0.19 for the first
 # convolution's weight gradient (B 4, 352 frames, H200).
 _FRAMES_SHORT = 4
-_FIXED = 3  # columns of `Inputs.numbers` that every batch has
+_FIXED = 4  # columns of `Inputs.numbers` that every batch has
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Inputs:
 
     Attributes:
         waveforms: (B, N) float32; what lies past an utterance's frames is ignored.
-        numbers: (B, K) int64: frames, labels, feasible or not, L labels, and for each view key of dropout, warp
-            of frequencies where there is one, share of the dropout's rate where it rises, masks.
+        numbers: (B, K) int64: frames, labels, feasible or not, bits of the labels' log-prob, L labels, and for each
+            view key of dropout, warp of frequencies where there is one, share of the dropout's rate where it rises,
+            masks.
         views: V, copies of each utterance in the batch, each with its own masks and dropout.
         label_columns: L.
         warps: whether frequencies are warped.
@@ -70,6 +71,11 @@ class Inputs:
     def feasible(self) -> Tensor:
         """(B,) bool: whether the frames can carry the labels."""
         return self.numbers[:, 2] > 0
+
+    @property
+    def label_log_probs(self) -> Tensor:
+        """(B,) float64, the log-prob of the labels under the model of CTC-CRF; 0 without one."""
+        return self.numbers.view(torch.float64)[:, 3]
 
     @property
     def keys(self) -> Tensor:
@@ -132,12 +138,21 @@ class InputMaker:
         device: of the passes.
         padded: pad waveforms to 28, 60, 92, ... frames, and labels to the frames that come out, so that
             the shape depends on the number of utterances and of these frames alone.
+        label_log_probs: (U,) float64 of the transcript of each utterance, for CTC-CRF.
     """
 
     def __init__(
-        self, features: Features, model: AcousticModel, config: Config, device: torch.device, *, padded: bool
+        self,
+        features: Features,
+        model: AcousticModel,
+        config: Config,
+        device: torch.device,
+        *,
+        padded: bool,
+        label_log_probs: Tensor | None = None,
     ) -> None:
         self.features, self.model, self.config = features, model, config
+        self._label_log_probs = label_log_probs
         self.device, self.padded = device, padded
         # A GPU works on while a batch is copied to it: 29 MB, 64 utterances of 7 s, take half a millisecond.
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -166,7 +181,8 @@ class InputMaker:
         shape = len(frames), _FIXED + columns + sum(part.shape[1] for part in drawn)
         numbers = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         table = numbers.numpy()
-        fixed = (frames, batch.label_lengths, feasible)
+        chosen = self._label_log_probs[batch.indices] if self._label_log_probs is not None else torch.zeros(len(frames))
+        fixed = (frames, batch.label_lengths, feasible, chosen.double().view(torch.int64))
         for column, values in enumerate(fixed):
             table[:, column] = values
         copied = min(columns, labels.shape[1])

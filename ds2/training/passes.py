@@ -21,6 +21,7 @@ from ds2.distributed.gradients import GradientReducer
 from ds2.model.acoustic import AcousticModel
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
 from ds2.system.cuda_graph import GraphRecorder
+from ds2.training.crf import Crf
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import Inputs
 
@@ -35,6 +36,7 @@ class Passes:
         gradients: of the model.
         train: the weights of further terms of the loss.
         autocast: whether to compute in bfloat16.
+        crf: of `train.objective=ctc_crf`.
 
     Attributes:
         typical: whether the last passes took as long as later ones of their shape will.
@@ -50,8 +52,10 @@ class Passes:
         train: TrainConfig,
         *,
         autocast: bool,
+        crf: Crf | None = None,
     ) -> None:
         self.model, self.features, self.gradients, self.autocast = model, features, gradients, autocast
+        self.crf, self.ctc_weight = crf, train.ctc_weight
         self.consistency, self.intermediate_weight = train.consistency, train.intermediate_weight
         self._centres_hz = features.centres_hz.to(features.mean.device)
         self._objective: Tensor | None = None
@@ -64,10 +68,11 @@ class Passes:
             context: the weights to compute with.
 
         Returns:
-            The CTC losses (B,) in nats, means over views, 0 where no alignment exists; and the objectives (B,), which
-            training minimises. An objective is the CTC loss, unless the config adds to it: with intermediate
-            classifiers, (1 - w) times the loss plus w times the mean of theirs (Lee and Watanabe 2021, equation 8);
-            with two views of each utterance, c times `divergence` (CR-CTC, Yao et al. 2025, equation 5).
+            The losses (B,) of CTC or CTC-CRF in nats, means over views, 0 where no alignment exists; and the
+            objectives (B,), which training minimises. An objective is the loss, unless the config adds to it: with
+            CTC-CRF, `ctc_weight` times the CTC loss; with intermediate classifiers, (1 - w) times that plus w times
+            the mean of their CTC losses (Lee and Watanabe 2021, equation 8); with two views of each utterance, c times
+            `divergence` (CR-CTC, Yao et al. 2025, equation 5).
         """
         features = self.features.padded(inputs.waveforms, inputs.frames)
         if inputs.views > 1:
@@ -85,14 +90,18 @@ class Passes:
         def mean_over_views(losses: Tensor) -> Tensor:
             return losses.view(inputs.views, -1).mean(0)
 
-        ctc = mean_over_views(ctc_losses(logits, *arguments))
-        objective = ctc
+        ctc = ctc_losses(logits, *arguments)
+        losses = objective = mean_over_views(ctc)
+        if self.crf is not None:
+            log_probs = inputs.label_log_probs.repeat(inputs.views)
+            crf = self.crf.losses(ctc, logits, arguments[0], log_probs, arguments[3])
+            losses, objective = mean_over_views(crf), mean_over_views(crf + self.ctc_weight * ctc)
         if intermediate:
             ctc_of_heads = torch.stack([mean_over_views(ctc_losses(head, *arguments)) for head in intermediate]).mean(0)
-            objective = torch.lerp(ctc, ctc_of_heads, self.intermediate_weight)
+            objective = torch.lerp(objective, ctc_of_heads, self.intermediate_weight)
         if inputs.views > 1:
             objective = objective + self.consistency * divergence(logits)
-        return ctc, objective
+        return losses, objective
 
     def forward(self, inputs: Inputs, utterances: int | Tensor, *, last: bool, idle: bool) -> Tensor:
         """Run the forward pass.
@@ -104,7 +113,7 @@ class Passes:
             idle: whether this batch counts nothing: it repeats another rank's utterance.
 
         Returns:
-            The CTC losses (B,).
+            The losses (B,), see `losses`.
         """
         losses, objective = self.losses(inputs, self.gradients.start_pass(last=last))
         self._objective = objective.sum() * 0.0 if idle else objective.sum() / utterances

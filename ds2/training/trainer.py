@@ -27,11 +27,13 @@ from ds2.distributed.elastic import JOINER, ElasticCommunicator, View
 from ds2.distributed.gradients import GradientReducer
 from ds2.distributed.launch import share_cores
 from ds2.distributed.process_group import LostRankError
+from ds2.lm.files import save_ngram
 from ds2.model.acoustic import AcousticModel
 from ds2.model.norm import SequenceBatchNorm
 from ds2.model.structure import check_backend
 from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
+from ds2.training.crf import Crf
 from ds2.training.dev_set import DevEvaluator
 from ds2.training.device_tuning import MemoryProbe, check_device, choose_batching, choose_tiles, out_of_memory
 from ds2.training.inputs import FRAMES_MULTIPLE, EpochBatches, InputMaker, PreparedBatches
@@ -87,6 +89,7 @@ class Trainer:
         self.utterances, self.loader, self.dev = read_data(
             config, self.alphabet, features, self.precision, partial(output_frames, features, model), self.comm
         )
+        self.crf = self._build_crf()
         self.durations_s = padded_durations_s([u.duration_s for u in self.utterances], speed_range(config.augment))
         self.state = build_state(config, run_dir, model, features, self.loader, self.alphabet, self.comm)
         dev = self.dev.utterances
@@ -97,10 +100,13 @@ class Trainer:
         self.gradients = build_gradients(config, self.model, self.comm, autocast=autocast)
         self.overlap = OverlapChoice(self.gradients)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
-        graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, self.comm)
+        graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, self.comm, self.crf)
         passes = GraphedPasses if graphed else Passes
-        self.passes = passes(self.model, self.features, self.gradients, config.train, autocast=autocast)
-        self.inputs = InputMaker(self.features, self.model, config, self.device, padded=graphed)
+        self.passes = passes(self.model, self.features, self.gradients, config.train, autocast=autocast, crf=self.crf)
+        log_probs = self.crf.label_log_probs if self.crf is not None else None
+        self.inputs = InputMaker(
+            self.features, self.model, config, self.device, padded=graphed, label_log_probs=log_probs
+        )
         self.update = OptimizerStep(self.optimizer, self.gradients, config.optim.clip_norm, graphed=graphed)
         self.memory_probe = partial(
             MemoryProbe,
@@ -110,12 +116,24 @@ class Trainer:
             self.features,
             autocast=autocast,
             padded=graphed,
+            crf=self.crf,
         )
         self.batching = choose_batching(config, self.progress, self.comm, self.durations_s, self.memory_probe)
         self._plan = partial(plan_epoch, self.durations_s, self.batching, seed=config.train.seed)  # of an epoch
         self._batches = EpochBatches(self.loader, self._plan, config.train.epochs, self.comm)
         choose_tiles(self.progress, config, self.precision, self.comm, self.plan())
         self._commits, self._committed = JOINER, Committed()
+
+    def _build_crf(self) -> Crf | None:
+        """Make what CTC-CRF needs, equal on all ranks; its model of labels is saved in the run folder, for decoding."""
+        if self.config.train.objective == "ctc":
+            return None
+        with self.comm.in_turn():
+            crf = Crf.of(self.config.train, self.alphabet, self.utterances)
+        self.comm.agree({"denominator": crf.digest}, "give all hosts the same train.denominator_text")
+        if self.comm.rank == 0:
+            save_ngram(crf.model, self.run_dir / "denominator.lm")
+        return crf
 
     @property
     def device(self) -> torch.device:
@@ -440,11 +458,19 @@ def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *,
 
 
 def graphs_possible(
-    config: Config, features: Features, model: AcousticModel, alphabet: Alphabet, precision: str, comm: Communicator
+    config: Config,
+    features: Features,
+    model: AcousticModel,
+    alphabet: Alphabet,
+    precision: str,
+    comm: Communicator,
+    crf: Crf | None = None,
 ) -> bool:
     """Whether steps run as CUDA graphs: see `use_graphs`."""
     longest_s = float(padded_durations_s([config.data.max_duration_s], speed_range(config.augment))[0])
     samples = int(longest_s * config.data.sample_rate_hz)
     most_frames = output_frames(features, model, samples) + FRAMES_MULTIPLE
     no_loss = why_no_loss(most_frames, len(alphabet), comm.device)
+    if crf is not None:
+        no_loss = no_loss or crf.denominator.why_not(comm.device)
     return use_graphs(config, comm, no_loss, model.why_torch(precision))

@@ -150,6 +150,7 @@ inline float __shfl_xor_sync(unsigned, float mine, int apart) {
 inline double __longlong_as_double(long long x) { return same_bits<double>(x); }
 inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 
 namespace ds2 {
 

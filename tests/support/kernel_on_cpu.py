@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ds2_ops.ctc import align, beam, loss
+from ds2_ops.ctc import align, beam, denominator, loss
 from ds2_ops.jit import build, runtime
 from ds2_ops.jit.launch import Launch, Source, names
 
@@ -32,7 +32,7 @@ _OPTIONS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-I.")
 
 def patch(monkeypatch: pytest.MonkeyPatch, backwards: bool = False, smem_bytes: int = H200_SMEM_BYTES) -> None:
     """Make `ds2_ops.ctc` run on CPU tensors; threads take turns from the last one on if `backwards`."""
-    for module in (align, beam, loss):
+    for module in (align, beam, denominator, loss):
         patch_run(monkeypatch, module, backwards)
         monkeypatch.setattr(module, "why_no_gpu", lambda device: None)
         monkeypatch.setattr(module, "device_index", lambda device: 0)

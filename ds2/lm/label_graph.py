@@ -1,0 +1,160 @@
+"""A graph of label sequences weighted by an n-gram model of labels, for the denominator of CTC-CRF.
+
+A node is a state of the model with the last label, which decides whether the next label needs a blank before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from ds2_ops.ctc.denominator import LabelGraph
+
+from ds2.lm.kneser_ney import estimate
+from ds2.lm.ngram import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
+from ds2.lm.sentences import SentenceReader
+from ds2.text.alphabet import BLANK, Alphabet
+
+_ROUNDING = 1e-5  # of a probability from a float32 logarithm
+MOST_ARCS = 500_000
+
+
+def label_tokens(labels: Iterable[int], alphabet: Alphabet) -> list[str]:
+    """Return labels as the tokens of a model of characters or pieces."""
+    return [SPACE if alphabet.symbols[label] == " " else alphabet.symbols[label] for label in labels]
+
+
+def label_model(
+    alphabet: Alphabet, order: int, prune: int, *, texts: Sequence[Path] = (), transcripts: Iterable[str] = ()
+) -> NGram:
+    """Estimate an n-gram model of labels.
+
+    Args:
+        alphabet: whose labels are the tokens.
+        order: the longest n-gram, in labels.
+        prune: n-grams of three and more labels are dropped that occur at most so often.
+        texts: text files or manifests. Lines with characters outside the alphabet are skipped.
+        transcripts: used where there are no `texts`.
+
+    Raises:
+        LanguageModelError: as `estimate`; or a symbol of the alphabet is reserved.
+    """
+    if reserved := {UNKNOWN, START, END}.intersection(alphabet.symbols):
+        raise LanguageModelError(f"the alphabet has the reserved symbol {', '.join(sorted(reserved))}: rename it")
+    unit = "piece" if alphabet.has_pieces else "character"
+    sentences = (
+        SentenceReader(texts, unit, alphabet)
+        if texts
+        else (label_tokens(alphabet.encode(text), alphabet) for text in transcripts)
+    )
+    thresholds = [0, 0, prune][:order]
+    return estimate(sentences, order, thresholds, unit=unit, alphabet=alphabet.to_dict()).model
+
+
+class LabelScorer:
+    """Log-probs of label sequences; labels that the model lacks share its unknown token.
+
+    Args:
+        model: of labels.
+        alphabet: of the labels.
+    """
+
+    def __init__(self, model: NGram, alphabet: Alphabet) -> None:
+        self.model = model
+        tokens = label_tokens(range(1, len(alphabet)), alphabet)
+        lacking = sum(token not in model.ids for token in tokens)
+        unknown = model.ids[UNKNOWN]
+        self.ids = np.array([unknown, *(model.ids.get(token, unknown) for token in tokens)])
+        self.log_share = np.where(self.ids == unknown, -np.log(max(1, lacking)), 0.0)  # (V,) added to each label's
+
+    def __call__(self, labels: Iterable[int]) -> float:
+        """Return the log-prob of a label sequence and of its end, in nats."""
+        state, total = self.model.start(), 0.0
+        for label in labels:
+            log_prob, state = self.model._query(state, int(self.ids[label]))
+            total += log_prob + float(self.log_share[label])
+        return total + self.model.finish(state)
+
+
+def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
+    """Compose a model of labels with the topology of CTC.
+
+    The weight of a label sequence is its probability with its end. The longest histories back off: their node has the
+    arcs of n-grams, weighted by what they add to the probability after the shorter history, and the node of that as its
+    parent. All other nodes have arcs to all labels.
+
+    Raises:
+        LanguageModelError: the model is not interpolated, or the graph would have more than `MOST_ARCS` arcs.
+    """
+    scorer, labels = LabelScorer(model, alphabet), len(alphabet)
+    size, order = len(model.vocabulary), model.order
+    first_longest = model.state_starts[order - 1] if order > 2 else model.backoff.numel()
+    full = first_longest * (labels - 1)
+    arcs_at_most = full + model.keys.numel()
+    if arcs_at_most > MOST_ARCS:
+        raise LanguageModelError(
+            f"the denominator of CTC-CRF has {first_longest} histories x {labels - 1} labels and "
+            f"{model.keys.numel()} n-grams, more than {MOST_ARCS} arcs: lower train.denominator_order, raise "
+            "train.denominator_prune, or use an alphabet of fewer labels"
+        )
+    probs_of_words, following = (table.numpy() for table in model.score_all(torch.arange(model.backoff.numel())))
+    probs_of_words = np.exp(probs_of_words.astype(np.float64))
+    probs = probs_of_words[:, scorer.ids] * np.exp(scorer.log_share)  # (S, V)
+    keys = model.keys.numpy()
+    entries = np.searchsorted(keys, np.arange(first_longest, model.backoff.numel() + 1) * size)
+    unknown = model.ids[UNKNOWN]
+    label_of = {int(word): label for label, word in enumerate(scorer.ids) if word != unknown}
+    backoff, suffix = np.exp(model.backoff.numpy().astype(np.float64)), model.suffix.numpy()
+    nodes: dict[tuple[int, int], int] = {(model.start(), BLANK): 0}
+    pending = [(model.start(), BLANK)]
+    sources: list[int] = []
+    targets: list[int] = []
+    weights: list[float] = []
+    parents: list[int] = []
+    shares: list[float] = []
+
+    def node(state: int, label: int) -> int:
+        number = nodes.setdefault((state, label), len(nodes))
+        if number == len(pending):
+            pending.append((state, label))
+        return number
+
+    for number, (state, last) in enumerate(pending):  # grows
+        if state < first_longest:
+            leaving = [
+                (label, probs[state, label], int(following[state, scorer.ids[label]])) for label in range(1, labels)
+            ]
+            parents.append(number)
+            shares.append(0.0)
+        else:
+            leaving = []
+            shorter, share = int(suffix[state]), float(backoff[state])
+            at = state - first_longest
+            for key in keys[entries[at] : entries[at + 1]]:
+                label = label_of.get(int(key) % size)
+                if label is None:
+                    continue
+                whole, rest = probs[state, label], share * probs[shorter, label]
+                if whole - rest < -_ROUNDING * whole:
+                    raise LanguageModelError("the model of labels is not interpolated: build it with `ds2 lm build`")
+                leaving.append((label, max(0.0, whole - rest), int(following[state, scorer.ids[label]])))
+            parents.append(node(shorter, last))
+            shares.append(share)
+        for label, weight, after in leaving:
+            if weight > 0:
+                sources.append(number)
+                targets.append(node(after, label))
+                weights.append(weight)
+    ends = probs_of_words[[state for state, _ in pending], model.ids[END]]
+    return LabelGraph(
+        np.array([label for _, label in pending]),
+        ends,
+        np.array(sources, np.int64),
+        np.array(targets, np.int64),
+        np.array(weights),
+        np.array(parents),
+        np.array(shares),
+        0,
+    )

@@ -1,0 +1,308 @@
+// The sum over all label sequences that a graph weights, and its gradient: the denominator of CTC-CRF (Xiang and Ou 2019).
+// Two blocks an utterance run forward and backward at once; then a block a frame sums the shares of its labels. No atomics,
+// no waits between blocks: the same bits on every run.
+//
+// A path is in a node of the graph, and its last frame was the node's label or a blank. In a frame it stays, goes on to the
+// blank, or takes an arc; from the label to the same label there is no arc without a blank between. A node may take the arcs
+// of its parent too, for a share of its weight (back-off), so a parent's arcs are followed once for all its children.
+// Scores are probabilities, scaled by a power of two a frame: sums of positive numbers, each rounded once.
+// Rows are nodes in the order of their arcs' number, one numbering for each direction; 32 make a slice, a warp takes it. The
+// arcs of a slice are stored arc by arc, lane by lane, as many for each lane as for the one with most.
+// Shape letters: T frames, B utterances, V labels (0 is the blank), P rows (padded nodes).
+#pragma once
+
+#include "ptx/sync.cuh"
+
+namespace ds2 {
+
+struct Arcs {
+    const int* first;             // (slices + 1) arcs before each slice
+    const unsigned short* index;  // what an arc reads
+    const float* weight;
+};
+
+struct Graph {
+    const int* labels;          // (P) forward rows
+    const float* ends;          // (P) weight of ending there
+    Arcs arcs;                  // into each row; index: 2 x row, + 1 for weight after blanks alone; 2 (P + parent)
+    Arcs children;              // of each parent; index: row
+    const int* parent_rows;     // (parents) row of each; a multiple of 32 of them
+    int start, parents;
+    const int* mirrored_labels;  // (P) backward rows
+    const float* mirrored_ends;
+    Arcs mirrored_arcs;         // out of each row to other labels; index: row
+    const int* same_row;        // (P) the arc to the same label
+    const float* same_weight;   // 0: there is none
+    const int* parent_of;       // (P) row
+    const float* share;         // (P) of the weight that takes the parent's arcs too
+};
+
+struct Sums {
+    const float* log_probs;   // (T, B, V)
+    const long long* frames;  // (B) valid frames
+    float* alpha;             // (B, T, P) of paths that end in the row's label, the frame's emission included
+    float* beta;              // (B, T, P) from there to the end, without it
+    int* alpha_exponent;      // (B, T) alpha is to be multiplied with 2 to the power of it
+    int* beta_exponent;       // (B, T)
+    float* mantissa;          // (B) the sum over all paths
+    int* exponent;            // (B)
+    int length, batch, vocabulary, rows;
+};
+
+__device__ inline float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+// The exponent of a positive number; 0 of others.
+__device__ inline int exponent_of(float x) {
+    const int exponent = int(__float_as_uint(x) >> 23);
+    return exponent > 0 && exponent < 255 ? exponent - 127 : 0;
+}
+
+__device__ inline float warp_sum(float x) {
+    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+    return x;
+}
+
+// THREADS of a block, a multiple of 32; ROWS of a thread.
+template <int THREADS, int ROWS>
+struct DenominatorSums {
+    static constexpr int WARPS = THREADS / 32;
+    static_assert(THREADS % 32 == 0 && WARPS <= 32, "partial sums of warps are read by one warp's lanes");
+    const Graph& graph;
+    const Sums& sums;
+    float* probs;    // (2, V) of this frame and of the next, in shared memory
+    float* partial;  // (32) sums of warps
+    float* values;   // forward (P + parents, 2), backward (P) and (P, 2)
+    const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, utterance = blockIdx.x / 2;
+    const int frames = int(sums.frames[blockIdx.x / 2]), slices = sums.rows / 32;
+
+    __device__ DenominatorSums(const Graph& graph_, const Sums& sums_, float* shared)
+        : graph(graph_), sums(sums_), probs(shared), partial(shared + 2 * sums_.vocabulary),
+          values(shared + (2 * sums_.vocabulary + 32 + 1) / 2 * 2) {}
+
+    __device__ void run() {
+        if (thread < 32) partial[thread] = 0.0f;
+        if (blockIdx.x % 2)
+            backward();
+        else
+            forward();
+    }
+
+  private:
+    __device__ void read_probs(int frame) {
+        const float* row = sums.log_probs + (size_t(frame) * sums.batch + utterance) * sums.vocabulary;
+        float* to = probs + frame % 2 * sums.vocabulary;
+        for (int v = thread; v < sums.vocabulary; v += THREADS) to[v] = expf(row[v]);
+    }
+
+    // Call between barriers; `partial` may be written after the next one.
+    __device__ float total() const { return warp_sum(lane < WARPS ? partial[lane] : 0.0f); }
+
+    __device__ float gather(const Arcs& arcs, int slice) const {
+        float sum = 0.0f;
+        const int end = arcs.first[slice + 1];
+#pragma unroll 4
+        for (int arc = arcs.first[slice] + lane; arc < end; arc += 32)
+            sum += __ldg(arcs.weight + arc) * values[__ldg(arcs.index + arc)];
+        return sum;
+    }
+
+    __device__ void forward() {
+        float label_part[ROWS], blank_part[ROWS];
+        int labels[ROWS];
+        float* sources = values;
+        float* of_parents = values + 2 * sums.rows;
+        float* alpha = sums.alpha + size_t(utterance) * sums.length * sums.rows;
+        int exponent = 0;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int row = r * THREADS + thread;
+            if (row >= sums.rows) continue;
+            labels[r] = graph.labels[row];
+            label_part[r] = 0.0f;
+            blank_part[r] = row == graph.start ? 1.0f : 0.0f;
+            sources[2 * row] = sources[2 * row + 1] = blank_part[r];
+        }
+        if (frames > 0) read_probs(0);
+        __syncthreads();
+        for (int frame = 0; frame < frames; frame++) {
+            const float* now = probs + frame % 2 * sums.vocabulary;
+            const int down = exponent_of(total());
+            const float scale = power_of_two(-down);
+            exponent += down;
+            if (thread == 0) sums.alpha_exponent[size_t(utterance) * sums.length + frame] = exponent;
+            for (int slice = warp; slice < graph.parents / 32; slice += WARPS) {
+                const int parent = slice * 32 + lane, row = graph.parent_rows[parent];
+                float both = sources[2 * row], blank = sources[2 * row + 1];
+                const int end = graph.children.first[slice + 1];
+#pragma unroll 4
+                for (int arc = graph.children.first[slice] + lane; arc < end; arc += 32) {
+                    const int child = __ldg(graph.children.index + arc);
+                    const float weight = __ldg(graph.children.weight + arc);
+                    both += weight * sources[2 * child];
+                    blank += weight * sources[2 * child + 1];
+                }
+                of_parents[2 * parent] = both;
+                of_parents[2 * parent + 1] = blank;
+            }
+            if (frame + 1 < frames) read_probs(frame + 1);
+            __syncthreads();
+            float sum = 0.0f;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const int row = r * THREADS + thread;
+                if (row >= sums.rows) continue;
+                const float came = gather(graph.arcs, r * WARPS + warp);
+                blank_part[r] = (label_part[r] + blank_part[r]) * now[0] * scale;
+                label_part[r] = (label_part[r] + came) * now[labels[r]] * scale;
+                alpha[size_t(frame) * sums.rows + row] = label_part[r];
+                sum += label_part[r] + blank_part[r];
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) partial[warp] = sum;
+            __syncthreads();
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const int row = r * THREADS + thread;
+                if (row >= sums.rows) continue;
+                sources[2 * row] = label_part[r] + blank_part[r];
+                sources[2 * row + 1] = blank_part[r];
+            }
+            __syncthreads();
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int row = r * THREADS + thread;
+            if (row < sums.rows) sum += (label_part[r] + blank_part[r]) * graph.ends[row];
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) partial[warp] = sum;
+        __syncthreads();
+        const float all = total();
+        if (thread == 0) {
+            sums.mantissa[utterance] = all;
+            sums.exponent[utterance] = exponent;
+        }
+    }
+
+    __device__ void backward() {
+        float label_part[ROWS], blank_part[ROWS], other[ROWS], same[ROWS];
+        int labels[ROWS];
+        float* targets = values;
+        float* sent = values + sums.rows;
+        float* beta = sums.beta + size_t(utterance) * sums.length * sums.rows;
+        int exponent = 0;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int row = r * THREADS + thread;
+            if (row >= sums.rows) continue;
+            labels[r] = graph.mirrored_labels[row];
+            label_part[r] = blank_part[r] = graph.mirrored_ends[row];
+            if (frames > 0) beta[size_t(frames - 1) * sums.rows + row] = label_part[r];
+        }
+        if (frames > 0) {
+            read_probs(frames - 1);
+            if (thread == 0) sums.beta_exponent[size_t(utterance) * sums.length + frames - 1] = 0;
+        }
+        __syncthreads();
+        for (int frame = frames - 1; frame > 0; frame--) {
+            const float* now = probs + frame % 2 * sums.vocabulary;
+            const int down = exponent_of(total());
+            const float scale = power_of_two(-down);
+            exponent += down;
+            if (thread == 0) sums.beta_exponent[size_t(utterance) * sums.length + frame - 1] = exponent;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const int row = r * THREADS + thread;
+                if (row >= sums.rows) continue;
+                label_part[r] *= now[labels[r]] * scale;
+                blank_part[r] *= now[0] * scale;
+                targets[row] = label_part[r];
+            }
+            read_probs(frame - 1);
+            __syncthreads();
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const int row = r * THREADS + thread;
+                if (row >= sums.rows) continue;
+                other[r] = gather(graph.mirrored_arcs, r * WARPS + warp);
+                same[r] = graph.same_weight[row] * targets[graph.same_row[row]];
+                sent[2 * row] = other[r];
+                sent[2 * row + 1] = same[r];
+            }
+            __syncthreads();
+            float sum = 0.0f;
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                const int row = r * THREADS + thread;
+                if (row >= sums.rows) continue;
+                const float* of_parent = sent + 2 * graph.parent_of[row];
+                const float share = graph.share[row];
+                const float left = blank_part[r] + other[r] + share * of_parent[0];
+                label_part[r] += left;
+                blank_part[r] = left + same[r] + share * of_parent[1];
+                beta[size_t(frame - 1) * sums.rows + row] = label_part[r];
+                sum += label_part[r] + blank_part[r];
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) partial[warp] = sum;
+            __syncthreads();
+        }
+    }
+};
+
+constexpr int SHARES_THREADS = 256;
+
+struct Shares {
+    const float* log_probs;         // as in Sums, which filled the next six
+    const long long* frames;
+    const float* alpha;
+    const float* beta;
+    const int* alpha_exponent;
+    const int* beta_exponent;
+    const float* mantissa;
+    const int* exponent;
+    const float* grad_log_sums;     // (B)
+    float* grad_logits;             // (T, B, V)
+    const int* of_label;            // (V + 1) where a label's nodes begin in the next two; none of label 0
+    const unsigned short* forward_row;
+    const unsigned short* backward_row;
+    int length, batch, vocabulary, rows;
+};
+
+// Block t B + b. `shares` is shared: (V) the share of paths that emit each label in frame t.
+__device__ inline void shares_of_frame(const Shares& p, float* shares) {
+    const int frame = blockIdx.x / p.batch, utterance = blockIdx.x % p.batch;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const size_t at = (size_t(frame) * p.batch + utterance) * p.vocabulary;
+    float* grad = p.grad_logits + at;
+    if (frame >= p.frames[utterance]) {
+        for (int v = threadIdx.x; v < p.vocabulary; v += SHARES_THREADS) grad[v] = 0.0f;
+        return;
+    }
+    const size_t row = size_t(utterance) * p.length + frame;
+    const float* alpha = p.alpha + row * p.rows;
+    const float* beta = p.beta + row * p.rows;
+    // In two factors: neither overflows where alpha and beta are far below 1.
+    const int up = p.alpha_exponent[row] + p.beta_exponent[row] - p.exponent[utterance];
+    const float first = ldexpf(1.0f, up / 2), second = ldexpf(1.0f / p.mantissa[utterance], up - up / 2);
+    for (int v = warp; v < p.vocabulary; v += SHARES_THREADS / 32) {
+        float sum = 0.0f;
+        for (int i = p.of_label[v] + lane; i < p.of_label[v + 1]; i += 32)
+            sum += (alpha[p.forward_row[i]] * first) * (beta[p.backward_row[i]] * second);
+        sum = warp_sum(sum);
+        if (lane == 0) shares[v] = sum;
+    }
+    __syncthreads();
+    const float weight = p.grad_log_sums[utterance];
+    if (warp == 0) {
+        float labels = 0.0f;
+        for (int v = 1 + lane; v < p.vocabulary; v += 32) labels += shares[v];
+        labels = warp_sum(labels);
+        if (lane == 0) grad[0] = (1.0f - labels - expf(p.log_probs[at])) * weight;  // every path emits something
+    }
+    for (int v = 1 + int(threadIdx.x); v < p.vocabulary; v += SHARES_THREADS)
+        grad[v] = (shares[v] - expf(p.log_probs[at + v])) * weight;
+}
+
+}  // namespace ds2

@@ -1,0 +1,468 @@
+"""The denominator of CTC-CRF (lattice-free MMI with the topology of CTC): sums over all label sequences, and gradients.
+
+Xiang and Ou 2019, "CRF-based single-stage acoustic modeling with CTC topology". The denominator of an utterance is
+
+    sum over label sequences l of  w(l)  sum over paths of CTC that collapse to l of  prod_t y_t(path_t)
+
+with weights w from a graph, such as an n-gram model. On a GPU two kernels compute it, elsewhere products with sparse
+matrices. Both scale probabilities by a power of two a frame, which rounds nothing.
+
+Shape letters: T frames, B utterances, V labels (0 is the blank), N nodes, E arcs, P nodes padded to whole warps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ds2_ops.checks import why_no_gpu
+from ds2_ops.jit import runtime
+from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, run, translation_unit
+
+MOST_THREADS = 1024
+_SHARES_THREADS = 256
+_WARP = 32
+_INDICES = 2**16  # of 16-bit indices in csrc/ctc/denominator.cuh
+_ARCS = "const int* {0}_first, const unsigned short* {0}_index, const float* {0}_weight"
+# struct Graph of csrc/ctc/denominator.cuh
+_GRAPH = parameters(
+    f"""const int* labels, const float* ends, {_ARCS.format("arcs")}, {_ARCS.format("children")},
+    const int* parent_rows, int start, int parents, const int* mirrored_labels, const float* mirrored_ends,
+    {_ARCS.format("mirrored")}, const int* same_row, const float* same_weight, const int* parent_of,
+    const float* share"""
+)
+# struct Sums
+_SUMS = parameters(
+    """const float* log_probs, const long long* frames, float* alpha, float* beta, int* alpha_exponent,
+    int* beta_exponent, float* mantissa, int* exponent, int length, int batch, int vocabulary, int rows"""
+)
+# struct Shares
+_SHARES_OF = parameters(
+    """const float* log_probs, const long long* frames, const float* alpha, const float* beta,
+    const int* alpha_exponent, const int* beta_exponent, const float* mantissa, const int* exponent,
+    const float* grad_log_sums, float* grad_logits, const int* of_label, const unsigned short* forward_row,
+    const unsigned short* backward_row, int length, int batch, int vocabulary, int rows"""
+)
+SHARES = translation_unit(
+    "ctc/denominator.cuh",
+    _SHARES_OF,
+    f"""    extern __shared__ __align__(16) unsigned char shared[];
+    ds2::shares_of_frame(ds2::Shares{{{names(_SHARES_OF)}}}, reinterpret_cast<float*>(shared));
+""",
+    ahead=f'static_assert(ds2::SHARES_THREADS == {_SHARES_THREADS}, "denominator.py and denominator.cuh disagree");\n',
+    launch_bounds=str(_SHARES_THREADS),
+)
+
+
+@dataclass(frozen=True)
+class LabelGraph:
+    """Weighted label sequences: a label sequence is weighted by the sum over its ways from the start to an end.
+
+    A way takes an arc for each label. From a node with a parent it may take an arc of the parent instead, times the
+    share. All arrays are on the CPU.
+
+    Attributes:
+        labels: (N,) int64, the label of all arcs into each node; 0: no arc leads there.
+        ends: (N,) float64 weight of ending in each node.
+        sources, targets: (E,) int64, the nodes of each arc.
+        weights: (E,) float64, at least 0.
+        parents: (N,) int64; the node itself where there is none. A parent has none and has the same label.
+        shares: (N,) float64, 0 where there is none.
+        start: a node.
+    """
+
+    labels: NDArray[np.int64]
+    ends: NDArray[np.float64]
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    parents: NDArray[np.int64]
+    shares: NDArray[np.float64]
+    start: int
+
+    @property
+    def parent_nodes(self) -> NDArray[np.int64]:
+        """(M,) int64 ascending, the nodes that are parents."""
+        return np.unique(self.parents[self.shares > 0])
+
+
+@dataclass(frozen=True)
+class _SlicedArcs:
+    """Arcs of rows in slices of 32 rows: struct Arcs of csrc/ctc/denominator.cuh."""
+
+    first: Tensor  # (slices + 1,) int32
+    index: Tensor  # uint16
+    weight: Tensor  # float32
+
+    @classmethod
+    def of(
+        cls, rows: NDArray[Any], index: NDArray[Any], weights: NDArray[Any], count: int, device: torch.device
+    ) -> _SlicedArcs:
+        """Place arcs in slices: `rows` (E,), each below `count`, `index` (E,) what they read, `weights` (E,)."""
+        order = np.lexsort((index, rows))
+        rows, index, weights = rows[order], index[order], weights[order]
+        degrees = np.bincount(rows, minlength=count)
+        lengths = degrees.reshape(-1, _WARP).max(1, initial=0)
+        first = np.concatenate(([0], np.cumsum(lengths * _WARP)))
+        number = np.arange(len(rows)) - (np.cumsum(degrees) - degrees)[rows]  # of an arc in its row
+        at = first[rows // _WARP] + number * _WARP + rows % _WARP
+        placed_index, placed_weight = np.zeros(first[-1], np.uint16), np.zeros(first[-1], np.float32)
+        placed_index[at], placed_weight[at] = index, weights
+        return cls(*(_on(device, values) for values in (first.astype(np.int32), placed_index, placed_weight)))
+
+
+@dataclass(frozen=True)
+class _GraphTables:
+    """A graph as the kernels read it: struct Graph of csrc/ctc/denominator.cuh, and the labels' nodes of Shares."""
+
+    rows: int  # P
+    parents: int  # padded
+    arguments: tuple[Any, ...]  # of `_GRAPH`
+    of_label: Tensor
+    forward_row: Tensor
+    backward_row: Tensor
+
+    @classmethod
+    def of(cls, graph: LabelGraph, vocabulary: int, device: torch.device) -> _GraphTables:
+        nodes, parents = len(graph.labels), graph.parent_nodes
+        rows = _padded(nodes)
+        same = graph.labels[graph.sources] == graph.labels[graph.targets]
+        forward = _row_of(np.bincount(graph.targets, minlength=nodes))
+        backward = _row_of(np.bincount(graph.sources[~same], minlength=nodes))
+        column = np.full(nodes, -1)
+        column[parents] = np.arange(len(parents))
+        # A node that is a parent sends what its children give it too.
+        sent = np.where(column >= 0, rows + column, forward)[graph.sources]
+        arcs = _SlicedArcs.of(forward[graph.targets], 2 * sent + same, graph.weights, rows, device)
+        children = np.flatnonzero(graph.shares > 0)
+        of_children = _SlicedArcs.of(
+            column[graph.parents[children]], forward[children], graph.shares[children], _padded(len(parents)), device
+        )
+        parent_rows = np.zeros(_padded(len(parents)), np.int32)
+        parent_rows[: len(parents)] = forward[parents]
+        mirrored = _SlicedArcs.of(
+            backward[graph.sources[~same]], backward[graph.targets[~same]], graph.weights[~same], rows, device
+        )
+        same_row, same_weight = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+        same_row[backward[graph.sources[same]]] = backward[graph.targets[same]]
+        same_weight[backward[graph.sources[same]]] = graph.weights[same]
+
+        def by_row(row_of: NDArray[np.int64], values: NDArray[Any], dtype: Any) -> Tensor:
+            placed = np.zeros(rows, dtype)
+            placed[row_of] = values
+            return _on(device, placed)
+
+        arguments = (
+            by_row(forward, graph.labels, np.int32),
+            by_row(forward, graph.ends, np.float32),
+            *(arcs.first, arcs.index, arcs.weight),
+            *(of_children.first, of_children.index, of_children.weight),
+            _on(device, parent_rows),
+            int(forward[graph.start]),
+            _padded(len(parents)),
+            by_row(backward, graph.labels, np.int32),
+            by_row(backward, graph.ends, np.float32),
+            *(mirrored.first, mirrored.index, mirrored.weight),
+            *(_on(device, same_row), _on(device, same_weight)),
+            by_row(backward, backward[graph.parents], np.int32),
+            by_row(backward, graph.shares, np.float32),
+        )
+        by_label = np.argsort(graph.labels, kind="stable")
+        by_label = by_label[graph.labels[by_label] > 0]
+        of_label = np.searchsorted(graph.labels[by_label], np.arange(vocabulary + 1)).astype(np.int32)
+        return cls(
+            rows,
+            _padded(len(parents)),
+            arguments,
+            _on(device, of_label),
+            _on(device, forward[by_label].astype(np.uint16)),
+            _on(device, backward[by_label].astype(np.uint16)),
+        )
+
+
+def _row_of(degrees: NDArray[Any]) -> NDArray[np.int64]:
+    """(N,) rows of nodes in descending order of their degree."""
+    rows = np.empty(len(degrees), np.int64)
+    rows[np.argsort(-degrees, kind="stable")] = np.arange(len(degrees))
+    return rows
+
+
+def _padded(count: int) -> int:
+    return -(-count // _WARP) * _WARP
+
+
+def _on(device: torch.device, values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values).to(device)
+
+
+def plan(nodes: int, parents: int, vocabulary: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch:
+    """Choose the launch that sums over a graph of `nodes`, of which `parents` are parents.
+
+    Raises:
+        ValueError: the graph is too large; the message names sizes that do.
+    """
+    rows, parents = _padded(nodes), _padded(parents)
+    smem_bytes = 4 * (2 * vocabulary + _WARP + 2 + max(2 * (rows + parents), 3 * rows))
+    if smem_bytes > smem_bytes_per_block or 2 * (rows + parents) > _INDICES:
+        most = min((smem_bytes_per_block // 4 - 2 * vocabulary) // 3, _INDICES // 3)
+        raise ValueError(
+            f"a graph of {nodes} nodes over {vocabulary} labels needs {smem_bytes} B of shared memory, a block has "
+            f"{smem_bytes_per_block}, and 16-bit numbers: at most about {most} nodes fit"
+        )
+    threads = min(rows, MOST_THREADS)
+    return Launch(_sums_source(threads, -(-rows // threads)), threads, grid=2 * utterances, smem_bytes=smem_bytes)
+
+
+@cache
+def _sums_source(threads: int, rows: int) -> Source:
+    arguments = names(_GRAPH).split(", ")
+    for kind in ("arcs", "children", "mirrored"):  # struct Arcs
+        at = arguments.index(f"{kind}_first")
+        arguments[at : at + 3] = [f"{{{', '.join(arguments[at : at + 3])}}}"]
+    return translation_unit(
+        "ctc/denominator.cuh",
+        (*_GRAPH, *_SUMS),
+        f"""    extern __shared__ __align__(16) unsigned char shared[];
+    const ds2::Graph graph{{{", ".join(arguments)}}};
+    const ds2::Sums sums{{{names(_SUMS)}}};
+    ds2::DenominatorSums<{threads}, {rows}>(graph, sums, reinterpret_cast<float*>(shared)).run();
+""",
+        launch_bounds=f"{threads}, 1",
+    )
+
+
+class Denominator:
+    """The denominators of utterances, differentiable in the logits.
+
+    Args:
+        graph: of label sequences.
+        vocabulary: V, labels of the network with the blank.
+    """
+
+    def __init__(self, graph: LabelGraph, vocabulary: int) -> None:
+        self.graph, self.vocabulary = graph, vocabulary
+        self._tables: dict[torch.device, _GraphTables] = {}
+        self._matrices: dict[tuple[torch.device, torch.dtype], _Matrices] = {}
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Say why the kernels cannot sum over the graph on a device; None if they can."""
+        if reason := why_no_gpu(device):
+            return reason
+        try:
+            self._plan(device, 1)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return None
+
+    def __call__(self, logits: Tensor, frames: Tensor) -> Tensor:
+        """The logarithm of the denominator of each utterance.
+
+        The kernels run on torch's current stream without host synchronisation, and can be captured in a CUDA graph
+        once they have run. Every run gives the same bits.
+
+        Args:
+            logits: (T, B, V) of any float dtype; sums are float32, or float64 where the logits are and the kernels do
+                not run.
+            frames: (B,) int64, 0 to T, on the same device.
+
+        Returns:
+            (B,) float32 or float64 in nats.
+
+        Raises:
+            RuntimeError: the driver's or compiler's error, with shape and GPU.
+        """
+        function = _ByKernels if self.why_not(logits.device) is None else _ByProducts
+        log_sums: Tensor = function.apply(logits, frames, self)  # type: ignore[no-untyped-call]
+        return log_sums
+
+    def tables(self, device: torch.device) -> _GraphTables:
+        """The graph as the kernels read it, made once a device."""
+        if device not in self._tables:
+            self._tables[device] = _GraphTables.of(self.graph, self.vocabulary, device)
+        return self._tables[device]
+
+    def matrices(self, device: torch.device, dtype: torch.dtype) -> _Matrices:
+        """The graph as sparse matrices, made once a device and dtype."""
+        if (device, dtype) not in self._matrices:
+            self._matrices[device, dtype] = _Matrices.of(self.graph, self.vocabulary, device, dtype)
+        return self._matrices[device, dtype]
+
+    def _plan(self, device: torch.device, utterances: int) -> Launch:
+        smem_bytes = runtime.smem_bytes_per_block(device_index(device))
+        return plan(self._nodes, self._parents, self.vocabulary, smem_bytes, utterances)
+
+    @cached_property
+    def _nodes(self) -> int:
+        return len(self.graph.labels)
+
+    @cached_property
+    def _parents(self) -> int:
+        return len(self.graph.parent_nodes)
+
+
+class _ByKernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, frames: Tensor, denominator: Denominator) -> Tensor:
+        log_probs = logits.detach().float().log_softmax(-1).contiguous()
+        length, batch, _ = log_probs.shape
+        device, tables = log_probs.device, denominator.tables(log_probs.device)
+        alpha, beta = torch.empty(2, batch, length, tables.rows, device=device)
+        exponents = torch.empty(2, batch, length, dtype=torch.int32, device=device)
+        mantissa = torch.empty(batch, device=device)
+        exponent = torch.empty(batch, dtype=torch.int32, device=device)
+        results = [alpha, beta, *exponents, mantissa, exponent]
+        frames = frames.contiguous()
+        launch = denominator._plan(device, batch)
+        _run(launch, [*tables.arguments, log_probs, frames, *results], log_probs, tables.rows)
+        ctx.save_for_backward(log_probs, frames, *results)
+        ctx.tables, ctx.dtype = tables, logits.dtype
+        return mantissa.log() + exponent * float(np.log(2))
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_sums: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, tables = ctx.saved_tensors[0], ctx.tables
+        grad = torch.empty_like(log_probs)
+        blocks = log_probs.shape[0] * log_probs.shape[1]
+        launch = Launch(SHARES, _SHARES_THREADS, grid=blocks, smem_bytes=4 * log_probs.shape[2])
+        by_label = [tables.of_label, tables.forward_row, tables.backward_row]
+        arguments = [*ctx.saved_tensors, grad_log_sums.float().contiguous(), grad, *by_label]
+        _run(launch, arguments, log_probs, tables.rows)
+        return grad.to(ctx.dtype), None, None
+
+
+def _run(launch: Launch, arguments: Sequence[Any], log_probs: Tensor, rows: int) -> None:
+    def what() -> str:
+        return f"denominator of CTC-CRF, (T, B, V) = {tuple(log_probs.shape)}, {rows} nodes"
+
+    if launch.grid > 0:
+        run(launch, [*arguments, *log_probs.shape, rows], what, log_probs.device)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """A graph as sparse matrices. A vector of nodes is (N,); one of sources (2 N + 2 M,): weight, and weight after a
+    blank, of all nodes, then both of the M parents with what their children give them."""
+
+    labels: Tensor  # (N,) int64
+    ends: Tensor  # (N, 1)
+    arcs: Tensor  # (N, 2 N + 2 M) of each target, sparse
+    children: Tensor  # (2 M, 2 N): what parents have, sparse
+    others: Tensor  # (N, N) of each source, arcs to other labels and the parent's, sparse
+    all: Tensor  # (N, N) likewise, arcs to all labels
+    by_label: Tensor  # (V, N): one where the node has the label, none for the blank, sparse
+
+    @classmethod
+    def of(cls, graph: LabelGraph, vocabulary: int, device: torch.device, dtype: torch.dtype) -> _Matrices:
+        nodes, parents = len(graph.labels), graph.parent_nodes
+        count = len(parents)
+        column = np.full(nodes, -1)
+        column[parents] = np.arange(count)
+        same = graph.labels[graph.sources] == graph.labels[graph.targets]
+        is_parent = column >= 0
+        sent = np.where(is_parent, 2 * nodes + column, np.arange(nodes))[graph.sources]
+        sent = sent + np.where(same, np.where(is_parent[graph.sources], count, nodes), 0)
+        own = np.flatnonzero(graph.shares > 0)
+        to = np.concatenate((np.arange(count), column[graph.parents[own]]))
+        come = np.concatenate((parents, own))
+        shares = np.concatenate((np.ones(count), graph.shares[own]))
+        identity = np.arange(nodes)
+        back_off = (np.concatenate((identity, own)), np.concatenate((identity, graph.parents[own])))
+        back_off_weights = np.concatenate((np.ones(nodes), graph.shares[own]))
+
+        def sparse(rows: NDArray[Any], columns: NDArray[Any], weights: NDArray[Any], *shape: int) -> Tensor:
+            indices = torch.from_numpy(np.stack((rows, columns)))
+            values = torch.from_numpy(weights.astype(np.float64)).to(dtype)
+            return torch.sparse_coo_tensor(indices, values, shape).coalesce().to(device).to_sparse_csr()
+
+        def mirrored(chosen: NDArray[np.bool_]) -> Tensor:
+            own_arcs = torch.sparse_coo_tensor(
+                torch.from_numpy(np.stack((graph.sources[chosen], graph.targets[chosen]))),
+                torch.from_numpy(graph.weights[chosen]), (nodes, nodes),
+            )  # fmt: skip
+            also = torch.sparse_coo_tensor(
+                torch.from_numpy(np.stack(back_off)), torch.from_numpy(back_off_weights), (nodes, nodes)
+            )
+            product: Tensor = torch.sparse.mm(also, own_arcs)
+            return product.coalesce().to(dtype).to(device).to_sparse_csr()
+
+        labelled = np.flatnonzero(graph.labels > 0)
+        return cls(
+            torch.from_numpy(graph.labels).to(device),
+            torch.from_numpy(graph.ends).to(device, dtype)[:, None],
+            sparse(graph.targets, sent, graph.weights, nodes, 2 * nodes + 2 * count),
+            sparse(
+                np.concatenate((to, count + to)), np.concatenate((come, nodes + come)), np.tile(shares, 2),
+                2 * count, 2 * nodes,
+            ),
+            mirrored(~same),
+            mirrored(np.ones_like(same)),
+            sparse(graph.labels[labelled], labelled, np.ones(len(labelled)), vocabulary, nodes),
+        )  # fmt: skip
+
+
+class _ByProducts(torch.autograd.Function):
+    """As the kernels, by a few products with sparse matrices a frame; (N, B) instead of (B, P)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, frames: Tensor, denominator: Denominator) -> Tensor:
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        log_probs = logits.detach().to(dtype).log_softmax(-1)
+        probs = log_probs.exp().transpose(1, 2).contiguous()  # (T, V, B)
+        matrices = denominator.matrices(logits.device, dtype)
+        length, _, batch = probs.shape
+        nodes = len(matrices.labels)
+        label_part = probs.new_zeros(nodes, batch)
+        blank_part = probs.new_zeros(nodes, batch)
+        blank_part[denominator.graph.start] = 1
+        exponent = torch.zeros(batch, dtype=torch.int32, device=probs.device)
+        alpha, exponents = probs.new_empty(length, nodes, batch), exponent.new_empty(length, batch)
+        for frame in range(length):
+            own = torch.cat((label_part + blank_part, blank_part))
+            came = matrices.arcs @ torch.cat((own, matrices.children @ own))
+            label = (label_part + came) * probs[frame].index_select(0, matrices.labels)
+            blank = own[:nodes] * probs[frame, :1]
+            runs = frame < frames
+            down = torch.where(runs, torch.frexp((label + blank).sum(0)).exponent, 0)
+            label_part = torch.where(runs, torch.ldexp(label, -down), label_part)
+            blank_part = torch.where(runs, torch.ldexp(blank, -down), blank_part)
+            exponent = exponent + down
+            alpha[frame], exponents[frame] = label_part, exponent
+        total = ((label_part + blank_part) * matrices.ends).sum(0)
+        ctx.save_for_backward(probs, frames, alpha, exponents, total, exponent)
+        ctx.matrices, ctx.dtype = matrices, logits.dtype
+        return total.log() + exponent * float(np.log(2))
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_sums: Tensor) -> tuple[Tensor | None, ...]:
+        probs, frames, alpha, exponents, total, all_exponent = ctx.saved_tensors
+        matrices = ctx.matrices
+        length, _, batch = probs.shape
+        grad = torch.zeros_like(probs)
+        ends = matrices.ends.expand(-1, batch)
+        label_part, blank_part = torch.zeros_like(ends), torch.zeros_like(ends)
+        exponent = torch.zeros_like(all_exponent)
+        for frame in range(length - 1, -1, -1):
+            runs, ends_here = frame < frames, frame == frames - 1
+            label_part = torch.where(ends_here, ends, label_part)
+            blank_part = torch.where(ends_here, ends, blank_part)
+            up = exponents[frame] + exponent - all_exponent
+            scaled = torch.ldexp(alpha[frame], up // 2) * torch.ldexp(label_part / total, up - up // 2)
+            shares = matrices.by_label @ scaled
+            shares[0] = 1 - shares.sum(0)
+            grad[frame] = torch.where(runs, (shares - probs[frame]) * grad_log_sums, 0)
+            sent = label_part * probs[frame].index_select(0, matrices.labels)
+            left = blank_part * probs[frame, :1]
+            label = sent + left + matrices.others @ sent
+            blank = left + matrices.all @ sent
+            down = torch.where(runs, torch.frexp((label + blank).sum(0)).exponent, 0)
+            label_part = torch.where(runs, torch.ldexp(label, -down), label_part)
+            blank_part = torch.where(runs, torch.ldexp(blank, -down), blank_part)
+            exponent = exponent + down
+        return grad.transpose(1, 2).to(ctx.dtype), None, None
