@@ -12,6 +12,7 @@ Shape letters: T frames, B utterances, V labels (0 is the blank), N nodes, E arc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -377,33 +378,32 @@ class _Matrices:
         back_off_weights = np.concatenate((np.ones(nodes), graph.shares[own]))
 
         def sparse(rows: NDArray[Any], columns: NDArray[Any], weights: NDArray[Any], *shape: int) -> Tensor:
-            indices = torch.from_numpy(np.stack((rows, columns)))
-            values = torch.from_numpy(weights.astype(np.float64)).to(dtype)
-            return torch.sparse_coo_tensor(indices, values, shape).coalesce().to(device).to_sparse_csr()
+            indices, values = torch.from_numpy(np.stack((rows, columns))), torch.from_numpy(weights.astype(np.float64))
+            return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
+
+        def by_rows(matrix: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+                return matrix.coalesce().to(device, dtype).to_sparse_csr()
+
+        also = sparse(*back_off, back_off_weights, nodes, nodes)
 
         def mirrored(chosen: NDArray[np.bool_]) -> Tensor:
-            own_arcs = torch.sparse_coo_tensor(
-                torch.from_numpy(np.stack((graph.sources[chosen], graph.targets[chosen]))),
-                torch.from_numpy(graph.weights[chosen]), (nodes, nodes),
-            )  # fmt: skip
-            also = torch.sparse_coo_tensor(
-                torch.from_numpy(np.stack(back_off)), torch.from_numpy(back_off_weights), (nodes, nodes)
-            )
-            product: Tensor = torch.sparse.mm(also, own_arcs)
-            return product.coalesce().to(dtype).to(device).to_sparse_csr()
+            own_arcs = sparse(graph.sources[chosen], graph.targets[chosen], graph.weights[chosen], nodes, nodes)
+            return by_rows(torch.sparse.mm(also, own_arcs))
 
         labelled = np.flatnonzero(graph.labels > 0)
         return cls(
             torch.from_numpy(graph.labels).to(device),
             torch.from_numpy(graph.ends).to(device, dtype)[:, None],
-            sparse(graph.targets, sent, graph.weights, nodes, 2 * nodes + 2 * count),
-            sparse(
+            by_rows(sparse(graph.targets, sent, graph.weights, nodes, 2 * nodes + 2 * count)),
+            by_rows(sparse(
                 np.concatenate((to, count + to)), np.concatenate((come, nodes + come)), np.tile(shares, 2),
                 2 * count, 2 * nodes,
-            ),
+            )),
             mirrored(~same),
             mirrored(np.ones_like(same)),
-            sparse(graph.labels[labelled], labelled, np.ones(len(labelled)), vocabulary, nodes),
+            by_rows(sparse(graph.labels[labelled], labelled, np.ones(len(labelled)), vocabulary, nodes)),
         )  # fmt: skip
 
 
@@ -437,7 +437,7 @@ class _ByProducts(torch.autograd.Function):
         total = ((label_part + blank_part) * matrices.ends).sum(0)
         ctx.save_for_backward(probs, frames, alpha, exponents, total, exponent)
         ctx.matrices, ctx.dtype = matrices, logits.dtype
-        return total.log() + exponent * float(np.log(2))
+        return total.log() + exponent.to(dtype) * float(np.log(2))
 
     @staticmethod
     def backward(ctx: Any, grad_log_sums: Tensor) -> tuple[Tensor | None, ...]:
