@@ -30,19 +30,21 @@ from ds2_ops.jit.launch import Launch, Source, device_index, names, parameters, 
 MOST_THREADS = 1024
 _SHARES_THREADS = 256
 _WARP = 32
+_SHARED_FROM = 32  # arcs of a row from which on lanes share them
 _INDICES = 2**16  # of 16-bit indices in csrc/ctc/denominator.cuh
 _ARCS = "const int* {0}_first, const unsigned short* {0}_index, const float* {0}_weight"
 # struct Graph of csrc/ctc/denominator.cuh
 _GRAPH = parameters(
     f"""const int* labels, const float* ends, {_ARCS.format("arcs")}, {_ARCS.format("children")},
-    const int* parent_rows, int start, int parents, const int* mirrored_labels, const float* mirrored_ends,
-    {_ARCS.format("mirrored")}, const int* same_row, const float* same_weight, const int* parent_of,
-    const float* share"""
+    const int* parent_rows, const int* parent_numbers, int start, int parents, const int* mirrored_labels,
+    const float* mirrored_ends, {_ARCS.format("mirrored")}, const int* same_row, const float* same_weight,
+    const int* parent_of, const float* share"""
 )
 # struct Sums
 _SUMS = parameters(
     """const float* log_probs, const long long* frames, float* alpha, float* beta, int* alpha_exponent,
-    int* beta_exponent, float* mantissa, int* exponent, int length, int batch, int vocabulary, int rows"""
+    int* beta_exponent, float* mantissa, int* exponent, int length, int batch, int vocabulary, int rows,
+    int smem_bytes"""
 )
 # struct Shares
 _SHARES_OF = parameters(
@@ -98,24 +100,37 @@ class LabelGraph:
 class _SlicedArcs:
     """Arcs of rows in slices of 32 rows: struct Arcs of csrc/ctc/denominator.cuh."""
 
-    first: Tensor  # (slices + 1,) int32
+    first: Tensor  # (slices + 1,) int32, then (warps + 1,) of rows whose arcs lanes share
     index: Tensor  # uint16
     weight: Tensor  # float32
 
     @classmethod
     def of(
-        cls, rows: NDArray[Any], index: NDArray[Any], weights: NDArray[Any], count: int, device: torch.device
+        cls,
+        rows: NDArray[Any],
+        index: NDArray[Any],
+        weights: NDArray[Any],
+        count: int,
+        device: torch.device,
+        warps: int = 0,
     ) -> _SlicedArcs:
         """Place arcs in slices: `rows` (E,), each below `count`, `index` (E,) what they read, `weights` (E,)."""
         order = np.lexsort((index, rows))
         rows, index, weights = rows[order], index[order], weights[order]
         degrees = np.bincount(rows, minlength=count)
-        lengths = degrees.reshape(-1, _WARP).max(1, initial=0)
-        first = np.concatenate(([0], np.cumsum(lengths * _WARP)))
         number = np.arange(len(rows)) - (np.cumsum(degrees) - degrees)[rows]  # of an arc in its row
+        together = np.zeros(count, bool)
+        together[: warps * _WARP : _WARP] = degrees[: warps * _WARP : _WARP] > _SHARED_FROM
+        lengths = np.where(together, 0, degrees).reshape(-1, _WARP).max(1, initial=0)
+        first = np.concatenate(([0], np.cumsum(lengths * _WARP)))
+        of_warps = np.where(together, degrees, 0)[: warps * _WARP : _WARP]
+        shared = first[-1] + np.concatenate(([0], np.cumsum(of_warps)))
         at = first[rows // _WARP] + number * _WARP + rows % _WARP
-        placed_index, placed_weight = np.zeros(first[-1], np.uint16), np.zeros(first[-1], np.float32)
+        lanes_share = together[rows]
+        at[lanes_share] = shared[rows[lanes_share] // _WARP] + number[lanes_share]
+        placed_index, placed_weight = np.zeros(shared[-1], np.uint16), np.zeros(shared[-1], np.float32)
         placed_index[at], placed_weight[at] = index, weights
+        first = np.concatenate((first, shared)) if warps else first
         return cls(*(_on(device, values) for values in (first.astype(np.int32), placed_index, placed_weight)))
 
 
@@ -135,13 +150,14 @@ class _GraphTables:
         nodes, parents = len(graph.labels), graph.parent_nodes
         rows = _padded(nodes)
         same = graph.labels[graph.sources] == graph.labels[graph.targets]
-        forward = _row_of(np.bincount(graph.targets, minlength=nodes))
-        backward = _row_of(np.bincount(graph.sources[~same], minlength=nodes))
+        warps = _threads(rows) // _WARP
+        forward = _row_of(np.bincount(graph.targets, minlength=nodes), warps)
+        backward = _row_of(np.bincount(graph.sources[~same], minlength=nodes), warps)
         column = np.full(nodes, -1)
         column[parents] = np.arange(len(parents))
         # A node that is a parent sends what its children give it too.
         sent = np.where(column >= 0, rows + column, forward)[graph.sources]
-        arcs = _SlicedArcs.of(forward[graph.targets], 2 * sent + same, graph.weights, rows, device)
+        arcs = _SlicedArcs.of(forward[graph.targets], 2 * sent + same, graph.weights, rows, device, warps)
         children = np.flatnonzero(graph.shares > 0)
         of_children = _SlicedArcs.of(
             column[graph.parents[children]], forward[children], graph.shares[children], _padded(len(parents)), device
@@ -149,14 +165,14 @@ class _GraphTables:
         parent_rows = np.zeros(_padded(len(parents)), np.int32)
         parent_rows[: len(parents)] = forward[parents]
         mirrored = _SlicedArcs.of(
-            backward[graph.sources[~same]], backward[graph.targets[~same]], graph.weights[~same], rows, device
+            backward[graph.sources[~same]], backward[graph.targets[~same]], graph.weights[~same], rows, device, warps
         )
         same_row, same_weight = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
         same_row[backward[graph.sources[same]]] = backward[graph.targets[same]]
         same_weight[backward[graph.sources[same]]] = graph.weights[same]
 
-        def by_row(row_of: NDArray[np.int64], values: NDArray[Any], dtype: Any) -> Tensor:
-            placed = np.zeros(rows, dtype)
+        def by_row(row_of: NDArray[np.int64], values: NDArray[Any], dtype: Any, padding: int = 0) -> Tensor:
+            placed = np.full(rows, padding, dtype)
             placed[row_of] = values
             return _on(device, placed)
 
@@ -166,13 +182,14 @@ class _GraphTables:
             *(arcs.first, arcs.index, arcs.weight),
             *(of_children.first, of_children.index, of_children.weight),
             _on(device, parent_rows),
+            by_row(backward, column, np.int32, -1),
             int(forward[graph.start]),
             _padded(len(parents)),
             by_row(backward, graph.labels, np.int32),
             by_row(backward, graph.ends, np.float32),
             *(mirrored.first, mirrored.index, mirrored.weight),
             *(_on(device, same_row), _on(device, same_weight)),
-            by_row(backward, backward[graph.parents], np.int32),
+            by_row(backward, column[graph.parents].clip(min=0), np.int32),
             by_row(backward, graph.shares, np.float32),
         )
         by_label = np.argsort(graph.labels, kind="stable")
@@ -188,11 +205,18 @@ class _GraphTables:
         )
 
 
-def _row_of(degrees: NDArray[Any]) -> NDArray[np.int64]:
-    """(N,) rows of nodes in descending order of their degree."""
-    rows = np.empty(len(degrees), np.int64)
-    rows[np.argsort(-degrees, kind="stable")] = np.arange(len(degrees))
+def _row_of(degrees: NDArray[Any], warps: int) -> NDArray[np.int64]:
+    """(N,) rows of nodes: those of the highest degrees, whose arcs lanes share, a warp each; the others in order."""
+    nodes = len(degrees)
+    wide = min(warps, int((degrees > _SHARED_FROM).sum()), -(-nodes // _WARP))
+    firsts = np.arange(wide) * _WARP
+    rows = np.empty(nodes, np.int64)
+    rows[np.argsort(-degrees, kind="stable")] = np.concatenate((firsts, np.setdiff1d(np.arange(nodes), firsts)))
     return rows
+
+
+def _threads(rows: int) -> int:
+    return min(rows, MOST_THREADS)
 
 
 def _padded(count: int) -> int:
@@ -203,21 +227,24 @@ def _on(device: torch.device, values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values).to(device)
 
 
-def plan(nodes: int, parents: int, vocabulary: int, smem_bytes_per_block: int, utterances: int = 1) -> Launch:
-    """Choose the launch that sums over a graph of `nodes`, of which `parents` are parents.
+def plan(
+    nodes: int, parents: int, arcs: int, vocabulary: int, smem_bytes_per_block: int, utterances: int = 1
+) -> Launch:
+    """Choose the launch that sums over a graph of `nodes`, of which `parents` are parents, with `arcs` in slices.
 
     Raises:
         ValueError: the graph is too large; the message names sizes that do.
     """
     rows, parents = _padded(nodes), _padded(parents)
-    smem_bytes = 4 * (2 * vocabulary + _WARP + 2 + max(2 * (rows + parents), 3 * rows))
+    smem_bytes = 4 * (2 * vocabulary + _WARP + 2 + 2 * (rows + parents))
     if smem_bytes > smem_bytes_per_block or 2 * (rows + parents) > _INDICES:
-        most = min((smem_bytes_per_block // 4 - 2 * vocabulary) // 3, _INDICES // 3)
+        most = min((smem_bytes_per_block // 4 - 2 * vocabulary) // 2, _INDICES // 2) - parents
         raise ValueError(
             f"a graph of {nodes} nodes over {vocabulary} labels needs {smem_bytes} B of shared memory, a block has "
             f"{smem_bytes_per_block}, and 16-bit numbers: at most about {most} nodes fit"
         )
-    threads = min(rows, MOST_THREADS)
+    threads = _threads(rows)
+    smem_bytes = min(smem_bytes + 6 * arcs, smem_bytes_per_block)  # arcs that do not fit are read from global memory
     return Launch(_sums_source(threads, -(-rows // threads)), threads, grid=2 * utterances, smem_bytes=smem_bytes)
 
 
@@ -297,7 +324,8 @@ class Denominator:
 
     def _plan(self, device: torch.device, utterances: int) -> Launch:
         smem_bytes = runtime.smem_bytes_per_block(device_index(device))
-        return plan(self._nodes, self._parents, self.vocabulary, smem_bytes, utterances)
+        arcs = 2 * len(self.graph.weights)  # slices are less than twice as large
+        return plan(self._nodes, self._parents, arcs, self.vocabulary, smem_bytes, utterances)
 
     @cached_property
     def _nodes(self) -> int:
@@ -321,7 +349,8 @@ class _ByKernels(torch.autograd.Function):
         results = [alpha, beta, *exponents, mantissa, exponent]
         frames = frames.contiguous()
         launch = denominator._plan(device, batch)
-        _run(launch, [*tables.arguments, log_probs, frames, *results], log_probs, tables.rows)
+        given = [*tables.arguments, log_probs, frames, *results, length, batch, log_probs.shape[2]]
+        _run(launch, [*given, tables.rows, launch.smem_bytes], log_probs, tables.rows)
         ctx.save_for_backward(log_probs, frames, *results)
         ctx.tables, ctx.dtype = tables, logits.dtype
         return mantissa.log() + exponent * float(np.log(2))
@@ -334,6 +363,7 @@ class _ByKernels(torch.autograd.Function):
         launch = Launch(SHARES, _SHARES_THREADS, grid=blocks, smem_bytes=4 * log_probs.shape[2])
         by_label = [tables.of_label, tables.forward_row, tables.backward_row]
         arguments = [*ctx.saved_tensors, grad_log_sums.float().contiguous(), grad, *by_label]
+        arguments += [*log_probs.shape, tables.rows]
         _run(launch, arguments, log_probs, tables.rows)
         return grad.to(ctx.dtype), None, None
 
@@ -343,7 +373,7 @@ def _run(launch: Launch, arguments: Sequence[Any], log_probs: Tensor, rows: int)
         return f"denominator of CTC-CRF, (T, B, V) = {tuple(log_probs.shape)}, {rows} nodes"
 
     if launch.grid > 0:
-        run(launch, [*arguments, *log_probs.shape, rows], what, log_probs.device)
+        run(launch, arguments, what, log_probs.device)
 
 
 @dataclass(frozen=True)

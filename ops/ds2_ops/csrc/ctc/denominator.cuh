@@ -7,7 +7,8 @@
 // of its parent too, for a share of its weight (back-off), so a parent's arcs are followed once for all its children.
 // Scores are probabilities, scaled by a power of two a frame: sums of positive numbers, each rounded once.
 // Rows are nodes in the order of their arcs' number, one numbering for each direction; 32 make a slice, a warp takes it. The
-// arcs of a slice are stored arc by arc, lane by lane, as many for each lane as for the one with most.
+// arcs of a slice are stored arc by arc, lane by lane, as many for each lane as for the one with most. The row with most by
+// far may be the first of each warp's first slice: all lanes share its arcs. Arcs that fit stay in shared memory.
 // Shape letters: T frames, B utterances, V labels (0 is the blank), P rows (padded nodes).
 #pragma once
 
@@ -16,7 +17,7 @@
 namespace ds2 {
 
 struct Arcs {
-    const int* first;             // (slices + 1) arcs before each slice
+    const int* first;             // (slices + 1) arcs before each slice, then (warps + 1) before those that lanes share
     const unsigned short* index;  // what an arc reads
     const float* weight;
 };
@@ -27,13 +28,14 @@ struct Graph {
     Arcs arcs;                  // into each row; index: 2 x row, + 1 for weight after blanks alone; 2 (P + parent)
     Arcs children;              // of each parent; index: row
     const int* parent_rows;     // (parents) row of each; a multiple of 32 of them
-    int start, parents;
+    const int* parent_numbers;  // (P) backward rows: number of a parent, or -1
+    int start, parents;          // a row; how many
     const int* mirrored_labels;  // (P) backward rows
     const float* mirrored_ends;
     Arcs mirrored_arcs;         // out of each row to other labels; index: row
     const int* same_row;        // (P) the arc to the same label
     const float* same_weight;   // 0: there is none
-    const int* parent_of;       // (P) row
+    const int* parent_of;       // (P) number of the parent
     const float* share;         // (P) of the weight that takes the parent's arcs too
 };
 
@@ -46,7 +48,7 @@ struct Sums {
     int* beta_exponent;       // (B, T)
     float* mantissa;          // (B) the sum over all paths
     int* exponent;            // (B)
-    int length, batch, vocabulary, rows;
+    int length, batch, vocabulary, rows, smem_bytes;
 };
 
 __device__ inline float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
@@ -71,7 +73,10 @@ struct DenominatorSums {
     const Sums& sums;
     float* probs;    // (2, V) of this frame and of the next, in shared memory
     float* partial;  // (32) sums of warps
-    float* values;   // forward (P + parents, 2), backward (P) and (P, 2)
+    float* values;   // forward (P + parents, 2), backward (P) and (parents, 2)
+    const float* near_weight = nullptr;  // the first arcs again, in shared memory
+    const unsigned short* near_index = nullptr;
+    int near = 0;
     const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, utterance = blockIdx.x / 2;
     const int frames = int(sums.frames[blockIdx.x / 2]), slices = sums.rows / 32;
 
@@ -81,10 +86,13 @@ struct DenominatorSums {
 
     __device__ void run() {
         if (thread < 32) partial[thread] = 0.0f;
-        if (blockIdx.x % 2)
+        if (blockIdx.x % 2) {
+            keep_near(graph.mirrored_arcs, values + sums.rows + 2 * graph.parents);
             backward();
-        else
+        } else {
+            keep_near(graph.arcs, values + 2 * (sums.rows + graph.parents));
             forward();
+        }
     }
 
   private:
@@ -94,16 +102,42 @@ struct DenominatorSums {
         for (int v = thread; v < sums.vocabulary; v += THREADS) to[v] = expf(row[v]);
     }
 
+    __device__ void keep_near(const Arcs& arcs, float* to) {
+        const int bytes = sums.smem_bytes - int(reinterpret_cast<char*>(to) - reinterpret_cast<char*>(probs));
+        const int all = arcs.first[slices + 1 + WARPS], fit = bytes / 6 / 2 * 2;
+        near = fit < all ? fit : all;
+        unsigned short* indices = reinterpret_cast<unsigned short*>(to + near);
+        for (int arc = thread; arc < near; arc += THREADS) {
+            to[arc] = arcs.weight[arc];
+            indices[arc] = arcs.index[arc];
+        }
+        near_weight = to;
+        near_index = indices;
+    }
+
     // Call between barriers; `partial` may be written after the next one.
     __device__ float total() const { return warp_sum(lane < WARPS ? partial[lane] : 0.0f); }
 
-    __device__ float gather(const Arcs& arcs, int slice) const {
+    __device__ float sum_arcs(const Arcs& arcs, int part) const {
         float sum = 0.0f;
-        const int end = arcs.first[slice + 1];
+        const int begin = arcs.first[part] + lane, end = arcs.first[part + 1];
+        if (end <= near) {
 #pragma unroll 4
-        for (int arc = arcs.first[slice] + lane; arc < end; arc += 32)
-            sum += __ldg(arcs.weight + arc) * values[__ldg(arcs.index + arc)];
+            for (int arc = begin; arc < end; arc += 32) sum += near_weight[arc] * values[near_index[arc]];
+        } else {
+#pragma unroll 4
+            for (int arc = begin; arc < end; arc += 32)
+                sum += __ldg(arcs.weight + arc) * values[__ldg(arcs.index + arc)];
+        }
         return sum;
+    }
+
+    // The sum over the arcs of the row of this lane in slice `round` of this warp.
+    __device__ float gather(const Arcs& arcs, int round) const {
+        const float own = sum_arcs(arcs, round * WARPS + warp);
+        if (round > 0) return own;
+        const float together = warp_sum(sum_arcs(arcs, slices + 1 + warp));
+        return lane == 0 ? own + together : own;
     }
 
     __device__ void forward() {
@@ -151,7 +185,7 @@ struct DenominatorSums {
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                const float came = gather(graph.arcs, r * WARPS + warp);
+                const float came = gather(graph.arcs, r);
                 blank_part[r] = (label_part[r] + blank_part[r]) * now[0] * scale;
                 label_part[r] = (label_part[r] + came) * now[labels[r]] * scale;
                 alpha[size_t(frame) * sums.rows + row] = label_part[r];
@@ -225,10 +259,13 @@ struct DenominatorSums {
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                other[r] = gather(graph.mirrored_arcs, r * WARPS + warp);
+                other[r] = gather(graph.mirrored_arcs, r);
                 same[r] = graph.same_weight[row] * targets[graph.same_row[row]];
-                sent[2 * row] = other[r];
-                sent[2 * row + 1] = same[r];
+                const int parent = graph.parent_numbers[row];
+                if (parent >= 0) {
+                    sent[2 * parent] = other[r];
+                    sent[2 * parent + 1] = same[r];
+                }
             }
             __syncthreads();
             float sum = 0.0f;
