@@ -10,6 +10,7 @@
     python tools/bench.py streaming        a chunk of live audio, without a server
     python tools/bench.py serving          latency of a server, or of the recogniser alone
     python tools/bench.py endpoints        from the last word to final text, and what pauses inside utterances cut
+    python tools/bench.py denominator      the loss of CTC-CRF beside that of CTC
     python tools/bench.py same-words       words of streams and of whole files
 
 `python tools/bench.py COMMAND --help` shows the options of each.
@@ -25,7 +26,7 @@ COMMANDS = {
     name: f"benchmarks.{name.replace('-', '_')}"
     for name in (
         "rnn", "training", "turns", "memory", "scaling", "collectives", "predict", "streaming", "serving", "endpoints",
-        "same-words",
+        "denominator", "same-words",
     )
 }  # fmt: skip
 
