@@ -28,7 +28,7 @@ def test_any_number_of_ranks_gives_one_answer_and_the_same_bits_twice(
 ) -> None:
     names = ("one", "two", "adamw", "again", "plain", "four", "accumulated", "halves", "local")
     folders = {name: tmp_path / name for name in (*names, "drop1", "drop2", "drop4")}
-    dropout = (*SMOOTH, "model.dropout=0.3", "augment.time_masks=1")
+    dropout = (*SMOOTH, "model.dropout=0.3", "augment.time_masks=1", "train.objective=ctc_crf")
     halved = (*SMOOTH, "train.accumulate=2", "batching.utterances=3")
     run = train(
         1,
