@@ -349,8 +349,8 @@ class _ByKernels(torch.autograd.Function):
         results = [alpha, beta, *exponents, mantissa, exponent]
         frames = frames.contiguous()
         launch = denominator._plan(device, batch)
-        given = [*tables.arguments, log_probs, frames, *results, length, batch, log_probs.shape[2]]
-        _run(launch, [*given, tables.rows, launch.smem_bytes], log_probs, tables.rows)
+        arguments = [*tables.arguments, log_probs, frames, *results, length, batch, log_probs.shape[2]]
+        _run(launch, [*arguments, tables.rows, launch.smem_bytes], log_probs, tables.rows)
         ctx.save_for_backward(log_probs, frames, *results)
         ctx.tables, ctx.dtype = tables, logits.dtype
         return mantissa.log() + exponent * float(np.log(2))
@@ -479,9 +479,9 @@ class _ByProducts(torch.autograd.Function):
         label_part, blank_part = torch.zeros_like(ends), torch.zeros_like(ends)
         exponent = torch.zeros_like(all_exponent)
         for frame in range(length - 1, -1, -1):
-            runs, ends_here = frame < frames, frame == frames - 1
-            label_part = torch.where(ends_here, ends, label_part)
-            blank_part = torch.where(ends_here, ends, blank_part)
+            runs, at_end = frame < frames, frame == frames - 1
+            label_part = torch.where(at_end, ends, label_part)
+            blank_part = torch.where(at_end, ends, blank_part)
             up = exponents[frame] + exponent - all_exponent
             scaled = torch.ldexp(alpha[frame], up // 2) * torch.ldexp(label_part / total, up - up // 2)
             shares = matrices.by_label @ scaled
