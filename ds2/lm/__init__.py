@@ -1,6 +1,6 @@
 """Language models.
 
 ngram: back-off n-gram models as an automaton in tensors. files: their binary format and ARPA, their text format.
-sentences: texts to tokens, perplexity. kneser_ney: estimation from texts. recurrent: a model of LSTM layers and
-its file. recurrent_training: its training.
+sentences: texts to tokens, perplexity. kneser_ney: estimation from texts. label_graph: label sequences as CTC-CRF
+weights them. recurrent: a model of LSTM layers and its file. recurrent_training: its training.
 """

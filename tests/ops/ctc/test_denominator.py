@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ds2_ops.ctc import denominator
-from ds2_ops.ctc.denominator import Denominator, LabelGraph
-from ds2_ops.ctc.denominator_reference import denominator_reference
+from ds2_ops.ctc.denominator import Denominator, LabelGraph, denominator_reference
 from ds2_ops.jit.build import build
 from support import kernel_on_cpu
 from support.kernel_on_cpu import H200_SMEM_BYTES
