@@ -21,10 +21,19 @@ from ds2.config.allowed import COUNT, SEED, UNLIMITED
 from ds2.config.schema import Config, ConfigError
 from ds2.data.check import check
 from ds2.data.corpora import FORMATS, RECIPES, export_kaldi, import_corpus, prepare
-from ds2.data.manifest import UNITS, read_manifest, read_manifests, split, write_manifest
+from ds2.data.manifest import (
+    UNITS,
+    Conditions,
+    draw,
+    read_manifest,
+    read_manifests,
+    select,
+    split,
+    statistics,
+    write_manifest,
+)
 from ds2.data.shards import MANIFEST, write_shards
 from ds2.data.splits import ensure_manifests
-from ds2.data.statistics import Conditions, draw, select, statistics
 from ds2.system.files import check_writable, write_text
 from ds2.system.signals import default_signals
 from ds2.text.alphabet import Alphabet, describe, unread_message

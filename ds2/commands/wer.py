@@ -17,7 +17,7 @@ from ds2.scoring.report import format_alignments, format_paired_test, format_rep
 from ds2.scoring.statistics import ScoringError, paired_test
 from ds2.scoring.texts import TextLine, first_names, match_texts, read_texts
 from ds2.scoring.wer import corpus_report
-from ds2.text.normalise import fold
+from ds2.text.alphabet import fold
 
 
 def _warn_of_ids(references: dict[str, TextLine], hypotheses: dict[str, TextLine]) -> None:

@@ -30,8 +30,7 @@ from ds2.scoring.report import kaldi_line, most_errors, write_report
 from ds2.scoring.wer import Report, corpus_report
 from ds2.system.files import write_text
 from ds2.system.terminal import Progress
-from ds2.text.alphabet import Alphabet
-from ds2.text.normalise import fold
+from ds2.text.alphabet import Alphabet, fold
 
 log = logging.getLogger(__name__)
 _DEGRADE_SEED = 1

@@ -22,8 +22,7 @@ from ds2.audio.read import AudioError, audio_blocks
 from ds2.audio.stream import Resampler, SampleBlocks, as_samples
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import BatchingConfig, DecodeConfig
-from ds2.data.batching import plan_epoch
-from ds2.data.loader import SpeechLoader
+from ds2.data.loader import SpeechLoader, plan_epoch
 from ds2.data.manifest import corpus
 from ds2.decoding.decoder import Decoder, Search, SearchDecoder, refuse_hot_words
 from ds2.decoding.hypothesis import EMPTY, DecodeError, Hypothesis, Word

@@ -1,5 +1,5 @@
 """Characters and labels.
 
-alphabet: transcripts to labels and back. normalise: punctuation and case of transcripts. numbers: numbers as words.
-pieces: byte-pair pieces. unknown_characters: characters outside an alphabet and a proposal for an alphabet with them.
+alphabet: normalisation of transcripts, transcripts to labels and back. numbers: numbers as words. pieces: byte-pair
+pieces. unknown_characters: characters outside an alphabet and a proposal for an alphabet with them.
 """

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.schema import BatchingConfig, Config, ConfigError
-from ds2.data.batching import deal, plan_epoch
-from ds2.data.loader import Batch
+from ds2.data.loader import Batch, deal, plan_epoch
 from ds2.data.manifest import Utterance
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.gradients import GradientReducer

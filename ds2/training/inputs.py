@@ -17,8 +17,7 @@ from ds2.audio.augment import of_view, utterance_rng
 from ds2.audio.features import Features
 from ds2.audio.spec_augment import MILLION, SpectrogramMasks, spectrogram_masks, warp_factors
 from ds2.config.schema import Config, TrainConfig
-from ds2.data.batching import deal
-from ds2.data.loader import Batch, SpeechLoader
+from ds2.data.loader import Batch, SpeechLoader, deal
 from ds2.distributed.communicator import Communicator
 from ds2.model.acoustic import AcousticModel
 from ds2.training.ctc import feasible_rows

@@ -17,8 +17,7 @@ from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
 from ds2.config.schema import Config
-from ds2.data.batching import padded_durations_s, plan_epoch
-from ds2.data.loader import Batch, SpeechLoader
+from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
 from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
 from ds2.distributed.agreement import settings

@@ -31,8 +31,7 @@ from benchmarks.training import add_noise_options, noise_overrides
 from ds2.commands.compose import compose_config
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig
-from ds2.data.batching import deal
-from ds2.data.loader import Batch
+from ds2.data.loader import Batch, deal
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.training.trainer import Trainer

@@ -26,8 +26,7 @@ from ds2.config.schema import Config, DataConfig, ModelConfig
 from ds2.data.audio_cache import open_audio
 from ds2.data.check import check
 from ds2.data.corpora import import_corpus
-from ds2.data.manifest import Utterance, read_manifest, write_manifest
-from ds2.data.statistics import statistics
+from ds2.data.manifest import Utterance, read_manifest, statistics, write_manifest
 from ds2.decoding.methods import make_decoder
 from ds2.lm.files import load_ngram, save_ngram, write_arpa
 from ds2.lm.kneser_ney import estimate

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds2.config.schema import BatchingConfig
-from ds2.data.batching import deal, padded_durations_s, plan_epoch
+from ds2.data.loader import deal, padded_durations_s, plan_epoch
 
 DURATIONS = np.random.default_rng(0).gamma(3.0, 2.0, 1000) + 0.3
 

@@ -13,7 +13,7 @@ from support.launch import mpirun, torchrun
 
 from ds2.config.device import resolve_device
 from ds2.config.schema import CommConfig, ConfigError
-from ds2.data.batching import deal
+from ds2.data.loader import deal
 from ds2.distributed.communicator import Communicator
 from ds2.distributed.launch import connect
 from ds2.distributed.launcher import Launched, launched

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds2.commands.compose import compose_config
-from ds2.text.alphabet import Alphabet, AlphabetError
-from ds2.text.normalise import NormaliseError, drop_punctuation, fold, lower, upper
+from ds2.text.alphabet import Alphabet, AlphabetError, NormaliseError, drop_punctuation, fold, lower, upper
 
 
 def alphabet(*overrides: str) -> Alphabet:
