@@ -23,7 +23,7 @@ from ds2_ops.convolution.op import CHANNELS
 from ds2_ops.convolution.streams import ConvInput, StreamConvolution, flatten, join
 from ds2_ops.recurrent.backends.choose import why_not_unasked
 from ds2_ops.recurrent.layer import lstm_layer, project, recurrent_layer, why_not_concurrent
-from ds2_ops.row_convolution.streams import lookahead_chain
+from ds2_ops.row_convolution.op import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError

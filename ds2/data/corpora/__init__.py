@@ -1,5 +1,13 @@
 """Importers of corpora, one function per layout, and the prepare step of each recipe."""
 
+from __future__ import annotations
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
 from ds2.data.corpora.common import ImporterError
 from ds2.data.corpora.kaldi import export_kaldi, import_kaldi
 from ds2.data.corpora.layouts import (
@@ -8,9 +16,11 @@ from ds2.data.corpora.layouts import (
     import_deepspeech_pytorch,
     import_folder,
     import_librispeech,
+    libri_root,
+    parts,
 )
-from ds2.data.corpora.prepare import FORMATS, RECIPES, import_corpus, prepare
 from ds2.data.corpora.shards import import_shar, import_webdataset
+from ds2.data.manifest import Utterance, write_manifest
 
 __all__ = [
     "FORMATS",
@@ -28,3 +38,129 @@ __all__ = [
     "import_webdataset",
     "prepare",
 ]
+
+log = logging.getLogger(__name__)
+
+_DEV_FRACTION = 0.05
+_DEV_SEED = 1
+FORMATS = ("folder", "csv", "kaldi", "librispeech", "an4", "deepspeech_pytorch", "webdataset", "shar")
+RECIPES = ("an4", "librispeech", "librispeech_5h", "synthetic")
+
+
+def import_corpus(
+    format: str, folder: str | Path, split: str = "", *, skip_bad: bool = False, encoding: str = ""
+) -> list[Utterance]:
+    """Import a corpus of a named layout.
+
+    Args:
+        format: one of FORMATS.
+        folder: of the corpus; for csv and deepspeech_pytorch the table itself.
+        split: the part of LibriSpeech (empty: all beneath the folder) or AN4 (empty: train); other layouts have none.
+        skip_bad: leave out utterances without usable audio, with a warning.
+        encoding: of transcripts in files of their own (folder, deepspeech_pytorch) that are not Unicode.
+    Raises:
+        ImporterError: an unknown format, a split or encoding of a layout that has none, or an error of the importer.
+    """
+    files = {"folder": import_folder, "deepspeech_pytorch": import_deepspeech_pytorch}
+    if encoding and format not in files:
+        raise ImporterError(f"--encoding is for {' and '.join(files)}; texts of format {format} are UTF-8")
+    if format == "librispeech":
+        return import_librispeech(folder, split, skip_bad=skip_bad)
+    if format == "an4":
+        return import_an4(folder, split or "train", skip_bad=skip_bad)
+    importers: dict[str, Callable[..., list[Utterance]]] = {
+        "kaldi": import_kaldi,
+        "csv": import_csv,
+        "webdataset": import_webdataset,
+        "shar": import_shar,
+    }
+    if format not in FORMATS:
+        raise ImporterError(f"unknown format {format!r}; one of {', '.join(FORMATS)}")
+    if split:
+        raise ImporterError(
+            f"format {format} has no parts, so --split {split!r} is not allowed; give the folder of the part"
+        )
+    if format in files:
+        return files[format](folder, skip_bad=skip_bad, encoding=encoding)
+    return importers[format](folder, skip_bad=skip_bad)
+
+
+def prepare(name: str, corpus: str | Path, work_dir: str | Path) -> dict[str, Path]:
+    """Write the manifests of a recipe into `work_dir` and return their paths by part: train, dev, mostly test.
+
+    - an4: the official train and test parts; dev is 5 % of train by whole speakers, drawn by seed. Like those of the
+      test part, its speakers do not occur in train; its texts may.
+    - librispeech: all train-* parts except the mini one, dev-clean and test-clean; dev-other and test-other if present.
+    - librispeech_5h: train-clean-5, and `dev` or mini LibriSpeech's `dev-clean-2` as dev.
+    - synthetic: a generated corpus, audio included; `corpus` is not read.
+
+    Raises:
+        ImporterError: an unknown recipe, the corpus is not at `corpus`, or it cannot be imported.
+    """
+    recipes: dict[str, Callable[[str | Path], Mapping[str, Sequence[Utterance]]]] = {
+        "an4": _an4,
+        "librispeech": _librispeech,
+        "librispeech_5h": _librispeech_5h,
+    }
+    work_dir = Path(work_dir)
+    if name == "synthetic":
+        from ds2.data.corpora.synthetic import make_corpus
+
+        splits: Mapping[str, Sequence[Utterance]] = make_corpus(work_dir / "audio")
+    elif name in recipes:
+        splits = recipes[name](corpus)
+    else:
+        raise ImporterError(f"data.prepare={name!r} is not one of {', '.join(RECIPES)}; or set data.train")
+    written = {}
+    for part, utterances in splits.items():
+        written[part] = work_dir / f"{part}.jsonl"
+        write_manifest(written[part], utterances)
+        hours = sum(u.duration_s for u in utterances) / 3600
+        speakers = len({u.speaker for u in utterances})
+        log.info("%s: %d utterances, %.2f h, %d speakers", written[part], len(utterances), hours, speakers)
+    return written
+
+
+def _an4(corpus: str | Path) -> dict[str, list[Utterance]]:
+    by_speaker: dict[str, list[Utterance]] = defaultdict(list)
+    utterances = import_an4(corpus, "train")
+    for utterance in utterances:
+        by_speaker[utterance.speaker].append(utterance)
+    order = sorted(by_speaker)
+    random.Random(_DEV_SEED).shuffle(order)
+    dev_speakers: set[str] = set()
+    count = 0
+    for speaker in order:
+        if count >= _DEV_FRACTION * len(utterances):
+            break
+        dev_speakers.add(speaker)
+        count += len(by_speaker[speaker])
+    return {
+        "train": [u for u in utterances if u.speaker not in dev_speakers],
+        "dev": [u for u in utterances if u.speaker in dev_speakers],
+        "test": import_an4(corpus, "test"),
+    }
+
+
+def _librispeech(corpus: str | Path) -> dict[str, list[Utterance]]:
+    root = libri_root(corpus)
+    present = parts(root)
+    train = [part for part in present if part.startswith("train-") and part != "train-clean-5"]
+    if not train or "dev-clean" not in present or "test-clean" not in present:
+        raise ImporterError(
+            f"{root}: expected train-*, dev-clean and test-clean, found {', '.join(present) or 'no folders'}"
+        )
+    splits = {"train": [u for part in train for u in import_librispeech(root, part)]}
+    names = {"dev": "dev-clean", "test": "test-clean", "dev_other": "dev-other", "test_other": "test-other"}
+    return splits | {name: import_librispeech(root, part) for name, part in names.items() if part in present}
+
+
+def _librispeech_5h(corpus: str | Path) -> dict[str, list[Utterance]]:
+    root = libri_root(corpus)
+    present = parts(root)
+    dev = next((part for part in ("dev", "dev-clean-2") if part in present), None)
+    if "train-clean-5" not in present or dev is None:
+        raise ImporterError(
+            f"{root}: expected train-clean-5 and dev or dev-clean-2, found {', '.join(present) or 'no folders'}"
+        )
+    return {"train": import_librispeech(root, "train-clean-5"), "dev": import_librispeech(root, dev)}

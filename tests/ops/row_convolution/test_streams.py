@@ -6,8 +6,8 @@ import pytest
 import torch
 from ds2_ops import lookahead
 from ds2_ops.jit.build import build
-from ds2_ops.row_convolution import streams
-from ds2_ops.row_convolution.streams import chain_launch, lookahead_chain
+from ds2_ops.row_convolution import op
+from ds2_ops.row_convolution.op import chain_launch, lookahead_chain
 from support.kernel_on_cpu import patch_run
 from support.op_cases import CUDA, relative_error
 from torch import Tensor
@@ -69,8 +69,8 @@ def test_blocks_give_the_whole(shape: tuple[int, int, int, int, int], with_skip:
 def test_the_kernel_on_a_cpu(
     shape: tuple[int, int, int, int, int], dtype: torch.dtype, with_skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch_run(monkeypatch, streams)
-    monkeypatch.setattr(streams, "why_not", lambda y, taps: None)
+    patch_run(monkeypatch, op)
+    monkeypatch.setattr(op, "why_not_chain", lambda y, taps: None)
     check(shape, dtype, torch.device("cpu"), with_skip)
 
 
