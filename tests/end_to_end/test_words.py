@@ -41,7 +41,7 @@ REPLACED = {
 }
 """Each word and what a reader of PyTorch and speech recognition code expects instead."""
 LEFT = Path(__file__).with_name("words.tsv")
-SOURCES = (ROOT / "ds2", ROOT / "ops" / "ds2_ops")
+SOURCES = [ROOT / folder for folder in ("ds2", "ops/ds2_ops", "tests/support", "tests/ds2/serve")]
 PARTS = re.compile(r"_+|(?<=[a-z0-9])(?=[A-Z])")
 
 

@@ -14,7 +14,7 @@ from ds2_ops.recurrent import layer
 from ds2_ops.recurrent.backends import persistent
 from ds2_ops.recurrent.plan.problem import Choice, DeviceFacts
 
-from support.kernel_on_cpu import CSRC, HERE, compile_kernel, host_arguments, patch_run
+from support.kernel_on_cpu import CSRC, SUPPORT, compile_kernel, host_arguments, patch_run
 
 _KERNELS = tuple(f"recurrent/{name}.cuh" for name in ("projection", "cluster", "grid_narrow", "grid_wide", "units"))
 Faults = tuple[tuple[str, str, str], ...]
@@ -24,7 +24,7 @@ Faults = tuple[tuple[str, str, str], ...]
 def _library(source: Source, faults: Faults) -> ctypes.CDLL:
     # All that is hardware, at once; the kernels' own headers see its shared memory.
     headers = {
-        "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
+        "ptx/sync.cuh": (SUPPORT / "chip_on_cpu.h").read_text(),
         "ptx/grid_barrier.cuh": "#pragma once\n",
         "ptx/number.cuh": "#pragma once\n",
         "ptx/wgmma.cuh": "#pragma once\n",
@@ -66,13 +66,13 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
-def _hold(library: ctypes.CDLL, given: Mapping[str, Any]) -> None:
+def _hold(library: ctypes.CDLL, arguments: Mapping[str, Any]) -> None:
     """Keep all arrays of 16-bit numbers and all lengths, but for weights, until every thread has waited."""
-    batch, hidden = given["batch"], given["hidden"]
-    rows = given.get("rows") or given["frames"] * batch
+    batch, hidden = arguments["batch"], arguments["hidden"]
+    rows = arguments.get("rows") or arguments["frames"] * batch
     sizes = dict.fromkeys(("input", "result", "z"), 2 * rows * hidden) | dict.fromkeys(("lengths", "begin"), 4 * batch)
-    sizes |= dict.fromkeys(("state", "last_state"), 2 * batch * hidden) | {"x": 2 * rows * given.get("width", 0)}
-    arrays = {name: given[name] for name in sizes if given.get(name) is not None}
+    sizes |= dict.fromkeys(("state", "last_state"), 2 * batch * hidden) | {"x": 2 * rows * arguments.get("width", 0)}
+    arrays = {name: arguments[name] for name in sizes if arguments.get(name) is not None}
     addresses = [a if isinstance(a, int) else a.data_ptr() for a in arrays.values()]
     pairs = [(address, sizes[name]) for name, address in zip(arrays, addresses, strict=True) if address]
     library.hold(

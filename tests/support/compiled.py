@@ -29,25 +29,25 @@ class Report(NamedTuple):
     loss: str
 
 
-heard: dict[str, Report] = {}  # by translation unit, since the process began
+reports: dict[str, Report] = {}  # by translation unit, since the process began
 
 
 def report(source: str) -> Report:
     """What the compiler says about a translation unit, compiled only if the record does not know it."""
-    found = recorded().get(key(source))
-    if found is None:
+    result = recorded().get(key(source))
+    if result is None:
         binary = build(source)
-        found = Report(binary.registers, binary.local_bytes, binary.loss)
-    heard[source] = found
-    return found
+        result = Report(binary.registers, binary.local_bytes, binary.loss)
+    reports[source] = result
+    return result
 
 
 def write_record() -> int:
-    """Record what was heard of kernels without losses; returns their number."""
+    """Write the reports of kernels without losses to the record; return their number."""
     rows = sorted(
-        f"{_shape(source)}\t{said.registers}\t{said.local_bytes}\t{key(source)}"
-        for source, said in heard.items()
-        if not said.loss
+        f"{_shape(source)}\t{result.registers}\t{result.local_bytes}\t{key(source)}"
+        for source, result in reports.items()
+        if not result.loss
     )
     RECORD.write_text("\n".join(["kernel\tregisters\tlocal_bytes\tkey", *rows, ""]))
     return len(rows)

@@ -39,25 +39,25 @@ def of_energies(loaded: LoadedModel, energies: Tensor) -> Tensor:
     return logits[:, 0].log_softmax(1)
 
 
-def heard(function: Function, exported: Exported, signals: Sequence[Tensor]) -> list[Tensor]:
-    """The real frames' log-probs (T, V) of signals (1, ..., N), a stream each, heard in one batch to their ends.
+def streamed(function: Function, exported: Exported, signals: Sequence[Tensor]) -> list[Tensor]:
+    """The real frames' log-probs (T, V) of signals (1, ..., N), a stream each, run in one batch to their ends.
 
     Past its end a stream gets NaN, which a model must not look at, until all that was held back must have come.
     """
     chunk = exported.chunk
     state = list(exported.example(len(signals), signals[0].dtype).values())[2:]
-    found: list[list[Tensor]] = [[] for _ in signals]
+    streams: list[list[Tensor]] = [[] for _ in signals]
     start = after = 0
     while after < _HELD_BACK:
         parts = [signal[..., start : start + chunk] for signal in signals]
         lengths = torch.tensor([part.shape[-1] for part in parts])
-        given = torch.cat([functional.pad(part, (0, chunk - part.shape[-1]), value=torch.nan) for part in parts])
-        log_probs, frames, *state = function(given, lengths, *state)
+        inputs = torch.cat([functional.pad(part, (0, chunk - part.shape[-1]), value=torch.nan) for part in parts])
+        log_probs, frames, *state = function(inputs, lengths, *state)
         for row, own in enumerate(log_probs):
             real = own[:, 1] > NEVER
             assert int(real.sum()) == int(frames[row])
             assert not own[~real, 0].any() and (own[~real, 1:] == NEVER).all()
-            found[row].append(own[real])
+            streams[row].append(own[real])
         start += chunk
         after += 0 if lengths.any() else log_probs.shape[1]
-    return [torch.cat(rows) for rows in found]
+    return [torch.cat(rows) for rows in streams]

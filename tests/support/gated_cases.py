@@ -86,8 +86,8 @@ def run(
 ) -> list[Tensor]:
     """Outputs and every gradient, in the order of `NAMES`."""
 
-    def op(*given: Tensor | None) -> tuple[Tensor, ...]:
-        outputs = gated(cell, *given, lengths, backend=backend, **options)  # type: ignore[arg-type]
+    def op(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+        outputs = gated(cell, *inputs, lengths, backend=backend, **options)  # type: ignore[arg-type]
         return outputs if GATED[cell].carries_c else outputs[:2]
 
     return outputs_and_gradients(op, inputs, cotangents)

@@ -21,7 +21,7 @@ from ds2_ops.jit import build, runtime
 from ds2_ops.jit.launch import Launch, Source, names
 
 H200_SMEM_BYTES = 232448
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent
 _TYPES = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float, "double": ctypes.c_double}
 CSRC = Path(runtime.__file__).parents[1] / "csrc"
 _FIBERS = "fiber_on_cpu.h"
@@ -53,9 +53,9 @@ def patch_run(monkeypatch: pytest.MonkeyPatch, module: Any, backwards: bool = Fa
 @functools.cache
 def _library(source: Source) -> Path:
     headers = {
-        "ptx/sync.cuh": (HERE / "cuda_on_cpu.h").read_text(),
-        "ptx/number.cuh": (HERE / "number_on_cpu.h").read_text(),
-        "ptx/system.cuh": (HERE / "system_on_cpu.h").read_text(),
+        "ptx/sync.cuh": (SUPPORT / "cuda_on_cpu.h").read_text(),
+        "ptx/number.cuh": (SUPPORT / "number_on_cpu.h").read_text(),
+        "ptx/system.cuh": (SUPPORT / "system_on_cpu.h").read_text(),
     }
     launch = "fibers::launch(blocks, threads, backwards, KERNEL)"
     return compile_kernel(source, headers, "void", "int blocks, int threads, int backwards", launch)
@@ -77,7 +77,7 @@ def compile_kernel(source: Source, headers: Mapping[str, str], returns: str, par
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     files = {path.relative_to(CSRC).as_posix(): path.read_text() for path in CSRC.rglob("*.cuh")}
-    files |= headers | {_FIBERS: (HERE / _FIBERS).read_text(), "cuda.h": '#include "ptx/sync.cuh"\n'}
+    files |= headers | {_FIBERS: (SUPPORT / _FIBERS).read_text(), "cuda.h": '#include "ptx/sync.cuh"\n'}
     call = launch.replace("KERNEL", f"[&] {{ ds2_kernel({names(source.parameters)}); }}")
     signature = ", ".join([parameters, *(f"{kind} {name}" for kind, name in source.parameters)])
     unit = f'{source.text}\nextern "C" {returns} run({signature}) {{ return {call}; }}\n'

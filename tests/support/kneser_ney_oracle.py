@@ -28,14 +28,14 @@ class Oracle:
                         before[tokens[begin:end]].add(tokens[begin - 1])
         adjusted = {g: c if len(g) == order or g[0] == START else len(before[g]) for g, c in counts.items()}
         adjusted[START,] = adjusted[UNKNOWN,] = 0
-        self.kept = {g for g in adjusted if len(g) == 1 or counts[g] > prune[len(g) - 1]}
+        self.ngrams = {g for g in adjusted if len(g) == 1 or counts[g] > prune[len(g) - 1]}
         self.discounts = [self._discounts([a for g, a in adjusted.items() if len(g) == n]) for n in range(1, order + 1)]
         followers: defaultdict[Gram, list[Gram]] = defaultdict(list)
         for g in adjusted:
             followers[g[:-1]].append(g)
         self.total = {h: sum(adjusted[g] for g in grams) for h, grams in followers.items()}
         self.gamma = {
-            h: sum(self._discount(len(g), adjusted[g]) if g in self.kept else adjusted[g] for g in grams)
+            h: sum(self._discount(len(g), adjusted[g]) if g in self.ngrams else adjusted[g] for g in grams)
             / self.total[h]
             for h, grams in followers.items()
         }
@@ -66,6 +66,6 @@ class Oracle:
     def probability(self, history: Sequence[str], word: str) -> float:
         """p(word | history), of the longest kept n-gram with the weights of what was backed off from."""
         h = tuple(history)[max(0, len(history) - self.order + 1) :]
-        if (*h, word) in self.kept:
+        if (*h, word) in self.ngrams:
             return self._interpolated((*h, word))
-        return (self.gamma.get(h, 1.0) if h in self.kept else 1.0) * self.probability(h[1:], word)
+        return (self.gamma.get(h, 1.0) if h in self.ngrams else 1.0) * self.probability(h[1:], word)

@@ -8,20 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TIMEOUT_S = 1200  # a last resort against jobs that hang, far above what a busy machine takes
 
 
 def mpirun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run `script` of this folder on so many ranks of this host; standard error is joined to standard output."""
-    return _run([*mpirun_command(ranks, *options), str(HERE / script), *arguments], AS_ROOT)
+    return _run([*mpirun_command(ranks, *options), str(SUPPORT / script), *arguments], AS_ROOT)
 
 
 def mpirun_command(ranks: int, *options: str) -> list[str]:
     """The words before a script: mpirun, its options, this Python."""
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.is_file() else shutil.which("mpirun")
+    installed = Path(sys.executable).with_name("mpirun")
+    launcher = str(installed) if installed.is_file() else shutil.which("mpirun")
     assert launcher, "the tests of several ranks need mpirun: pip install -e '.[dev]'"
     return [launcher, "-n", str(ranks), "--oversubscribe", *options, sys.executable]
 
@@ -32,7 +32,7 @@ def torchrun(
     """The same under torchrun, on a port of its own; it ends with 1 whatever status its ranks had."""
     alone = () if options else ("--standalone",)
     command = [sys.executable, "-m", "torch.distributed.run", *alone, "--nproc-per-node", str(ranks), *options]
-    return _run([*command, str(HERE / script), *arguments], {})
+    return _run([*command, str(SUPPORT / script), *arguments], {})
 
 
 def _run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

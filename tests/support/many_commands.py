@@ -1,6 +1,6 @@
 """Commands of ds2 one after the other in one process: python many_commands.py '[["info", "MODEL"], ...]'
 
-Standard output has a JSON line for each: its status, and what it said on both streams.
+Standard output has a JSON line for each: its status and the text of both streams.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ds2.cli import main
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
-    """The status and all that was said; -1 and the trace of a command that failed otherwise than with a message."""
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    """The status and the text of both streams; -1 and the traceback of a command that failed without a message."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         try:
             status = main(arguments)
         except SystemExit as ended:
@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> tuple[int, str]:
             status = -1
             traceback.print_exc()
     logging.getLogger().handlers.clear()  # they hold a stream that is gone
-    return status, said.getvalue()
+    return status, output.getvalue()
 
 
 if __name__ == "__main__":

@@ -61,12 +61,12 @@ def backward_loop(
     grad_y: Tensor, grad_h_n: Tensor, y: Tensor, weight_hh: Tensor, lengths: Tensor, nonlinearity: str
 ) -> tuple[Tensor, Tensor]:
     """The backward equation in the dtype of grad_y, with the slopes of the given y: no kink can differ."""
-    carried, grads = torch.zeros_like(grad_h_n), []
+    grad_h, grads = torch.zeros_like(grad_h_n), []
     for t in reversed(range(len(y))):
         last = (lengths == t + 1)[:, None] * grad_h_n
-        carried = (grad_y[t] + last + carried @ weight_hh) * slope(y[t], nonlinearity) * (lengths > t)[:, None]
-        grads.append(carried)
-    return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, carried @ weight_hh)
+        grad_h = (grad_y[t] + last + grad_h @ weight_hh) * slope(y[t], nonlinearity) * (lengths > t)[:, None]
+        grads.append(grad_h)
+    return torch.stack(grads[::-1]), torch.where((lengths == 0)[:, None], grad_h_n, grad_h @ weight_hh)
 
 
 def inputs(

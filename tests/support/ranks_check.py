@@ -73,15 +73,15 @@ def check_channel(ranks: GroupCommunicator) -> None:
     """What the watchdog tells others arrives in order, from whom it says, and with a farewell at the end."""
     channel = ranks.group.channel()
     to, sender = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-    told = RankStatus(ranks.rank, "forward", limit_factor=math.inf, collective="sum", changes=7)
-    channel.send(told, to)
+    status = RankStatus(ranks.rank, "forward", limit_factor=math.inf, collective="sum", changes=7)
+    channel.send(status, to)
     received: list[tuple[int, RankStatus | None]] = []
     while len(received) < 2:
         if message := channel.receive():
             received.append(message)
             if len(received) == 1:
                 channel.send(None, to)
-    assert received == [(sender, replace(told, step=sender)), (sender, None)]
+    assert received == [(sender, replace(status, step=sender)), (sender, None)]
     ranks.barrier()
     assert channel.receive() is None
 

@@ -91,9 +91,9 @@ def variances(
     grads, grad_variances = [torch.zeros_like(first)], [torch.zeros_like(first)]
     for t in reversed(range(frames)):
         slope = _slope(y[t], nonlinearity, clip)
-        given = grad_y[t] + (lengths == t + 1)[:, None] * grad_h_n
-        own, arrived = _step(arithmetic, given, grads[-1], weight)
-        own += _uniform(arithmetic.stored) * given**2 * (lengths == t + 1)[:, None]  # the two gradients' own sum
+        arriving = grad_y[t] + (lengths == t + 1)[:, None] * grad_h_n
+        own, arrived = _step(arithmetic, arriving, grads[-1], weight)
+        own += _uniform(arithmetic.stored) * arriving**2 * (lengths == t + 1)[:, None]  # the two gradients' own sum
         variance = slope**2 * (own + grad_variances[-1] @ weight**2)
         if nonlinearity == "tanh":
             of_slope = 4 * y[t] ** 2 * state_variances[t + 1] + _uniform(arithmetic.inner) * (y[t] ** 4 + slope**2)
@@ -118,8 +118,8 @@ def lookahead_variances(
     """Variances of y, grad_x and grad_weight of the row convolution, each a sum of products; truth is in float64."""
 
     def sums(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        given, above = ([change(t.double()) for t in tensors] for tensors in (inputs, cotangents))
-        return outputs_and_gradients(lookahead_reference, given, above)
+        arriving, above = ([change(t.double()) for t in tensors] for tensors in (inputs, cotangents))
+        return outputs_and_gradients(lookahead_reference, arriving, above)
 
     return [
         _sum_variance(arithmetic.inner, terms, squares, true)
@@ -157,7 +157,7 @@ def relative_bound(truth: Tensor, variance: Tensor) -> float:
     return math.sqrt(_limit(variance)) / (truth.double().norm().item() or 1.0)
 
 
-def allowed_beside_stock(stock: Tensor, truth: Tensor, variance: Tensor) -> float:
+def allowed_against_stock(stock: Tensor, truth: Tensor, variance: Tensor) -> float:
     """Twice the relative error of stock PyTorch, or what rounding alone explains where that is more."""
     return max(2.0 * relative_error(stock, truth), relative_bound(truth, variance))
 

@@ -60,12 +60,12 @@ class Running:
         return openai.OpenAI(base_url=f"{self.web}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
 
 
-def port_told(server: subprocess.Popen[str]) -> int:
-    """Where a `ds2 serve --port 0` listens, once it does."""
+def printed_port(server: subprocess.Popen[str]) -> int:
+    """The port that a `ds2 serve --port 0` prints once it listens."""
     assert server.stdout is not None
-    told = re.match(r"ds2 serve: http://127\.0\.0\.1:(\d+) on ", server.stdout.readline())
-    assert told
-    return int(told[1])
+    match = re.match(r"ds2 serve: http://127\.0\.0\.1:(\d+) on ", server.stdout.readline())
+    assert match
+    return int(match[1])
 
 
 def speech(seed: int, seconds: float, rate_hz: int = RATE_HZ) -> bytes:
@@ -103,8 +103,8 @@ async def words(url: str, data: bytes) -> list[tuple[str, float, float]]:
     return [(word["word"], word["start"], word["end"]) for answer in answers for word in answer.get("result", [])]
 
 
-async def told_though_killed(server: Running, data: bytes, clients: int, pid: int) -> set[Any]:
-    """Texts that clients are told who all sent `data` before a process was killed; None for those that it took."""
+async def texts_though_killed(server: Running, data: bytes, clients: int, pid: int) -> set[Any]:
+    """The texts of clients that all sent `data` before a process was killed; None for the clients of that process."""
     held = [await connect(server.vosk) for _ in range(clients)]
     for ws in held:
         await ws.send(CONFIG)

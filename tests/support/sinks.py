@@ -9,7 +9,7 @@ from ds2_ops.recurrent.deferred import DeferredGradients
 from torch import Tensor
 
 
-class KeptGradient:
+class StoredGradient:
     """A sink whose gradient is `value`: zeros until something is added."""
 
     def __init__(self, value: Tensor, deferred: DeferredGradients | None = None) -> None:
@@ -27,10 +27,10 @@ class KeptGradient:
         else:
             self.deferred.later(work)
 
-    def rows(self, start: int, stop: int) -> KeptGradient:
-        return KeptGradient(self.value[start:stop], self.deferred)
+    def rows(self, start: int, stop: int) -> StoredGradient:
+        return StoredGradient(self.value[start:stop], self.deferred)
 
 
-def like(tensor: Tensor, deferred: DeferredGradients | None = None) -> KeptGradient:
+def like(tensor: Tensor, deferred: DeferredGradients | None = None) -> StoredGradient:
     """A sink for the gradient of a tensor."""
-    return KeptGradient(torch.zeros_like(tensor, requires_grad=False), deferred)
+    return StoredGradient(torch.zeros_like(tensor, requires_grad=False), deferred)

@@ -14,7 +14,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from support.exported import heard, log_energies, of_energies, sound
+from support.exported import log_energies, of_energies, sound, streamed
 from torch import Tensor
 
 from ds2.audio.read import read_audio
@@ -75,7 +75,7 @@ def test_onnx_errs_no_more_than_torch(random_model: Make, tmp_path: Path, settin
     onnx.checker.check_model(onnx.load(tmp_path / "model.onnx"), full_check=True)
     exported = Exported.of(loaded, from_samples=False, chunk_s=0.16)
     energies = [log_energies(loaded, sound(samples, samples)).float() for samples in (30_000, 9000)]
-    for one, found in zip(energies, heard(in_onnxruntime(tmp_path / "model.onnx"), exported, energies), strict=True):
+    for one, found in zip(energies, streamed(in_onnxruntime(tmp_path / "model.onnx"), exported, energies), strict=True):
         truth = of_energies(loaded, one.double())
         assert found.shape == truth.shape
         assert rms(found - truth) <= 2 * rms(of_energies(loaded, one) - truth)
@@ -90,7 +90,7 @@ def test_plain_onnx_hears_samples(random_model: Make, tmp_path: Path, kind: str)
     assert described["chunk"] == 2560 and described["symbols"][:2] == ["<blk>", " "]
     exported = Exported.of(loaded, from_samples=True, chunk_s=0.16)
     samples = sound(20_000)
-    (found,) = heard(in_onnxruntime(tmp_path / "model.onnx"), exported, [samples])
+    (found,) = streamed(in_onnxruntime(tmp_path / "model.onnx"), exported, [samples])
     truth = of_energies(loaded, log_energies(loaded, samples))
     # Both transform the sound in float32, one by a product of 400 terms, which rounds it more: 50 u of its size.
     assert found.shape == truth.shape and rms(found - truth) < 50 * torch.finfo(torch.float32).eps * rms(truth)
@@ -130,7 +130,7 @@ def test_int8_is_small_and_hears_the_same(
     exported = Exported.of(loaded, from_samples=False, chunk_s=0.16)
     sounds = [torch.from_numpy(read_audio(u.audio_filepath)) for u in read_manifest(tone_manifest)]
     energies = [log_energies(loaded, samples[None]).float() for samples in sounds]
-    full, small = (torch.cat(heard(in_onnxruntime(file), exported, energies)).argmax(1) for file in files)
+    full, small = (torch.cat(streamed(in_onnxruntime(file), exported, energies)).argmax(1) for file in files)
     assert float((full == small).float().mean()) > 0.95
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.exported import heard, log_energies, of_energies, sound
+from support.exported import log_energies, of_energies, sound, streamed
 from support.spectra import rounding
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ def test_chunks_give_the_log_probs_of_the_whole(random_model: Make, settings: di
     wanted = of_energies(loaded, energies)
     for chunk_s in (0.04, 0.2):
         exported = Exported.of(loaded, from_samples=False, chunk_s=chunk_s)
-        (found,) = heard(in_float64(exported), exported, [energies])
+        (found,) = streamed(in_float64(exported), exported, [energies])
         assert found.shape == wanted.shape and (found - wanted).abs().max() < EXACT
 
 
@@ -70,7 +70,7 @@ def test_chunks_of_samples_give_the_log_probs_of_the_whole(random_model: Make, k
     wanted, frames = in_float64(replace(exported, chunk=0))(samples, torch.tensor([9000]))
     for chunk in (exported.chunk, 5 * exported.chunk):
         longer = replace(exported, chunk=chunk)
-        (found,) = heard(in_float64(longer), longer, [samples])
+        (found,) = streamed(in_float64(longer), longer, [samples])
         assert len(found) == int(frames) == wanted.shape[1] and (found - wanted[0]).abs().max() < EXACT
 
 
@@ -80,8 +80,8 @@ def test_streams_that_end_at_other_times_share_a_batch(random_model: Make) -> No
     run = in_float64(exported)
     signals = [log_energies(loaded, sound(samples, samples)) for samples in (9000, 300, 12_440, 2600)]
     assert [signal.shape[2] for signal in signals] == [55, 1, 77, 15]
-    alone = [heard(run, exported, [signal])[0] for signal in signals]
-    for one, together in zip(alone, heard(run, exported, signals), strict=True):
+    alone = [streamed(run, exported, [signal])[0] for signal in signals]
+    for one, together in zip(alone, streamed(run, exported, signals), strict=True):
         assert one.shape == together.shape and (one - together).abs().max() < EXACT
 
 
@@ -97,7 +97,7 @@ def test_what_comes_after_the_end_is_not_heard(random_model: Make) -> None:
 
 def test_a_stream_of_less_than_a_window_has_no_frames(random_model: Make) -> None:
     exported = Exported.of(random_model(), from_samples=True, chunk_s=0.08)
-    found = [len(heard(in_float64(exported), exported, [sound(samples).double()])[0]) for samples in (1, 279, 280)]
+    found = [len(streamed(in_float64(exported), exported, [sound(samples).double()])[0]) for samples in (1, 279, 280)]
     assert found == [0, 0, 1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.streams import hear
+from support.streams import recognise_in_chunks
 
 from ds2.audio.read import read_audio
 from ds2.config.schema import DecodeConfig
@@ -71,7 +71,9 @@ def test_words_are_those_of_the_whole(
     recogniser, samples = load(make_model(*overrides), device, method), read_audio(recording)
     for length in (len(samples), 30_000, 4000, 3360, 3359, 321, 10):
         expected = whole(recogniser, torch.from_numpy(samples[:length]))
-        streamed = [hear(recogniser.session(), samples[:length], random.Random(seed)) for seed in range(2)]
+        streamed = [
+            recognise_in_chunks(recogniser.session(), samples[:length], random.Random(seed)) for seed in range(2)
+        ]
         assert streamed[0] == streamed[1]  # to the bit
         assert spoken(streamed[0]) == spoken(expected)
         assert streamed[0].score == pytest.approx(expected.score, rel=1e-3, abs=1e-3)
@@ -102,7 +104,7 @@ def test_more_streams_than_slots_come_and_go(make_model: Callable[..., Path], re
     recogniser = load(make_model(), device, capacity=2, batch_sizes=(1, 2, 8))
     draw, samples = random.Random(3), read_audio(recording)
     sources = [samples[draw.randrange(20_000) :][: draw.randrange(2000, 28_000)] for _ in range(24)]
-    alone = [spoken(hear(recogniser.session(), source, draw)) for source in sources]
+    alone = [spoken(recognise_in_chunks(recogniser.session(), source, draw)) for source in sources]
     active, at, waiting = dict[int, Session](), [0] * len(sources), list(range(len(sources)))
     hypotheses = dict[int, Hypothesis]()
     while waiting or active:
@@ -127,11 +129,13 @@ def test_more_streams_than_slots_come_and_go(make_model: Callable[..., Path], re
 def test_prepared_graphs_are_not_recorded_again(make_model: Callable[..., Path], recording: Path) -> None:
     recogniser = load(make_model(), "cuda")
     runner = recogniser.runners[BLOCK_FRAMES]
-    expected = hear(recogniser.session(), read_audio(recording), random.Random(0))
+    expected = recognise_in_chunks(recogniser.session(), read_audio(recording), random.Random(0))
     runner.prepare(100)
     graphs = [batch.run for batch in runner.batches.values()]
     assert sorted(runner.batches) == [1, 2, 4, 8, 16, 32, 64, 128] and runner.slots.state.capacity >= 101
-    assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(expected)
+    assert spoken(recognise_in_chunks(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(
+        expected
+    )
     assert [batch.run for batch in runner.batches.values()] == graphs
 
 
@@ -183,7 +187,7 @@ def test_files_have_the_words_of_streams(
     recogniser = load(make_model(*overrides, "model.hidden=64"), device, precision=precision)
     file = recogniser.transcribe(recording).hypothesis
     assert sorted(recogniser.runners) == [BLOCK_FRAMES, file_block_frames(recogniser.model, 0.01)]
-    assert spoken(hear(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(file)
+    assert spoken(recognise_in_chunks(recogniser.session(), read_audio(recording), random.Random(1))) == spoken(file)
 
 
 @pytest.mark.gpu
@@ -224,7 +228,7 @@ def test_a_batch_that_fails_within_the_network_leaves_its_streams_where_they_wer
     recogniser = load(make_model(*cell), "cpu")
     runner = recogniser.runners[BLOCK_FRAMES]
     samples = read_audio(recording)
-    alone = hear(recogniser.session(), samples, random.Random(3))
+    alone = recognise_in_chunks(recogniser.session(), samples, random.Random(3))
     failing = FailsWithTwo(runner.network)
     runner.network = failing  # type: ignore[assignment]
     sessions = [recogniser.session() for _ in range(2)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from support.streams import hear
+from support.streams import recognise_in_chunks
 
 from ds2.audio.read import AudioError, read_audio
 from ds2.config.schema import ConfigError, DecodeConfig
@@ -54,7 +54,7 @@ def recogniser(request: pytest.FixtureRequest, make_model: Callable[..., Path], 
 def test_any_chunks_give_the_bits_of_the_file(recogniser: Recogniser, recording: Path, seed: int) -> None:
     wanted = transcribe_file(recogniser, recording, block_s=BLOCK_S, context_s=0.0).hypothesis
     assert len(wanted.labels) > 5
-    assert hear(recogniser.session(), read_audio(recording), random.Random(seed)) == wanted
+    assert recognise_in_chunks(recogniser.session(), read_audio(recording), random.Random(seed)) == wanted
     at_once = transcribe_file(recogniser, recording).hypothesis  # blocks of a minute: sums in another order
     assert (at_once.text, at_once.score) == (wanted.text, pytest.approx(wanted.score, rel=1e-4))
 
@@ -67,7 +67,7 @@ def test_sessions_that_join_and_leave_at_random_get_their_own_words(
     sources = [
         np.ascontiguousarray(samples[first::step_]) for first, step_ in ((0, 1), (3000, 1), (0, 2), (9, 3), (20_000, 1))
     ]
-    alone = [hear(recogniser.session(), source, draw) for source in sources]
+    alone = [recognise_in_chunks(recogniser.session(), source, draw) for source in sources]
     assert len({found.text for found in alone}) > 3
     waiting, here, at, found = (
         list(range(len(sources))),
@@ -105,7 +105,7 @@ def test_another_rate_is_resampled_as_a_stream(
     soundfile.write(tmp_path / "other.wav", samples, rate_hz, subtype="FLOAT")
     wanted = transcribe_file(recogniser, tmp_path / "other.wav", block_s=BLOCK_S, context_s=0.0)
     session = recogniser.session(sample_rate_hz=rate_hz)
-    assert hear(session, samples, random.Random(1)) == wanted.hypothesis
+    assert recognise_in_chunks(session, samples, random.Random(1)) == wanted.hypothesis
     assert session.duration_s == wanted.duration_s
 
 
@@ -114,7 +114,9 @@ def test_what_is_no_audio_is_refused_and_the_session_goes_on(recogniser: Recogni
     session.accept_waveform(samples[:9000])
     with pytest.raises(AudioError, match="NaN"):
         session.accept_waveform(np.array([0.1, np.nan], np.float32))
-    assert hear(session, samples[9000:], random.Random(0)) == hear(recogniser.session(), samples, random.Random(1))
+    assert recognise_in_chunks(session, samples[9000:], random.Random(0)) == recognise_in_chunks(
+        recogniser.session(), samples, random.Random(1)
+    )
     with pytest.raises(AudioError, match="12 Hz"):
         recogniser.session(sample_rate_hz=12)
 

@@ -23,8 +23,8 @@ REALTIME_HZ = 24000
 CONFIG = {"sample_rate": RATE_HZ}
 
 
-async def told(url: str, messages: list[str | bytes]) -> list[dict[str, Any]]:
-    """All that a client is told that sends these and then nothing, until the server closes."""
+async def replies(url: str, messages: list[str | bytes]) -> list[dict[str, Any]]:
+    """All messages that a client gets that sends these and then nothing, until the server closes."""
     answers = []
     async with connect(url) as ws:
         try:
@@ -48,8 +48,8 @@ def append(data: bytes) -> str:
     return json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(data).decode()})
 
 
-def update(**given: Any) -> str:
-    return json.dumps({"type": "session.update", "session": {"type": "transcription", "audio": {"input": given}}})
+def update(**fields: Any) -> str:
+    return json.dumps({"type": "session.update", "session": {"type": "transcription", "audio": {"input": fields}}})
 
 
 COMMIT = json.dumps({"type": "input_audio_buffer.commit"})
@@ -57,7 +57,7 @@ VAD = {"type": "server_vad", "silence_duration_ms": 3_600_000}
 
 
 async def events(running: Running, messages: list[str | bytes]) -> list[dict[str, Any]]:
-    return await told(f"ws://127.0.0.1:{running.port}/v1/realtime?intent=transcription", messages)
+    return await replies(f"ws://127.0.0.1:{running.port}/v1/realtime?intent=transcription", messages)
 
 
 def test_vosk_tells_words_with_times_unless_they_are_not_wanted(serve: Callable[..., Running]) -> None:
@@ -65,36 +65,36 @@ def test_vosk_tells_words_with_times_unless_they_are_not_wanted(serve: Callable[
     running, data = serve(), speech(2, 1.0)
     wanted = text_alone(running.recogniser, data)
     start = config(**CONFIG)
-    first = asyncio.run(told(running.vosk, [start, data, '{"eof" : 1}']))[-1]
+    first = asyncio.run(replies(running.vosk, [start, data, '{"eof" : 1}']))[-1]
     assert " ".join(word["word"] for word in first["result"]) == first["text"] == wanted
     assert all(word.keys() == {"conf", "end", "start", "word"} for word in first["result"])
-    without = asyncio.run(told(running.vosk, [config(**CONFIG, words=0), data, '{"eof" : 1}']))[-1]
+    without = asyncio.run(replies(running.vosk, [config(**CONFIG, words=0), data, '{"eof" : 1}']))[-1]
     assert without == {"text": wanted}
-    late = asyncio.run(told(running.vosk, [start, data, config(words=False), '{"eof" : 1}']))[-1]
+    late = asyncio.run(replies(running.vosk, [start, data, config(words=False), '{"eof" : 1}']))[-1]
     assert late == {"text": wanted}
 
 
 def test_a_vosk_client_may_say_its_config_again(serve: Callable[..., Running]) -> None:
     running, data = serve(), speech(3, 1.0)
     messages = [config(**CONFIG), data, '{"reset" : 1}', config(**CONFIG), data, config(**CONFIG), '{"eof" : 1}']
-    assert texts(asyncio.run(told(running.vosk, messages))) == [text_alone(running.recogniser, data)] * 2
+    assert texts(asyncio.run(replies(running.vosk, messages))) == [text_alone(running.recogniser, data)] * 2
     for other in ({"sample_rate": 8000}, {"endpoints": {"silence_s": 1.0}}):
-        last = asyncio.run(told(running.vosk, [config(**CONFIG), data, config(**other)]))[-1]
+        last = asyncio.run(replies(running.vosk, [config(**CONFIG), data, config(**other)]))[-1]
         assert "after the first audio" in last["error"]
 
 
 def test_vosks_word_for_anything_else_is_let_go(serve: Callable[..., Running]) -> None:
     running, data = serve("beam"), speech(4, 1.0)
-    answers = asyncio.run(told(running.vosk, [config(**CONFIG, phrase_list=["a", "[unk]"]), data, '{"eof" : 1}']))
+    answers = asyncio.run(replies(running.vosk, [config(**CONFIG, phrase_list=["a", "[unk]"]), data, '{"eof" : 1}']))
     assert texts(answers) and "error" not in answers[-1]
 
 
 @pytest.mark.parametrize("ends", ["duration", "idle"])
-def test_a_session_that_runs_out_is_told_its_last_words(serve: Callable[..., Running], ends: str) -> None:
+def test_a_session_that_runs_out_gets_its_last_words(serve: Callable[..., Running], ends: str) -> None:
     limits = {"duration_s": 1.1} if ends == "duration" else {"idle_s": 4.0}
     running, data = serve(**limits), speech(2, 1.0)
     more: list[str | bytes] = [speech(5, 0.5)] if ends == "duration" else []
-    *_, words, refusal = asyncio.run(told(running.vosk, [config(**CONFIG), data, *more]))
+    *_, words, refusal = asyncio.run(replies(running.vosk, [config(**CONFIG), data, *more]))
     assert words["text"] == text_alone(running.recogniser, data) != ""
     assert "error" in refusal
     data = speech(2, 1.0, REALTIME_HZ)
@@ -105,43 +105,43 @@ def test_a_session_that_runs_out_is_told_its_last_words(serve: Callable[..., Run
 
 
 def test_what_a_realtime_session_expects_may_change_between_items(serve: Callable[..., Running]) -> None:
-    """Between a commit and the next audio; and what does not change may be said at any time."""
+    """Between a commit and the next audio; and what changes nothing may be sent at any time."""
     running, data = serve(idle_s=4.0), speech(2, 1.0, REALTIME_HZ)
     same = update(turn_detection=None)
     messages = [same, append(data), same, COMMIT, update(turn_detection=VAD), append(data), same, COMMIT]
-    found = asyncio.run(events(running, messages))
-    completed = [event for event in found if event["type"].endswith(".completed")]
+    received = asyncio.run(events(running, messages))
+    completed = [event for event in received if event["type"].endswith(".completed")]
     assert [event["transcript"] for event in completed] == [text_at(running.recogniser, data, REALTIME_HZ)] * 2
     assert [event["usage"]["seconds"] for event in completed] == [1.0, 1.0]
-    assert sum(event["type"] == "session.updated" for event in found) == 3
-    refused = [event["error"]["message"] for event in found if event["type"] == "error"]
+    assert sum(event["type"] == "session.updated" for event in received) == 3
+    refused = [event["error"]["message"] for event in received if event["type"] == "error"]
     assert len(refused) == 2 and "before audio" in refused[0] and "nothing came" in refused[1]
 
 
 def test_nothing_to_commit_and_no_json_are_errors_of_their_event(serve: Callable[..., Running]) -> None:
     running, data = serve(idle_s=4.0), speech(2, 1.0, REALTIME_HZ)
     messages = [update(turn_detection=None), append(b""), COMMIT, "no json", b"binary", append(data), COMMIT, COMMIT]
-    found = asyncio.run(events(running, messages))
-    kinds = [event["type"].rpartition(".")[2] for event in found]
-    said = ["committed", "delta", "completed"]
-    assert kinds == ["created", "updated", "error", "error", "error", *said, "error", "error"]
-    refused = [event["error"]["message"] for event in found if event["type"] == "error"]
+    received = asyncio.run(events(running, messages))
+    kinds = [event["type"].rpartition(".")[2] for event in received]
+    answered = ["committed", "delta", "completed"]
+    assert kinds == ["created", "updated", "error", "error", "error", *answered, "error", "error"]
+    refused = [event["error"]["message"] for event in received if event["type"] == "error"]
     assert ["buffer is empty" in message for message in refused] == [True, False, False, True, False]
 
 
 def test_a_server_without_word_times_answers_all_that_needs_none(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model hears no silence
+    monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)  # the untrained model finds no silence
     monkeypatch.setattr(
         "ds2.serve.protocols.openai_realtime.Endpoints", lambda after_speech_s: Endpoints(longest_s=0.5)
     )
     running = serve(decode=DecodeConfig(method="beam", beam=8, times=False), idle_s=4.0)
     data, file = speech(2, 1.0, REALTIME_HZ), io.BytesIO()
     soundfile.write(file, samples_of(data), REALTIME_HZ, format="WAV")
-    found = asyncio.run(events(running, [append(data), COMMIT]))
-    started = [event["audio_start_ms"] for event in found if "audio_start_ms" in event]
-    assert started and sum(bool(event.get("transcript")) for event in found) > 1
+    received = asyncio.run(events(running, [append(data), COMMIT]))
+    started = [event["audio_start_ms"] for event in received if "audio_start_ms" in event]
+    assert started and sum(bool(event.get("transcript")) for event in received) > 1
     create = running.client().audio.transcriptions.create
     assert create(model="ds2", file=("a.wav", file.getvalue())).text
     for form in ("srt", "vtt", "verbose_json"):
@@ -150,5 +150,5 @@ def test_a_server_without_word_times_answers_all_that_needs_none(
 
 
 @pytest.mark.parametrize(("host", "wanted"), [("::1", "http://[::1]:27"), ("127.0.0.1", "http://127.0.0.1:27")])
-def test_an_address_is_told_as_clients_can_use_it(host: str, wanted: str) -> None:
+def test_a_url_is_one_that_clients_can_use(host: str, wanted: str) -> None:
     assert url(host, 27) == wanted

@@ -67,9 +67,9 @@ def check(running: Running) -> None:
     failed: list[tuple[str, int]]
     texts, failed = asyncio.run(together(running.vosk, list(MARKS_HZ.values()) * 2))
     assert texts == [text_alone(running.recogniser, speech(seed, 1.5)) for seed in range(GOOD)]
-    told = dict(zip(MARKS_HZ, failed, strict=False))
-    assert told["code"] == told["network"] == ("this server's recogniser failed: its log says why", 1011)
-    assert "NaN or infinite" in told["decoder"][0]
+    errors = dict(zip(MARKS_HZ, failed, strict=False))
+    assert errors["code"] == errors["network"] == ("this server's recogniser failed: its log says why", 1011)
+    assert "NaN or infinite" in errors["decoder"][0]
     until(lambda: running.metric("ds2_sessions") == 0)
 
 
@@ -85,14 +85,14 @@ def test_the_others_of_a_batch_get_all_their_words(serve: Callable[..., Running]
 @pytest.fixture
 def workers(make_model: Callable[..., Path]) -> Iterator[Running]:
     """A server with two workers whose recogniser gives sources that fail."""
-    recogniser, kept = fragile(make_model(), "greedy"), bind("127.0.0.1", 0)
-    server = Workers(recogniser, Limits(idle_s=20), share(kept), 2)
+    recogniser, bound = fragile(make_model(), "greedy"), bind("127.0.0.1", 0)
+    server = Workers(recogniser, Limits(idle_s=20), share(bound), 2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     yield Running(recogniser, server.address[1], server.end)
     server.end()
     thread.join(WAIT_S)
-    kept.close()
+    bound.close()
 
 
 def test_the_others_of_a_batch_get_all_their_words_from_workers(workers: Running) -> None:

@@ -1,4 +1,4 @@
-"""Sources that share a recogniser: how many are heard together, and what nobody waited for."""
+"""Sources that share a recogniser: how many are in one batch, and results that nobody waited for."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def recogniser_of(model: Path) -> Recogniser:
 
 def test_no_batch_is_larger_than_allowed(make_model: Callable[..., Path]) -> None:
     def sizes(batch: int) -> dict[str, str]:
-        here = LocalRecogniser(recogniser_of(make_model()), Limits(batch=batch))
+        engine = LocalRecogniser(recogniser_of(make_model()), Limits(batch=batch))
 
         async def talk() -> bytes:
-            sources = [await here.open(RATE_HZ, RULES) for _ in range(6)]
+            sources = [await engine.open(RATE_HZ, RULES) for _ in range(6)]
             for _ in range(3):
                 await asyncio.gather(*(source.accept_waveform(samples_of(speech(3, 0.4))) for source in sources))
-            return await here.metrics()
+            return await engine.metrics()
 
         lines = asyncio.run(talk()).decode().splitlines()
-        here.close()
+        engine.close()
         return dict(line.rsplit(" ", 1) for line in lines if line.startswith("ds2_batch_size"))
 
     alone, all_of_them = sizes(1), sizes(6)
@@ -48,40 +48,40 @@ def test_the_delay_of_last_words_is_counted_where_a_pause_ended_them(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
-    here = LocalRecogniser(recogniser_of(make_model()), Limits())
+    engine = LocalRecogniser(recogniser_of(make_model()), Limits())
 
     async def talk() -> tuple[int, str]:
-        source = await here.open(RATE_HZ, RULES)
+        source = await engine.open(RATE_HZ, RULES)
         answers = [await source.accept_waveform(samples_of(speech(3, 1.5))) for _ in range(2)]
         await source.flush()
-        lines = (await here.metrics()).decode().splitlines()
+        lines = (await engine.metrics()).decode().splitlines()
         [count] = [line for line in lines if line.startswith("ds2_last_word_seconds_count")]
         return sum(bool(answer.final) for answer in answers), count
 
     answered, count = asyncio.run(talk())
-    here.close()
+    engine.close()
     assert answered and count == f"ds2_last_word_seconds_count {answered:.1f}"
 
 
-def test_what_nobody_waited_for_is_told_at_the_end(
+def test_results_that_nobody_waited_for_come_at_the_end(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds2.recognition.session.OVERTIME_S", 0.0)
-    here, samples = LocalRecogniser(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
+    engine, samples = LocalRecogniser(recogniser_of(make_model()), Limits()), samples_of(speech(3, 3.0))
 
     async def texts(*, leaves: bool) -> list[str]:
-        source = await here.open(RATE_HZ, RULES)
-        heard = asyncio.create_task(source.accept_waveform(samples))
+        source = await engine.open(RATE_HZ, RULES)
+        accepting = asyncio.create_task(source.accept_waveform(samples))
         final = []
         if leaves:
             await asyncio.sleep(0)
-            heard.cancel()
+            accepting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await heard
+                await accepting
         else:
-            final = (await heard).final
+            final = (await accepting).final
         return [segment.hypothesis.text for segment in [*final, *(await source.flush()).final]]
 
     wanted = asyncio.run(texts(leaves=False))
     assert len(wanted) > 2 and asyncio.run(texts(leaves=True)) == wanted
-    here.close()
+    engine.close()

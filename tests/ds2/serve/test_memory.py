@@ -17,7 +17,7 @@ CONFIG = json.dumps({"config": {"sample_rate": RATE_HZ}})
 
 
 def connections() -> list[ServerProtocol]:
-    return [found for found in gc.get_objects() if type(found) is ServerProtocol]
+    return [candidate for candidate in gc.get_objects() if type(candidate) is ServerProtocol]
 
 
 def test_connections_that_ended_do_not_pile_up(serve: Callable[..., Running]) -> None:
@@ -39,16 +39,16 @@ def test_connections_that_ended_do_not_pile_up(serve: Callable[..., Running]) ->
             await ended.wait()
 
     async def rounds() -> list[int]:
-        kept = []
+        counts = []
         for _ in range(ROUNDS):
             ended = asyncio.Barrier(AT_ONCE)
             await asyncio.gather(*(talk(ended) for _ in range(AT_ONCE)))
-            kept.append(len(connections()))
-        return kept
+            counts.append(len(connections()))
+        return counts
 
-    kept = asyncio.run(rounds())
-    assert max(kept) <= 2 * gc.get_threshold()[2] * AT_ONCE
-    assert max(kept) > AT_ONCE  # else nothing was shown
+    counts = asyncio.run(rounds())
+    assert max(counts) <= 2 * gc.get_threshold()[2] * AT_ONCE
+    assert max(counts) > AT_ONCE  # else nothing was shown
 
 
 def test_a_connection_has_no_compressor(serve: Callable[..., Running]) -> None:
@@ -62,7 +62,7 @@ def test_a_connection_has_no_compressor(serve: Callable[..., Running]) -> None:
     assert asyncio.run(extensions()) is None
 
 
-def test_a_process_is_calm_while_it_serves() -> None:
+def test_garbage_collection_is_tuned_while_a_process_serves() -> None:
     before = gc.get_freeze_count()
     with gc_tuning():
         assert gc.get_freeze_count() > len(gc.get_objects())

@@ -1,4 +1,4 @@
-"""The page at /: one file that speaks to its own server only; in Chromium, where that is found, with a microphone."""
+"""The page at /: one file that reaches its own server only; with a microphone where Chromium is installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def chromium_page(tmp_path: Path, *arguments: str, **options: Any) -> Iterator[A
 
 
 @pytest.mark.slow
-def test_a_phone_over_http_is_told_what_the_microphone_needs(serve: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_phone_over_http_shows_what_the_microphone_needs(serve: Callable[..., Running], tmp_path: Path) -> None:
     running = serve(allow_hosts=("ds2.test",))
     phone = {"viewport": {"width": 360, "height": 640}, "has_touch": True, "is_mobile": True}
     with chromium_page(tmp_path, "--host-resolver-rules=MAP ds2.test 127.0.0.1", **phone) as page:
@@ -84,7 +84,7 @@ def test_a_microphone_over_https(serve: Callable[..., Running], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_lost_server_is_told_and_taken_up_again(serve: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_lost_server_is_shown_and_connected_to_again(serve: Callable[..., Running], tmp_path: Path) -> None:
     running = serve()
     with chromium_page(tmp_path) as page:
         page.goto(running.web)
@@ -134,12 +134,12 @@ def test_a_microphone_in_chromium(
         until(lambda: re.fullmatch(r"\d\.\d s", page.inner_text("#delay")))
         page.click("#microphone")
         until(lambda: page.inner_text("#state") == "Done.")
-        heard = page.inner_text("#final")
-        assert heard.strip() and page.inner_text("#partial") == ""
+        words = page.inner_text("#final")
+        assert words.strip() and page.inner_text("#partial") == ""
         assert "% sure" in page.get_attribute("#final span", "title")
         page.set_input_files("#file", str(tmp_path / "spoken.wav"))
         until(lambda: page.inner_text("#state").startswith("Done: "))
-        assert len(page.inner_text("#final")) > len(heard)
+        assert len(page.inner_text("#final")) > len(words)
         browser.close()
     assert wrong == []
     assert asked and all(url.startswith((running.web, "blob:")) for url in asked)

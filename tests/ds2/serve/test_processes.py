@@ -24,11 +24,11 @@ from support.serving import (
     Running,
     alone,
     connect,
-    port_told,
+    printed_port,
     samples_of,
     speech,
     text_alone,
-    told_though_killed,
+    texts_though_killed,
     until,
     words,
 )
@@ -83,19 +83,19 @@ def test_all_get_their_own_words(running: tuple[Running, Workers]) -> None:
         bind(*workers.address)
 
 
-def test_an_address_is_bound_once_and_kept() -> None:
-    kept = bind("127.0.0.1", 0)
-    address = kept.getsockname()[:2]
+def test_an_address_is_bound_once_and_stays_bound() -> None:
+    bound = bind("127.0.0.1", 0)
+    address = bound.getsockname()[:2]
     with pytest.raises(ConfigError, match="give another --port"):
         bind(*address)
     with pytest.raises(OSError, match="in use"):
         listen_shared(*address)  # not even one that would share it
-    assert share(kept) == address
+    assert share(bound) == address
     workers = [listen_shared(*address) for _ in range(2)]
     with pytest.raises(ConfigError, match="give another --port"):
         bind(*address)
     with socket.create_connection(address):
-        for end in (*workers, kept):
+        for end in (*workers, bound):
             end.close()
     again = bind(*address)  # though a connection of the one before lingers
     listen(again)
@@ -157,8 +157,8 @@ def test_a_worker_that_is_killed_takes_only_its_own_clients(running: tuple[Runni
     data = speech(6, 1.0)
     first = workers.processes()[0]
     assert first.pid is not None
-    told = asyncio.run(told_though_killed(server, data, 30, first.pid))
-    assert told == {None, text_alone(server.recogniser, data)}
+    texts = asyncio.run(texts_though_killed(server, data, 30, first.pid))
+    assert texts == {None, text_alone(server.recogniser, data)}
     until(lambda: first not in workers.processes() and len(workers.processes()) == 2)
     until(lambda: server.metric("ds2_sessions") == 0)
     assert " ".join(word for word, *_ in asyncio.run(words(server.vosk, data))) == text_alone(server.recogniser, data)
@@ -180,12 +180,12 @@ def test_a_signal_ends_a_server_after_all_last_results(
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--workers", workers, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        port = port_told(server)
+        port = printed_port(server)
         data, recogniser = speech(3, 1.0), Recogniser.load(model, device="cpu", decode=DecodeConfig())
 
         async def speak() -> list[tuple[str, int]]:
             held = [await connect(f"ws://127.0.0.1:{port}/") for _ in range(8)]
-            told: list[tuple[str, int]] = []
+            texts: list[tuple[str, int]] = []
             for ws in held:
                 await ws.send(CONFIG)
                 await ws.send(data)
@@ -195,8 +195,8 @@ def test_a_signal_ends_a_server_after_all_last_results(
                 text = json.loads(await ws.recv())["text"]
                 with pytest.raises(ConnectionClosed) as closed:
                     await ws.recv()
-                told.append((text, closed.value.rcvd.code if closed.value.rcvd else 0))
-            return told
+                texts.append((text, closed.value.rcvd.code if closed.value.rcvd else 0))
+            return texts
 
         assert asyncio.run(speak()) == [(text_alone(recogniser, data), 1012)] * 8
         assert server.wait(WAIT_S) == 0
@@ -212,7 +212,7 @@ def test_a_signal_while_phrases_are_read_ends_a_server_in_order(make_model: Call
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     phrases = [f"{'abc'[n % 3]} {'cab'[n // 3 % 3]} {'abc' * (1 + n % 6)}" for n in range(1000)]
     try:
-        url = f"ws://127.0.0.1:{port_told(server)}/"
+        url = f"ws://127.0.0.1:{printed_port(server)}/"
 
         async def speak() -> list[int]:
             held = [await connect(url) for _ in range(12)]

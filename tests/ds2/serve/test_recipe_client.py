@@ -18,6 +18,6 @@ def test_the_client_in_the_recipe(serve: Callable[..., Running], tmp_path: Path)
     page = (ROOT / "docs/guide/live.md").read_text(encoding="utf-8")
     client = page.split("```python\n")[1].split("```")[0]
     command = [sys.executable, "-c", client, str(tmp_path / "talk.wav"), running.vosk]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.splitlines()
-    assert len(told) == 9
-    assert told[-1] == text_alone(running.recogniser, data) != ""
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout.splitlines()
+    assert len(lines) == 9
+    assert lines[-1] == text_alone(running.recogniser, data) != ""

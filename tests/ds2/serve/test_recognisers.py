@@ -1,4 +1,4 @@
-"""Several processes that hear on one address: the same answers, counted together; none takes the others along."""
+"""Several recogniser processes on one address: the same answers, counted together; the end of one ends no other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.serving import (
     Running,
     alone,
     connect,
-    port_told,
+    printed_port,
     speech,
     text_alone,
-    told_though_killed,
+    texts_though_killed,
     until,
     words,
 )
@@ -31,7 +31,7 @@ from ds2.recognition.recogniser import Recogniser
 
 def children(pid: int) -> list[int]:
     """Processes of Python's `spawn` that this one began, without its resource tracker."""
-    found = []
+    pids = []
     for number in filter(str.isdigit, os.listdir("/proc")):
         try:
             status = Path(f"/proc/{number}/status").read_text()
@@ -39,8 +39,8 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if re.search(rf"PPid:\s+{pid}\b", status) and b"spawn_main" in command and "State:\tZ" not in status:
-            found.append(int(number))
-    return found
+            pids.append(int(number))
+    return pids
 
 
 def lives(pid: int) -> bool:
@@ -62,7 +62,7 @@ def running(
     command += ["--workers", "2", "--sessions", "80", "--port", "0"]  # either takes all, as chance may spread them
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        port = port_told(server)
+        port = printed_port(server)
         recogniser = Recogniser.load(model, device="cpu", decode=DecodeConfig())
         yield Running(recogniser, port, server.terminate), server
         server.terminate()
@@ -100,8 +100,8 @@ def one_is_killed(server: Running, process: subprocess.Popen[str]) -> None:
     """It takes its own clients only, and another begins."""
     data = speech(6, 1.0)
     first, second = children(process.pid)
-    told = asyncio.run(told_though_killed(server, data, 32, first))
-    assert told == {None, text_alone(server.recogniser, data)}
+    texts = asyncio.run(texts_though_killed(server, data, 32, first))
+    assert texts == {None, text_alone(server.recogniser, data)}
     until(lambda: len(now := children(process.pid)) == 2 and first not in now and second in now)
     until(lambda: all(len(children(one)) == 1 for one in children(process.pid)))
     until(lambda: server.metric("ds2_sessions") == 0)
@@ -113,11 +113,11 @@ def test_all_end_with_the_process_that_began_them_and_the_next_tidies_up(
     running: tuple[Running, subprocess.Popen[str]], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     server, process = running
-    hearing = children(process.pid)
-    speaking = [one for other in hearing for one in children(other)]
+    recognisers = children(process.pid)
+    workers = [one for other in recognisers for one in children(other)]
     process.kill()
     process.wait()
-    until(lambda: not any(lives(one) for one in [*hearing, *speaking]))
+    until(lambda: not any(lives(one) for one in [*recognisers, *workers]))
 
     async def refused() -> None:
         with pytest.raises((OSError, InvalidHandshake)):
@@ -137,5 +137,5 @@ def test_what_cannot_begin_says_why(make_model: Callable[..., Path]) -> None:
 def refuses_a_bidirectional(make_model: Callable[..., Path]) -> None:
     model = str(make_model("model.bidirectional=true", "model.row_convs=0", "model.max_lookahead_ms=0"))
     command = [sys.executable, "-m", "ds2.cli", "serve", model, "--device", "cpu", "--recognisers", "2", "--port", "0"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert found.returncode == 2 and "bidirectional" in found.stderr and "Traceback" not in found.stderr
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert finished.returncode == 2 and "bidirectional" in finished.stderr and "Traceback" not in finished.stderr

@@ -46,8 +46,8 @@ def until_empty(running: Running) -> None:
     until(lambda: running.metric("ds2_sessions") == 0)
 
 
-async def heard(ws: ClientConnection, data: bytes) -> str:
-    """What a client is told of all it sends, chunk by chunk."""
+async def recognise_live(ws: ClientConnection, data: bytes) -> str:
+    """The text of all that a client sends, chunk by chunk."""
     await ws.send(CONFIG)
     texts = []
     for start in range(0, len(data), 6400):
@@ -58,7 +58,7 @@ async def heard(ws: ClientConnection, data: bytes) -> str:
     return " ".join(filter(None, texts))
 
 
-def test_others_hear_nothing_of_clients_that_misbehave(serve: Callable[..., Running]) -> None:
+def test_clients_that_misbehave_do_not_disturb_others(serve: Callable[..., Running]) -> None:
     running, data = serve(idle_s=6.0, message_bytes=100_000), speech(5, 1.5)
 
     async def damaged() -> None:  # a frame that is no frame of the protocol
@@ -93,7 +93,7 @@ def test_others_hear_nothing_of_clients_that_misbehave(serve: Callable[..., Runn
             codes = asyncio.gather(
                 sends(bytes(200_000)), sends(CONFIG, "\u0000binary"), sends(CONFIG, speech(1, 0.3)), sends("{")
             )
-            good = asyncio.gather(heard(first, data), heard(second, data))
+            good = asyncio.gather(recognise_live(first, data), recognise_live(second, data))
             await asyncio.gather(damaged(), half_closed())
             return await codes, await good
 
@@ -112,7 +112,7 @@ def test_a_client_that_is_killed_leaves_its_place(serve: Callable[..., Running])
 
     async def next_one() -> str:
         async with connect(running.vosk) as ws:
-            return await heard(ws, data)
+            return await recognise_live(ws, data)
 
     assert asyncio.run(next_one()) == text_alone(running.recogniser, data)
 
@@ -136,31 +136,31 @@ def test_a_client_that_never_reads_is_slowed_down(serve: Callable[..., Running])
 
         async def meanwhile() -> str:
             async with connect(running.vosk) as ws:
-                return await heard(ws, data)
+                return await recognise_live(ws, data)
 
         assert asyncio.run(meanwhile()) == text_alone(running.recogniser, data)
     until_empty(running)
 
 
 def closes(running: Running, sent: bytes) -> bytes:
-    """What a connection is told before the server ends it."""
+    """What a connection receives before the server ends it."""
     with socket.create_connection(("127.0.0.1", running.port)) as raw:
         raw.sendall(sent)
         raw.settimeout(WAIT_S)
-        told = b""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
             while data := raw.recv(4096):
-                told += data
-        return told
+                received += data
+        return received
 
 
 def test_connections_that_ask_nothing_end(serve: Callable[..., Running]) -> None:
     running = serve(idle_s=2.0)
     upload = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n"
     upload += b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
-    begun = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HTTP/1.1\r\n"
+    unfinished = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET / HTTP/1.1\r\n"
     with ThreadPoolExecutor(4) as clients:  # at once: each waits for the idle time
-        sent = (b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n", upload, begun)
+        sent = (b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n", upload, unfinished)
         nothing, half, late, answered = clients.map(functools.partial(closes, running), sent)
     assert nothing == half == b""
     assert b" 408 " in late and b"nothing of the upload came for 2 s" in late
@@ -168,7 +168,7 @@ def test_connections_that_ask_nothing_end(serve: Callable[..., Running]) -> None
     assert json.loads(running.text("/healthz")) == {"status": "ok"}
 
 
-def test_pings_whose_answers_nobody_takes_are_not_kept(serve: Callable[..., Running]) -> None:
+def test_pings_whose_answers_nobody_takes_are_not_stored(serve: Callable[..., Running]) -> None:
     running = serve(idle_s=60.0)
     with socket.create_connection(("127.0.0.1", running.port)) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -222,23 +222,23 @@ def test_a_server_that_ends_tells_all_their_last_words(serve: Callable[..., Runn
         await asyncio.to_thread(sent.wait)
         return await asyncio.gather(*speaking)
 
-    found: list[tuple[str, int]] = []
-    client = threading.Thread(target=lambda: found.extend(asyncio.run(speak_all())))
+    last_words: list[tuple[str, int]] = []
+    client = threading.Thread(target=lambda: last_words.extend(asyncio.run(speak_all())))
     client.start()
     sent.wait(WAIT_S)
     running.end()
     client.join(WAIT_S)
-    assert found == [(text, 1012) for text in wanted]
+    assert last_words == [(text, 1012) for text in wanted]
 
 
-def test_a_recogniser_that_fails_is_told_and_the_server_goes_on(
+def test_a_recogniser_that_fails_is_an_error_and_the_server_goes_on(
     serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, data = serve(), speech(5, 1.0)
 
     async def talk() -> str:
         async with connect(running.vosk) as ws:
-            return await heard(ws, data)
+            return await recognise_live(ws, data)
 
     def fail(sessions: object, failed: object) -> None:
         raise RuntimeError("CUDA error: secret")
@@ -256,7 +256,7 @@ def test_a_recogniser_that_fails_is_told_and_the_server_goes_on(
 
 
 @pytest.mark.parametrize("form", ["stream=true", "response_format=text"])
-def test_an_upload_whose_client_has_gone_is_heard_no_further(serve: Callable[..., Running], form: str) -> None:
+def test_an_upload_whose_client_has_gone_is_decoded_no_further(serve: Callable[..., Running], form: str) -> None:
     running, name, value = serve(sessions=1), *form.split("=")
     audio = bytes(2 * RATE_HZ * 3000)
     part = b'--x\r\nContent-Disposition: form-data; name="%s"'

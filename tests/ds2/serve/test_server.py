@@ -27,7 +27,7 @@ from support.serving import (
     Running,
     alone,
     connect,
-    port_told,
+    printed_port,
     samples_of,
     speech,
     text_alone,
@@ -66,13 +66,13 @@ def test_openais_client_gets_every_format(serve: Callable[..., Running], method:
     assert create(model="ds2", file=flac(data), response_format="text") == wanted + "\n"
     assert "-->" in create(model="ds2", file=flac(data), response_format="srt")
     assert create(model="ds2", file=flac(data), response_format="vtt").startswith("WEBVTT")
-    found = create(
+    transcription = create(
         model="ds2", file=flac(data), response_format="verbose_json", timestamp_granularities=["word", "segment"]
     )
-    assert found.text == wanted and found.duration == pytest.approx(2.0)
-    assert " ".join(word.word for word in found.words) == wanted
-    assert all(0 <= word.start < word.end <= 2.0 for word in found.words)
-    assert " ".join(segment.text for segment in found.segments) == wanted
+    assert transcription.text == wanted and transcription.duration == pytest.approx(2.0)
+    assert " ".join(word.word for word in transcription.words) == wanted
+    assert all(0 <= word.start < word.end <= 2.0 for word in transcription.words)
+    assert " ".join(segment.text for segment in transcription.segments) == wanted
     events = list(create(model="ds2", file=flac(data), stream=True))
     assert [event.type for event in events[-2:]] == ["transcript.text.delta", "transcript.text.done"]
     assert "".join(event.delta for event in events[:-1]) == events[-1].text == wanted
@@ -91,7 +91,7 @@ def test_a_vosk_client_gets_one_answer_a_message_and_all_words(serve: Callable[.
     until(lambda: running.metric("ds2_sessions") == 0)
 
 
-def test_what_is_said_is_logged_only_if_asked_for(
+def test_transcripts_are_logged_only_if_asked_for(
     serve: Callable[..., Running], caplog: pytest.LogCaptureFixture
 ) -> None:
     running, data = serve(), speech(2, 1.5)
@@ -200,7 +200,7 @@ def test_a_bad_message_is_answered_by_what_is_wrong(serve: Callable[..., Running
     assert reason in asyncio.run(send())
 
 
-def test_limits_are_told(serve: Callable[..., Running]) -> None:
+def test_limits_are_named(serve: Callable[..., Running]) -> None:
     running = serve(sessions=1, message_bytes=10_000, upload_bytes=50_000, duration_s=1.0)
     impatient = serve(idle_s=2.0)
 
@@ -267,7 +267,7 @@ def test_an_upload_may_be_called_anything(serve: Callable[..., Running], name: s
         assert json.load(answer) == {"text": text_alone(running.recogniser, speech(1, 0.5))}
 
 
-def test_a_full_disk_is_told(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(serve: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -288,8 +288,8 @@ def test_a_key_is_asked_for(serve: Callable[..., Running]) -> None:
         async with connect(running.vosk, additional_headers=headers, subprotocols=protocols or None) as ws:
             with contextlib.suppress(ConnectionClosed):  # refused already
                 await ws.send(speech(1, 0.1))
-            found: dict[str, Any] = json.loads(await ws.recv())
-            return found
+            reply: dict[str, Any] = json.loads(await ws.recv())
+            return reply
 
     assert "API key" in asyncio.run(answer({}))["error"]
     assert "partial" in asyncio.run(answer({"Authorization": "Bearer secret"}))
@@ -316,7 +316,7 @@ def test_a_signal_right_after_the_start_ends_a_server_in_order(make_model: Calla
     """As soon as it says so, before its loop runs."""
     command = [sys.executable, "-m", "ds2.cli", "serve", str(make_model()), "--device", "cpu", "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    port_told(server)
+    printed_port(server)
     server.send_signal(number)
-    told = server.communicate(timeout=WAIT_S)[1]
-    assert (server.returncode, "Traceback" in told, "Warning" in told) == (0, False, False), told
+    errors = server.communicate(timeout=WAIT_S)[1]
+    assert (server.returncode, "Traceback" in errors, "Warning" in errors) == (0, False, False), errors

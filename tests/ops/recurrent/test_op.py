@@ -24,7 +24,7 @@ from support.op_cases import (
     relative_error,
 )
 from support.recurrence_cases import CLIP, problem
-from support.rounding import Arithmetic, allowed_beside_stock, relative_bound, variances, worst_share
+from support.rounding import Arithmetic, allowed_against_stock, relative_bound, variances, worst_share
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -84,7 +84,7 @@ def test_error_is_at_most_twice_that_of_stock_pytorch(
                 assert worst_share([our], [true], [may]) <= 1, what
                 assert worst_share([their], [true], [they_may]) <= 1, f"stock PyTorch's {what}"
             else:
-                assert relative_error(our, true) <= allowed_beside_stock(their, true, may), what
+                assert relative_error(our, true) <= allowed_against_stock(their, true, may), what
 
 
 @on_every_target

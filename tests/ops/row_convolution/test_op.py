@@ -24,7 +24,7 @@ from support.op_cases import (
     ragged_lengths,
     relative_error,
 )
-from support.rounding import Arithmetic, allowed_beside_stock, lookahead_variances, relative_bound, worst_share
+from support.rounding import Arithmetic, allowed_against_stock, lookahead_variances, relative_bound, worst_share
 from torch import Tensor
 
 TARGETS = [on_cpu("shift"), on_cpu("reference"), on_gpu("triton"), on_gpu("shift")]
@@ -81,7 +81,7 @@ def test_error_is_at_most_twice_that_of_stock_pytorch(device: torch.device, back
             if device.type == "cpu":
                 assert worst_share([our], [true], [variance]) <= 1, what
             else:
-                assert relative_error(our, true) <= allowed_beside_stock(their, true, variance), what
+                assert relative_error(our, true) <= allowed_against_stock(their, true, variance), what
 
 
 @on_every_target

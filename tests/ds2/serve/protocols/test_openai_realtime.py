@@ -89,8 +89,8 @@ def test_what_is_wrong_is_an_error_event_and_the_session_goes_on(serve: Callable
                 assert answer.error.event_id == event.get("event_id")
             await send(connection, data)
             await connection.input_audio_buffer.clear()
-            told = [(await connection.recv()).type for _ in range(2)]
-            assert told == ["input_audio_buffer.speech_started", "input_audio_buffer.cleared"]
+            kinds = [(await connection.recv()).type for _ in range(2)]
+            assert kinds == ["input_audio_buffer.speech_started", "input_audio_buffer.cleared"]
             await connection.session.update(session=session(None))
             await connection.recv()
             await send(connection, data)
@@ -156,4 +156,4 @@ def _rules(after_speech_s: float) -> Any:
     from ds2.recognition.session import Endpoints
 
     assert after_speech_s == 0.3
-    return Endpoints(after_speech_s=after_speech_s, longest_s=1.0)  # the untrained model hears no silence
+    return Endpoints(after_speech_s=after_speech_s, longest_s=1.0)  # the untrained model finds no silence

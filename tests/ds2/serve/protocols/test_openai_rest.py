@@ -30,7 +30,7 @@ def transcribe(running: Running, data: bytes) -> str:
     return str(running.client().audio.transcriptions.create(model="ds2", file=("a.raw", data)).text)
 
 
-def test_only_so_many_bytes_of_uploads_are_kept_at_once(serve: Callable[..., Running], temporary: Path) -> None:
+def test_the_bytes_of_all_uploads_are_bounded(serve: Callable[..., Running], temporary: Path) -> None:
     running, data = serve(uploads_bytes=2_500_000), speech(1, 1.0)
     with socket.create_connection(("127.0.0.1", running.port)) as held:
         held.sendall(HEAD + bytes(2_400_000))  # and then nothing

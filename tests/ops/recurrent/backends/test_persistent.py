@@ -28,7 +28,7 @@ from support.persistent_cases import (
     one_a_kernel,
     run,
 )
-from support.rounding import Arithmetic, allowed_beside_stock, variances
+from support.rounding import Arithmetic, allowed_against_stock, variances
 from torch._subclasses import FakeTensorMode
 
 # frames, batch, hidden: one of each tile; odd rows; one utterance; two groups; more tiles than clusters
@@ -81,7 +81,7 @@ def test_every_tile_against_float64(
         )
         names = ("y", "h_n", "grad_x", "grad_h0")
         for name, our, true, other, variance in zip(names, ours, truth, stock, may, strict=True):
-            allowed = TF32_ERROR if dtype == torch.float32 else allowed_beside_stock(other, true, variance)
+            allowed = TF32_ERROR if dtype == torch.float32 else allowed_against_stock(other, true, variance)
             assert relative_error(our, true) <= allowed, (name, nonlinearity, index)
 
 

@@ -24,7 +24,7 @@ from support.persistent_cases import (
     one_a_kernel,
     run,
 )
-from support.rounding import Arithmetic, allowed_beside_stock, variances
+from support.rounding import Arithmetic, allowed_against_stock, variances
 from torch import Tensor
 
 # frames, batch, hidden: one group, two, five, two tiles; odd rows; weights in shared memory too; so many frames that
@@ -78,7 +78,7 @@ def test_every_tile_against_float64(
         true = truth + backward_loop(*(tensor.double() for tensor in backward), lengths, nonlinearity)
         other = stock + backward_loop(*backward, lengths, nonlinearity)
         for what, o, t, s, v in zip(("y", "h_n", "grad_x", "grad_h0"), ours, true, other, may, strict=True):
-            allowed = TF32_ERROR if dtype == torch.float32 else allowed_beside_stock(s, t, v)
+            allowed = TF32_ERROR if dtype == torch.float32 else allowed_against_stock(s, t, v)
             assert relative_error(o, t) <= allowed, (tile, what)
 
 

@@ -11,7 +11,7 @@ from ds2_ops.recurrent.plan.units import units_choices
 from support.chip import patch, small_chip
 from support.op_cases import CPU, nan_filled_memory, ragged_lengths, relative_error
 from support.persistent_cases import CLIP, backward_data, backward_loop, forward, forward_loop, inputs
-from support.rounding import Arithmetic, allowed_beside_stock, variances
+from support.rounding import Arithmetic, allowed_against_stock, variances
 
 # cluster -> clusters of a chip small enough to run here
 NARROW, WIDE = {2: 5}, {5: 4}
@@ -70,4 +70,4 @@ def test_slow_warps_and_late_messages_change_nothing(
     may = variances(Arithmetic.of(torch.bfloat16), given, cotangents, lengths, "tanh", CLIP, of_weight=False)
     names = ("y", "h_n", "grad_x", "grad_h0")
     for name, ours, true, other, variance in zip(names, (y, h_n, *grads), truth, stock, may, strict=True):
-        assert relative_error(ours, true) <= allowed_beside_stock(other, true, variance), name
+        assert relative_error(ours, true) <= allowed_against_stock(other, true, variance), name
