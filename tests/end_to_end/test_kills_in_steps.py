@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.launch import HERE, TIMEOUT_S, torchrun
+from support.launch import SUPPORT, TIMEOUT_S, torchrun
 from support.rank_runs import same_bits
 from support.run_log import losses
 
@@ -22,7 +22,13 @@ RESUMED = ("train.epochs=15", "optim.schedule=constant", "checkpoint.every_steps
 
 def job(run_dir: Path, overrides: list[str], *killed: object) -> tuple[int, str]:
     """Train in a process of its own; its status and what it said."""
-    command = [sys.executable, str(HERE / "killed_job.py"), *map(str, killed or ("none", 0, 0)), *overrides, *RESUMED]
+    command = [
+        sys.executable,
+        str(SUPPORT / "killed_job.py"),
+        *map(str, killed or ("none", 0, 0)),
+        *overrides,
+        *RESUMED,
+    ]
     done = subprocess.run(
         [*command, f"run_dir={run_dir}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=TIMEOUT_S, check=False,
@@ -79,7 +85,7 @@ def test_a_gpu_that_fails_in_a_step_ends_the_job_with_reason_and_the_run_goes_on
     overrides = [*tiny_overrides, "device=cuda", "checkpoint.every_steps=1", "train.epochs=3"]
 
     def run(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(HERE / "rank_job.py"), fault, "0", "5", *overrides, f"run_dir={folder}"]
+        command = [sys.executable, str(SUPPORT / "rank_job.py"), fault, "0", "5", *overrides, f"run_dir={folder}"]
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
     ended = run("lose", lost)

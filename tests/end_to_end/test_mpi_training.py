@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import HERE, TIMEOUT_S, mpirun
+from support.launch import SUPPORT, TIMEOUT_S, mpirun
 from support.rank_runs import SMOOTH, STEPS, Job, arguments, clean, same_bits, scores, state
 from support.run_log import events, losses
 
@@ -133,8 +133,8 @@ def test_a_mistake_that_all_ranks_meet_is_told_once(tiny_overrides: list[str], t
 
 def test_ranks_on_two_hosts_have_the_bits_of_ranks_on_one(tiny_overrides: list[str], tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    command = [str(HERE.parent.parent / "tools" / "two_hosts.sh"), "2", "-n", "2", sys.executable]
-    command += [str(HERE / "rank_job.py"), *clean(tiny_overrides, two)]
+    command = [str(SUPPORT.parent.parent / "tools" / "two_hosts.sh"), "2", "-n", "2", sys.executable]
+    command += [str(SUPPORT / "rank_job.py"), *clean(tiny_overrides, two)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

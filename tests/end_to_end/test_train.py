@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launch import HERE, TIMEOUT_S
+from support.launch import SUPPORT, TIMEOUT_S
 from support.run_log import events, losses
 
 from ds2.audio.read import AudioError
@@ -31,7 +31,7 @@ from ds2.training.run_folder import RunFiles
 from ds2.training.trainer import Trainer, TrainingError
 
 MakeConfig = Callable[..., Config]
-RANK_JOB = HERE / "rank_job.py"
+RANK_JOB = SUPPORT / "rank_job.py"
 
 
 def test_overfits_ten_utterances_to_no_character_error(tiny_config: MakeConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.launch import HERE
+from support.launch import SUPPORT
 
 BOUND = "-dac_override,-dac_read_search"
 NOBODY = 65534
@@ -45,7 +45,7 @@ def run(tmp_path: Path, forbidden: Path) -> Run:
         prefix = ["setpriv", f"--bounding-set={BOUND}", f"--inh-caps={BOUND}"] if os.geteuid() == 0 else []
         kept = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
         environment = {**kept, "DS2_CACHE_DIR": str(forbidden / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-        job = [*prefix, sys.executable, str(HERE / "many_commands.py"), json.dumps(commands)]
+        job = [*prefix, sys.executable, str(SUPPORT / "many_commands.py"), json.dumps(commands)]
         done = subprocess.run(job, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
         found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
         assert len(found) == len(commands), done.stdout + done.stderr

@@ -17,7 +17,7 @@ from ds2_ops.convolution.op import _weight_gradient, convolve, correlate, frames
 from ds2_ops.convolution.streams import ConvInput, StreamConvolution
 from ds2_ops.jit.build import build
 from ds2_ops.jit.launch import Launch, Source
-from support.kernel_on_cpu import HERE, compile_kernel, host_arguments
+from support.kernel_on_cpu import SUPPORT, compile_kernel, host_arguments
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,9 +27,9 @@ U, HALF = 2.0**-24, 2.0**-8  # units of roundoff of float32 and bfloat16
 @functools.cache
 def _library(source: Source) -> Path:
     headers = {
-        "ptx/sync.cuh": (HERE / "chip_on_cpu.h").read_text(),
+        "ptx/sync.cuh": (SUPPORT / "chip_on_cpu.h").read_text(),
         "ptx/number.cuh": "#pragma once\n",
-        "ptx/product.cuh": (HERE / "product_on_cpu.h").read_text(),
+        "ptx/product.cuh": (SUPPORT / "product_on_cpu.h").read_text(),
     }
     memory = "unsigned char* const shared = reinterpret_cast<unsigned char*>(chip::shared_memory());"
     source = replace(source, text=re.sub(r"extern __shared__ .*;", memory, source.text))
