@@ -2,6 +2,6 @@
 
 manifest: utterances and their JSON lines; lists split, filtered, counted. corpora: importers of published corpora.
 splits: utterances for training, dev and test of a run. check: problems of data, found before training. audio_cache:
-decoded audio on disk. cache_file: the format of its files. loader: the batches of an epoch, and worker processes that
-make them. shards: lists as tar files. corpus_changes: what changed since a run last started.
+decoded audio on disk. loader: the batches of an epoch, and worker processes that make them. shards: lists as tar files.
+corpus_changes: what changed since a run last started.
 """
