@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from dispatch import add_commit_option, check_commit
@@ -151,8 +151,6 @@ def report(
     lines = [[columns[index] for index in filled], ["---"] * len(filled)]
     lines += [[cells[index] for index in filled] for cells in rows]
     text = f"## {table.title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    if table.repeats:
-        text += "".join(_mean(test, [result["tests"][test]["wer"] for result in results.values()]) for test in tests)
     missing = [row.name for row in table.rows if row.name not in results]
     if missing:
         text += f"\nMissing rows, {len(missing)} of {len(table.rows)}:\n\n"
@@ -175,11 +173,6 @@ def _cells(name: str, paper: float | None, result: Mapping[str, Any], tests: Seq
         _number(result["noise_scale"], ".0f"),
         f"{result['minutes']:.1f}",
     ]
-
-
-def _mean(test: str, rates: Sequence[float]) -> str:
-    low, high = (100 * edge(rates) for edge in (min, max))
-    return f"\n{test}: mean WER {100 * fmean(rates):.2f} of {len(rates)}, {low:.2f} to {high:.2f}\n"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -1,4 +1,4 @@
-"""The tables of Persistent RNNs (2016) and our own ablations, as rows of settings of `ds2 train`."""
+"""The tables of Persistent RNNs (2016) as rows of settings of `ds2 train`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ class Table:
         rows: in the order of the report.
         settings: overrides of `ds2 train` for all rows.
         rates: learning rates, which each row tries for the first epochs to continue with the best; empty: none.
-        repeats: the rows differ by chance only; the report shows their mean.
     """
 
     title: str
     rows: tuple[Row, ...]
     settings: tuple[str, ...]
     rates: tuple[float, ...] = ()
-    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,51 +117,11 @@ def _figure_8(shape: Shape) -> Table:
     return _paper("Figure 8: utterances a batch, equal epochs, 48 layers, skip 4", rows, shape, _START)
 
 
-_MASKS = ("augment.time_masks=10", "augment.time_fraction=0.2")
-_THIRTY_MS = "model.convs=[{kernel:[41,11],stride:[2,3],channels:32},{kernel:[21,11],stride:[2,1],channels:32}]"
-_TWO_VIEWS = ("train.consistency=0.2", *_MASKS)
-
-_DEGRADED = (
-    "augment.room_probability=0.3",
-    "augment.noise_probability=0.4",
-    "augment.noise_colours=[0,1,2]",
-    "augment.babble_share=0.3",
-    "augment.codec_probability=0.2",
-)
-
-
-def _ablation(shape: Shape) -> Table:
-    base = ("recipe=librispeech_5h_relu", "optim.schedule=timed_cosine", "train.epochs=1000")
-    rows = (
-        Row("as it was", ()),
-        Row("batches of 32, rate 2e-3", ("batching.utterances=32", "optim.learning_rate=2e-3")),
-        Row("33 frames a second", (_THIRTY_MS,)),
-        Row("two views", ("train.consistency=0.2",)),
-        Row("two views, stronger masks (CR-CTC)", _TWO_VIEWS),
-        Row("stronger masks, dropout 0.3", (*_MASKS, "model.dropout=0.3")),
-        Row("two views, stronger masks, intermediate CTC", (*_TWO_VIEWS, "model.intermediate=[2]")),
-        Row("intermediate CTC", ("model.intermediate=[2]",)),
-        Row("stochastic depth 0.2", ("model.stochastic_depth=0.2",)),
-        Row("log-mel features", ("features=log_mel", "augment.frequency_width=15")),
-        Row("tempo besides speed", ("augment.tempo=[0.9,1.0,1.1]",)),
-        Row("dropout 0.3", ("model.dropout=0.3",)),
-        Row("rooms, coloured noise, voices, codecs", _DEGRADED),
-    )
-    return Table("Ablation: each row the same minutes", rows, (*base, "train.evaluate_every_epochs=1000"))
-
-
-def _seeds(shape: Shape) -> Table:
-    rows = tuple(Row(f"seed {seed}", (f"train.seed={seed}",)) for seed in (1, 2, 3))
-    return Table("The recipe by seed", rows, ("recipe=librispeech_5h",), repeats=True)
-
-
 TABLES: dict[str, Callable[[Shape], Table]] = {
     "table1": _table_1,
     "table2": _table_2,
     "table3": _table_3,
     "fig8": _figure_8,
-    "ablation": _ablation,
-    "seeds": _seeds,
 }
 """Tables by name."""
 OPTIMIZERS = tuple(_OPTIMIZERS)

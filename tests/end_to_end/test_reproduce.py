@@ -110,19 +110,6 @@ def test_unfinished_rows_are_reported_though_a_kill_cut_a_line_short(
     assert "- skip 1: the disk is full" in text and "- skip 2: not run" in text
 
 
-def test_rows_that_repeat_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from reproduce import report
-    from reproduce_tables import TABLES, Shape
-
-    table = TABLES["seeds"](Shape())
-    facts = {"dev_loss": 1.0, "train_loss": 1.0, "parameters": 1, "rate": None, "epochs": 1, "steps": 1}
-    facts |= {"noise_scale": None, "minutes": 1.0}
-    scores = [{"wer": wer, "cer": 0.1, "interval": {"low": 0.0, "high": 1.0}} for wer in (0.1, 0.2, 0.6)]
-    results = {row.name: {**facts, "tests": {"dev": score}} for row, score in zip(table.rows, scores, strict=True)}
-    assert "\ndev: mean WER 30.00 of 3, 10.00 to 60.00\n" in report(table, results, {}, {})
-
-
 def test_a_row_s_noise_scale_is_not_that_of_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from reproduce import noise_scale

@@ -17,6 +17,7 @@ import torch
 from dispatch import add_commit_option, check_commit
 
 from ds2.data.manifest import Utterance, write_manifest
+from ds2.system.cuda_graph import GraphRecorder
 
 RATE_HZ = 16000
 
@@ -54,8 +55,7 @@ def measure(call: Callable[[], object], device: torch.device, repeats: int = 20,
             started = time.perf_counter()
             call()
             times.append(time.perf_counter() - started)
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return Timing(statistics.median(times), deciles[0], deciles[-1])
+    return _timing(times)
 
 
 def measure_host(call: Callable[[], object], device: torch.device, repeats: int = 50) -> Timing:
@@ -67,26 +67,17 @@ def measure_host(call: Callable[[], object], device: torch.device, repeats: int 
         call()
         times.append(time.perf_counter() - started)
     _wait(device)
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return Timing(statistics.median(times), deciles[0], deciles[-1])
+    return _timing(times)
 
 
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
     """Capture ``call`` in a CUDA graph and return its replay, which keeps the graph's memory alive."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    return GraphRecorder().record(call)
 
-    def replay() -> object:
-        graph.replay()
-        return result
 
-    return replay
+def _timing(times_s: list[float]) -> Timing:
+    deciles = statistics.quantiles(times_s, n=10, method="inclusive")
+    return Timing(statistics.median(times_s), deciles[0], deciles[-1])
 
 
 def machine(device: torch.device) -> str:

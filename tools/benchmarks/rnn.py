@@ -107,41 +107,6 @@ class Problem:
 
         return call
 
-    def flashrnn(self, backward: bool, backend: str = "cuda_fused") -> Callable[[], object]:
-        """FlashRNN (Poeppel, Beck, Hochreiter 2024) as a callable, of the package that is installed: y (T, B, H).
-
-        Raises:
-            RuntimeError: it is not installed, or has no such cell. What it compiles at its first call may fail too.
-        """
-        try:
-            from flashrnn import FlashRNNConfig, flashrnn
-        except ImportError as error:
-            raise RuntimeError(f"FlashRNN is not installed ({error}): pip install flashrnn") from error
-        if self.cell != "lstm":
-            raise RuntimeError(f"FlashRNN's equations of {self.cell} are not ours: --cell lstm is compared")
-        config = FlashRNNConfig(
-            backend=backend, function="lstm", hidden_dim=self.hidden, num_heads=1, batch_size=self.batch,
-            dtype=str(self.dtype).removeprefix("torch."), input_shape="TBGHD", output_shape="STBHD",
-        )  # fmt: skip
-        x = self.x.view(self.frames, self.batch, self.gates, 1, self.hidden)
-        weight = self.weight_hh.view(self.gates, 1, self.hidden, self.hidden)
-        bias = torch.zeros(self.gates, 1, self.hidden, dtype=self.dtype, device=self.device)
-
-        def call() -> object:
-            with torch.set_grad_enabled(backward):
-                y = flashrnn(x, weight, bias, function="lstm", config=config, dtype=config.dtype)[0][0].flatten(2)
-            return torch.autograd.grad(y, [self.x, self.weight_hh], self.grad_y) if backward else y
-
-        return call
-
-    def error_of(self, y: Tensor) -> tuple[float, float]:
-        """Relative RMS error against float64 of y without h0, and of the stock loop in the same precision."""
-        inputs = (self.x.detach(), self.weight_hh.detach())
-        truth = recurrence_reference(*(t.double() for t in inputs), cell=self.cell)[0]
-        stock = recurrence_reference(*inputs, cell=self.cell)[0]
-        first, second = (float((t.double() - truth).norm() / truth.norm()) for t in (y.detach(), stock))
-        return first, second
-
     def errors(self, backend: str) -> dict[str, tuple[float, float]]:
         """Relative RMS error against float64 of (ours, the stock loop in the same precision), ragged and with h0."""
         lengths = torch.linspace(self.frames, self.frames // 2, self.batch, device=self.device).int()
@@ -191,9 +156,6 @@ def bench(problem: Problem, contenders: list[str]) -> list[Result]:
             if contender.startswith("nn."):
                 other = problem.in_dtype(getattr(torch, graph)) if graph else problem
                 calls = {"projected_forward": other.torch_rnn(False), "projected_both": other.torch_rnn(True)}
-            elif contender == "flashrnn":
-                calls = {"forward": problem.flashrnn(False), "both": problem.flashrnn(True)}
-                row["errors"] = {"y": problem.error_of(calls["forward"]())}  # type: ignore[arg-type]
             else:
                 row["errors"] = errors = problem.errors(backend)
                 wrong = [
@@ -329,11 +291,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--frames", type=int, help="T; 512 on a GPU, 200 on a CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="bfloat16 on a GPU, else float32")
     parser.add_argument("--cell", "--nonlinearity", choices=tuple(CELLS), default="relu")
-    parser.add_argument(
-        "--contenders",
-        nargs="+",
-        help="backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16', flashrnn",
-    )
+    contenders = "backends, 'BACKEND graph' for its CUDA graph, nn.RNN, 'nn.LSTM float16'"
+    parser.add_argument("--contenders", nargs="+", help=contenders)
     parser.add_argument("--grnn", action="store_true", help="GRNN's Table 1 instead: LSTM and both GRUs, T 100")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--figure", choices=tuple(FIGURES), help="sweep instead of the table")

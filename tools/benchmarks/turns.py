@@ -83,12 +83,9 @@ class Tree:
 
 
 def _worker(tree: Path) -> list[str]:
-    """The tool of the tree itself, which fits its trainer: of today's layout, of the one before, else this one."""
-    tools = tree / "tools"
-    if not (tools / "bench.py").is_file() and (tools / "bench_turns.py").is_file():
-        return [str(tools / "bench_turns.py")]
-    own = tools if (tools / "bench.py").is_file() else Path(__file__).parents[1]
-    return [str(own / "bench.py"), "turns"]
+    """The tool of the tree itself, which fits its trainer, or else this one."""
+    own = tree / "tools" / "bench.py"
+    return [str(own if own.is_file() else Path(__file__).parents[1] / "bench.py"), "turns"]
 
 
 def work(options: argparse.Namespace) -> None:
