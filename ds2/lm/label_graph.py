@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ds2_ops.ctc.denominator import LabelGraph
+from ds2_ops.ctc.denominator import LabelGraph, round_weights
 
 from ds2.lm.kneser_ney import estimate
 from ds2.lm.ngram import END, SPACE, START, UNKNOWN, LanguageModelError, NGram
@@ -81,9 +81,9 @@ class LabelScorer:
 def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
     """Compose a model of labels with the topology of CTC.
 
-    The weight of a label sequence is its probability with its end. The longest histories back off: their node has the
-    arcs of n-grams, weighted by what they add to the probability after the shorter history, and the node of that as its
-    parent. All other nodes have arcs to all labels.
+    The weight of a label sequence is its probability with its end, but for the rounding of weights. The longest
+    histories back off: their node has the arcs of n-grams, weighted by what they add to the probability after the
+    shorter history, and the node of that as its parent. All other nodes have arcs to all labels.
 
     Raises:
         LanguageModelError: the model is not interpolated, or the graph would have more than `MOST_ARCS` arcs.
@@ -153,8 +153,8 @@ def label_graph(model: NGram, alphabet: Alphabet) -> LabelGraph:
         ends,
         np.array(sources, np.int64),
         np.array(targets, np.int64),
-        np.array(weights),
+        round_weights(np.array(weights)),
         np.array(parents),
-        np.array(shares),
+        np.where(np.array(shares) > 0, round_weights(np.array(shares)), 0.0),
         0,
     )

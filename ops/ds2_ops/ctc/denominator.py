@@ -32,13 +32,13 @@ _SHARES_THREADS = 256
 _WARP = 32
 _SHARED_FROM = 32  # arcs of a row from which on lanes share them
 _INDICES = 2**16  # of 16-bit indices in csrc/ctc/denominator.cuh
-_ARCS = "const int* {0}_first, const unsigned short* {0}_index, const float* {0}_weight"
+_ARCS = "const int* {0}_first, const unsigned* {0}_words"
 # struct Graph of csrc/ctc/denominator.cuh
 _GRAPH = parameters(
     f"""const int* labels, const float* ends, {_ARCS.format("arcs")}, {_ARCS.format("children")},
     const int* parent_rows, const int* parent_numbers, int start, int parents, const int* mirrored_labels,
-    const float* mirrored_ends, {_ARCS.format("mirrored")}, const int* same_row, const float* same_weight,
-    const int* parent_of, const float* share"""
+    const float* mirrored_ends, {_ARCS.format("mirrored")}, const unsigned* same_words,
+    const unsigned* parent_words"""
 )
 # struct Sums
 _SUMS = parameters(
@@ -75,7 +75,7 @@ class LabelGraph:
         labels: (N,) int64, the label of all arcs into each node; 0: no arc leads there.
         ends: (N,) float64 weight of ending in each node.
         sources, targets: (E,) int64, the nodes of each arc.
-        weights: (E,) float64, at least 0.
+        weights: (E,) float64, as `round_weights` returns them; shares likewise.
         parents: (N,) int64; the node itself where there is none. A parent has none and has the same label.
         shares: (N,) float64, 0 where there is none.
         start: a node.
@@ -96,13 +96,33 @@ class LabelGraph:
         return np.unique(self.parents[self.shares > 0])
 
 
+def round_weights(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Round to 12 significant bits, from 2^-31 to 2: what a 16-bit word of the kernels holds."""
+    mantissas, exponents = np.frexp(weights.clip(2.0**-31, 2.0 - 2.0**-11))
+    rounded: NDArray[np.float64] = np.ldexp(np.round(mantissas * 4096) / 4096, exponents)
+    return rounded
+
+
+def _words(weights: NDArray[np.float64], index: NDArray[Any]) -> NDArray[np.int32]:
+    """Five bits of exponent and eleven of mantissa of each weight, above 16 bits of index.
+
+    Raises:
+        ValueError: weights are not rounded.
+    """
+    if not np.array_equal(round_weights(weights), weights):
+        raise ValueError("weights of a graph must be rounded with round_weights")
+    mantissas, exponents = np.frexp(weights)
+    bits = (exponents.astype(np.uint32) + 30 << 11) + np.round((2 * mantissas - 1) * 2048).astype(np.uint32)
+    words: NDArray[np.int32] = (bits << 16 | index.astype(np.uint32)).view(np.int32)
+    return words
+
+
 @dataclass(frozen=True)
 class _SlicedArcs:
     """Arcs of rows in slices of 32 rows: struct Arcs of csrc/ctc/denominator.cuh."""
 
     first: Tensor  # (slices + 1,) int32, then (warps + 1,) of rows whose arcs lanes share
-    index: Tensor  # uint16
-    weight: Tensor  # float32
+    words: Tensor  # int32: bits of the weight above what the arc reads
 
     @classmethod
     def of(
@@ -111,10 +131,14 @@ class _SlicedArcs:
         index: NDArray[Any],
         weights: NDArray[Any],
         count: int,
+        nothing: int,
         device: torch.device,
         warps: int = 0,
     ) -> _SlicedArcs:
-        """Place arcs in slices: `rows` (E,), each below `count`, `index` (E,) what they read, `weights` (E,)."""
+        """Place arcs in slices: `rows` (E,), each below `count`, `index` (E,) what they read, `weights` (E,).
+
+        Lanes without an arc read `nothing`, which is 0.
+        """
         order = np.lexsort((index, rows))
         rows, index, weights = rows[order], index[order], weights[order]
         degrees = np.bincount(rows, minlength=count)
@@ -128,10 +152,10 @@ class _SlicedArcs:
         at = first[rows // _WARP] + number * _WARP + rows % _WARP
         lanes_share = together[rows]
         at[lanes_share] = shared[rows[lanes_share] // _WARP] + number[lanes_share]
-        placed_index, placed_weight = np.zeros(shared[-1], np.uint16), np.zeros(shared[-1], np.float32)
-        placed_index[at], placed_weight[at] = index, weights
+        words = np.full(shared[-1], nothing, np.int32)
+        words[at] = _words(weights, index)
         first = np.concatenate((first, shared)) if warps else first
-        return cls(*(_on(device, values) for values in (first.astype(np.int32), placed_index, placed_weight)))
+        return cls(_on(device, first.astype(np.int32)), _on(device, words))
 
 
 @dataclass(frozen=True)
@@ -148,7 +172,10 @@ class _GraphTables:
     @classmethod
     def of(cls, graph: LabelGraph, vocabulary: int, device: torch.device) -> _GraphTables:
         nodes, parents = len(graph.labels), graph.parent_nodes
+        families = np.bincount(graph.parents[graph.shares > 0], minlength=nodes)
+        parents = parents[np.argsort(-families[parents], kind="stable")]
         rows = _padded(nodes)
+        padding = rows + _padded(len(parents))
         same = graph.labels[graph.sources] == graph.labels[graph.targets]
         warps = _threads(rows) // _WARP
         forward = _row_of(np.bincount(graph.targets, minlength=nodes), warps)
@@ -157,19 +184,29 @@ class _GraphTables:
         column[parents] = np.arange(len(parents))
         # A node that is a parent sends what its children give it too.
         sent = np.where(column >= 0, rows + column, forward)[graph.sources]
-        arcs = _SlicedArcs.of(forward[graph.targets], 2 * sent + same, graph.weights, rows, device, warps)
+        arcs = _SlicedArcs.of(forward[graph.targets], 2 * sent + same, graph.weights, rows, 2 * padding, device, warps)
         children = np.flatnonzero(graph.shares > 0)
         of_children = _SlicedArcs.of(
-            column[graph.parents[children]], forward[children], graph.shares[children], _padded(len(parents)), device
+            column[graph.parents[children]],
+            forward[children],
+            graph.shares[children],
+            _padded(len(parents)),
+            padding,
+            device,
         )
         parent_rows = np.zeros(_padded(len(parents)), np.int32)
         parent_rows[: len(parents)] = forward[parents]
         mirrored = _SlicedArcs.of(
-            backward[graph.sources[~same]], backward[graph.targets[~same]], graph.weights[~same], rows, device, warps
+            backward[graph.sources[~same]],
+            backward[graph.targets[~same]],
+            graph.weights[~same],
+            rows,
+            rows,
+            device,
+            warps,
         )
-        same_row, same_weight = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
-        same_row[backward[graph.sources[same]]] = backward[graph.targets[same]]
-        same_weight[backward[graph.sources[same]]] = graph.weights[same]
+        same_words = _words(graph.weights[same], backward[graph.targets[same]])
+        parent_words = _words(graph.shares[children], column[graph.parents[children]])
 
         def by_row(row_of: NDArray[np.int64], values: NDArray[Any], dtype: Any, padding: int = 0) -> Tensor:
             placed = np.full(rows, padding, dtype)
@@ -179,18 +216,17 @@ class _GraphTables:
         arguments = (
             by_row(forward, graph.labels, np.int32),
             by_row(forward, graph.ends, np.float32),
-            *(arcs.first, arcs.index, arcs.weight),
-            *(of_children.first, of_children.index, of_children.weight),
+            *(arcs.first, arcs.words),
+            *(of_children.first, of_children.words),
             _on(device, parent_rows),
             by_row(backward, column, np.int32, -1),
             int(forward[graph.start]),
             _padded(len(parents)),
             by_row(backward, graph.labels, np.int32),
             by_row(backward, graph.ends, np.float32),
-            *(mirrored.first, mirrored.index, mirrored.weight),
-            *(_on(device, same_row), _on(device, same_weight)),
-            by_row(backward, column[graph.parents].clip(min=0), np.int32),
-            by_row(backward, graph.shares, np.float32),
+            *(mirrored.first, mirrored.words),
+            by_row(backward[graph.sources[same]], same_words, np.int32, rows),
+            by_row(backward[children], parent_words, np.int32, _padded(len(parents))),
         )
         by_label = np.argsort(graph.labels, kind="stable")
         by_label = by_label[graph.labels[by_label] > 0]
@@ -236,15 +272,16 @@ def plan(
         ValueError: the graph is too large; the message names sizes that do.
     """
     rows, parents = _padded(nodes), _padded(parents)
-    smem_bytes = 4 * (2 * vocabulary + _WARP + 2 + 2 * (rows + parents))
-    if smem_bytes > smem_bytes_per_block or 2 * (rows + parents) > _INDICES:
-        most = min((smem_bytes_per_block // 4 - 2 * vocabulary) // 2, _INDICES // 2) - parents
+    offsets = rows // _WARP + MOST_THREADS // _WARP + 2
+    smem_bytes = 4 * (2 * vocabulary + _WARP + 2 + max(2 * (rows + parents + 1), rows + 2 * (parents + 2)) + offsets)
+    if smem_bytes > smem_bytes_per_block or 2 * (rows + parents + 1) > _INDICES or vocabulary > _INDICES // 2:
+        most = min((smem_bytes_per_block // 4 - 2 * vocabulary - _WARP) // 2, _INDICES // 2) - parents - offsets
         raise ValueError(
             f"a graph of {nodes} nodes over {vocabulary} labels needs {smem_bytes} B of shared memory, a block has "
             f"{smem_bytes_per_block}, and 16-bit numbers: at most about {most} nodes fit"
         )
     threads = _threads(rows)
-    smem_bytes = min(smem_bytes + 6 * arcs, smem_bytes_per_block)  # arcs that do not fit are read from global memory
+    smem_bytes = min(smem_bytes + 4 * arcs, smem_bytes_per_block)  # arcs that do not fit are read from global memory
     return Launch(_sums_source(threads, -(-rows // threads)), threads, grid=2 * utterances, smem_bytes=smem_bytes)
 
 
@@ -253,7 +290,7 @@ def _sums_source(threads: int, rows: int) -> Source:
     arguments = names(_GRAPH).split(", ")
     for kind in ("arcs", "children", "mirrored"):  # struct Arcs
         at = arguments.index(f"{kind}_first")
-        arguments[at : at + 3] = [f"{{{', '.join(arguments[at : at + 3])}}}"]
+        arguments[at : at + 2] = [f"{{{', '.join(arguments[at : at + 2])}}}"]
     return translation_unit(
         "ctc/denominator.cuh",
         (*_GRAPH, *_SUMS),
@@ -324,7 +361,7 @@ class Denominator:
 
     def _plan(self, device: torch.device, utterances: int) -> Launch:
         smem_bytes = runtime.smem_bytes_per_block(device_index(device))
-        arcs = 2 * len(self.graph.weights)  # slices are less than twice as large
+        arcs = 2 * (len(self.graph.weights) + self._nodes)  # padded to slices, and other words
         return plan(self._nodes, self._parents, arcs, self.vocabulary, smem_bytes, utterances)
 
     @cached_property
@@ -360,7 +397,7 @@ class _ByKernels(torch.autograd.Function):
         log_probs, tables = ctx.saved_tensors[0], ctx.tables
         grad = torch.empty_like(log_probs)
         blocks = log_probs.shape[0] * log_probs.shape[1]
-        launch = Launch(SHARES, _SHARES_THREADS, grid=blocks, smem_bytes=4 * log_probs.shape[2])
+        launch = Launch(SHARES, _SHARES_THREADS, grid=blocks, smem_bytes=4 * (log_probs.shape[2] + 2 * tables.rows))
         by_label = [tables.of_label, tables.forward_row, tables.backward_row]
         arguments = [*ctx.saved_tensors, grad_log_sums.float().contiguous(), grad, *by_label]
         arguments += [*log_probs.shape, tables.rows]

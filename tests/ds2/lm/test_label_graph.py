@@ -39,7 +39,7 @@ def test_a_sequence_weighs_what_the_model_says(order: int, prune: int) -> None:
     assert not graph.shares[graph.parent_nodes].any() and (graph.labels == graph.labels[graph.parents]).all()
     for length in range(5):
         for labels in itertools.product(range(1, 6), repeat=length):
-            assert weight(graph, labels) == pytest.approx(math.exp(scorer(labels)), rel=1e-5)
+            assert weight(graph, labels) == pytest.approx(math.exp(scorer(labels)), rel=1e-5 + 2 * length / 4096)
 
 
 def test_the_sum_over_all_paths_of_ctc_is_one_where_the_audio_says_nothing() -> None:
@@ -52,7 +52,7 @@ def test_the_sum_over_all_paths_of_ctc_is_one_where_the_audio_says_nothing() -> 
     )
     graph = label_graph.label_graph(model, CHARACTERS)
     got = Denominator(graph, 6)(torch.zeros(5, 1, 6, dtype=torch.float64), torch.tensor([5]))
-    assert float(got) == pytest.approx(math.log(total), rel=1e-6)
+    assert float(got) == pytest.approx(math.log(total), abs=2 * 5 / 4096)
 
 
 def test_labels_that_the_text_lacks_share_its_unknown_token() -> None:
@@ -71,7 +71,8 @@ def test_pieces_and_text_files(tmp_path: Path) -> None:
     assert model.unit == "piece" and "\u2581a" in model.ids
     graph = label_graph.label_graph(model, pieces)
     labels = tuple(pieces.encode("ab"))
-    assert weight(graph, labels) == pytest.approx(math.exp(LabelScorer(model, pieces)(labels)), rel=1e-5)
+    exact = math.exp(LabelScorer(model, pieces)(labels))
+    assert weight(graph, labels) == pytest.approx(exact, rel=1e-5 + 2 * len(labels) / 4096)
 
 
 def test_a_graph_of_the_same_texts_is_the_same() -> None:

@@ -52,7 +52,7 @@ def test_the_loss_is_the_posterior_of_the_transcript(trainer: Trainer) -> None:
         ctc = ctc_losses(logits, frames, labels, sizes, feasible)
         log_probs = torch.tensor([scorer(sequence)], dtype=torch.float64)
         total += math.exp(-float(crf.losses(ctc, logits, frames, log_probs, feasible).detach()))
-    assert total == pytest.approx(1, abs=1e-5)
+    assert total == pytest.approx(1, abs=1e-3)  # weights of the graph have 12 bits
 
 
 def test_what_cannot_be_aligned_has_no_loss_and_no_gradient(trainer: Trainer) -> None:

@@ -8,7 +8,8 @@
 // Scores are probabilities, scaled by a power of two a frame: sums of positive numbers, each rounded once.
 // Rows are nodes in the order of their arcs' number, one numbering for each direction; 32 make a slice, a warp takes it. The
 // arcs of a slice are stored arc by arc, lane by lane, as many for each lane as for the one with most. The row with most by
-// far may be the first of each warp's first slice: all lanes share its arcs. Arcs that fit stay in shared memory.
+// far may be the first of each warp's first slice: all lanes share its arcs. Arcs that fit stay in shared memory. An arc is a
+// word: 16 bits of weight, which is 2^-31 to 2 with 12 significant bits, above 16 bits of what it reads.
 // Shape letters: T frames, B utterances, V labels (0 is the blank), P rows (padded nodes).
 #pragma once
 
@@ -18,25 +19,22 @@ namespace ds2 {
 
 struct Arcs {
     const int* first;             // (slices + 1) arcs before each slice, then (warps + 1) before those that lanes share
-    const unsigned short* index;  // what an arc reads
-    const float* weight;
+    const unsigned* words;
 };
 
 struct Graph {
     const int* labels;          // (P) forward rows
     const float* ends;          // (P) weight of ending there
-    Arcs arcs;                  // into each row; index: 2 x row, + 1 for weight after blanks alone; 2 (P + parent)
-    Arcs children;              // of each parent; index: row
+    Arcs arcs;                  // into each row, from 2 x row, + 1 for weight after blanks alone; 2 (P + parent)
+    Arcs children;              // of each parent, from row
     const int* parent_rows;     // (parents) row of each; a multiple of 32 of them
     const int* parent_numbers;  // (P) backward rows: number of a parent, or -1
     int start, parents;          // a row; how many
     const int* mirrored_labels;  // (P) backward rows
     const float* mirrored_ends;
-    Arcs mirrored_arcs;         // out of each row to other labels; index: row
-    const int* same_row;        // (P) the arc to the same label
-    const float* same_weight;   // 0: there is none
-    const int* parent_of;       // (P) number of the parent
-    const float* share;         // (P) of the weight that takes the parent's arcs too
+    Arcs mirrored_arcs;         // out of each row to other labels, to row
+    const unsigned* same_words;   // (P) the arc to the same label, to row
+    const unsigned* parent_words;  // (P) the share of the weight that takes the parent's arcs too, and the parent's number
 };
 
 struct Sums {
@@ -59,6 +57,8 @@ __device__ inline int exponent_of(float x) {
     return exponent > 0 && exponent < 255 ? exponent - 127 : 0;
 }
 
+__device__ inline float weight_of(unsigned word) { return __int_as_float(int((word >> 4 & 0x0ffff000u) | 0x30000000u)); }
+
 __device__ inline float warp_sum(float x) {
     for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
     return x;
@@ -73,10 +73,12 @@ struct DenominatorSums {
     const Sums& sums;
     float* probs;    // (2, V) of this frame and of the next, in shared memory
     float* partial;  // (32) sums of warps
-    float* values;   // forward (P + parents, 2), backward (P) and (parents, 2)
-    const float* near_weight = nullptr;  // the first arcs again, in shared memory
-    const unsigned short* near_index = nullptr;
+    float* values;   // forward (P + parents + 1, 2), backward (P + 2) and (parents + 1, 2); what follows these is 0
+    int* first = nullptr;  // of the arcs, in shared memory, as are `near` of their words, and all of the others if they fit
+    const unsigned *near_words = nullptr, *children = nullptr, *same_words = nullptr, *parent_words = nullptr;
+    unsigned* free_words = nullptr;
     int near = 0;
+    float coming = 0.0f;  // log-prob of a frame that is not needed yet
     const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, utterance = blockIdx.x / 2;
     const int frames = int(sums.frames[blockIdx.x / 2]), slices = sums.rows / 32;
 
@@ -87,32 +89,61 @@ struct DenominatorSums {
     __device__ void run() {
         if (thread < 32) partial[thread] = 0.0f;
         if (blockIdx.x % 2) {
-            keep_near(graph.mirrored_arcs, values + sums.rows + 2 * graph.parents);
+            keep_near(graph.mirrored_arcs, values + sums.rows + 2 * (graph.parents + 2));
             backward();
         } else {
-            keep_near(graph.arcs, values + 2 * (sums.rows + graph.parents));
+            keep_near(graph.arcs, values + 2 * (sums.rows + graph.parents + 1));
             forward();
         }
     }
 
   private:
-    __device__ void read_probs(int frame) {
-        const float* row = sums.log_probs + (size_t(frame) * sums.batch + utterance) * sums.vocabulary;
-        float* to = probs + frame % 2 * sums.vocabulary;
-        for (int v = thread; v < sums.vocabulary; v += THREADS) to[v] = expf(row[v]);
+    __device__ const float* log_probs(int frame) const {
+        return sums.log_probs + (size_t(frame) * sums.batch + utterance) * sums.vocabulary;
     }
 
-    __device__ void keep_near(const Arcs& arcs, float* to) {
-        const int bytes = sums.smem_bytes - int(reinterpret_cast<char*>(to) - reinterpret_cast<char*>(probs));
-        const int all = arcs.first[slices + 1 + WARPS], fit = bytes / 6 / 2 * 2;
-        near = fit < all ? fit : all;
-        unsigned short* indices = reinterpret_cast<unsigned short*>(to + near);
-        for (int arc = thread; arc < near; arc += THREADS) {
-            to[arc] = arcs.weight[arc];
-            indices[arc] = arcs.index[arc];
+    // Probabilities of a frame to shared memory. Those of small alphabets were asked for a frame ago: a row takes longer to
+    // come from L2 than a step. `next`: the frame after it, or -1.
+    __device__ void read_probs(int frame, int next) {
+        float* to = probs + frame % 2 * sums.vocabulary;
+        if (thread < sums.vocabulary) {
+            to[thread] = expf(coming);
+            if (next >= 0) coming = log_probs(next)[thread];
         }
-        near_weight = to;
-        near_index = indices;
+        for (int v = thread + THREADS; v < sums.vocabulary; v += THREADS) to[v] = expf(log_probs(frame)[v]);
+    }
+
+    __device__ void ask_for(int frame) {
+        if (thread < sums.vocabulary) coming = log_probs(frame)[thread];
+    }
+
+    // Copies the offsets of arcs to shared memory behind the values; then words, as long as they fit.
+    __device__ void keep_near(const Arcs& arcs, float* after) {
+        const int offsets = slices + 1 + WARPS + 1;
+        first = reinterpret_cast<int*>(after);
+        free_words = reinterpret_cast<unsigned*>(first + offsets);
+        for (int i = thread; i < offsets; i += THREADS) first[i] = arcs.first[i];
+        if (blockIdx.x % 2) {
+            same_words = keep_near(graph.same_words, sums.rows);
+            parent_words = keep_near(graph.parent_words, sums.rows);
+        } else {
+            children = keep_near(graph.children.words, graph.children.first[graph.parents / 32]);
+        }
+        const int fit = free_count(), all = arcs.first[offsets - 1];
+        near = fit < all ? fit : all;
+        near_words = keep_near(arcs.words, near);
+    }
+
+    __device__ int free_count() const {
+        return (sums.smem_bytes - int(reinterpret_cast<char*>(free_words) - reinterpret_cast<char*>(probs))) / 4;
+    }
+
+    __device__ const unsigned* keep_near(const unsigned* words, int count) {
+        if (count > free_count()) return words;
+        unsigned* copy = free_words;
+        for (int i = thread; i < count; i += THREADS) copy[i] = words[i];
+        free_words += count;
+        return copy;
     }
 
     // Call between barriers; `partial` may be written after the next one.
@@ -120,14 +151,19 @@ struct DenominatorSums {
 
     __device__ float sum_arcs(const Arcs& arcs, int part) const {
         float sum = 0.0f;
-        const int begin = arcs.first[part] + lane, end = arcs.first[part + 1];
+        const int begin = first[part] + lane, end = first[part + 1];
         if (end <= near) {
 #pragma unroll 4
-            for (int arc = begin; arc < end; arc += 32) sum += near_weight[arc] * values[near_index[arc]];
+            for (int arc = begin; arc < end; arc += 32) {
+                const unsigned word = near_words[arc];
+                sum += weight_of(word) * values[word & 0xffff];
+            }
         } else {
 #pragma unroll 4
-            for (int arc = begin; arc < end; arc += 32)
-                sum += __ldg(arcs.weight + arc) * values[__ldg(arcs.index + arc)];
+            for (int arc = begin; arc < end; arc += 32) {
+                const unsigned word = __ldg(arcs.words + arc);
+                sum += weight_of(word) * values[word & 0xffff];
+            }
         }
         return sum;
     }
@@ -156,7 +192,11 @@ struct DenominatorSums {
             blank_part[r] = row == graph.start ? 1.0f : 0.0f;
             sources[2 * row] = sources[2 * row + 1] = blank_part[r];
         }
-        if (frames > 0) read_probs(0);
+        if (thread < 2) sources[2 * (sums.rows + graph.parents) + thread] = 0.0f;
+        if (frames > 0) {
+            ask_for(0);
+            read_probs(0, frames > 1 ? 1 : -1);
+        }
         __syncthreads();
         for (int frame = 0; frame < frames; frame++) {
             const float* now = probs + frame % 2 * sums.vocabulary;
@@ -170,15 +210,15 @@ struct DenominatorSums {
                 const int end = graph.children.first[slice + 1];
 #pragma unroll 4
                 for (int arc = graph.children.first[slice] + lane; arc < end; arc += 32) {
-                    const int child = __ldg(graph.children.index + arc);
-                    const float weight = __ldg(graph.children.weight + arc);
+                    const unsigned word = children[arc], child = word & 0xffff;
+                    const float weight = weight_of(word);
                     both += weight * sources[2 * child];
                     blank += weight * sources[2 * child + 1];
                 }
                 of_parents[2 * parent] = both;
                 of_parents[2 * parent + 1] = blank;
             }
-            if (frame + 1 < frames) read_probs(frame + 1);
+            if (frame + 1 < frames) read_probs(frame + 1, frame + 2 < frames ? frame + 2 : -1);
             __syncthreads();
             float sum = 0.0f;
 #pragma unroll
@@ -220,24 +260,26 @@ struct DenominatorSums {
     }
 
     __device__ void backward() {
-        float label_part[ROWS], blank_part[ROWS], other[ROWS], same[ROWS];
-        int labels[ROWS];
+        float label_part[ROWS], blank_part[ROWS];
+        unsigned labels[ROWS];
         float* targets = values;
-        float* sent = values + sums.rows;
+        float* sent = values + sums.rows + 2;
         float* beta = sums.beta + size_t(utterance) * sums.length * sums.rows;
         int exponent = 0;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const int row = r * THREADS + thread;
             if (row >= sums.rows) continue;
-            labels[r] = graph.mirrored_labels[row];
+            labels[r] = unsigned(graph.mirrored_labels[row]) << 16 | unsigned(graph.parent_numbers[row] + 1);
             label_part[r] = blank_part[r] = graph.mirrored_ends[row];
             if (frames > 0) beta[size_t(frames - 1) * sums.rows + row] = label_part[r];
         }
         if (frames > 0) {
-            read_probs(frames - 1);
+            ask_for(frames - 1);
+            read_probs(frames - 1, frames - 2);
             if (thread == 0) sums.beta_exponent[size_t(utterance) * sums.length + frames - 1] = 0;
         }
+        if (thread < 2) targets[sums.rows + thread] = sent[2 * graph.parents + thread] = 0.0f;
         __syncthreads();
         for (int frame = frames - 1; frame > 0; frame--) {
             const float* now = probs + frame % 2 * sums.vocabulary;
@@ -249,23 +291,25 @@ struct DenominatorSums {
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                label_part[r] *= now[labels[r]] * scale;
+                label_part[r] *= now[labels[r] >> 16] * scale;
                 blank_part[r] *= now[0] * scale;
                 targets[row] = label_part[r];
             }
-            read_probs(frame - 1);
+            read_probs(frame - 1, frame - 2);
             __syncthreads();
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                other[r] = gather(graph.mirrored_arcs, r);
-                same[r] = graph.same_weight[row] * targets[graph.same_row[row]];
-                const int parent = graph.parent_numbers[row];
+                const float other = gather(graph.mirrored_arcs, r);
+                const float same = weight_of(same_words[row]) * targets[same_words[row] & 0xffff];
+                const int parent = int(labels[r] & 0xffff) - 1;
                 if (parent >= 0) {
-                    sent[2 * parent] = other[r];
-                    sent[2 * parent + 1] = same[r];
+                    sent[2 * parent] = other;
+                    sent[2 * parent + 1] = same;
                 }
+                label_part[r] += blank_part[r] + other;
+                blank_part[r] += other + same;
             }
             __syncthreads();
             float sum = 0.0f;
@@ -273,11 +317,10 @@ struct DenominatorSums {
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                const float* of_parent = sent + 2 * graph.parent_of[row];
-                const float share = graph.share[row];
-                const float left = blank_part[r] + other[r] + share * of_parent[0];
-                label_part[r] += left;
-                blank_part[r] = left + same[r] + share * of_parent[1];
+                const float* of_parent = sent + 2 * (parent_words[row] & 0xffff);
+                const float share = weight_of(parent_words[row]);
+                label_part[r] += share * of_parent[0];
+                blank_part[r] += share * (of_parent[0] + of_parent[1]);
                 beta[size_t(frame - 1) * sums.rows + row] = label_part[r];
                 sum += label_part[r] + blank_part[r];
             }
@@ -307,8 +350,8 @@ struct Shares {
     int length, batch, vocabulary, rows;
 };
 
-// Block t B + b. `shares` is shared: (V) the share of paths that emit each label in frame t.
-__device__ inline void shares_of_frame(const Shares& p, float* shares) {
+// Block t B + b. `memory` is shared: the share of paths that emit each label in frame t (V), alpha (P) and beta (P).
+__device__ inline void shares_of_frame(const Shares& p, float* memory) {
     const int frame = blockIdx.x / p.batch, utterance = blockIdx.x % p.batch;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const size_t at = (size_t(frame) * p.batch + utterance) * p.vocabulary;
@@ -318,15 +361,21 @@ __device__ inline void shares_of_frame(const Shares& p, float* shares) {
         return;
     }
     const size_t row = size_t(utterance) * p.length + frame;
-    const float* alpha = p.alpha + row * p.rows;
-    const float* beta = p.beta + row * p.rows;
+    float* shares = memory;
+    float* alpha = memory + p.vocabulary;
+    float* beta = alpha + p.rows;
     // In two factors: neither overflows where alpha and beta are far below 1.
     const int up = p.alpha_exponent[row] + p.beta_exponent[row] - p.exponent[utterance];
     const float first = ldexpf(1.0f, up / 2), second = ldexpf(1.0f / p.mantissa[utterance], up - up / 2);
+    for (int i = threadIdx.x; i < p.rows; i += SHARES_THREADS) {
+        alpha[i] = p.alpha[row * p.rows + i] * first;
+        beta[i] = p.beta[row * p.rows + i] * second;
+    }
+    __syncthreads();
     for (int v = warp; v < p.vocabulary; v += SHARES_THREADS / 32) {
         float sum = 0.0f;
         for (int i = p.of_label[v] + lane; i < p.of_label[v + 1]; i += 32)
-            sum += (alpha[p.forward_row[i]] * first) * (beta[p.backward_row[i]] * second);
+            sum += alpha[p.forward_row[i]] * beta[p.backward_row[i]];
         sum = warp_sum(sum);
         if (lane == 0) shares[v] = sum;
     }
