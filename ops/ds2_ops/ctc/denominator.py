@@ -31,6 +31,8 @@ MOST_THREADS = 1024
 _SHARES_THREADS = 256
 _WARP = 32
 _SHARED_FROM = 32  # arcs of a row from which on lanes share them
+_BANKS = 32  # of shared memory, 4 bytes wide
+_CANDIDATES = 8  # arcs of a lane that are compared for a step
 _INDICES = 2**16  # of 16-bit indices in csrc/ctc/denominator.cuh
 _ARCS = "const int* {0}_first, const unsigned* {0}_words"
 # struct Graph of csrc/ctc/denominator.cuh
@@ -149,13 +151,51 @@ class _SlicedArcs:
         first = np.concatenate(([0], np.cumsum(lengths * _WARP)))
         of_warps = np.where(together, degrees, 0)[: warps * _WARP : _WARP]
         shared = first[-1] + np.concatenate(([0], np.cumsum(of_warps)))
-        at = first[rows // _WARP] + number * _WARP + rows % _WARP
         lanes_share = together[rows]
+        step = _steps(rows[~lanes_share], index[~lanes_share], lengths)
+        at = np.empty(len(rows), np.int64)
+        at[~lanes_share] = (first[rows // _WARP] + rows % _WARP)[~lanes_share] + step * _WARP
         at[lanes_share] = shared[rows[lanes_share] // _WARP] + number[lanes_share]
         words = np.full(shared[-1], nothing, np.int32)
         words[at] = _words(weights, index)
         first = np.concatenate((first, shared)) if warps else first
         return cls(_on(device, first.astype(np.int32)), _on(device, words))
+
+
+def _steps(rows: NDArray[Any], index: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Choose when each lane takes each of its arcs, so that the lanes of a step read different banks of shared memory.
+
+    Greedily, a step at a time, lanes with most arcs first; a lane that has time to spare waits rather than collides.
+
+    Args:
+        rows: (E,) ascending.
+        index: (E,) 4-byte words that arcs read.
+        lengths: (slices,) steps of each slice.
+
+    Returns:
+        (E,) steps; those of a row differ.
+    """
+    steps = np.zeros(len(rows), np.int64)
+    numbers, reads = rows.tolist(), index.tolist()
+    begins = np.searchsorted(rows, np.arange(len(lengths) + 1) * _WARP).tolist()
+    for piece, length in enumerate(lengths.tolist()):
+        left: dict[int, list[int]] = {}
+        for arc in range(begins[piece], begins[piece + 1]):
+            left.setdefault(numbers[arc], []).append(arc)
+        for step in range(length):
+            banks, seen, most = [0] * _BANKS, set[int](), 1
+            for arcs in sorted(left.values(), key=len, reverse=True):
+                costs = [0 if reads[arc] in seen else banks[reads[arc] % _BANKS] + 1 for arc in arcs[:_CANDIDATES]]
+                least = min(costs, default=0)
+                if not arcs or (least > most and len(arcs) < length - step):
+                    continue
+                arc = arcs.pop(costs.index(least))
+                steps[arc] = step
+                most = max(most, least)
+                if reads[arc] not in seen:
+                    seen.add(reads[arc])
+                    banks[reads[arc] % _BANKS] += 1
+    return steps
 
 
 @dataclass(frozen=True)
@@ -184,7 +224,9 @@ class _GraphTables:
         column[parents] = np.arange(len(parents))
         # A node that is a parent sends what its children give it too.
         sent = np.where(column >= 0, rows + column, forward)[graph.sources]
-        arcs = _SlicedArcs.of(forward[graph.targets], 2 * sent + same, graph.weights, rows, 2 * padding, device, warps)
+        arcs = _SlicedArcs.of(
+            forward[graph.targets], sent + same * (padding + 1), graph.weights, rows, padding, device, warps
+        )
         children = np.flatnonzero(graph.shares > 0)
         of_children = _SlicedArcs.of(
             column[graph.parents[children]],
@@ -242,12 +284,20 @@ class _GraphTables:
 
 
 def _row_of(degrees: NDArray[Any], warps: int) -> NDArray[np.int64]:
-    """(N,) rows of nodes: those of the highest degrees, whose arcs lanes share, a warp each; the others in order."""
+    """(N,) rows of nodes: those of the highest degrees, whose arcs lanes share, a warp each; then the others in order.
+
+    Warps take their slices forwards and backwards in turns, so that each has as many arcs.
+    """
     nodes = len(degrees)
     wide = min(warps, int((degrees > _SHARED_FROM).sum()), -(-nodes // _WARP))
     firsts = np.arange(wide) * _WARP
+    slices = np.arange(-(-nodes // _WARP))
+    for begin in range(warps, len(slices), 2 * warps):
+        slices[begin : begin + warps] = slices[begin : begin + warps][::-1].copy()
+    in_order = (slices[:, None] * _WARP + np.arange(_WARP)).ravel()
+    others = in_order[~np.isin(in_order, firsts)]
     rows = np.empty(nodes, np.int64)
-    rows[np.argsort(-degrees, kind="stable")] = np.concatenate((firsts, np.setdiff1d(np.arange(nodes), firsts)))
+    rows[np.argsort(-degrees, kind="stable")] = np.concatenate((firsts, others))[:nodes]
     return rows
 
 

@@ -25,7 +25,7 @@ struct Arcs {
 struct Graph {
     const int* labels;          // (P) forward rows
     const float* ends;          // (P) weight of ending there
-    Arcs arcs;                  // into each row, from 2 x row, + 1 for weight after blanks alone; 2 (P + parent)
+    Arcs arcs;                  // into each row, from row or P + parent; P + parents + 1 more: weight after blanks alone
     Arcs children;              // of each parent, from row
     const int* parent_rows;     // (parents) row of each; a multiple of 32 of them
     const int* parent_numbers;  // (P) backward rows: number of a parent, or -1
@@ -73,7 +73,7 @@ struct DenominatorSums {
     const Sums& sums;
     float* probs;    // (2, V) of this frame and of the next, in shared memory
     float* partial;  // (32) sums of warps
-    float* values;   // forward (P + parents + 1, 2), backward (P + 2) and (parents + 1, 2); what follows these is 0
+    float* values;   // forward (2, P + parents + 1), backward (P + 2) and (parents + 1, 2); what follows these is 0
     int* first = nullptr;  // of the arcs, in shared memory, as are `near` of their words, and all of the others if they fit
     const unsigned *near_words = nullptr, *children = nullptr, *same_words = nullptr, *parent_words = nullptr;
     unsigned* free_words = nullptr;
@@ -180,7 +180,7 @@ struct DenominatorSums {
         float label_part[ROWS], blank_part[ROWS];
         int labels[ROWS];
         float* sources = values;
-        float* of_parents = values + 2 * sums.rows;
+        float* blanks = values + sums.rows + graph.parents + 1;  // of the sources, the weight after a blank
         float* alpha = sums.alpha + size_t(utterance) * sums.length * sums.rows;
         int exponent = 0;
 #pragma unroll
@@ -190,9 +190,9 @@ struct DenominatorSums {
             labels[r] = graph.labels[row];
             label_part[r] = 0.0f;
             blank_part[r] = row == graph.start ? 1.0f : 0.0f;
-            sources[2 * row] = sources[2 * row + 1] = blank_part[r];
+            sources[row] = blanks[row] = blank_part[r];
         }
-        if (thread < 2) sources[2 * (sums.rows + graph.parents) + thread] = 0.0f;
+        if (thread == 0) sources[sums.rows + graph.parents] = blanks[sums.rows + graph.parents] = 0.0f;
         if (frames > 0) {
             ask_for(0);
             read_probs(0, frames > 1 ? 1 : -1);
@@ -206,17 +206,17 @@ struct DenominatorSums {
             if (thread == 0) sums.alpha_exponent[size_t(utterance) * sums.length + frame] = exponent;
             for (int slice = warp; slice < graph.parents / 32; slice += WARPS) {
                 const int parent = slice * 32 + lane, row = graph.parent_rows[parent];
-                float both = sources[2 * row], blank = sources[2 * row + 1];
+                float both = sources[row], blank = blanks[row];
                 const int end = graph.children.first[slice + 1];
 #pragma unroll 4
                 for (int arc = graph.children.first[slice] + lane; arc < end; arc += 32) {
                     const unsigned word = children[arc], child = word & 0xffff;
                     const float weight = weight_of(word);
-                    both += weight * sources[2 * child];
-                    blank += weight * sources[2 * child + 1];
+                    both += weight * sources[child];
+                    blank += weight * blanks[child];
                 }
-                of_parents[2 * parent] = both;
-                of_parents[2 * parent + 1] = blank;
+                sources[sums.rows + parent] = both;
+                blanks[sums.rows + parent] = blank;
             }
             if (frame + 1 < frames) read_probs(frame + 1, frame + 2 < frames ? frame + 2 : -1);
             __syncthreads();
@@ -238,8 +238,8 @@ struct DenominatorSums {
             for (int r = 0; r < ROWS; r++) {
                 const int row = r * THREADS + thread;
                 if (row >= sums.rows) continue;
-                sources[2 * row] = label_part[r] + blank_part[r];
-                sources[2 * row + 1] = blank_part[r];
+                sources[row] = label_part[r] + blank_part[r];
+                blanks[row] = blank_part[r];
             }
             __syncthreads();
         }
