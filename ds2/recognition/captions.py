@@ -8,10 +8,10 @@ from itertools import chain
 
 from ds2.decoding.hypothesis import Word
 
-_LINE_CHARACTERS = 42  # of at most two lines, as broadcasters have them
+_LINE_CHARACTERS = 42  # of one of at most two lines: broadcasters' limit
 _LONGEST_S = 7.0
 _PAUSE_S = 1.0  # between words, at which a cue or paragraph ends
-_LONG_PARAGRAPH_S = 30.0  # from here on a paragraph ends at shorter pauses
+_LONG_PARAGRAPH_S = 30.0  # a longer paragraph ends at shorter pauses too
 _SHORT_PAUSE_S = 0.4
 
 

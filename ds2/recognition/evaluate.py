@@ -1,4 +1,4 @@
-"""WER reports of a model on manifests, clean or degraded on purpose; training judges its dev set with it too."""
+"""WER reports of a model on manifests, clean or degraded on purpose; training scores its dev set with `score` too."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def evaluate(
 
     Args:
         recogniser: the model and its decoder.
-        manifests: JSON-lines manifests, each of another name.
+        manifests: JSON-lines manifests with different names.
         data: of the model's config: how audio is read.
         batch_audio_s: padded audio per batch, seconds; lower it if memory runs out. None chooses by device.
         workers: processes that read audio; -1 chooses.
@@ -91,7 +91,7 @@ def evaluate(
 
     Raises:
         ConfigError: two manifests of one name, whose reports would share a folder.
-        ManifestError, AudioError, DecodeError: what cannot be read or decoded, by name.
+        ManifestError, AudioError, DecodeError: a manifest, audio or utterance that cannot be read or decoded.
     """
     repeated = [name for name, times in Counter(p.stem for p in manifests).items() if times > 1]
     if repeated:
@@ -235,7 +235,7 @@ def robustness(
     batch_audio_s: float | None = None,
     workers: int = -1,
 ) -> Iterator[tuple[str, Report]]:
-    """Yield the name of each of `conditions` and the report on the utterances degraded by it, the same on every run.
+    """Yield each name of `conditions` and the report on the utterances degraded so; every run draws the same noise.
 
     Args:
         recogniser: the model and its decoder.

@@ -37,7 +37,7 @@ class Pipeline:
 
     @cached_property
     def quiet_labels(self) -> Tensor:
-        """(V,) bool on the device: labels that are no sound, the blank and white space."""
+        """(V,) bool on the device: labels without a sound: the blank and white space."""
         return torch.tensor([not symbol.strip() for symbol in self.alphabet.symbols], device=self.device)
 
     def autocast(self) -> torch.autocast:
@@ -45,7 +45,7 @@ class Pipeline:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def block_runner(self, block_frames: int) -> BlockRunner:
-        """The runner that all sessions of these blocks share.
+        """The runner that all sessions with blocks of this length share.
 
         Raises:
             ConfigError: a bidirectional model.
@@ -56,7 +56,7 @@ class Pipeline:
         return self.runners[block_frames]
 
     def block_features(self, blocks: Sequence[NDArray[np.float32]]) -> Tensor:
-        """Features (B, F, T) on the device of the windows of samples (N,) each, all of one length."""
+        """Return features (B, F, T) on the device; the blocks are samples (N,) of one length."""
         waveforms = torch.from_numpy(np.stack(blocks)).to(self.device)
         windows = self.features.windows(waveforms.shape[1])
         if windows == 0:

@@ -1,8 +1,8 @@
-"""The public Python interface: utterances in batches, files of any length, and sources that arrive while they last.
+"""The public Python interface: utterances in batches, files of any length, and live sources.
 
-A unidirectional model takes a file block by block, as a stream, which gives the logits of the whole. A bidirectional
-model, whose backward layers start at the end, takes blocks of a minute with ten seconds of audio on either side; a file
-of at most one block is taken whole.
+A unidirectional model runs over a file block by block, as a stream, which gives the logits of the whole. A
+bidirectional model, whose backward layers start at the end, runs over blocks of a minute with ten seconds of audio on
+either side; a file of at most one block is run whole.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HotPhrases = HotWords | Iterable[str]
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said in one file or array."""
+    """The transcript of one file or array."""
 
     duration_s: float
     hypothesis: Hypothesis
@@ -89,7 +89,7 @@ class Recogniser(Pipeline):
             path: the file or folder.
             device: auto, cpu, cuda, cuda:N.
             precision: fp32, bf16 or auto: on a GPU the precision of its training, on a CPU fp32.
-            decode: decoder settings; None takes those tuned for the model, else those of its own config.
+            decode: decoder settings; None: those tuned for the model, or without them those of its config.
 
         Raises:
             CheckpointError: no such file, or not a ds2 model.
@@ -198,7 +198,7 @@ class Recogniser(Pipeline):
         endpoints: Endpoints | None = None,
         hot_words: HotWords | None = None,
     ) -> Live:
-        """Start a session without end, whose result comes in segments; arguments and errors as `Live`."""
+        """Start a live session, whose result comes in segments; arguments and errors as `Live`."""
         return Live(self, sample_rate_hz=sample_rate_hz, endpoints=endpoints, hot_words=hot_words)
 
     @torch.inference_mode()
@@ -275,7 +275,7 @@ class Recogniser(Pipeline):
 
 
 def decode_batch(decoder: Decoder, logits: Tensor, lengths: Tensor) -> list[Hypothesis]:
-    """Return the best hypothesis of each utterance of logits (T', B, V); of one without a frame it is empty."""
+    """Return the best hypothesis of each utterance of logits (T', B, V), an empty one for utterances without frames."""
     nonempty = lengths.nonzero()[:, 0]
     best = [EMPTY for _ in lengths]
     if not len(nonempty):
@@ -305,15 +305,15 @@ def transcribe_file(
 ) -> Transcript:
     """Transcribe an audio file or array, in memory that does not grow with its length.
 
-    Of a truncated or damaged file what can be decoded is transcribed, with a warning; a very quiet one has a warning.
+    A truncated or damaged file is transcribed as far as it can be decoded, with a warning; so is a very quiet one.
 
     Args:
-        pipeline: model and decoder; a decoder of another package keeps the file's log-probs, some kilobytes a second.
+        pipeline: model and decoder; an external decoder stores the log-probs of the file, some kilobytes a second.
         audio: a file, see `ds2.audio.read.read_audio` for the formats; or samples (N,).
         sample_rate_hz: of samples; files have their own.
         channel: which channel of a file, from 1; 0 averages all.
         hot_words: words and phrases to prefer, with a bonus each.
-        block_s: most audio that the model takes at once, seconds.
+        block_s: audio that the model runs over at once, at most, seconds.
         context_s: audio that a bidirectional model takes on each side of a block, at most `block_s`, seconds.
         watch: is called with the seconds of audio that have been read.
 

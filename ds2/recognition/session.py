@@ -1,4 +1,4 @@
-"""Sources that are recognised while they arrive: sessions with one result, and live sessions that come in segments.
+"""Sources that are recognised while they arrive: sessions with one result, and live sessions with segments.
 
 The methods have the names of sherpa-onnx: `accept_waveform`, `is_ready`, `decode`, `result`, `is_endpoint`, `reset`.
 """
@@ -25,13 +25,13 @@ from ds2.decoding.lexicon import HotWords
 from ds2.model.structure import lookahead_parts_ms
 from ds2.recognition.pipeline import Pipeline
 
-BLOCK_S = 0.2  # audio that the model takes at once: a result is late by this and by the model's lookahead
-PAUSE_S = 0.2  # a pause of the logits that ends a segment which is too long, or behind which silent audio counts too
+BLOCK_S = 0.2  # audio of a block: a result comes later than its audio by this and the model's lookahead
+PAUSE_S = 0.2  # a pause of the logits that ends a segment which is too long; after it silent audio counts too
 Item = TypeVar("Item")
-Failed = Callable[[Any, Exception], None]  # called with a session of a batch and the reason why it failed
+Failed = Callable[[Any, Exception], None]  # called with a session and its error
 _MOST_AT_ONCE = 256  # sessions in one call of the model
 _SILENT = 0.01  # mean square of silence, relative to that of the words before it: 20 dB less
-OVERTIME_S = 5.0  # a segment so much longer than `Endpoints.longest_s` ends without a pause
+OVERTIME_S = 5.0  # a segment that exceeds `Endpoints.longest_s` by this ends without a pause
 
 
 class Session:
@@ -69,7 +69,7 @@ class Session:
         if self._block_frames < 1:
             raise ValueError(f"block_s={block_s} is less than an output frame of {pipeline.frame_s:g} s")
         self.decoding = self.decoder.start(1, hot_words)
-        self.blocks: deque[NDArray[np.float32]] = deque()  # samples that wait for the model
+        self.blocks: deque[NDArray[np.float32]] = deque()  # samples of blocks that `decode` runs next
         self.runner = pipeline.block_runner(self._block_frames)
         self._start_stream()
 
@@ -106,7 +106,7 @@ class Session:
         decode_sessions([self])
 
     def result(self) -> Hypothesis:
-        """The best hypothesis so far; see `Decoding.best` for what it lacks."""
+        """The best hypothesis so far; `Decoding.best` says what it lacks."""
         return self.decoding.best()[0]
 
     def is_endpoint(self) -> bool:
@@ -120,7 +120,7 @@ class Session:
         self._start_stream()
 
     def input_finished(self) -> None:
-        """Take no more samples; the blocks that wait then reach to the last frame, lookahead included."""
+        """End the source: its last blocks, lookahead included, are then ready for `decode`."""
         self.blocks.extend(self._samples.accept(self._resampler.finish()))
         self.blocks.extend(self.runner.final_blocks(self.slot, self._samples.finish(), len(self.blocks)))
 
@@ -147,11 +147,11 @@ class Session:
 class Endpoints:
     """Rules that end a segment, in seconds; infinity turns a rule off.
 
-    A segment ends after `silence_s` of silence without words, after `after_speech_s` of silence behind words, and at
+    A segment ends after `silence_s` of silence without words, after `after_speech_s` of silence after words, and at
     the next pause once it is `longest_s` long, or 5 s later without a pause. Rules are applied after every block.
 
-    Silence is what the logits say, and behind words the audio too that the model has taken and whose logits wait for
-    their lookahead, if all of it is 20 dB below the words. In noise a segment ends later, by the lookahead.
+    The logits decide what is silence. After words, audio whose logits still wait for their lookahead counts too if all
+    of it is 20 dB below the words. In noise a segment therefore ends later, by the lookahead.
     """
 
     silence_s: float = 2.4
@@ -169,7 +169,7 @@ NEVER = Endpoints(math.inf, math.inf, math.inf)
 
 
 def describe_delays(config: Config, endpoints: Endpoints | None = None) -> str:
-    """Say how long after a word its text comes, and after the last word final text; computation comes on top.
+    """Describe the delay of a word's text, and of final text after the last word, without the time to compute them.
 
     Args:
         config: of a unidirectional model.
@@ -195,9 +195,9 @@ class Segment:
 
 
 class Live(Session):
-    """A session without end: its segments become final one by one; `result` is that of the open segment.
+    """A live session: segments become final one by one; `result` is the hypothesis of the open segment.
 
-    At an endpoint the model's state goes on and the decoder starts again, its language model too. Where a segment ends
+    At an endpoint the decoder and its language model start again; the model keeps its state. Where a segment ends
     does not depend on how the samples were cut.
 
     Args:
@@ -225,7 +225,9 @@ class Live(Session):
         self.endpoints = endpoints or Endpoints()
         self.segments: deque[Segment] = deque()
         self._stream_start_s = 0.0  # where in the source the model's state was last reset
-        self._frames = self._segment_start = self._quiet = 0  # output frames: since then, of the segment, quiet at end
+        self._frames = self._segment_start = self._quiet = (
+            0  # in output frames: since then; start of the segment; quiet ones at the end
+        )
         self._speech_start: int | None = None  # first output frame of the open segment that is not quiet
         self._levels: deque[float] = deque()  # mean square of the samples of output frames from `_first_level` on
         self._first_level = 0
@@ -272,7 +274,7 @@ class Live(Session):
         )
 
     def _take_levels(self, frames: int, quiet_before: int, quiet: int) -> None:
-        """Remove the levels of output frames whose logits came; those of words say how loud the words are."""
+        """Remove the levels of output frames whose logits have come; sum those of words."""
         while self._levels and self._first_level < self._frames:
             level, at = self._levels.popleft(), self._first_level - self._frames + frames
             self._first_level += 1
@@ -280,7 +282,7 @@ class Live(Session):
                 self._speech_energy, self._speech_frames = self._speech_energy + level, self._speech_frames + 1
 
     def _silence_ahead_s(self, pause_s: float) -> float:
-        """Seconds of audio behind the last output frame, if all of it is silent and follows a pause of the logits."""
+        """Return the seconds of audio after the last output frame if it is all silent and follows a pause, else 0."""
         if pause_s < PAUSE_S or not self._levels or not self._speech_frames:
             return 0.0
         silent = max(self._levels) <= _SILENT * self._speech_energy / self._speech_frames
@@ -302,14 +304,14 @@ class Live(Session):
         self._speech_energy = self._speech_frames = 0.0
 
     def flush(self) -> None:
-        """Make all accepted audio final now, to its last sample; the model's state starts again behind it."""
+        """Make all accepted audio final, to its last sample; the model's state is reset after it."""
         self.input_finished()
         while self.is_ready():
             self.decode()
         finish_segments([self])
 
     def reset(self) -> None:
-        """Drop the open segment and start again; times go on counting from the source's start."""
+        """Drop the open segment and start again; times still count from the source's start."""
         self.restart_stream()
         self.decoding = self.decoder.start(1, self.hot_words)
         self._start_segment()
@@ -329,7 +331,7 @@ class Live(Session):
 
 
 def raise_failure(session: Any, error: Exception) -> None:
-    """Raise the error of a session: what `decode_sessions` and the others do unless they get another handler."""
+    """Raise the error of a session: the default of `failed` in `decode_sessions` and the other functions."""
     raise error
 
 
@@ -338,8 +340,8 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
 
     Args:
         sessions: any.
-        failed: called with each session whose block raises, and with its error; the others of its batch go on as if
-            it had not been there.
+        failed: called with each session whose block raises, and with its error; the others of its batch go on as
+            without it.
     """
     groups: dict[int, list[Session]] = {}
     for session in sessions:
@@ -357,7 +359,7 @@ def decode_sessions(sessions: Sequence[Session], failed: Failed = raise_failure)
 def run_contained(
     items: Sequence[Item], run: Callable[[Sequence[Item]], None], failed: Callable[[Item, Exception], None]
 ) -> None:
-    """Run a batch; if it raises, run its halves, down to the items that fail alone.
+    """Run a batch; if it raises, run its halves, and so on, until items that fail are alone.
 
     Args:
         items: of the batch.
@@ -451,7 +453,7 @@ def quiet_at_ends(quiet: NDArray[np.bool_], lengths: NDArray[np.int64]) -> tuple
 
 
 def results(sessions: Sequence[Session], failed: Failed = raise_failure) -> list[Hypothesis]:
-    """`Session.result` of each session, in one batch; `failed` as for `decode_sessions`, whose result is empty."""
+    """Return `Session.result` of each session, in one batch; empty if it failed (`failed`: see `decode_sessions`)."""
     hypotheses = _by_decoder(sessions, _best, failed)
     return [hypotheses.get(id(session), EMPTY) for session in sessions]
 
@@ -463,7 +465,7 @@ def final_results(sessions: Sequence[Session]) -> list[Hypothesis]:
 
 
 def finish_segments(sessions: Sequence[Live], failed: Failed = raise_failure) -> None:
-    """Make the open segments final of live sessions after `input_finished` and all blocks; the sources may go on.
+    """Make the open segments of live sessions final, after `input_finished` and all blocks; sources may go on.
 
     `failed`: as for `decode_sessions`.
     """

@@ -1,4 +1,4 @@
-"""The decoder settings of a model: those tuned for it, else those of its own config."""
+"""The decoder settings of a model: those tuned for it, or without them those of its config."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def decode_settings(
         texts = {key: value for change in changes for key, _, value in [change.partition("=")] if key in _TEXTS}
         others = [change for change in changes if change.partition("=")[0] not in _TEXTS]
         merged = OmegaConf.merge(base, OmegaConf.from_dotlist(others))
-        for key, value in texts.items():  # not parsed: YAML would take some paths for lists
+        for key, value in texts.items():  # not parsed: YAML would read some paths as lists
             OmegaConf.update(merged, key, value)
     except OverflowError as error:  # a number of 400 digits
         place = ", ".join([str(file)] * file.is_file() + list(changes))
@@ -71,7 +71,9 @@ def _read(file: Path) -> DictConfig:
             raise ConfigError(f"{file}: has {size} bytes, {_MAX_BYTES} at most; delete it or run `ds2 lm tune` again")
         text = file.read_text(encoding="utf-8")
         _refuse_interpolation(file, text)
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines can stand for gigabytes
+        if any(
+            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)
+        ):  # aliases: a few lines can expand to gigabytes
             raise ConfigError(f"{file}: holds an alias (*NAME); write the value out, or run `ds2 lm tune` again")
         read = OmegaConf.create(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, numbers of 5000 digits

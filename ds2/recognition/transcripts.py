@@ -18,10 +18,10 @@ from ds2.recognition.textgrid import Interval
 from ds2.text.alphabet import WORD_MARK, Alphabet
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_DEVIATIONS = 6.0  # above the median: what is listed where nothing better is known
-_SWAPPED_SHARE = 0.05  # of transcripts of other utterances that the limit of what is listed may miss
+_DEVIATIONS = 6.0  # above the median: listed where there is no measured limit
+_SWAPPED_SHARE = 0.05  # of swapped transcripts that are below the limit
 _FEWEST_SWAPPED = 20
-_LEAST_SURPRISE = 2.0  # nats a label: where nearly all transcripts are certain, small doubts mean nothing
+_LEAST_SURPRISE = 2.0  # nats a label: smaller surprises are never listed
 
 
 @dataclass(frozen=True)

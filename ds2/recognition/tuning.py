@@ -1,4 +1,4 @@
-"""Decoder settings that suit a model: alpha, beta and the beam on a dev set, from log-probs computed once."""
+"""Tuning of decoder settings: alpha, beta and the beam on a dev set, from log-probs computed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds2.lm.recurrent import RecurrentLM
 from ds2.scoring.wer import ErrorCounts, word_errors
 from ds2.text.alphabet import Alphabet
 
-_BEAM_TOLERANCE = 0.0005  # a narrower beam is taken where it costs no more than so much WER
+_BEAM_TOLERANCE = 0.0005  # a narrower beam is chosen if its WER is higher by no more than this
 _REFINEMENTS = 2  # rounds around the best point, each at half the step
 _BEAMS = (16, 32, 64, 128, 256)
 _SHARES = tuple(tenths / 10 for tenths in range(11))  # of a recurrent model in log p_lm
@@ -72,7 +72,7 @@ def search(
 ) -> Iterator[TuningTrial]:
     """Yield trials: the grid of alpha and beta, finer grids around the best, and then beams of other widths there.
 
-    Each is a whole decoding with `options`, method and all, but for what is tried; the best is what `choose` picks.
+    Each trial decodes with `options` except for the values that are tried; `choose` picks the best.
     """
     done: dict[tuple[float, float, int], TuningTrial] = {}
 
@@ -97,7 +97,7 @@ def search(
 
 
 def choose(trials: Sequence[TuningTrial]) -> TuningTrial:
-    """Return the trial with the fewest errors, or one of its weights, a narrower beam and at most 0.05 % more WER."""
+    """Return the trial with the fewest errors, or one with its weights, a narrower beam and at most 0.05 % more WER."""
     best = min(trials, key=lambda trial: (trial.errors.errors, trial.beam))
     like = [t for t in trials if (t.alpha, t.beta) == (best.alpha, best.beta)]
     good = [t for t in like if t.errors.rate <= best.errors.rate + _BEAM_TOLERANCE]

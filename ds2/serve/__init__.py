@@ -1,6 +1,6 @@
-"""The server of `ds2 serve`: live recognition for any number of clients, which share one recogniser's batches.
+"""The server of `ds2 serve`: live recognition for any number of clients, whose audio is decoded in common batches.
 
-engine: batches of whatever has arrived, sessions, metrics. protocols: what clients speak. http: routes, address, page,
-and who may use the server. processes: workers that speak with clients, and several recognisers. phrases: hot words as
+engine: batches of whatever has arrived, sessions, metrics. protocols: those of clients. http: routes, address, page,
+and who may use the server. processes: workers that handle connections, and several recognisers. phrases: hot words as
 clients send them. limits: what a server allows, and its errors.
 """

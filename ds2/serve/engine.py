@@ -1,4 +1,4 @@
-"""The engine: one thread that decodes whatever has arrived from any session as its next batch, and who may ask it.
+"""The engine: one thread whose next batch is the audio that has arrived of all sessions, and its clients' interface.
 
 Amodei et al. 2016, "Deep Speech 2", section 7 (Batch Dispatch). A session waits for the result of its samples before it
 takes more from its client, so a client that sends faster than its audio is decoded is slowed down.
@@ -33,16 +33,16 @@ from ds2.system.errors import UserError
 
 log = logging.getLogger(__name__)
 transcripts = logging.getLogger("ds2.serve.transcripts")
-transcripts.setLevel(logging.WARNING)  # INFO, which `ds2 serve --log-transcripts` sets, logs what is said
+transcripts.setLevel(logging.WARNING)  # `ds2 serve --log-transcripts` sets INFO
 
 
 @dataclass(frozen=True)
 class StreamResult:
-    """What a chunk of samples gave: segments that became final, and the text of the open segment."""
+    """The result of a chunk of samples: segments that became final, and the text of the open segment."""
 
     final: list[Segment]
     partial: str
-    fixed_words: int = 0  # of the text of the open segment, the first ones, which no later audio changes
+    fixed_words: int = 0  # first words of the open segment's text that no later audio changes
     start_s: float | None = None  # where the first word of the open segment begins, seconds of the source
 
 
@@ -50,15 +50,15 @@ Answers = Sequence[tuple["Chunk", StreamResult | Exception]]
 
 
 class Receiver(Protocol):
-    """Where answers go."""
+    """Receives answers."""
 
     def deliver(self, answers: Answers) -> None:
-        """Take the answers to one's own chunks; called in the engine's thread."""
+        """Take the answers to the chunks of this receiver; called in the engine's thread."""
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Samples of a session that somebody waits for; None: all samples before are made final."""
+    """Samples of a session and who waits for their result; None: all samples before are made final."""
 
     live: Live
     samples: NDArray[np.float32] | None
@@ -68,12 +68,12 @@ class Chunk:
 
 
 class Metrics:
-    """What a server counts, for Prometheus; nothing of it depends on what was said."""
+    """The metrics of a server, for Prometheus; they hold nothing of the transcripts."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.sessions = Gauge(
-            "ds2_sessions", "Sources that are heard now", registry=self.registry, multiprocess_mode="livesum"
+            "ds2_sessions", "Sessions that are open now", registry=self.registry, multiprocess_mode="livesum"
         )
         self.refused = Counter("ds2_refused", "Requests refused", ["reason"], registry=self.registry)
         self.audio_s = Counter("ds2_audio_seconds", "Audio taken, seconds", registry=self.registry)
@@ -124,7 +124,7 @@ class Engine:
         self._lock = threading.Lock()  # sessions with hot words are opened in another thread
 
     def _warm_up(self) -> None:
-        """Decode a second of silence: what is built once, as the kernels of a search, makes no client wait."""
+        """Decode a second of silence, so that no client waits for what is built once, such as a search's kernels."""
         live = self.recogniser.live()
         live.accept_waveform(np.zeros(live.sample_rate_hz, np.float32))
         while live.is_ready():
@@ -153,7 +153,7 @@ class Engine:
             raise FullError(f"all {self.most_sessions} sessions of this server are taken: try again later")
 
     def close(self, live: Live) -> None:
-        """Close a session; twice does no harm."""
+        """Close a session, which may be closed already."""
         with self._lock:
             self._open.discard(live)
             self.metrics.sessions.set(len(self._open))
@@ -189,7 +189,7 @@ class Engine:
             if batch:
                 self.metrics.batch.observe(len(batch))
                 decode_sessions(batch, failures)
-        except Exception as error:  # of no single session: all that wait are told, and the thread goes on
+        except Exception as error:  # not of one session: all that wait get the error, and the thread goes on
             for chunk in waiting:
                 failures(chunk.live, error)
         return failures.answer(waiting)
@@ -221,7 +221,7 @@ class Engine:
             for chunk, hypothesis in zip(finished.values(), partial, strict=True)
             if chunk.live not in failures
         ]
-        for _, result in answers:  # before a client could see its words and leave
+        for _, result in answers:  # before the client can get its words and leave
             for segment in result.final:
                 transcripts.info("%s", segment.hypothesis.text)
                 self.metrics.words.inc(len(segment.hypothesis.text.split()))
@@ -267,14 +267,14 @@ def _for_client(error: Exception) -> Exception:
 
 
 def _result(live: Live, partial: Hypothesis) -> StreamResult:
-    """What a session's client gets, its final segments once."""
+    """Return what a session's client gets; final segments are returned once."""
     segments = list(live.segments)
     live.segments.clear()
     return StreamResult(segments, partial.text, partial.fixed_words, live.speech_start_s)
 
 
 def _deliver(answers: Answers) -> None:
-    """Give each receiver all of its answers at once."""
+    """Give each receiver all its answers at once."""
     by_receiver: defaultdict[int, list[tuple[Chunk, StreamResult | Exception]]] = defaultdict(list)
     for chunk, answer in answers:
         by_receiver[id(chunk.receiver)].append((chunk, answer))
@@ -331,7 +331,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def open_handle(self, sample_rate_hz: int, endpoints: Endpoints, hot_words: HotWords | None) -> Any:
-        """As `open`: return what names the session in the other methods."""
+        """As `open`; return the session's handle for the other methods."""
 
     @abstractmethod
     def submit(self, handle: Any, samples: NDArray[np.float32] | None) -> asyncio.Future[StreamResult]:
@@ -339,7 +339,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def close_handle(self, handle: Any) -> None:
-        """Close a session; twice does no harm."""
+        """Close a session, which may be closed already."""
 
     @abstractmethod
     def count_refusal(self, reason: str) -> None:
@@ -452,7 +452,7 @@ class LocalRecogniser(EngineClient):
 
 
 class _LoopReceiver:
-    """Futures of an event loop, which is woken once for all answers of a batch."""
+    """Futures of an event loop, which wakes up once for all answers of a batch."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -461,12 +461,12 @@ class _LoopReceiver:
         """See `Receiver`."""
         try:
             self.loop.call_soon_threadsafe(resolve, [(chunk.call, answer) for chunk, answer in answers])
-        except RuntimeError:  # the loop has ended, and with it all that waited
+        except RuntimeError:  # the loop has ended, and all its futures with it
             log.debug("an answer came after its event loop had ended")
 
 
 def resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    """Give futures their results or exceptions, but for those that are done."""
+    """Set results or exceptions of futures that are not done."""
     for future, answer in answers:
         if future.done():
             continue

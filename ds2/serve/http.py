@@ -1,4 +1,4 @@
-"""The HTTP server: where it listens, who may use it, its routes and its page, and connections that do nothing."""
+"""The HTTP server: its address, routes, page and access rules, and timeouts of connections."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def application(engine: EngineClient, limits: Limits) -> Starlette:
 
 
 def page() -> Any:
-    """The route of the page: a microphone or a file, and its words, in one file that loads nothing from elsewhere.
+    """Return the route of the page, one file with a microphone, uploads and words, which loads nothing from elsewhere.
 
-    Its policy lets it run its own script and reach its own server only.
+    Its content security policy allows its own script and connections to its own server only.
     """
     html = files("ds2.serve").joinpath("page.html").read_text(encoding="utf-8")
     policy = (
@@ -259,7 +259,7 @@ def gc_tuning() -> Iterator[None]:
     """Keep garbage collections short and memory flat while the block runs.
 
     Libraries leave hundreds of thousands of objects that stay for ever. A full collection that visits them takes 0.1 s,
-    in which nobody is answered, and Python delays it until a quarter as many objects are new: meanwhile thousands of
+    in which no client is answered, and Python delays it until a quarter as many objects are new: meanwhile thousands of
     connections that have ended stay in memory.
     """
     gc.collect()
@@ -360,7 +360,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind an address that nobody else gets while the socket is open, not even to share it; it does not listen yet.
+    """Bind an address that no other process can bind or share while the socket is open; it does not listen yet.
 
     Args:
         host: name or address of this machine.

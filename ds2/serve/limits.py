@@ -1,4 +1,4 @@
-"""What a server allows, of whom, and the errors that say so."""
+"""The limits of a server, who may use it, and the errors for both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY_PROTOCOL = "openai-insecure-api-key."  # before the key, among a WebSocket's
 
 
 class LimitError(UserError):
-    """More than the server takes; `status` is HTTP's, `code` the WebSocket's."""
+    """A client exceeds a limit; `status` is HTTP's, `code` the WebSocket's."""
 
     def __init__(self, message: str, status: int, code: int) -> None:
         super().__init__(message)
@@ -30,18 +30,18 @@ class SessionOverError(LimitError):
 
 
 class FullError(UserError):
-    """The server has no place for one more; a client may try again later."""
+    """The server takes no more at present; the client may try again later."""
 
 
 class BrokenError(UserError):
-    """The recogniser failed, which is no client's fault; the log says how, for those who run the server."""
+    """The recogniser failed, not by a fault of the client; the server's log has the traceback."""
 
     def __init__(self, message: str = "this server's recogniser failed: its log says why") -> None:
         super().__init__(message)
 
 
 def check_number(value: object, field: str, allowed: Range) -> float:
-    """Return a number that a client sent: the one rule for all protocols.
+    """Return a number that a client sent; all protocols check numbers with this.
 
     Args:
         value: as JSON gives it.
@@ -49,7 +49,7 @@ def check_number(value: object, field: str, allowed: Range) -> float:
         allowed: a finite range.
 
     Raises:
-        LimitError: no number (true and false are none), NaN, infinity, or one outside the range, of any size.
+        LimitError: not a number (nor are true and false), NaN, infinity, or outside the range.
     """
     if isinstance(value, bool) or value not in allowed:
         raise LimitError(f"{field}={repr(value)[:_SHOWN]} is not allowed: give {allowed}", 400, BAD_DATA)
@@ -59,16 +59,16 @@ def check_number(value: object, field: str, allowed: Range) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each client, but for `sessions`, `batch` and `uploads_bytes`, and who may be one."""
+    """Limits of each client (`sessions`, `batch`, `uploads_bytes`: of all together), and who may be a client."""
 
     sessions: int = 64
-    batch: int = 1 << 20  # sources in one; 1 hears them one at a time
+    batch: int = 1 << 20  # sessions in one; 1: no batches
     message_bytes: int = 1 << 20
     upload_bytes: int = 200 << 20
     uploads_bytes: int = 2 << 30  # of all uploads together, in memory and in the temporary folder
     duration_s: float = 4 * 3600.0
     idle_s: float = 60.0
-    api_key: str = ""  # empty: whoever reaches the port is served
+    api_key: str = ""  # empty: no key is needed
     host: str = "127.0.0.1"  # where the server listens
     allow_hosts: tuple[str, ...] = ()  # more names of the server, see `ds2.serve.http.Guard`
     allow_origins: tuple[str, ...] = ()  # sites whose pages may use it

@@ -18,16 +18,16 @@ MAX_CHARACTERS = 20_000  # of all phrases of a session, or of a prompt, as the c
 MAX_WAITING = 256  # requests whose phrases wait to be read
 _JSON_CHARACTERS = 8 * MAX_CHARACTERS  # a character may take six as an escape
 _WEIGHT = Range(-1e6, 1e6)  # as decode.hot_word_bonus may be
-_PROMPT_WORDS = 5  # of a phrase in a prompt; what is longer is a sentence, which is no phrase to look for
+_PROMPT_WORDS = 5  # of a phrase in a prompt; more words are a sentence, not a hot phrase
 _SEPARATORS = re.compile(r"[,;.:!?\n]+")
 _T = TypeVar("_T")
 
 
 class PhraseReader:
-    """Reads phrases as the network writes them, in a thread of its own: the event loop answers others meanwhile.
+    """Normalises phrases as the network writes them, in a thread, so that the event loop goes on.
 
     Args:
-        alphabet: of the network, whose rules for transcripts (case, digits) are those for phrases.
+        alphabet: of the network; its rules for transcripts (case, digits) hold for phrases.
         characters: that phrases may have; none: the decoder takes no hot words.
     """
 
@@ -37,7 +37,7 @@ class PhraseReader:
         self._thread = ThreadPoolExecutor(1, "phrases")
 
     async def run(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run work that takes as long as what a client sent, in the thread.
+        """Run `work` in the thread: its time depends on what a client sent.
 
         Raises:
             FullError: too many wait for it.
@@ -54,7 +54,7 @@ class PhraseReader:
         """Return phrases and weights.
 
         Args:
-            value: {phrase: weight}, or [phrase, ...], of which each is worth decode.hot_word_bonus; or JSON of these.
+            value: {phrase: weight}, or [phrase, ...] with the weight decode.hot_word_bonus each; or JSON of these.
             field: as the client calls it.
 
         Raises:
@@ -64,9 +64,9 @@ class PhraseReader:
         return await self.run(self._table, _checked(value, field), field) if value else {}
 
     async def prompt(self, text: Any, keywords: Any) -> dict[str, float | None]:
-        """Return the phrases of a prompt and a list of keywords, which are parted by commas and the like.
+        """Return the phrases of a prompt, which punctuation separates, and of a list of keywords.
 
-        They are hints: what the network cannot write of them is dropped. Each is worth decode.hot_word_bonus.
+        They are hints: phrases that the network cannot write are left out. Each has the weight decode.hot_word_bonus.
 
         Raises:
             LimitError: a prompt that is too long, or of too many phrases.
@@ -124,7 +124,7 @@ class PhraseReader:
 
 
 def _checked(value: Any, field: str) -> Any:
-    """A list or object of phrases, or JSON, whose size is allowed; in a time that does not grow with longer ones."""
+    """Return a list or object of phrases, or JSON, after a check of its size that takes no longer for a larger one."""
     if isinstance(value, str):
         if len(value) > _JSON_CHARACTERS:
             raise LimitError(f"{field} has {len(value)} characters: {_JSON_CHARACTERS} at most", 400, BAD_DATA)
@@ -139,7 +139,7 @@ def _check_size(phrases: Sequence[Any] | Mapping[Any, Any], field: str) -> None:
     if len(phrases) > MAX_PHRASES:
         raise LimitError(f"{field} has {len(phrases)} phrases: {MAX_PHRASES} at most", 400, BAD_DATA)
     if not all(isinstance(phrase, str) for phrase in phrases):
-        raise LimitError(f"{field} holds what is no text: phrases are texts", 400, BAD_DATA)
+        raise LimitError(f"{field} holds something else than texts: phrases are texts", 400, BAD_DATA)
     characters = sum(map(len, phrases))
     if characters > MAX_CHARACTERS:
         raise LimitError(f"{field} has {characters} characters: {MAX_CHARACTERS} at most", 400, BAD_DATA)

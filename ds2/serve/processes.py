@@ -1,12 +1,12 @@
-"""A server in several processes: recogniser processes with an engine each, and workers that speak with clients.
+"""A server in several processes: recognisers, each with an engine, and workers that handle clients' connections.
 
-One process of Python answers some thousand messages a second, and a GPU decodes more streams than that, so workers take
-the clients' connections and send their audio to the recogniser's process over a socket pair. One thread owns an engine
-and all its workers' sockets (a thread for each worker would wait for Python's lock while the recogniser runs) and
-decodes some ten thousand chunks a second; a GPU has time for more, so there may be several recogniser processes.
+One process of Python answers some thousand messages a second, and a GPU decodes more streams than that. So workers
+accept the clients' connections and send their audio to the recogniser's process over a socket pair. One thread owns an
+engine and all its workers' sockets (a thread for each worker would wait for Python's lock while the recogniser runs)
+and decodes some ten thousand chunks a second. A GPU can do more, so there may be several recogniser processes.
 
-Messages are dataclasses, sent as data (`ds2.system.messages`); all of one turn of an event loop, and all answers of a
-batch, travel together.
+Messages are dataclasses, sent as data (`ds2.system.messages`). Those of one turn of an event loop are sent together,
+and so are all answers of a batch.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from ds2.system.signals import handle_signals, server_stop_signals
 from ds2.text.alphabet import Alphabet
 
 log = logging.getLogger(__name__)
-WORKER_SESSIONS = 250  # in real time that a worker keeps up with, by a wide margin
-RECOGNISER_SESSIONS = 1000  # in real time that a recogniser process keeps up with
-END_S = 60  # that processes have to finish what is open
+WORKER_SESSIONS = 250  # real-time sessions that a worker can handle, with a wide margin
+RECOGNISER_SESSIONS = 1000  # real-time sessions that a recogniser process can handle
+END_S = 60  # time in which processes finish their open sessions
 _READ_BYTES = 1 << 20
-_STUCK_S = 10.0  # a worker that takes nothing for so long is given up
+_STUCK_S = 10.0  # a worker that reads nothing for so long is terminated
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A worker has begun to listen."""
+    """A worker listens now."""
 
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Open a session. Answered if `call` is not 0, which it is only with hot words: opening takes time then."""
+    """Open a session. With hot words, which take time, `call` is not 0 and the message is answered."""
 
     call: int
     session: int  # the worker's number for it
@@ -81,7 +81,7 @@ class OpenSession:
 
 @dataclass(frozen=True)
 class AcceptWaveforms:
-    """Decode the next samples of several sessions: of each one its call, its number, when they arrived, and float32."""
+    """Decode the next samples of several sessions; lists of their calls, numbers, arrival times and float32 samples."""
 
     calls: list[int]
     sessions: list[int]
@@ -195,15 +195,15 @@ class Unpacker:
 
 
 class WorkerLink:
-    """A worker, in the engine's process."""
+    """The connection to a worker, in the engine's process."""
 
     def __init__(self, engine: Engine, end: socket.socket) -> None:
         self.engine, self.end = engine, end
         end.setblocking(False)
         self.started = False
         self._unpacker = Unpacker(_TO_ENGINE)
-        self._sessions: dict[int, Live | UserError] = {}  # by the worker's number; or why it could not be opened
-        self._opening: set[int] = set()  # sessions with hot words that are opened in the other thread
+        self._sessions: dict[int, Live | UserError] = {}  # by the worker's number; an error if it could not be opened
+        self._opening: set[int] = set()  # sessions with hot words, which another thread opens
         self._lock = threading.Lock()  # of these two
         self._sending = threading.Lock()
         self._opener = ThreadPoolExecutor(1, "hot words")
@@ -225,7 +225,7 @@ class WorkerLink:
                 for message in self._unpacker.accept(data):
                     self._handle(message, chunks, answers)
             except Exception:  # a fault of this worker or its messages must not end the others' sessions
-                log.exception("a worker's message cannot be handled: it is given up")
+                log.exception("a worker's message cannot be handled: the worker is terminated")
                 return None
         self._send(answers)
         return chunks
@@ -283,7 +283,7 @@ class WorkerLink:
                 if wanted:
                     self._sessions[message.session] = live
                 self._opening.discard(message.session)
-            if not wanted:  # its client left meanwhile
+            if not wanted:  # its client has left
                 self.engine.close(live)
         except Exception as error:  # of this session alone
             if not isinstance(error, UserError):
@@ -338,10 +338,10 @@ class WorkerLink:
                     unsent = unsent[self.end.send(unsent) :]
                 except BlockingIOError:
                     if not select.select([], [self.end], [], _STUCK_S)[1]:
-                        log.error("a worker takes no answers and is given up")
+                        log.error("a worker reads no answers and is terminated")
                         self.end.shutdown(socket.SHUT_RDWR)
                         return
-                except OSError:  # it has ended, as `receive` will notice
+                except OSError:  # the worker has ended; `receive` will notice it
                     return
 
 
@@ -470,7 +470,7 @@ def _run_worker(
     limits: Limits,
 ) -> None:
     """Serve on an address that others share, until SIGTERM or until the engine's process has ended."""
-    os.setpgrp()  # Ctrl-C is for the first process, which ends the others in order
+    os.setpgrp()  # the first process handles Ctrl-C and ends the others in order
     phrases = PhraseReader(alphabet, hot_characters)
     engine = RemoteRecogniser(end, phrases, sample_rate_hz, lambda: setattr(server, "should_exit", True))
     server = make_server(engine, limits, address[1])
@@ -500,7 +500,7 @@ class Workers:
         self._selector = selectors.DefaultSelector()
         for _ in range(count):
             self._start()
-        self._early: list[Chunk | None] = []  # that came before all had started
+        self._early: list[Chunk | None] = []  # signals that came before all workers had started
         while not all(link.started for link in self._processes):
             self._early += self._receive_from_workers(True)
 
@@ -545,7 +545,7 @@ class Workers:
         return early or self._receive_from_workers(block)
 
     def _receive_from_workers(self, block: bool) -> list[Chunk | None]:
-        """As `Engine.run` asks, or nothing yet; None once no worker is left."""
+        """Return the chunks that arrived, for `Engine.run`; None is among them once no worker is left."""
         chunks: list[Chunk | None] = []
         for key, _ in self._selector.select(None if block else 0):
             link: WorkerLink = key.data
@@ -566,16 +566,18 @@ class Workers:
             return
         if not link.started:
             raise ConfigError(f"a worker could not start (status {process.exitcode}): its own message says why")
-        log.error("a worker ended (status %s): its clients are gone, another starts", process.exitcode)
+        log.error(
+            "a worker ended (status %s): its clients lost their connections; another one starts", process.exitcode
+        )
         self._start()
 
 
 class Recognisers:
-    """Several processes with an engine and workers each, on one address: new connections are spread over all workers.
+    """Recogniser processes with an engine and workers each, on one address; connections are spread over all workers.
 
     Args:
-        make: makes the recogniser, in a spawned process, to which it is sent.
-        limits: of all together; each process takes its share.
+        make: makes the recogniser; it is pickled and called in a spawned process.
+        limits: of all processes together; each gets its share.
         address: which is shared (`ds2.serve.http.share`).
         count: processes.
         workers: of each.
@@ -591,7 +593,9 @@ class Recognisers:
         self._arguments, self.ending = (make, share, address, workers), False
         self._open = ExitStack()
         folder = self._open.enter_context(temporary_folder(Path(tempfile.gettempdir()), "ds2-serve"))
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # where all count, so that each can tell the sum
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(
+            folder
+        )  # all processes count there, so that each can report the sum
         self._processes: list[BaseProcess] = []
         try:
             for process, ready in [self._start() for _ in range(count)]:
@@ -656,7 +660,9 @@ class Recognisers:
             multiprocess.mark_process_dead(process.pid)  # type: ignore[no-untyped-call]
         if self.ending:
             return
-        log.error("a recogniser ended (status %s): its clients are gone, another starts", process.exitcode)
+        log.error(
+            "a recogniser ended (status %s): its clients lost their connections; another one starts", process.exitcode
+        )
         other, ready = self._start()
         try:
             self._wait_until_ready(other, ready)

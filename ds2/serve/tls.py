@@ -48,7 +48,7 @@ def reachable_address() -> str:
     """Return the address of this machine in its network, or ''; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # of a network for documentation, which nobody has
+            probe.connect(("192.0.2.1", 9))  # an address of a network for documentation, which does not exist
         except OSError:
             return ""
         address: str = probe.getsockname()[0]
@@ -66,7 +66,7 @@ def self_signed(names: Sequence[str]) -> Certificate:
     if not _serves(made, names):
         key = ec.generate_private_key(ec.SECP256R1())
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else reads the key, at no moment
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # no other user can read the key at any moment
             with atomic_file(made.key) as partial:
                 partial.write_bytes(
                     key.private_bytes(
@@ -91,7 +91,7 @@ def _certificate(key: ec.EllipticCurvePrivateKey, names: Sequence[str]) -> x509.
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
+        .not_valid_before(now - datetime.timedelta(days=1))  # clients' clocks may be late
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
         .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -1,4 +1,4 @@
-"""What clients speak: OpenAI's REST interface, and over WebSockets OpenAI's realtime interface and Vosk's protocol.
+"""The protocols of clients: OpenAI's REST interface; over WebSockets OpenAI's realtime interface and Vosk's protocol.
 
 A protocol over WebSockets is a `Client` of `ds2.serve.protocols.websocket`; `ds2.serve.http` gives each its route.
 """

@@ -1,9 +1,9 @@
 """OpenAI's realtime interface for transcription: /v1/realtime?intent=transcription.
 
-Audio is base64 of 16-bit little-endian mono samples at 24 kHz. An utterance, which the protocol calls an item, ends by
-the client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses; the events
-speech_started and speech_stopped then tell where. A delta is never taken back: with turn detection words are sent once
-no later audio can change them, the rest before `completed`, whose transcript is the deltas together.
+Audio is base64 of 16-bit little-endian mono samples at 24 kHz. An utterance, which the protocol calls an item, ends
+with the client's input_audio_buffer.commit or, with turn_detection of type server_vad, when the speaker pauses; the
+events speech_started and speech_stopped then say where. A delta is never withdrawn: with turn detection words are sent
+once no later audio can change them, the rest before `completed`, whose transcript is the deltas together.
 silence_duration_ms of turn_detection is applied; threshold, a volume, is not.
 """
 
@@ -53,7 +53,7 @@ class Realtime(Client):
                 await self._handle_event(socket, event)
             except SessionOverError:
                 raise
-            except (LimitError, LexiconError) as error:  # of this event; other errors end the session
+            except (LimitError, LexiconError) as error:  # wrong event: the session goes on; other errors end it
                 await self.send(socket, _event("error", error=_error(str(error), event.get("event_id"))))
 
     async def _handle_event(self, socket: WebSocket, event: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Realtime(Client):
         await self.send(socket, _event(f"{_TRANSCRIPTION}.completed", transcript=text, usage=usage, **of_item))
 
     async def _send_words(self, socket: WebSocket, words: Sequence[str]) -> None:
-        """Send those of the first words of the open item that were not sent."""
+        """Send the words of the open item that are final and were not sent yet."""
         new = words[self.sent_words :]
         if new:
             delta = " " * (self.sent_words > 0) + " ".join(new)

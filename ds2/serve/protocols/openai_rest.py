@@ -34,7 +34,7 @@ FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 _TIMED = ("srt", "verbose_json", "vtt")
 _STATUS: dict[type[Exception], int] = {FullError: 429, BrokenError: 500}  # of other errors 400
 _PIECE_BYTES = 1 << 20  # copied at a time
-_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # names a format that the content may not tell
+_SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,8}")  # the content of some formats does not identify them
 
 
 class Transcriptions:
@@ -58,12 +58,12 @@ class Transcriptions:
         except OSError as error:  # a full disk
             log.error("an upload cannot be stored: %s", error)
             return self._refuse(507, f"this server cannot store the upload: {error.strerror}")
-        except ClientDisconnect:  # nobody reads the response
+        except ClientDisconnect:  # the client does not read the response
             return Response(status_code=400)
         except HTTPException as error:
             return self._refuse(error.status_code, str(error.detail))
         finally:
-            if not isinstance(response, StreamingResponse):  # that one closes the upload at its end
+            if not isinstance(response, StreamingResponse):  # `_events` closes the upload at its end
                 upload.close()
 
     async def models(self, request: Request) -> Response:
@@ -102,7 +102,7 @@ class Transcriptions:
         segments = self._segments(session, upload)
         if stream:
             return await _events(segments, request)
-        all_segments = await _unless_gone(request, _all(segments))
+        all_segments = await _unless_disconnected(request, _all(segments))
         return _response(response_format, all_segments, session.accepted_s, language, granularities)
 
     def _limited(self, request: Request, upload: _Upload) -> Any:
@@ -135,7 +135,7 @@ class Transcriptions:
             raise LimitError(str(error).replace(str(upload.path), upload.name), 400, BAD_DATA) from error
         finally:
             session.close()
-            blocks.close()  # the client may have gone: nothing more is decoded
+            blocks.close()  # the client may have left: nothing more is decoded
             upload.close()
 
 
@@ -151,8 +151,8 @@ class _Upload:
         """Count bytes that arrived.
 
         Raises:
-            LimitError: too many of this upload.
-            FullError: too many of all uploads.
+            LimitError: this upload is too large.
+            FullError: all uploads together are too large.
         """
         limits = self.route.limits
         self.size_bytes += size_bytes
@@ -163,7 +163,7 @@ class _Upload:
             raise FullError("this server takes no more uploads at once: try again later")
 
     def copy(self, file: UploadFile) -> None:
-        """Copy the upload to a file whose name tells its format; blocks."""
+        """Copy the upload to a file whose suffix names its format. Blocks."""
         self.name = file.filename or self.name
         suffix = Path(self.name).suffix
         suffix = suffix if _SUFFIX.fullmatch(suffix) else ""
@@ -184,18 +184,18 @@ async def _all(segments: AsyncIterator[Segment]) -> list[Segment]:
     return [segment async for segment in segments]
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`.
 
     Raises:
         ClientDisconnect: the client left; the work is cancelled.
     """
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             continue
 
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -208,7 +208,9 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 async def _events(segments: AsyncGenerator[Segment], request: Request) -> Response:
     """Server-sent events: the text of each segment as it becomes final, then the whole text."""
-    first = await _unless_gone(request, anext(segments, None))  # an unreadable file is refused with a status of its own
+    first = await _unless_disconnected(
+        request, anext(segments, None)
+    )  # before the response starts: an unreadable file gets an error status
 
     async def events() -> AsyncIterator[str]:
         texts: list[str] = []
@@ -222,7 +224,7 @@ async def _events(segments: AsyncGenerator[Segment], request: Request) -> Respon
         except UserError as error:
             yield _event({"type": "error", "error": {"message": str(error), "type": "invalid_request_error"}})
             return
-        finally:  # the client may have gone
+        finally:  # the client may have left
             await segments.aclose()
         yield _event({"type": "transcript.text.done", "text": " ".join(texts)})
 

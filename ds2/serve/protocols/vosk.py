@@ -1,4 +1,4 @@
-"""Vosk's WebSocket protocol: one JSON reply to each audio message, so clients send and receive in lockstep.
+"""Vosk's WebSocket protocol: one JSON reply to each audio message, so clients send and receive in turns.
 
 A client may first send {"config": {"sample_rate": 16000, "words": false}}, then 16-bit little-endian mono samples (at
 8 kHz unless the config says otherwise), and {"eof" : 1} at the end, whose reply is the last result; after {"reset" : 1}

@@ -49,14 +49,14 @@ class Client:
         raise NotImplementedError
 
     def refusal(self, message: str) -> dict[str, Any]:
-        """Return the message that tells a client why its connection ends."""
+        """Return the message with the reason why the connection ends."""
         raise NotImplementedError
 
     async def send(self, socket: WebSocket, message: dict[str, Any]) -> None:
         """Send a message.
 
         Raises:
-            TimeoutError: the client has taken nothing for `limits.idle_s`.
+            TimeoutError: the client has read nothing for `limits.idle_s`.
         """
         async with asyncio.timeout(self.limits.idle_s):  # wait_for would make a task
             await _send(socket, message)
@@ -80,7 +80,7 @@ class Client:
         """Decode 16-bit samples; the first ones open the session.
 
         Raises:
-            SessionOverError: they go past the longest session; none of them are decoded.
+            SessionOverError: they exceed the longest session; none of them are decoded.
             UserError: as `EngineClient.open` and `EngineSession.accept_waveform`.
         """
         accepted_s = self.session.accepted_s if self.session is not None else 0.0
@@ -88,7 +88,7 @@ class Client:
         if self.session is None:
             self.session = await self.engine.open(rate_hz, endpoints, hot_words)
         samples, final = self._samples.accept(data), list[Segment]()
-        while len(samples) > rate_hz * _PIECE_S:  # others need not wait while a long message is resampled
+        while len(samples) > rate_hz * _PIECE_S:  # resampling of a long message does not block other clients
             final += (await self.session.accept_waveform(samples[: rate_hz * _PIECE_S])).final
             samples = samples[rate_hz * _PIECE_S :]
         result = await self.session.accept_waveform(samples)
@@ -154,7 +154,7 @@ class ProtocolRoute:
                 await _send(socket, client.refusal(message))
                 await socket.close(code, message.encode(errors="replace")[:_REASON_BYTES].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError, TimeoutError):
-            return  # the client has gone meanwhile
+            return  # the client has left
 
 
 async def _serve(client: Client, socket: WebSocket) -> None:
