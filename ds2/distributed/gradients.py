@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
-from ds2_ops.recurrent.deferred import DeferredGradients
+from ds2_ops.recurrent.deferred import DeferredGradients, Factors, GradientSink, product
 from torch import Tensor
 
 from ds2.distributed.communicator import Communicator, Moment, Pending
@@ -197,8 +197,12 @@ class PassWeights:
             self._copies.update(zip(bucket.parameters, copies, strict=True))
         return self._copies[parameter]
 
+    def bias(self, parameters: Sequence[Tensor]) -> Tensor:
+        """See `ds2.model.pass_context.PassContext`."""
+        return functools.reduce(torch.add, map(self.weight, parameters))
+
     def sink(self, parameter: Tensor) -> BucketSink | None:
-        """Return where the backward pass adds the gradient of a parameter of low precision; None for others."""
+        """Return where the backward pass adds the gradient of a parameter of `low` or a vector beside it; else None."""
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.sinks.get(parameter)
 
@@ -228,7 +232,7 @@ class Bucket:
     Attributes:
         flat: (N,) the gradients.
         parameters: in the order of their parts of `flat`.
-        sinks: of the parameters of `low`.
+        sinks: of the parameters of `low`, and of vectors in the same bucket.
         current: whether the rounded copies hold the present parameters.
         passes: backward passes of this step that have added to it.
     """
@@ -247,7 +251,9 @@ class Bucket:
             self._rounded, rounded = _flat_like(self._low, dtype)
             self._sources = rounded + self.parameters[len(rounded) :]
         self.sinks = {
-            parameter: BucketSink(self, part) for parameter, part in zip(self._low, self._parts, strict=False)
+            parameter: BucketSink(self, part)
+            for parameter, part in zip(self.parameters, self._parts, strict=True)
+            if self._low and (parameter in low or parameter.ndim == 1)
         }
         self.deferred = deferred
         self._written: set[Tensor] = set()  # parts that sinks have written in the running backward pass
@@ -346,16 +352,22 @@ class BucketSink:
         """What defers work of a backward pass."""
         return self._bucket.deferred
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left (R, N) times right (N, C) to the gradient (R, C); on a GPU the product is made in its dtype."""
+    def add_products(self, factors: Factors, biases: Sequence[GradientSink] = ()) -> None:
+        """Add the products of left (R, N) and right (N, C) to the gradient (R, C); on a GPU they have its dtype."""
+        joined = functools.cache(lambda: product(factors))
+        for bias in biases:
+            bias.add(lambda: joined()[0].sum(1, dtype=torch.promote_types(joined()[0].dtype, torch.float32)))
         is_first, rows = self._bucket.is_first_write(self._part, self._first_row), self._rows
+        left = factors[0][0]
         if not left.is_cuda and left.dtype != rows.dtype:
-            product = left @ right
-            rows.copy_(product) if is_first else rows.add_(product)
+            left, right = joined()
+            matrix = left @ right
+            rows.copy_(matrix) if is_first else rows.add_(matrix)
             return
         options: dict[str, Any] = {} if left.dtype == rows.dtype else {"out_dtype": rows.dtype}
 
         def add() -> None:
+            left, right = joined()
             if is_first:
                 torch.mm(left, right, out=rows, **options)
             else:

@@ -27,8 +27,8 @@ from ds2_ops.row_convolution.op import lookahead_chain
 from torch import Tensor, nn
 
 from ds2.config.schema import ConfigError
-from ds2.inference import wavefront
 from ds2.inference.slots import UNBOUNDED, StreamState
+from ds2.model import wavefront
 from ds2.model.acoustic import AcousticModel
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights, RecurrentWeights
 from ds2.model.norm import divided_by_rms
@@ -50,7 +50,7 @@ class BlockNetwork:
         block_frames: a multiple of the model's stride in time.
         dtype: of weights and activations; the classifier's are float32 at least.
         piece_frames: feature frames of a piece, a multiple of the stride: recurrent layers run a block piece by piece,
-            on a GPU those of few streams side by side (`ds2.inference.wavefront`). None: the whole block at once.
+            on a GPU those of few streams side by side (`ds2.model.wavefront`). None: the whole block at once.
 
     Raises:
         ConfigError: a bidirectional model.
@@ -140,7 +140,7 @@ class BlockNetwork:
         frames = flatten(x.first(self._channels))
         y = self.run_layers(frames, state, slots, blocks, ends, edges=edges)
         if self._rms_eps is not None:
-            y = divided_by_rms(y.to(self.wide), self._rms_eps)
+            y = divided_by_rms(y, self._rms_eps)
         return classify(y, *self._classifier)
 
     @torch.no_grad()

@@ -3,22 +3,23 @@
 Shape letters: T frames, B batch, C channels, F bins, H hidden, D width of a module's input, V labels.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
-from ds2.model.convolution import MaskedConv, RowConvolution
+from ds2.model import pieces
+from ds2.model.convolution import MaskedConv
 from ds2.model.dropout import BranchDropout, UtteranceDropout
 from ds2.model.folded import ConvWeights, ModuleWeights, NetworkWeights
 from ds2.model.head import Head, classified
-from ds2.model.norm import Norm, folded_before, make_norm, rms_eps
+from ds2.model.norm import RmsNorm, SequenceBatchNorm, folded_before, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext
+from ds2.model.pieces import Wavefront
 from ds2.model.ragged import Ragged
-from ds2.model.recurrent import GatedRecurrentLayer, RecurrentLayer, make_recurrent_layer, why_torch
+from ds2.model.recurrent import RecurrentLayer, RecurrentModule, why_torch
 from ds2.model.structure import (
     Frames,
     check_model,
@@ -28,52 +29,6 @@ from ds2.model.structure import (
     operator_cell,
     time_stride,
 )
-
-
-class RecurrentModule(nn.Module):
-    """A few recurrent layers, then row convolutions, all of it bypassed by one residual skip (paper, Figure 7).
-
-    Args:
-        width_in: width of the input.
-        layers: recurrent layers.
-        row_convs: row convolutions behind them.
-        config: everything else.
-        residual: whether the skip exists.
-    """
-
-    def __init__(self, width_in: int, layers: int, row_convs: int, config: ModelConfig, *, residual: bool) -> None:
-        super().__init__()
-        self.hidden = config.hidden
-        widths = [width_in] + [config.hidden] * (layers - 1)
-        self.recurrent = nn.ModuleList(make_recurrent_layer(width, config) for width in widths)
-        self.row_convs = nn.ModuleList(RowConvolution(config.hidden, config.row_conv_context) for _ in range(row_convs))
-        self.residual = residual
-        self.drop = BranchDropout(0.0)
-        self.projection: nn.Linear | None = None
-        if residual and width_in != config.hidden:
-            self.projection = nn.Linear(width_in, config.hidden, bias=False)
-
-    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """Map (T, B, D) to (T, B, H), both 0 past each length."""
-        y = x
-        for layer in self.recurrent:
-            y = layer(y, ragged, context)
-        for row_conv in self.row_convs:
-            y = row_conv(y, ragged, context)
-        return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y
-
-    def folded(self, delay_in: int) -> ModuleWeights:
-        """Describe the module in evaluation; its input is late by so many frames."""
-        return ModuleWeights(
-            [layer.folded() for layer in cast(Iterable[RecurrentLayer | GatedRecurrentLayer], self.recurrent)],
-            [row_conv.folded() for row_conv in cast(Iterable[RowConvolution], self.row_convs)],
-            self.residual,
-            None if self.projection is None else self.projection.weight.detach(),
-            delay_in,
-        )
-
-    def _skip(self, x: Tensor, context: PassContext) -> Tensor:
-        return x if self.projection is None else functional.linear(x, context.weight(self.projection.weight))
 
 
 class AcousticModel(nn.Module):
@@ -93,6 +48,9 @@ class AcousticModel(nn.Module):
         bins: F of the features.
         labels: V, with the blank as label 0.
         step_s: time from one feature frame to the next.
+
+    Attributes:
+        wavefront: how recurrent modules run in training, layers side by side; None: one after the other.
 
     Raises:
         ConfigError: a config that cannot work, or that looks further ahead than ``config.max_lookahead_ms``.
@@ -119,6 +77,7 @@ class AcousticModel(nn.Module):
             rate = config.stochastic_depth * number / max(1, len(self.recurrent_modules) - 1)
             module.drop = BranchDropout(rate, number)
         self._scale_branches()
+        self.wavefront: Wavefront | None = None
         self.norm = make_norm(width, config)
         self.classifier = nn.Linear(width, labels)
         self.heads = nn.ModuleDict({str(number): Head(width, labels, config) for number in config.intermediate})
@@ -213,7 +172,11 @@ class AcousticModel(nn.Module):
             x, ragged = conv(x, ragged, context)
         x = time_major(x)
         every: list[Tensor] = []
-        for number, module in enumerate(self.recurrent_modules, 1):
+        count = 1 if self.wavefront is None or not self.training else self.wavefront.pieces(len(x), x.shape[1])
+        if count > 1:
+            modules = cast(Sequence[RecurrentModule], self.recurrent_modules)
+            x = pieces.run(modules, x, ragged, context, cast(Wavefront, self.wavefront), count)
+        for number, module in enumerate(self.recurrent_modules if count == 1 else (), 1):
             x = module(x, ragged, context)
             if self.training and str(number) in self.heads:
                 every.append(classified(x, ragged.count, cast(Head, self.heads[str(number)]), context))
@@ -240,15 +203,21 @@ class AcousticModel(nn.Module):
         return NetworkWeights(self.bins, convs, modules, rms_eps(self.norm), weight, bias, delay)
 
     def _scale_branches(self) -> None:
-        """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the norm of their last layer.
+        """Start the M residual branches at 1 / sqrt(M) of a layer's output, by the batch norm of their last layer.
+
+        With RMS norm by its projection, with neither not at all.
 
         So the stream of many modules keeps its size, and the gradient too (measured: docs/design/network.md).
         """
         modules = cast(Iterable[RecurrentModule], self.recurrent_modules)
-        norms = [module.recurrent[-1].norm for module in modules if module.residual]
+        layers = [cast(RecurrentLayer, module.recurrent[-1]) for module in modules if module.residual]
         if self.config.cell == "rnn" and self.config.start != "plain":
-            for norm in (norm for norm in norms if norm is not None):
-                nn.init.constant_(cast(Norm, norm).weight, len(norms) ** -0.5)
+            for layer in layers:
+                if isinstance(layer.norm, SequenceBatchNorm):
+                    nn.init.constant_(layer.norm.weight, len(layers) ** -0.5)
+                elif isinstance(layer.norm, RmsNorm):
+                    with torch.no_grad():
+                        layer.weight_ih.mul_(len(layers) ** -0.5)
 
     def _checked_lengths(self, features: Tensor, lengths: Tensor) -> Tensor:
         if features.dim() != 3 or features.shape[1] != self.bins:

@@ -25,27 +25,29 @@ class UtteranceDropout(nn.Module):
         self.rate = rate
         self.layer = 0  # its number in the model: equal keys give other masks in other layers
 
-    def forward(self, x: Tensor, keys: Tensor | None, share: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, share: Tensor | None = None, first: int = 0) -> Tensor:
         """Drop inputs.
 
         Args:
             x: (T, B, D) of any floating type.
             keys: (B,) int64 on the device of `x`; None draws them from torch's generator.
             share: (B,) float64 there, 0 to 1: times it, the rate is that of utterance b. None: 1.
+            first: t of the first frame of `x`.
         """
         if not self.training or self.rate == 0:
             return x
         if keys is None:
             keys = torch.randint(2**62, x.shape[1:2], device=x.device)
         if share is None:
-            return torch.where(self._stays(keys, x.shape[0], x.shape[2]), x / (1 - self.rate), 0.0)
+            return torch.where(self._stays(keys, first, x.shape), x / (1 - self.rate), 0.0)
         rates = (self.rate * share)[:, None]
-        stays = self._stays(keys, x.shape[0], x.shape[2], rates)
+        stays = self._stays(keys, first, x.shape, rates)
         return torch.where(stays, (x / (1 - rates).float()).to(x.dtype), 0.0)
 
-    def _stays(self, keys: Tensor, frames: int, width: int, rates: Tensor | None = None) -> Tensor:
+    def _stays(self, keys: Tensor, first: int, shape: torch.Size, rates: Tensor | None = None) -> Tensor:
         """(T, B, D) bool, by one rate or (B, 1) float64. Integers overflow on purpose: modulo 2^64 and 2^32."""
-        time = torch.arange(frames, device=keys.device)[:, None]
+        frames, _, width = shape
+        time = torch.arange(first, first + frames, device=keys.device)[:, None]
         rows = _low(_mixed(_mixed(keys + self.layer * 2**20) + time))
         columns = _low(_mixed(torch.arange(width, device=keys.device)))
         bits = rows[:, :, None] + columns

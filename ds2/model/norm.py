@@ -204,29 +204,22 @@ class SequenceBatchNorm(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Divide each frame by its root mean square: y = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
+    """Divide each frame by its root mean square: y = x / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
 
     No frame needs another one, so a layer may begin before the layer below has ended, and training and evaluation
-    compute the same. Frames of zeros stay zeros.
+    compute the same. Frames of zeros stay zeros. It has no weight: the product behind it has one for each channel.
 
     Args:
-        channels: number of channels.
         eps: added to the mean square.
     """
 
-    def __init__(self, channels: int, *, eps: float = 1e-5) -> None:
+    def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, count: Count | int | None = None, context: PassContext = OWN_PARAMETERS) -> Tensor:
-        """Normalise (..., C), any float dtype, computed in float32 at least; `count` is not used."""
-        with torch.autocast(x.device.type, enabled=False):
-            return functional.rms_norm(x, self.weight.shape, context.weight(self.weight).to(x.dtype), self.eps)
-
-    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """s and t of y = s x / sqrt(mean(x^2) + eps) + t, float64 (C,) each."""
-        return self.weight.double(), torch.zeros_like(self.weight, dtype=torch.float64)
+        """Normalise (..., C), any float dtype, computed in float32 at least; `count` and `context` are not used."""
+        return divided_by_rms(x, self.eps)
 
 
 Norm = SequenceBatchNorm | RmsNorm
@@ -235,13 +228,14 @@ Norm = SequenceBatchNorm | RmsNorm
 def make_norm(channels: int, config: ModelConfig) -> Norm | None:
     """Make the norm that a config names for the inputs of recurrent layers and classifiers; None: they have none."""
     if config.norm == "rms":
-        return RmsNorm(channels)
+        return RmsNorm()
     return SequenceBatchNorm(channels, config.batch_norm_momentum) if config.batch_norm else None
 
 
 def divided_by_rms(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis: an RMS norm whose weight is folded into the product behind it."""
-    return functional.rms_norm(x, x.shape[-1:], None, eps)
+    """x / sqrt(mean(x^2) + eps) over the last axis, in the dtype of x."""
+    with torch.autocast(x.device.type, enabled=False):
+        return functional.rms_norm(x, x.shape[-1:], None, eps)
 
 
 def rms_eps(norm: Norm | None) -> float | None:
@@ -265,7 +259,7 @@ def folded_before(weight: Tensor, bias: Tensor, norm: Norm | None) -> tuple[Tens
     The division of an RMS norm is not in them: see `rms_eps`.
     """
     weight, bias = weight.double(), bias.double()
-    if norm is None:
+    if not isinstance(norm, SequenceBatchNorm):
         return weight, bias
     scale, shift = norm.scale_and_shift()
     return weight * scale, bias + weight @ shift

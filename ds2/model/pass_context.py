@@ -5,6 +5,7 @@ A context is handed down beside `Ragged` through the model's forward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,10 @@ class PassContext(Protocol):
         """The tensor to compute with: the parameter, or a copy of it, which may have a lower precision."""
         ...
 
+    def bias(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The sum of the tensors to compute with of bias parameters."""
+        ...
+
     def sink(self, parameter: Tensor) -> GradientSink | None:
         """Where the backward pass adds the gradient of the parameter; None: autograd returns it for `weight`."""
         ...
@@ -32,6 +37,10 @@ class OwnParameters:
     def weight(self, parameter: Tensor) -> Tensor:
         """Return the parameter."""
         return parameter
+
+    def bias(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return their sum."""
+        return functools.reduce(torch.add, parameters)
 
     def sink(self, parameter: Tensor) -> GradientSink | None:
         """Return None."""
@@ -47,7 +56,13 @@ def sinks_of(parameters: Sequence[Tensor], context: PassContext) -> list[Gradien
     return sinks if len(sinks) == len(parameters) else None
 
 
-def linear(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, context: PassContext) -> Tensor:
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    context: PassContext,
+    biases: Sequence[Tensor] = (),
+) -> Tensor:
     """Return x W^T + b, as `torch.nn.functional.linear`; the gradients of weights go to their sinks.
 
     Args:
@@ -55,24 +70,35 @@ def linear(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, context: P
         weights: (H, D) each, parameters; W has the rows of one after the other.
         bias: as many numbers as W has rows, or None; not a parameter, but what the context has for it.
         context: of the pass.
+        biases: parameters of one weight's bias, which is their sum; their gradients go to their sinks too.
 
     Returns:
         (..., rows of W)
     """
     copies = [context.weight(weight) for weight in weights]
     weight = copies[0] if len(copies) == 1 else torch.cat(copies)
-    sinks = sinks_of(weights, context)
+    if biases:
+        bias = context.bias(biases)
+    sinks, bias_sinks = sinks_of(weights, context), sinks_of(biases, context)
     if sinks is None:
         return functional.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x.to(weight.dtype), weight, bias, sinks)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x.to(weight.dtype), weight, bias, sinks, bias_sinks)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sinks: Sequence[GradientSink]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sinks: Sequence[GradientSink],
+        bias_sinks: Sequence[GradientSink] | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sinks, ctx.bias_dtype = sinks, None if bias is None else bias.dtype
+        ctx.sinks, ctx.bias_sinks = sinks, bias_sinks or ()
+        ctx.bias_dtype = None if bias is None or bias_sinks else bias.dtype
         return functional.linear(x, weight, bias)
 
     @staticmethod
@@ -80,6 +106,6 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2).t()
         for sink, part in zip(ctx.sinks, rows.chunk(len(ctx.sinks)), strict=True):
-            sink.add_product(part, x.flatten(0, -2))
+            sink.add_products([(part, x.flatten(0, -2))], ctx.bias_sinks)
         grad_bias = None if ctx.bias_dtype is None else rows.sum(1).to(ctx.bias_dtype)
-        return grad @ weight, None, grad_bias, None
+        return grad @ weight, None, grad_bias, None, None

@@ -18,6 +18,7 @@ class Ragged:
         valid: (B, T) bool, True where t < length.
         keys: (B,) int64, from which each utterance's dropout follows; None where nothing depends on them.
         share: (B,) float64, how much of its rate dropout of inputs has; None: all of it.
+        first: frame of the utterances that is frame 0 here, of a piece of a batch.
     """
 
     lengths: Tensor
@@ -25,6 +26,7 @@ class Ragged:
     valid: Tensor
     keys: Tensor | None = None
     share: Tensor | None = None
+    first: int = 0
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""The recurrent layers of the acoustic model: simple ones, LSTM and both kinds of GRU.
+"""The recurrent layers of the acoustic model, simple ones, LSTM and both kinds of GRU, and modules of them.
 
 Shape letters: T frames, B batch, H hidden, G gates, D width of a layer's input.
 
@@ -6,6 +6,7 @@ Invariant: between layers, frames past an utterance's length are exactly 0, and 
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds2.config.schema import ModelConfig
-from ds2.model.dropout import UtteranceDropout
-from ds2.model.folded import DirectionWeights, RecurrentWeights
+from ds2.model.convolution import RowConvolution
+from ds2.model.dropout import BranchDropout, UtteranceDropout
+from ds2.model.folded import DirectionWeights, ModuleWeights, RecurrentWeights
 from ds2.model.norm import RmsNorm, SequenceBatchNorm, folded_before, folded_behind, make_norm, rms_eps
 from ds2.model.pass_context import OWN_PARAMETERS, PassContext, linear, sinks_of
 from ds2.model.ragged import Ragged
 from ds2.model.structure import operator_cell
 
 _RECURRENT_GAIN = 0.5
+
+Carry = tuple[Tensor, ...]  # between pieces of a batch: h (B, H), of an LSTM c too
 
 
 class RecurrentLayer(nn.Module):
@@ -66,13 +70,7 @@ class RecurrentLayer(nn.Module):
         Returns:
             (T, B, H), 0 past each length.
         """
-        if isinstance(self.norm, RmsNorm):
-            x = self.norm(x, None, context)
-        x = self.dropout(x, ragged.keys, ragged.share)
-        bias = None if self.bias is None else context.weight(self.bias)
-        z = linear(x, [self.weight_ih], bias, context)
-        if isinstance(self.norm, SequenceBatchNorm):
-            z = self.norm(z, ragged.count, context)
+        z = self.project(x, ragged, context)
         if self.weight_hh_reverse is not None:
             both = z[:, :, None].expand(-1, -1, 2, -1)
             parameters = [self.weight_hh, self.weight_hh_reverse]
@@ -87,17 +85,43 @@ class RecurrentLayer(nn.Module):
                 weight_sink=sinks_of(parameters, context),
             )
             return ways.sum(2)
-        y, _ = recurrence(
+        return self.recur(z, (), ragged.lengths, context)[0]
+
+    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        """Compute the pre-activations (T, B, H) of the recurrence from the input (T, B, D)."""
+        if isinstance(self.norm, RmsNorm):
+            x = self.norm(x)
+        x = self.dropout(x, ragged.keys, ragged.share, ragged.first)
+        z = linear(x, [self.weight_ih], None, context, [] if self.bias is None else [self.bias])
+        return self.norm(z, ragged.count, context) if isinstance(self.norm, SequenceBatchNorm) else z
+
+    def recur(
+        self, z: Tensor, carry: Carry, lengths: Tensor, context: PassContext, max_sms: int | None = None
+    ) -> tuple[Tensor, Carry]:
+        """Run the recurrence forward in time.
+
+        Args:
+            z: (T, B, H) pre-activations.
+            carry: the state (B, H) before frame 0; empty: zeros.
+            lengths: (B,) int32 on the device, valid frames.
+            context: of the pass.
+            max_sms: multiprocessors to use at most; None: all.
+
+        Returns:
+            y (T, B, H), 0 past each length, and the state after each utterance's last frame.
+        """
+        y, *last = recurrence(
             z,
             context.weight(self.weight_hh),
-            None,
-            ragged.lengths,
+            carry[0] if carry else None,
+            lengths,
             nonlinearity=self.nonlinearity,
             clip=self.clip,
             backend=self.backend,
+            max_sms=max_sms,
             weight_sink=context.sink(self.weight_hh),
         )
-        return y
+        return y, tuple(last)
 
     def folded(self) -> RecurrentWeights:
         """Describe the layer in evaluation."""
@@ -132,45 +156,71 @@ class GatedRecurrentLayer(nn.Module):
 
     def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
         """See :meth:`RecurrentLayer.forward`."""
-        if self.norm is not None:
-            x = self.norm(x, ragged.count, context)
-        x = self.dropout(x, ragged.keys, ragged.share)
+        x = self._inputs(x, ragged, context)
         if self._on_torch(x):
             y = self._torch_forward(self.cell, x, ragged, context)
             if self.cell_reverse is None:
                 return y
             backward = self._torch_forward(self.cell_reverse, reverse_time(x, ragged.lengths), ragged, context)
             return y + reverse_time(backward, ragged.lengths)
-        cells = [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
-        biases = [self._biases(cell, context) for cell in cells]
-        input_biases = [input_bias for input_bias, _ in biases]
-        bias = input_biases[0] if len(cells) == 1 else torch.cat(input_biases)
-        z = linear(x, [_parameter(cell, "weight_ih_l0") for cell in cells], bias, context)
-        recurrent = [_parameter(cell, "weight_hh_l0") for cell in cells]
-        weights = [context.weight(parameter) for parameter in recurrent]
-        sinks = sinks_of(recurrent, context)
+        z = self._projected(x, context)
         if self.cell_reverse is None:
-            options: dict[str, Any] = {"backend": self.backend, "weight_sink": None if sinks is None else sinks[0]}
-            if self.operator == "lstm":
-                return lstm(z, weights[0], None, None, ragged.lengths, **options)[0]
-            reset_after = self.operator == "gru_after"
-            return gru(z, weights[0], biases[0][1], None, ragged.lengths, reset_after=reset_after, **options)[0]
+            return self.recur(z, (), ragged.lengths, context)[0]
+        recurrent = [_parameter(cell, "weight_hh_l0") for cell in self._cells]
+        biases_hn = [self._bias_hn(cell, context) for cell in self._cells]
         ways = bidirectional(
             self.operator,
             z.view(*z.shape[:2], 2, -1),
-            torch.stack(weights),
-            torch.stack([cast(Tensor, bias_hn) for _, bias_hn in biases]) if self.operator == "gru_after" else None,
+            torch.stack([context.weight(parameter) for parameter in recurrent]),
+            torch.stack(cast(list[Tensor], biases_hn)) if self.operator == "gru_after" else None,
             ragged.lengths,
             backend=self.backend,
-            weight_sink=sinks,
+            weight_sink=sinks_of(recurrent, context),
         )
         return ways.sum(2)
 
+    def project(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        """See :meth:`RecurrentLayer.project`; (T, B, G H)."""
+        return self._projected(self._inputs(x, ragged, context), context)
+
+    def recur(
+        self, z: Tensor, carry: Carry, lengths: Tensor, context: PassContext, max_sms: int | None = None
+    ) -> tuple[Tensor, Carry]:
+        """See :meth:`RecurrentLayer.recur`."""
+        weight = _parameter(self.cell, "weight_hh_l0")
+        options: dict[str, Any] = {"backend": self.backend, "max_sms": max_sms, "weight_sink": context.sink(weight)}
+        h, c = (*carry, None, None)[:2]
+        last: Sequence[Tensor]
+        if self.operator == "lstm":
+            y, *last = lstm(z, context.weight(weight), h, c, lengths, **options)
+        else:
+            options["reset_after"] = self.operator == "gru_after"
+            y, *last = gru(z, context.weight(weight), self._bias_hn(self.cell, context), h, lengths, **options)
+        return y, tuple(last)
+
+    def _inputs(self, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        """The input of the projection: normalised, then dropped."""
+        if self.norm is not None:
+            x = self.norm(x, ragged.count, context)
+        dropped: Tensor = self.dropout(x, ragged.keys, ragged.share, ragged.first)
+        return dropped
+
+    def _projected(self, x: Tensor, context: PassContext) -> Tensor:
+        """Pre-activations (T, B, G H), of both directions one after the other."""
+        weights = [_parameter(cell, "weight_ih_l0") for cell in self._cells]
+        if self.cell_reverse is None and self.operator != "gru_after":
+            return linear(x, weights, None, context, [_parameter(self.cell, f"bias_{way}_l0") for way in ("ih", "hh")])
+        biases = [self._input_bias(cell, context) for cell in self._cells]
+        return linear(x, weights, biases[0] if len(biases) == 1 else torch.cat(biases), context)
+
+    @property
+    def _cells(self) -> list[nn.LSTM | nn.GRU]:
+        return [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
+
     def folded(self) -> RecurrentWeights:
         """Describe the layer in evaluation; the recurrent bias joins the other, but for gru's last gate."""
-        cells = [self.cell] if self.cell_reverse is None else [self.cell, self.cell_reverse]
         directions = []
-        for cell in cells:
+        for cell in self._cells:
             names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
             weight, weight_hh, bias, bias_hh = (_parameter(cell, name).detach() for name in names)
             bias, bias_hh, bias_hn = bias.double(), bias_hh.double(), None
@@ -188,13 +238,17 @@ class GatedRecurrentLayer(nn.Module):
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
         return x.numel() == 0 or why_torch(self.operator, self.hidden, dtype, device) is not None
 
-    def _biases(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> tuple[Tensor, Tensor | None]:
-        """The bias of the input's product (G H,), and that inside the product with a GRU's reset gate (H,)."""
+    def _input_bias(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> Tensor:
+        """The bias of the input's product (G H,)."""
         bias_ih, bias_hh = (context.weight(_parameter(cell, name)) for name in ("bias_ih_l0", "bias_hh_l0"))
-        if self.operator != "gru_after":
-            return bias_ih + bias_hh, None
-        gates = 2 * self.hidden
-        return bias_ih + functional.pad(bias_hh[:gates], (0, self.hidden)), bias_hh[gates:]
+        if self.operator == "gru_after":
+            bias_hh = functional.pad(bias_hh[: 2 * self.hidden], (0, self.hidden))
+        return bias_ih + bias_hh
+
+    def _bias_hn(self, cell: nn.LSTM | nn.GRU, context: PassContext) -> Tensor | None:
+        """The bias (H,) inside the product with the reset gate of a GRU that has it there."""
+        bias_hh = context.weight(_parameter(cell, "bias_hh_l0"))
+        return bias_hh[2 * self.hidden :] if self.operator == "gru_after" else None
 
     def _torch_forward(self, cell: nn.LSTM | nn.GRU, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
         """Run one direction on torch's kernels."""
@@ -227,6 +281,56 @@ def why_torch(cell: str, hidden: int, dtype: torch.dtype, device: torch.device) 
 def make_recurrent_layer(width_in: int, config: ModelConfig) -> nn.Module:
     """Make the recurrent layer that ``config.cell`` names."""
     return RecurrentLayer(width_in, config) if config.cell == "rnn" else GatedRecurrentLayer(width_in, config)
+
+
+class RecurrentModule(nn.Module):
+    """A few recurrent layers, then row convolutions, all of it bypassed by one residual skip (paper, Figure 7).
+
+    Args:
+        width_in: width of the input.
+        layers: recurrent layers.
+        row_convs: row convolutions behind them.
+        config: everything else.
+        residual: whether the skip exists.
+    """
+
+    def __init__(self, width_in: int, layers: int, row_convs: int, config: ModelConfig, *, residual: bool) -> None:
+        super().__init__()
+        self.hidden = config.hidden
+        widths = [width_in] + [config.hidden] * (layers - 1)
+        self.recurrent = nn.ModuleList(make_recurrent_layer(width, config) for width in widths)
+        self.row_convs = nn.ModuleList(RowConvolution(config.hidden, config.row_conv_context) for _ in range(row_convs))
+        self.residual = residual
+        self.drop = BranchDropout(0.0)
+        self.projection: nn.Linear | None = None
+        if residual and width_in != config.hidden:
+            self.projection = nn.Linear(width_in, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, ragged: Ragged, context: PassContext = OWN_PARAMETERS) -> Tensor:
+        """Map (T, B, D) to (T, B, H), both 0 past each length."""
+        y = x
+        for layer in self.recurrent:
+            y = layer(y, ragged, context)
+        for row_conv in self.row_convs:
+            y = row_conv(y, ragged, context)
+        return self.join(y, x, ragged, context)
+
+    def join(self, y: Tensor, x: Tensor, ragged: Ragged, context: PassContext) -> Tensor:
+        """Add the skip of the module's input (T, B, D), if there is one, to what its layers make of it, (T, B, H)."""
+        return self.drop(y, ragged.keys) + self._skip(x, context) if self.residual else y
+
+    def folded(self, delay_in: int) -> ModuleWeights:
+        """Describe the module in evaluation; its input is late by so many frames."""
+        return ModuleWeights(
+            [layer.folded() for layer in cast(Iterable[RecurrentLayer | GatedRecurrentLayer], self.recurrent)],
+            [row_conv.folded() for row_conv in cast(Iterable[RowConvolution], self.row_convs)],
+            self.residual,
+            None if self.projection is None else self.projection.weight.detach(),
+            delay_in,
+        )
+
+    def _skip(self, x: Tensor, context: PassContext) -> Tensor:
+        return x if self.projection is None else functional.linear(x, context.weight(self.projection.weight))
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds2.audio.augment import speed_range
 from ds2.audio.features import Features
 from ds2.config.device import resolve_device, resolve_precision
-from ds2.config.schema import Config
+from ds2.config.schema import Config, ConfigError
 from ds2.data.loader import Batch, SpeechLoader, padded_durations_s, plan_epoch
 from ds2.data.manifest import Utterance, corpus
 from ds2.data.splits import ScoredData, ensure_manifests, training_utterances
@@ -29,6 +29,8 @@ from ds2.distributed.process_group import LostRankError
 from ds2.lm.files import save_ngram
 from ds2.model.acoustic import AcousticModel
 from ds2.model.norm import SequenceBatchNorm
+from ds2.model.pieces import Wavefront
+from ds2.model.pieces import why_not as why_no_wavefront
 from ds2.model.structure import check_backend
 from ds2.system.errors import UserError
 from ds2.text.alphabet import Alphabet
@@ -100,6 +102,7 @@ class Trainer:
         self.overlap = OverlapChoice(self.gradients)
         self.noise = NoiseScale(self.gradients.buckets) if config.train.noise_scale else None
         graphed = graphs_possible(config, self.features, self.model, self.alphabet, self.precision, self.comm, self.crf)
+        self.model.wavefront = choose_wavefront(config, self.precision, self.device, graphed=graphed)
         passes = GraphedPasses if graphed else Passes
         self.passes = passes(self.model, self.features, self.gradients, config.train, autocast=autocast, crf=self.crf)
         log_probs = self.crf.label_log_probs if self.crf is not None else None
@@ -454,6 +457,25 @@ def build_gradients(config: Config, model: AcousticModel, comm: Communicator, *,
         overlap=config.comm.overlap,
         low=model.low_precision_parameters() if autocast else (),
     )
+
+
+def choose_wavefront(config: Config, precision: str, device: torch.device, *, graphed: bool) -> Wavefront | None:
+    """How layers run side by side (`train.wavefront`); None: one after the other.
+
+    Raises:
+        ConfigError: train.wavefront=on where they cannot.
+    """
+    if config.train.wavefront == "off":
+        return None
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    reason = why_no_wavefront(config.model, dtype, device)
+    if reason is None and not graphed:
+        reason = "steps are launched kernel by kernel, which takes the host longer than the GPU; see train.graphs"
+    if reason is None:
+        return Wavefront.of(config.model, dtype, device)
+    if config.train.wavefront == "on":
+        raise ConfigError(f"train.wavefront=on cannot run: {reason}; set train.wavefront=auto or off")
+    return None
 
 
 def graphs_possible(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from ds2_ops.recurrent.deferred import DeferredGradients
+from ds2_ops.recurrent.deferred import DeferredGradients, Factors, GradientSink, product
 from torch import Tensor
 
 
@@ -15,8 +15,11 @@ class StoredGradient:
     def __init__(self, value: Tensor, deferred: DeferredGradients | None = None) -> None:
         self.value, self.deferred = value, deferred
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def add_products(self, factors: Factors, biases: Sequence[GradientSink] = ()) -> None:
+        left, right = product(factors)
         self.add(lambda: left @ right)
+        for bias in biases:
+            bias.add(lambda: left.sum(1))
 
     def add(self, make: Callable[[], Tensor]) -> None:
         def work() -> None:

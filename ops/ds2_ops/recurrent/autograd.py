@@ -19,7 +19,7 @@ from ds2_ops.recurrent.backends.choose import resolve
 from ds2_ops.recurrent.backends.gemm import wide_dtype
 from ds2_ops.recurrent.backends.persistent import Transpose
 from ds2_ops.recurrent.cells import CELLS, Cell, Options
-from ds2_ops.recurrent.deferred import GradientSink
+from ds2_ops.recurrent.deferred import Factors, GradientSink, product
 
 Sinks = Sequence[GradientSink]
 Outputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -86,8 +86,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.backend, ctx.options, ctx.sinks, ctx.transpose = backend, options, (weight_sinks, bias_sinks), None
         deferred = None if weight_sinks is None else weight_sinks[0].deferred
         if deferred is not None and backend == "persistent" and deferred.recording():
-            ctx.transpose = Transpose(weight_hh.contiguous())
-            deferred.expect_backward(ctx.transpose)
+            ctx.transpose = deferred.expect_backward(Transpose(weight_hh.contiguous()))
         return y, h_n, c_n
 
     @staticmethod
@@ -156,7 +155,7 @@ def _gradients(
     return grad_x, grad_weight, grad_bias, grad_h0 if needed[3] else None, grad_c0 if needed[4] else None, None
 
 
-Factors = list[tuple[Tensor, Tensor]]  # (T, B, R) and (T, B, H), whose product over all frames is R rows of a gradient
+Pairs = list[tuple[Tensor, Tensor]]  # (T, B, R) and (T, B, H): their products over all frames add up to R rows
 
 
 def _factors(
@@ -167,24 +166,27 @@ def _factors(
     saved: Tensor | None,
     h0: Tensor | None,
     lengths: Tensor | None,
-) -> list[Factors]:
-    """Of which products the gradient of each direction's matrix consists, from the first row to the last.
+) -> list[list[Pairs]]:
+    """Of which products the gradient of each direction's matrix consists, by rows from the first to the last.
 
     dW = sum_t grad_t h_(t-1)^T: gradients are 0 at padding, so padding adds nothing.
     """
     hidden, directions = y.shape[-1], []
     for way, (grad, last, states) in enumerate(zip(*map(_by_direction, (grad_x, grad_last, y)), strict=True)):
         first = h0 if h0 is None or y.dim() == 3 else h0[:, way]
-        at, previous = _states_before(states, first, lengths, backwards=way == 1)
+        before = _states_before(states, first, lengths, backwards=way == 1)
         if cell.phases > 1:  # the product of the last gate takes r h
             assert saved is not None
             reset = saved[:, :, 0] * saved[:, :, 4]
-            parts = [(grad[at][..., :-hidden], previous), (last, reset)]
+            rows = [[(grad[at][..., :-hidden], previous) for at, previous in before], [(last, reset)]]
         elif cell.last_apart:
-            parts = [(grad[at][..., :-hidden], previous), (last[at], previous)]
+            rows = [
+                [(grad[at][..., :-hidden], previous) for at, previous in before],
+                [(last[at], previous) for at, previous in before],
+            ]
         else:
-            parts = [(grad[at], previous)]
-        directions.append(parts)
+            rows = [[(grad[at], previous) for at, previous in before]]
+        directions.append(rows)
     return directions
 
 
@@ -193,43 +195,48 @@ def _by_direction(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,) if tensor.dim() == 3 else tensor.unbind(2)
 
 
-def _states_before(y: Tensor, h0: Tensor | None, lengths: Tensor | None, *, backwards: bool) -> tuple[slice, Tensor]:
-    """Frames, and the states (T, B, H) that their steps began with.
+def _states_before(
+    y: Tensor, h0: Tensor | None, lengths: Tensor | None, *, backwards: bool
+) -> list[tuple[slice, Tensor]]:
+    """Frames, and the states (T, B, H) that their steps began with, in parts.
 
     Frames that began with zeros are left out. Where time runs backwards the step before is that of the next frame.
     """
     if h0 is None:
-        return (slice(None, -1), y[1:]) if backwards else (slice(1, None), y[:-1])
+        return [(slice(None, -1), y[1:]) if backwards else (slice(1, None), y[:-1])]
     if not backwards:
-        return slice(None), torch.cat([h0[None], y])[:-1]
+        return [(slice(0, 1), h0[None][: len(y)]), (slice(1, None), y[:-1])]
     following = torch.cat([y, h0[None]])[1:]
     if lengths is not None:
         last = torch.arange(len(y), device=y.device)[:, None, None] == lengths[:, None] - 1
         following = torch.where(last, h0, following)
-    return slice(None), following
+    return [(slice(None), following)]
 
 
-def _products(parts: Factors) -> Tensor:
-    rows = [_product(*part) for part in parts]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+def _products(rows: list[Pairs]) -> Tensor:
+    matrices = [_product(pairs) for pairs in rows]
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _product(grad: Tensor, previous: Tensor) -> Tensor:
+def _product(pairs: Pairs) -> Tensor:
     """Sum of outer products (R, H) of (T, B, R) and (T, B, H), in float32 where tensors are 16-bit on a GPU."""
-    left, right = grad.flatten(0, 1).t(), previous.flatten(0, 1)
+    left, right = product(_flat(pairs))
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         # cuBLAS may cut a sum over so many frames in parts and add these in the type of the output: ask for float32.
         return torch.mm(left, right, out_dtype=torch.float32).to(left.dtype)
     return left @ right
 
 
-def _add_products(sink: GradientSink, parts: Factors) -> None:
+def _add_products(sink: GradientSink, rows: list[Pairs]) -> None:
     start = 0
-    for grad, previous in parts:
-        stop = start + grad.shape[2]
-        rows = sink if len(parts) == 1 else sink.rows(start, stop)
-        rows.add_product(grad.flatten(0, 1).t(), previous.flatten(0, 1))
+    for pairs in rows:
+        stop = start + pairs[0][0].shape[2]
+        (sink if len(rows) == 1 else sink.rows(start, stop)).add_products(_flat(pairs))
         start = stop
+
+
+def _flat(pairs: Pairs) -> Factors:
+    return [(grad.flatten(0, 1).t(), previous.flatten(0, 1)) for grad, previous in pairs]
 
 
 def _run_forward(

@@ -10,8 +10,8 @@ slow it down. The kernels and their bits are the same in both cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,18 +19,24 @@ import torch
 from torch import Tensor
 
 Work = Callable[[], None]
+Factors = Sequence[tuple[Tensor, Tensor]]  # (R, N) and (N, C) each
 
 
 class GradientSink(Protocol):
     """Destination of the gradient of a parameter. An op adds to it, and autograd then gets no gradient."""
 
     @property
-    def deferred(self) -> DeferredGradients | None:
-        """Queue of work that runs during the recurrences of this backward pass; None: work is not deferred."""
+    def deferred(self) -> Deferred | None:
+        """What runs work during the recurrences of this backward pass; None: nothing is run then."""
         ...
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left (R, N) times right (N, C) to the gradient (R, C), in its own dtype on a GPU."""
+    def add_products(self, factors: Factors, biases: Sequence[GradientSink] = ()) -> None:
+        """Add the sum of left (R, N) times right (N, C) of all pairs, whose N differ, in the gradient's dtype on a GPU.
+
+        Args:
+            factors: the pairs.
+            biases: sinks of vectors (R,), which get the sums of all left over N.
+        """
         ...
 
     def add(self, make: Callable[[], Tensor]) -> None:
@@ -49,9 +55,36 @@ class Prefetch(Protocol):
         """Allocate its memory on the current stream; return a function that launches its computation."""
         ...
 
+    def take(self) -> Tensor:
+        """The input, made now unless it was made ahead."""
+        ...
+
+
+class Deferred(Protocol):
+    """What a recurrence asks for in its recorded passes: `DeferredGradients`, or another for layers side by side."""
+
+    def recording(self) -> bool:
+        """Return whether a CUDA graph is being recorded."""
+        ...
+
+    def expect_backward(self, prefetch: Prefetch) -> Prefetch:
+        """Announce an input of a recurrence's backward pass in its forward pass; return what to take it from."""
+        ...
+
+    def during_recurrence(self, own: Prefetch) -> AbstractContextManager[None]:
+        """Run work during the recurrence that the block launches, while recording; `own` is what it announced."""
+        ...
+
+
+def product(factors: Factors) -> tuple[Tensor, Tensor]:
+    """Return one left (R, N) and one right (N, C) whose product is the sum of those of all pairs."""
+    if len(factors) == 1:
+        return factors[0]
+    return torch.cat([left.t() for left, _ in factors]).t(), torch.cat([right for _, right in factors])
+
 
 @dataclass
-class _Deferred:
+class _Work:
     work: Work
     done: Work
 
@@ -68,8 +101,8 @@ class DeferredGradients:
 
     def __init__(self, joined: Callable[[], None] = lambda: None) -> None:
         self._joined = joined
-        self._deferred: list[_Deferred] = []
-        self._running: list[_Deferred] = []  # launched on the side stream; the main stream does not wait for it yet
+        self._deferred: list[_Work] = []
+        self._running: list[_Work] = []  # launched on the side stream; the main stream does not wait for it yet
         self._expected: list[Prefetch] = []  # in the order of the forward pass
         self._side: torch.cuda.Stream | None = None
 
@@ -91,7 +124,7 @@ class DeferredGradients:
             done: runs when all later launches are ordered after the work.
         """
         if self.recording():
-            self._deferred.append(_Deferred(work, done))
+            self._deferred.append(_Work(work, done))
         else:
             work()
             done()
@@ -102,9 +135,15 @@ class DeferredGradients:
         self._launch_deferred()
         self._finish()
 
-    def expect_backward(self, prefetch: Prefetch) -> None:
-        """Announce an input of a recurrence's backward pass, in its recorded forward pass."""
+    def run_on_side_stream(self) -> None:
+        """While recording, launch all deferred work on the side stream, behind the current one."""
+        if self.recording() and self._deferred:
+            self._launch_on_side_stream(torch.cuda.current_stream().record_event())
+
+    def expect_backward(self, prefetch: Prefetch) -> Prefetch:
+        """See `Deferred`."""
         self._expected.append(prefetch)
+        return prefetch
 
     @contextmanager
     def during_recurrence(self, own: Prefetch) -> Iterator[None]:
@@ -117,23 +156,27 @@ class DeferredGradients:
         if own in self._expected:
             del self._expected[self._expected.index(own) :]
         if self._expected:
-            self._deferred.append(_Deferred(self._expected[-1].allocate(), lambda: None))
+            self._deferred.append(_Work(self._expected[-1].allocate(), lambda: None))
         self._join()
         before = torch.cuda.Event()  # type: ignore[no-untyped-call]
         before.record()
         yield
         if self._deferred:
-            if self._side is None:
-                self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._side.wait_event(before)
-            with torch.cuda.stream(self._side):
-                self._launch_deferred()
+            self._launch_on_side_stream(before)
+
+    def _launch_on_side_stream(self, behind: torch.cuda.Event) -> None:
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side.wait_event(behind)
+        with torch.cuda.stream(self._side):
+            self._launch_deferred()
 
     def _launch_deferred(self) -> None:
         with torch.no_grad():
             for deferred in self._deferred:
                 deferred.work()
-        self._running, self._deferred = self._deferred, []
+        self._running += self._deferred
+        self._deferred = []
 
     def _join(self) -> None:
         """Let the current stream wait for the side stream."""

@@ -260,7 +260,7 @@ def test_products_of_further_passes_add_up_where_the_gradient_lies(device: str, 
         generator = torch.Generator().manual_seed(seed)
         left = torch.randn(frames, rows, generator=generator).to(device, low).t()
         right = torch.randn(frames, columns, generator=generator).to(device, low)
-        bucket.sinks[parameter].add_product(left, right)
+        bucket.sinks[parameter].add_products([(left, right)])
         bucket.collect([None])
         exact += left.double().cpu() @ right.double().cpu()
         size += left.double().cpu().abs() @ right.double().cpu().abs()

@@ -19,7 +19,7 @@ from ds2.inference.network import BlockNetwork, KernelConv, LibraryConv
 from ds2.inference.slots import UNBOUNDED, StreamState
 from ds2.model.acoustic import AcousticModel
 from ds2.model.folded import TimeWindow
-from ds2.model.norm import RmsNorm, SequenceBatchNorm
+from ds2.model.norm import SequenceBatchNorm
 from ds2.system.cuda_graph import GraphRecorder
 
 BINS, LABELS = 9, 5
@@ -43,8 +43,6 @@ def make(convs: str = "two", **options: object) -> AcousticModel:
     config = ModelConfig(convs=CONVS[convs], **(settings | options))  # type: ignore[arg-type]
     model = AcousticModel(config, BINS, LABELS).double().eval()
     for module in model.modules():  # statistics as after training
-        if isinstance(module, RmsNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
         if isinstance(module, SequenceBatchNorm):
             for tensor in (module.running_mean, module.bias):
                 torch.nn.init.normal_(tensor, std=0.3)

@@ -98,7 +98,9 @@ def test_all_matrices_have_sinks_that_take_the_gradients_of_autograd(cell: str, 
             assert all(bool(parameter.grad.any()) for parameter in matrices)  # type: ignore[union-attr]
         reducer.finish_step()
         results.append([parameter.grad.clone() for parameter in layer.parameters()])  # type: ignore[union-attr]
-    assert all(map(torch.equal, *results))
+    for mine, theirs in zip(*results, strict=True):
+        # Autograd rounds the sum of a bias to bf16, half a unit in whose last place is 2^-9; a sink does not.
+        torch.testing.assert_close(mine, theirs, rtol=0 if mine.ndim == 2 else 2**-8, atol=0)
 
 
 def test_batch_norm_acts_on_the_projection() -> None:

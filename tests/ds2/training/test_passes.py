@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 from ds2.audio.spec_augment import apply_masks, warp
 from ds2.commands.compose import compose_config
-from ds2.config.schema import Config, ConfigError
+from ds2.config.schema import Config, ConfigError, ModelConfig
 from ds2.data.loader import Batch
+from ds2.model.acoustic import AcousticModel
+from ds2.model.pieces import Wavefront
 from ds2.training import passes
 from ds2.training.ctc import ctc_losses, divergence
 from ds2.training.inputs import InputMaker, Inputs
@@ -240,6 +243,50 @@ def test_graphs_give_the_bits_of_single_launches(
     assert_equal(eager, graphed)
     assert len({inputs[:2] for inputs in graphed[0].passes.recordings}) > 1  # type: ignore[attr-defined]
     assert replays(graphed[0]) > STEPS // 2 and replays(eager[0]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", ["rnn", "lstm"])
+def test_layers_side_by_side_give_the_bits_of_one_after_the_other(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: str
+) -> None:
+    """Recorded on streams, launched on one stream, and recorded again on a single pair of streams."""
+    config = tiny_config(
+        *ON_GPU, "train.wavefront=on", "model.norm=rms", "model.batch_norm=false", f"model.cell={cell}",
+        "model.hidden=512", "model.depth=6", "model.skip=2", "model.row_convs=3", "model.row_conv_context=2",
+        "model.dropout=0.1",
+    )  # fmt: skip
+    monkeypatch.setattr(Wavefront, "pieces", lambda plan, frames, batch: 3 if frames > 3 * 8 else 1)
+    side_by_side = run(config, tmp_path / "streams", STEPS)
+    eager = launched(monkeypatch, config, tmp_path / "eager", STEPS)
+    assert_equal(eager, side_by_side)
+    assert replays(side_by_side[0]) > STEPS // 2
+    of = Wavefront.of
+    monkeypatch.setattr(Wavefront, "of", lambda *args: replace(of(*args), streams=of(*args).streams[:1]))
+    assert_equal(side_by_side, run(config, tmp_path / "one", STEPS))
+
+
+@pytest.mark.gpu
+def test_layers_side_by_side_give_the_gradients_of_the_whole_batch() -> None:
+    """Factors of products are rounded to TF32, to 2^-11 of themselves: where sums differ by rounding, so may these."""
+    torch.manual_seed(1)
+    config = ModelConfig(
+        hidden=256, depth=4, skip=2, row_convs=2, norm="rms", backend="persistent", nonlinearity="tanh"
+    )
+    model = AcousticModel(config, 80, 30).cuda().train()
+    features, lengths = torch.randn(3, 80, 400, device="cuda"), torch.tensor([400, 310, 90])
+    keys = torch.arange(3, device="cuda")
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        [logits] = model.every_logits(features, lengths, keys)
+        logits.square().sum().backward()  # type: ignore[no-untyped-call]
+        return [parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None]
+
+    whole = gradients()
+    model.wavefront = replace(Wavefront.of(config, torch.float32, torch.device("cuda")), fixed=4)
+    for mine, theirs in zip(gradients(), whole, strict=True):
+        assert float((mine - theirs).norm()) < 2**-9 * float(theirs.norm())
 
 
 @pytest.mark.gpu

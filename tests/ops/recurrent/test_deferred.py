@@ -28,6 +28,9 @@ class Layer:
     def allocate(self) -> Callable[[], None]:
         return lambda: self.log.append(f"transpose of {self.name}")
 
+    def take(self) -> torch.Tensor:
+        raise NotImplementedError
+
 
 def test_what_is_held_back_runs_beside_a_recurrence_and_is_waited_for_before_the_next(
     monkeypatch: pytest.MonkeyPatch,

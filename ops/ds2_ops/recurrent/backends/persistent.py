@@ -261,4 +261,6 @@ class Transpose:
 
     def take(self) -> Tensor:
         """The transpose, made now unless it was made ahead."""
-        return transposed(self._matrix) if self._result is None else self._result
+        if self._result is None:
+            self._result = transposed(self._matrix)
+        return self._result

@@ -45,7 +45,12 @@ def tasks(stages: int, pieces: int, streams: int) -> list[Task]:
     ]
 
 
-def run(stages: Sequence[Stage], pieces: Sequence[Tensor], streams: Sequence[LayerStreams]) -> list[Tensor]:
+def run(
+    stages: Sequence[Stage],
+    pieces: Sequence[Tensor],
+    streams: Sequence[LayerStreams],
+    alive: list[Tensor] | None = None,
+) -> list[Tensor]:
     """Run each piece through all stages, in order; return what the last stage makes of each.
 
     Args:
@@ -55,6 +60,8 @@ def run(stages: Sequence[Stage], pieces: Sequence[Tensor], streams: Sequence[Lay
         pieces: inputs of the first stage, of any shape, made on the current stream.
         streams: for the layers; none: everything runs on the current stream. They start behind the current stream, and
             it waits for them, recorded in a CUDA graph or not.
+        alive: receives what must not be freed before all streams have joined again; for a backward pass, which uses
+            the streams of its forward pass, that is its end. None: nothing is needed once this returns.
     """
     values = list(pieces)
     if not streams:
@@ -66,7 +73,8 @@ def run(stages: Sequence[Stage], pieces: Sequence[Tensor], streams: Sequence[Lay
     for pair in streams:
         pair.recurrence.wait_event(started)
     # No memory is freed before the streams have joined: another stream may still read it.
-    alive, done = list(values), [started] * len(values)
+    alive, done = [] if alive is None else alive, [started] * len(values)
+    alive += values
     for task in tasks(len(stages), len(pieces), len(streams)):
         pair = streams[task.streams]
         pair.projection.wait_event(done[task.piece])
@@ -76,5 +84,4 @@ def run(stages: Sequence[Stage], pieces: Sequence[Tensor], streams: Sequence[Lay
         alive.append(values[task.piece])
     for pair in streams:
         current.wait_event(pair.recurrence.record_event())
-    alive.clear()
     return values

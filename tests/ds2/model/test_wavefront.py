@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds2.inference import wavefront
-from ds2.inference.wavefront import Task
+from ds2.model import wavefront
+from ds2.model.wavefront import Task
 
 SHAPES = [(1, 1, 1), (4, 7, 7), (48, 7, 7), (5, 1, 3), (1, 9, 2), (9, 4, 1), (6, 5, 2)]
 
