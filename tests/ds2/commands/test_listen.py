@@ -84,7 +84,9 @@ def test_what_is_spoken_is_printed(
     monkeypatch.setitem(sys.modules, "sounddevice", fake(samples, rates_hz))
     ended_before_all_is_heard(monkeypatch, number)
     assert main(["listen", str(model), "--device", "cpu", "--format", "json"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr()
+    assert "listening; Ctrl-C ends; a word appears up to" in printed.err
+    found = [json.loads(line) for line in printed.out.splitlines()]
     live = Recogniser.load(model, device="cpu", decode=DecodeConfig()).live(sample_rate_hz=rates_hz[0])
     live.accept_waveform(samples)
     live.flush()
