@@ -383,8 +383,7 @@ class Denominator:
         once they have run. Every run gives the same bits.
 
         Args:
-            logits: (T, B, V) of any float dtype; sums are float32, or float64 where the logits are and the kernels do
-                not run.
+            logits: (T, B, V) of any float dtype; sums are float32, or float64 by products where the logits are.
             frames: (B,) int64, 0 to T, on the same device.
 
         Returns:
@@ -393,7 +392,8 @@ class Denominator:
         Raises:
             RuntimeError: the driver's or compiler's error, with shape and GPU.
         """
-        function = _ByKernels if self.why_not(logits.device) is None else _ByProducts
+        kernels = logits.dtype != torch.float64 and self.why_not(logits.device) is None
+        function = _ByKernels if kernels else _ByProducts
         log_sums: Tensor = function.apply(logits, frames, self)  # type: ignore[no-untyped-call]
         return log_sums
 
